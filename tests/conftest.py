@@ -1,4 +1,4 @@
-"""What all tests share: the marker of the tests that need an MPI launcher."""
+"""What all tests share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from launch import mpi_name
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`mpi` is a known marker, and a wrong HORO_LITE_TEST_MPI ends the run at once."""
-    config.addinivalue_line(
-        "markers", "mpi: runs ranks under mpiexec; run again with the other MPI library"
-    )
+    """A wrong HORO_LITE_TEST_MPI has ended the run before any test could seem to pass."""
     if os.environ.get("HORO_LITE_TEST_MPI"):
         mpi_name()

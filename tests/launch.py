@@ -33,15 +33,15 @@ T = TypeVar("T")
 TESTS = Path(__file__).resolve().parent
 LAUNCHERS = ("openmpi", "mpich")
 # What a job leaves in the environment of its ranks: a launch from inside one must not inherit it.
-_OF_A_LAUNCHER = re.compile(r"(OMPI|PMIX|PMI|PRTE|HYDI?|MPIR|MPICH|HYDRA|SLURM)_")
+_OF_A_LAUNCHER = re.compile(r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|SLURM)_")
 _TAG = "HORO_LITE_TEST_LAUNCH"
 
 
-class LaunchTimeout(AssertionError):
+class LaunchTimeoutError(AssertionError):
     """The job did not end in time and was killed; the message holds both streams."""
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """Some ranks that ran as threads raised; `errors` maps the rank to what it raised."""
 
     def __init__(self, message: str, errors: Mapping[int, BaseException]) -> None:
@@ -207,20 +207,24 @@ class Job:
         return os.pread(descriptor, size, 0).decode("utf-8", "replace")
 
     def wait_for(self, text: str, *, count: int = 1, timeout_s: float = 30) -> None:
-        """`text` stands `count` times on stdout. LaunchTimeout where it does not come."""
+        """`text` stands `count` times on stdout. LaunchTimeoutError where it does not come."""
         until = time.monotonic() + timeout_s
         while self.stdout().count(text) < count:
             if self.launcher.poll() is not None or time.monotonic() > until:
-                raise LaunchTimeout(f"{text!r} did not appear {count} times:\n{self._result()}")
+                raise LaunchTimeoutError(
+                    f"{text!r} did not appear {count} times:\n{self._result()}"
+                )
             time.sleep(0.01)
 
     def wait(self, timeout_s: float = 30) -> Result:
-        """How the job ended. LaunchTimeout, with both streams, where it has not by then."""
+        """How the job ended. LaunchTimeoutError, with both streams, where it has not by then."""
         try:
             self.launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise LaunchTimeout(f"still running after {timeout_s} s:\n{self._result()}") from None
+            raise LaunchTimeoutError(
+                f"still running after {timeout_s} s:\n{self._result()}"
+            ) from None
         return self._result()
 
     def _result(self) -> Result:
@@ -290,7 +294,7 @@ def run_ranks(
     `code_or_path` is the path of a script, or the script's text itself (dedented). The ranks find
     the modules of this folder (`oracle`, `launch`) on their path and run in an empty directory.
     `mpi` demands a launcher (`openmpi` or `mpich`); `launcher=False` starts one plain process.
-    A job that outlives `timeout_s` is killed and raises LaunchTimeout with both streams. The exit
+    A job that outlives `timeout_s` is killed and raises LaunchTimeoutError with both streams. The exit
     code is the caller's to look at: `.check()` asserts that it is 0.
     """
     with start_ranks(
@@ -302,7 +306,7 @@ def run_ranks(
 def run_threads(n: int, fn: Callable[[Group], T], *, timeout_s: float = 20) -> list[T]:
     """What `fn(group)` returned on each of n ranks that are threads of this process.
 
-    Where one raises, the others are told (they raise PeerLostError), and RanksFailed holds
+    Where one raises, the others are told (they raise PeerLostError), and RanksFailedError holds
     everything that was raised. Ranks that do not end by themselves are given up after `timeout_s`,
     with their stacks in the message.
     """
@@ -322,7 +326,7 @@ def run_threads(n: int, fn: Callable[[Group], T], *, timeout_s: float = 20) -> l
                 results[rank] = fn(group)
             finally:
                 group.close()
-        except BaseException as error:  # noqa: BLE001 (whatever it was, the caller wants it)
+        except BaseException as error:
             errors[rank] = error
             for transport in (transports[rank], engines[rank]):
                 transport.abandon(f"rank {rank} raised {error!r}")
@@ -350,5 +354,5 @@ def run_threads(n: int, fn: Callable[[Group], T], *, timeout_s: float = 20) -> l
     for rank, error in errors.items():
         said.append(f"rank {rank} raised\n{''.join(traceback.format_exception(error))}")
     if said:
-        raise RanksFailed("\n".join(said), errors)
+        raise RanksFailedError("\n".join(said), errors)
     return [results[rank] for rank in range(n)]

@@ -1,0 +1,251 @@
+"""What every collective must give, in NumPy, for all ranks at once.
+
+Each `…_reference` takes the inputs of all ranks in rank order. Reductions come in two kinds:
+`allreduce_reference` is the mathematical answer (float64, or exact integers), and
+`rank_order_reference` is the promised rounding of it: accumulated in float32 or wider in rank
+order, then divided, then rounded once to the dtype. `wire_bound` says how far an answer may lie
+from the first kind when it travelled in fewer bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+
+BLOCK = 1024  # elements that share one scale on the fp16 wire
+INTEGERS = tuple(np.dtype(code) for code in "bBhHiIlLqQ")
+FLOATS = (np.dtype(np.float16), bfloat16, np.dtype(np.float32), np.dtype(np.float64))
+OPS = ("average", "sum", "min", "max", "product")
+
+
+def is_float(dtype: npt.DTypeLike) -> bool:
+    """Whether reductions of this dtype are rounded and not exact."""
+    return np.dtype(dtype) in FLOATS
+
+
+def sample(rank: int, shape: Sequence[int], dtype: npt.DTypeLike, *, seed: int = 0) -> Array:
+    """Numbers that differ from rank to rank and from seed to seed, small enough to multiply."""
+    dtype = np.dtype(dtype)
+    random = np.random.default_rng([seed, rank, *shape])
+    if dtype == np.bool_:
+        return random.integers(0, 2, shape).astype(np.bool_)
+    if is_float(dtype):
+        return np.asarray(random.standard_normal(shape) * (rank + 1)).astype(dtype)
+    low = 0 if dtype.kind == "u" else -9
+    return np.asarray(random.integers(low, 10, shape) + rank).astype(dtype)
+
+
+def whole_sample(rank: int, shape: Sequence[int], dtype: npt.DTypeLike, *, seed: int = 0) -> Array:
+    """Small whole numbers (0 … 15, so exact in any dtype) that differ from rank to rank."""
+    random = np.random.default_rng([seed, rank, *shape])
+    return np.asarray(random.integers(0, 12, shape) + rank % 4).astype(dtype)
+
+
+def _stack(inputs: Sequence[Array], dtype: npt.DTypeLike) -> Array:
+    return np.stack([np.asarray(x).astype(dtype) for x in inputs])
+
+
+def allreduce_reference(
+    inputs: Sequence[Array], op: str, *, weights: Sequence[float] | None = None
+) -> Array:
+    """The reduction as float64, or exactly in the input's own dtype for integers and bool.
+
+    Sums and products of integers wrap around as NumPy's do; their average is the exact sum over N
+    truncated toward zero. Weighted: sum(w * x) / sum(w).
+    """
+    dtype = inputs[0].dtype
+    if dtype == np.bool_:
+        reduce = {"sum": np.any, "max": np.any, "product": np.all, "min": np.all}[op]
+        return np.asarray(reduce(np.stack(inputs), axis=0))
+    if not is_float(dtype):
+        return _integer_reference(inputs, op)
+    x = _stack(inputs, np.float64)
+    if op == "average":
+        w = np.ones(len(inputs)) if weights is None else np.asarray(weights, np.float64)
+        return np.asarray(np.tensordot(w, x, axes=1) / w.sum())
+    ufunc = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}[op]
+    return np.asarray(ufunc.reduce(x, axis=0))
+
+
+def _integer_reference(inputs: Sequence[Array], op: str) -> Array:
+    dtype = inputs[0].dtype
+    bits = 8 * dtype.itemsize
+
+    def wrapped(value: int) -> int:
+        value &= (1 << bits) - 1
+        return value - (1 << bits) if dtype.kind == "i" and value >> (bits - 1) else value
+
+    def of(column: tuple[int, ...]) -> int:
+        if op == "min":
+            return min(column)
+        if op == "max":
+            return max(column)
+        if op == "product":
+            product = 1
+            for value in column:
+                product *= value
+            return wrapped(product)
+        total = sum(column)
+        if op == "sum":
+            return wrapped(total)
+        return abs(total) // len(column) * (1 if total >= 0 else -1)
+
+    columns = zip(*(x.ravel().tolist() for x in inputs), strict=True)
+    return np.array([of(column) for column in columns], dtype).reshape(inputs[0].shape)
+
+
+def rank_order_reference(
+    inputs: Sequence[Array],
+    op: str,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    hosts: Sequence[int] | None = None,
+) -> Array:
+    """The floats that must come out bit for bit where nothing is compressed.
+
+    Accumulated in float32 (float64 for float64 inputs) in rank order, divided by N for an average,
+    then rounded once to the input's dtype. With `hosts` (the host of each rank) every host first
+    sums its own ranks, and the hosts' sums are added in host order.
+    """
+    dtype = inputs[0].dtype
+    wide: Any = np.float64 if dtype == np.float64 else np.float32
+    combine = {
+        "average": np.add,
+        "sum": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "product": np.multiply,
+    }[op]
+    of_host: dict[int, Array] = {}
+    with np.errstate(all="ignore"):
+        for rank, x in enumerate(inputs):
+            value = x.astype(wide)
+            if prescale != 1.0:
+                value = value * wide(prescale)
+            host = 0 if hosts is None else hosts[rank]
+            of_host[host] = combine(of_host[host], value) if host in of_host else value
+        total = of_host.pop(min(of_host))
+        for host in sorted(of_host):
+            total = combine(total, of_host[host])
+        if op == "average":
+            total = total / wide(len(inputs))
+        if postscale != 1.0:
+            total = total * wide(postscale)
+        return np.asarray(total).astype(dtype)
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Whether shape, dtype and every bit agree; any nan equals any other."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not is_float(a.dtype):
+        return bool(np.array_equal(a, b))
+    unsigned = np.dtype(f"u{a.dtype.itemsize}")
+    bits_a = np.ascontiguousarray(a).view(unsigned)
+    bits_b = np.ascontiguousarray(b).view(unsigned)
+    return bool(np.all((bits_a == bits_b) | (np.isnan(a) & np.isnan(b)).reshape(bits_a.shape)))
+
+
+def block_maximum(inputs: Sequence[Array], block: int = BLOCK) -> Array:
+    """For each element (C order) the largest finite magnitude of its block over all ranks."""
+    magnitude = np.abs(_stack(inputs, np.float64)).reshape(len(inputs), -1)
+    magnitude[~np.isfinite(magnitude)] = 0
+    largest = magnitude.max(axis=0, initial=0)
+    starts = np.arange(0, largest.size, block)
+    maxima = np.maximum.reduceat(largest, starts) if largest.size else largest
+    return np.repeat(maxima, block)[: largest.size].reshape(inputs[0].shape)
+
+
+def wire_bound(inputs: Sequence[Array], wire: str, *, hosts: int = 1) -> Array:
+    """How far, elementwise, an average over ranks may lie from the exact mean. Finite inputs only.
+
+    Each rank rounds its contribution to the wire's precision u once, and the result is rounded
+    once more: u * (mean |x_r| + |mean|), with (1 + 4u) for rounding what was rounded. Adding N
+    numbers in float32 costs N * 2^-24 * mean |x_r|. Between hosts a host's sum is rounded too.
+    For fp16 (u = 2^-11), what lies far below the largest magnitude m of its block is subnormal
+    on the wire and keeps an absolute 2^-37 * m; a block holds 1,024 elements and no tensor's
+    neighbours. For bf16 u is 2^-9, and subnormal numbers of bf16 keep an absolute 2^-133.
+    """
+    x = _stack(inputs, np.float64)
+    n = len(inputs)
+    mean = x.mean(axis=0)
+    mean_magnitude = np.abs(x).mean(axis=0)
+    accumulation = n * 2.0**-24 * mean_magnitude + 2.0**-149
+    if wire == "none":
+        return np.asarray(accumulation)
+    u, absolute = {
+        "fp16": (2.0**-11, 2.0**-37 * block_maximum(inputs)),
+        "bf16": (2.0**-9, np.asarray(2.0**-133)),
+    }[wire]
+    roundings = 1 if hosts == 1 else 2
+    relative = (1 + 4 * u) * u * (roundings * mean_magnitude + np.abs(mean))
+    return np.asarray(relative + roundings * absolute + accumulation)
+
+
+def fp16_wire_reference(inputs: Sequence[Array], *, scaled: bool = True) -> Array:
+    """A model in NumPy of an average over the fp16 wire of one host; unscaled to see it fail.
+
+    It is one way to keep `wire_bound`, not the promised bits.
+    """
+    flat = [np.asarray(x, np.float32).ravel() for x in inputs]
+    out = np.empty_like(flat[0])
+    for start in range(0, out.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        largest = [_largest_finite(x[part]) for x in flat]
+        exponents = [_exponent(m) if scaled else 0 for m in largest]
+        total = np.zeros_like(out[part])
+        with np.errstate(over="ignore"):
+            for x, e in zip(flat, exponents, strict=True):
+                half = np.ldexp(x[part], e).astype(np.float16)
+                total += np.ldexp(half.astype(np.float32), -e)
+            mean = total / np.float32(len(inputs))
+            e = _exponent(max(largest)) if scaled else 0
+            half = np.ldexp(mean, e).astype(np.float16)
+            out[part] = np.ldexp(half.astype(np.float32), -e)
+    return out.reshape(inputs[0].shape)
+
+
+def _largest_finite(x: Array) -> float:
+    magnitude = np.abs(x[np.isfinite(x)])
+    return float(magnitude.max(initial=0))
+
+
+def _exponent(largest: float) -> int:
+    """The power of two that brings the largest magnitude to just under 2^15."""
+    return 15 - int(np.frexp(largest)[1]) if largest else 0
+
+
+def allgather_reference(inputs: Sequence[Array]) -> Array:
+    """All ranks' rows, one rank's after the other's."""
+    return np.concatenate(list(inputs), axis=0)
+
+
+def broadcast_reference(inputs: Sequence[Array], root: int) -> Array:
+    """The root's array."""
+    return inputs[root]
+
+
+def share_of(n: int, size: int, rank: int) -> slice:
+    """The rows of n that a rank keeps of a reducescatter: the first n % size get one more."""
+    each, more = divmod(n, size)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+def alltoall_reference(
+    inputs: Sequence[Array], splits: Sequence[Sequence[int]], rank: int
+) -> Array:
+    """What `rank` receives when rank r sends splits[r][i] rows to rank i, in rank order."""
+    parts = []
+    for x, counts in zip(inputs, splits, strict=True):
+        start = sum(counts[:rank])
+        parts.append(x[start : start + counts[rank]])
+    return np.concatenate(parts, axis=0)
