@@ -1,0 +1,467 @@
+// The face towards Python. Everything that may wait releases the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+#include "cuda_device.h"
+#include "engine.h"
+#include "layout.h"
+#include "pack.h"
+#include "segment.h"
+#include "shm_group.h"
+#include "tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace horo;
+
+namespace {
+
+Op op_of(const std::string& name) {
+  if (name == "sum") return Op::kSum;
+  if (name == "average") return Op::kAverage;
+  if (name == "min") return Op::kMin;
+  if (name == "max") return Op::kMax;
+  if (name == "product") return Op::kProduct;
+  throw std::invalid_argument("unknown op '" + name + "'");
+}
+
+Wire wire_of(const std::string& name) {
+  if (name == "none") return Wire::kNone;
+  if (name == "fp16") return Wire::kFloat16;
+  if (name == "bf16") return Wire::kBFloat16;
+  throw std::invalid_argument("unknown wire dtype '" + name + "'");
+}
+
+// A reference to a Python object that may be dropped by any thread, with or without the GIL.
+using Shared = std::shared_ptr<PyObject>;
+Shared shared(nb::handle object) {
+  return Shared(object.inc_ref().ptr(), [](PyObject* held) {
+    if (!Py_IsInitialized()) return;
+    const nb::gil_scoped_acquire gil;
+    Py_DECREF(held);
+  });
+}
+
+void check_signals() {
+  const nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+using HeaderTuple = std::tuple<uint64_t, int64_t, double>;
+
+struct Group {
+  std::shared_ptr<Segment> segment;
+  ShmGroup shm;
+
+  Group(std::shared_ptr<Segment> memory, size_t offset, int rank, int size, std::vector<int> pids,
+        std::vector<std::string> names)
+      : segment(std::move(memory)),
+        shm(segment->data() + offset, rank, size, std::move(pids), std::move(names)) {
+    shm.on_idle = check_signals;
+  }
+};
+
+size_t total_bytes(const std::vector<TensorRef>& refs) {
+  size_t total = 0;
+  for (const TensorRef& ref : refs) total += ref.n_elements * item_bytes(ref.dtype);
+  return total;
+}
+
+void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire, double prescale, Factor factor,
+                const std::vector<bool>& skip = {}) {
+  const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size(), skip);
+  group.allreduce(layout, prescale, factor);
+}
+
+// The engines of one host's ranks.
+class ShmChannel : public Channel {
+ public:
+  explicit ShmChannel(std::shared_ptr<Group> group) : group_(std::move(group)) {
+    group_->shm.on_idle = nullptr;  // signals are seen by the training thread
+  }
+  int rank() const override { return group_->shm.rank(); }
+  int size() const override { return group_->shm.size(); }
+  std::vector<std::string> meet(const std::string& mine) override {
+    ShmGroup& shm = group_->shm;
+    // The others' engines may be asleep.
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) enter_and_ring(r);
+    }
+    const auto headers = shm.agree("the matching of asynchronous operations", {0, static_cast<int64_t>(mine.size()), 0});
+    std::vector<std::string> all(size());
+    std::vector<size_t> sizes(size());
+    std::vector<Wanted> wanted;
+    for (int r = 0; r < size(); ++r) {
+      sizes[r] = static_cast<size_t>(headers[r].count);
+      all[r].resize(sizes[r]);
+      if (r == rank()) all[r] = mine;
+      else wanted.push_back({r, 0, {{reinterpret_cast<uint8_t*>(all[r].data()), sizes[r]}}});
+    }
+    shm.exchange({{reinterpret_cast<uint8_t*>(const_cast<char*>(mine.data())), mine.size()}}, sizes, wanted);
+    return all;
+  }
+  void wait(double timeout_s) override { group_->shm.wait_for_bell(timeout_s); }
+  void wake() override { group_->shm.ring(rank()); }
+  bool peer_is_ahead() override { return group_->shm.peer_is_ahead(); }
+  void abandon(const std::string& reason) override { group_->shm.abandon(reason); }
+
+ private:
+  void enter_and_ring(int r) { group_->shm.ring(r); }
+  std::shared_ptr<Group> group_;
+};
+
+// Engines that reach each other through a Python object with the methods of Channel (MPI, through mpi4py).
+class PythonChannel : public Channel {
+ public:
+  explicit PythonChannel(nb::object channel)
+      : channel_(shared(channel)),
+        rank_(nb::cast<int>(channel.attr("rank"))),
+        size_(nb::cast<int>(channel.attr("size"))) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::vector<std::string> meet(const std::string& mine) override {
+    const nb::gil_scoped_acquire gil;
+    std::vector<std::string> all;
+    for (nb::handle one : call("meet", nb::bytes(mine.data(), mine.size()))) {
+      const auto bytes = nb::cast<nb::bytes>(one);
+      all.emplace_back(bytes.c_str(), bytes.size());
+    }
+    return all;
+  }
+  void wait(double timeout_s) override {
+    const nb::gil_scoped_acquire gil;
+    call("wait", timeout_s);
+  }
+  void wake() override {
+    const nb::gil_scoped_acquire gil;
+    call("wake");
+  }
+  bool peer_is_ahead() override {
+    const nb::gil_scoped_acquire gil;
+    return nb::cast<bool>(call("peer_is_ahead"));
+  }
+  void abandon(const std::string& reason) override {
+    const nb::gil_scoped_acquire gil;
+    call("abandon", reason);
+  }
+
+ private:
+  template <class... Args>
+  nb::object call(const char* method, Args&&... args) {
+    return nb::handle(channel_.get()).attr(method)(std::forward<Args>(args)...);
+  }
+  Shared channel_;
+  int rank_;
+  int size_;
+};
+
+// What is common to all ranks' entries for one operation.
+double total_weight(const std::vector<Entry>& entries) {
+  double total = 0.0;
+  for (const Entry& entry : entries) total += entry.weight;
+  return total;
+}
+
+struct PyJob {
+  std::shared_ptr<Job> job;
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<std::vector<bool>> absent;  // everywhere
+  Shared value;                               // what a Python function returned
+
+  void wait() {
+    engine->set_blocked(true);
+    try {
+      while (!job->done()) {
+        {
+          const nb::gil_scoped_release release;
+          if (engine->threaded()) job->wait(0.05);
+          else engine->pump(0.05);
+        }
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      }
+    } catch (...) {
+      engine->set_blocked(false);
+      throw;
+    }
+    engine->set_blocked(false);
+    job->result();
+  }
+};
+
+std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
+                               double weight, nb::bytes missing, nb::callable describe) {
+  auto job = std::make_shared<PyJob>();
+  job->engine = engine;
+  job->job = std::make_shared<Job>();
+  job->job->entry = {name, digest, weight, std::string(missing.c_str(), missing.size())};
+  job->job->describe = [held = shared(describe)] {
+    const nb::gil_scoped_acquire gil;
+    return nb::cast<std::string>(nb::handle(held.get())());
+  };
+  return job;
+}
+
+std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, nb::callable explain, bool thread) {
+  auto text = [held = shared(explain)](const std::string& label, const std::vector<std::string>& descriptions) {
+    const nb::gil_scoped_acquire gil;
+    return nb::cast<std::string>(nb::handle(held.get())(label, descriptions));
+  };
+  return std::shared_ptr<Engine>(new Engine(std::move(channel), text, thread), [](Engine* engine) {
+    const nb::gil_scoped_release release;  // its thread may want the GIL to end
+    delete engine;
+  });
+}
+
+nb::object error_class(const char* name) { return nb::module_::import_("horo_lite.errors").attr(name); }
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // at exit, what the last world held is the system's to take back
+
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const PeerLost& e) {
+      PyErr_SetString(error_class("PeerLostError").ptr(), e.what());
+    } catch (const Mismatch& e) {
+      PyErr_SetString(error_class("MismatchError").ptr(), e.what());
+    } catch (const std::system_error& e) {
+      PyErr_SetString(PyExc_OSError, e.what());
+    }
+  });
+
+  m.def("instruction_set", &instruction_set, "Which build of the host kernels runs: avx512, avx2 or portable.");
+  m.def("use_instruction_set", [](const std::string& name) { use_instruction_set(name.c_str()); }, "name"_a);
+  m.def("cuda_device_count", &cuda_device_count, nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "hash64",
+      [](nb::bytes data) {
+        uint64_t hash = data.size();
+        const char* bytes = data.c_str();
+        for (size_t i = 0; i < data.size(); i += 8) {
+          uint64_t word = 0;
+          std::memcpy(&word, bytes + i, std::min<size_t>(8, data.size() - i));
+          hash = mixed(hash, word);
+        }
+        return digest_of(hash);
+      },
+      "data"_a, "A 63-bit hash that is the same in every process.");
+
+  nb::class_<Tensors>(m, "Tensors", "Addresses of a list of CPU arrays, which are kept alive until this is dropped.")
+      .def(nb::init<nb::sequence, bool>(), "arrays"_a, "writable"_a = true)
+      .def("__len__", [](const Tensors& t) { return t.refs().size(); })
+      .def_prop_ro("nbytes", &Tensors::n_bytes)
+      .def_prop_ro("signature", &Tensors::signature)
+      .def_prop_ro("layout", &Tensors::layout)
+      .def_prop_ro("strided", &Tensors::strided)
+      .def_prop_ro("addresses", &Tensors::addresses)
+      .def("describe", &Tensors::describe, "index"_a);
+
+  nb::class_<Segment>(m, "Segment")
+      .def_static("create", [](size_t n_bytes) { return std::make_shared<Segment>(Segment::create(n_bytes)); }, "n_bytes"_a)
+      .def_static(
+          "open",
+          [](int pid, int fd, size_t n_bytes, uint64_t token) {
+            return std::make_shared<Segment>(Segment::open(pid, fd, n_bytes, token));
+          },
+          "pid"_a, "fd"_a, "n_bytes"_a, "token"_a)
+      .def("close_descriptor", &Segment::close_descriptor)
+      .def_prop_ro("fd", &Segment::fd)
+      .def_prop_ro("token", &Segment::token)
+      .def("bytes",
+           [](const std::shared_ptr<Segment>& segment, size_t offset, size_t n_bytes) {
+             // A view of shared memory; it keeps the mapping alive.
+             auto* owner = new std::shared_ptr<Segment>(segment);
+             nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Segment>*>(p); });
+             return nb::ndarray<nb::numpy, uint8_t>(segment->data() + offset, {n_bytes}, capsule);
+           },
+           "offset"_a, "n_bytes"_a);
+
+  nb::class_<Group>(m, "ShmGroup", "The ranks of one host, meeting in shared memory.")
+      .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(), "segment"_a,
+           "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
+      .def_static("memory_bytes", &ShmGroup::memory_bytes, "size"_a)
+      .def_prop_ro("rank", [](const Group& g) { return g.shm.rank(); })
+      .def_prop_ro("size", [](const Group& g) { return g.shm.size(); })
+      .def(
+          "agree",
+          [](Group& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
+            std::vector<Header> headers;
+            {
+              const nb::gil_scoped_release release;
+              headers = g.shm.agree(label, {digest, count, weight});
+            }
+            std::vector<HeaderTuple> result;
+            result.reserve(headers.size());
+            for (const Header& h : headers) result.emplace_back(h.digest, h.count, h.weight);
+            return result;
+          },
+          "label"_a, "digest"_a, "count"_a = 0, "weight"_a = 1.0)
+      .def(
+          "allreduce",
+          [](Group& g, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale, double scale,
+             double divisor) {
+            const nb::gil_scoped_release release;
+            all_reduce(g.shm, tensors.refs(), op_of(op), wire_of(wire), prescale, {scale, divisor});
+          },
+          "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0)
+      .def(
+          "exchange",
+          [](Group& g, const Tensors& stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
+            std::vector<Wanted> parts;
+            for (nb::handle one : wanted) {
+              const auto [source, begin, into] = nb::cast<std::tuple<int, size_t, nb::object>>(one);
+              parts.push_back({source, begin, nb::cast<Tensors&>(into).buffers()});
+            }
+            const std::vector<Buffer> out = stream.buffers();
+            const nb::gil_scoped_release release;
+            g.shm.exchange(out, stream_bytes, parts);
+          },
+          "stream"_a, "stream_bytes"_a, "wanted"_a)
+      .def("abandon", [](Group& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
+      .def("leave", [](Group& g) { g.shm.leave(); });
+
+  m.def(
+      "thread_group",
+      [](int size) {
+        auto memory = std::make_shared<Segment>(Segment::local(ShmGroup::memory_bytes(size)));
+        std::vector<std::string> names;
+        for (int r = 0; r < size; ++r) names.push_back("rank " + std::to_string(r));
+        std::vector<std::shared_ptr<Group>> groups;
+        for (int r = 0; r < size; ++r) {
+          groups.push_back(std::make_shared<Group>(memory, 0, r, size, std::vector<int>(size, 0), names));
+        }
+        return groups;
+      },
+      "size"_a, "Ranks as threads of this process, for tests.");
+
+  nb::class_<Layout>(m, "WireLayout", "Where a list of tensors lies on the wire, for transports that move the bytes themselves.")
+      .def(
+          "__init__",
+          [](Layout* self, const Tensors& tensors, const std::string& op, const std::string& wire, size_t chunk_bytes,
+             int n_shares) { new (self) Layout(tensors.refs(), op_of(op), wire_of(wire), chunk_bytes, n_shares); },
+          "tensors"_a, "op"_a, "wire"_a, "chunk_bytes"_a, "n_shares"_a, nb::keep_alive<1, 2>())
+      .def_prop_ro("n_chunks", &Layout::n_chunks)
+      .def_prop_ro("largest_chunk", &Layout::largest_chunk)
+      .def("shares",
+           [](const Layout& layout, size_t chunk) {
+             std::vector<std::pair<size_t, size_t>> bounds;
+             for (int s = 0; s < layout.n_shares(); ++s) bounds.emplace_back(layout.share_begin(chunk, s), layout.share_end(chunk, s));
+             return bounds;
+           },
+           "chunk"_a)
+      .def(
+          "encode",
+          [](const Layout& layout, size_t chunk, double prescale, uintptr_t image) {
+            const nb::gil_scoped_release release;
+            for (int s = 0; s < layout.n_shares(); ++s) layout.encode(chunk, s, prescale, reinterpret_cast<uint8_t*>(image));
+          },
+          "chunk"_a, "prescale"_a, "image"_a)
+      .def(
+          "reduce",
+          [](const Layout& layout, size_t chunk, int share, const std::vector<uintptr_t>& images, double scale, double divisor,
+             uintptr_t image) {
+            const nb::gil_scoped_release release;
+            std::vector<const uint8_t*> from;
+            for (uintptr_t address : images) from.push_back(reinterpret_cast<const uint8_t*>(address));
+            layout.reduce(chunk, share, from, -1, 1.0, {scale, divisor}, reinterpret_cast<uint8_t*>(image), false);
+          },
+          "chunk"_a, "share"_a, "images"_a, "scale"_a, "divisor"_a, "image"_a)
+      .def(
+          "decode",
+          [](const Layout& layout, size_t chunk, uintptr_t image) {
+            const nb::gil_scoped_release release;
+            for (int s = 0; s < layout.n_shares(); ++s) layout.decode(chunk, s, reinterpret_cast<const uint8_t*>(image));
+          },
+          "chunk"_a, "image"_a);
+
+  nb::class_<PyJob>(m, "Job", "An operation in flight.")
+      .def_prop_ro("name", [](const PyJob& job) { return job.job->entry.name; })
+      .def("done",
+           [](PyJob& job) {
+             if (!job.job->done() && !job.engine->threaded()) {
+               const nb::gil_scoped_release release;
+               job.engine->pump(0.0);
+             }
+             return job.job->done();
+           })
+      .def("wait", &PyJob::wait)
+      .def("absent", [](const PyJob& job) { return job.absent ? *job.absent : std::vector<bool>(); })
+      .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
+
+  nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
+      .def_static(
+          "over_shm",
+          [](std::shared_ptr<Group> group, nb::callable explain) {
+            return new_engine(std::make_unique<ShmChannel>(std::move(group)), explain, true);
+          },
+          "group"_a, "explain"_a)
+      .def_static(
+          "over_channel",
+          [](nb::object channel, nb::callable explain, bool thread) {
+            return new_engine(std::make_unique<PythonChannel>(channel), explain, thread);
+          },
+          "channel"_a, "explain"_a, "thread"_a)
+      .def("n_in_flight", &Engine::n_in_flight)
+      .def("set_blocked", &Engine::set_blocked, "blocked"_a)
+      .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "submit_allreduce",
+          [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<Group>& group, const std::string& name,
+             uint64_t digest, nb::object tensors, const std::string& op, const std::string& wire, double prescale,
+             double scale, double divisor, bool weighted, double weight, nb::bytes missing, nb::callable describe) {
+            auto job = new_job(engine, name, digest, weight, missing, describe);
+            job->absent = std::make_shared<std::vector<bool>>();
+            Tensors* refs = &nb::cast<Tensors&>(tensors);
+            job->job->run = [=, held = shared(tensors), absent = job->absent, op = op_of(op),
+                             wire = wire_of(wire)](const std::vector<Entry>& entries) {
+              const size_t n = refs->refs().size();
+              absent->assign(n, true);
+              for (const Entry& entry : entries) {
+                for (size_t i = 0; i < n; ++i) {
+                  if (entry.missing.empty() || entry.missing[i] != '1') (*absent)[i] = false;
+                }
+              }
+              const double total = weighted ? total_weight(entries) : 1.0;
+              all_reduce(group->shm, refs->refs(), op, wire, prescale, {scale, total == 0.0 ? 1.0 : divisor * total}, *absent);
+            };
+            engine->submit(job->job);
+            return job;
+          },
+          "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a, "weighted"_a,
+          "weight"_a, "missing"_a, "describe"_a)
+      .def(
+          "submit_call",
+          [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest, nb::callable function,
+             double weight, nb::bytes missing, nb::callable describe) {
+            auto job = new_job(engine, name, digest, weight, missing, describe);
+            std::weak_ptr<PyJob> weak = job;
+            job->job->run = [held = shared(function), weak](const std::vector<Entry>& entries) {
+              const nb::gil_scoped_acquire gil;
+              nb::list said;
+              for (const Entry& entry : entries) {
+                said.append(nb::make_tuple(entry.weight, nb::bytes(entry.missing.data(), entry.missing.size())));
+              }
+              try {
+                nb::object value = nb::handle(held.get())(said);
+                if (const auto strong = weak.lock()) strong->value = shared(value);
+              } catch (nb::python_error& error) {
+                if (error.matches(error_class("MismatchError")) || error.matches(PyExc_ValueError)) {
+                  throw Recoverable{std::current_exception()};
+                }
+                throw;
+              }
+            };
+            engine->submit(job->job);
+            return job;
+          },
+          "name"_a, "digest"_a, "function"_a, "weight"_a, "missing"_a, "describe"_a);
+}

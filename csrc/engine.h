@@ -1,0 +1,134 @@
+// One thread per rank that runs asynchronous operations, matched by name across ranks.
+//
+// Engines meet in rounds. In each, every rank tells what was submitted since the last one; an operation that all ranks
+// have submitted is then run by all, in the order in which rank 0 submitted it. Nobody's training thread is needed for a
+// round: a rank with nothing to say takes part as soon as another one rings.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace horo {
+
+// The ranks did not ask for the same thing; raised on all of them, and the group can be used further.
+struct Mismatch : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Wraps what a job threw on every rank alike, so that it ends the job and not the engine.
+struct Recoverable {
+  std::exception_ptr error;
+};
+
+// How the engines of all ranks reach each other.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Enters the next round and returns what everyone had to say, in rank order.
+  virtual std::vector<std::string> meet(const std::string& mine) = 0;
+  // Returns when `wake` was called, when a peer has entered a round this rank has not, or after the time-out.
+  virtual void wait(double timeout_s) = 0;
+  virtual void wake() = 0;
+  virtual bool peer_is_ahead() = 0;
+  // This rank can go no further: peers must not wait for it.
+  virtual void abandon(const std::string& reason) = 0;
+};
+
+// What one rank says of one operation.
+struct Entry {
+  std::string name;
+  uint64_t digest = 0;  // of everything that must be alike
+  double weight = 1.0;
+  std::string missing;  // one byte a tensor, '1' where this rank has none; empty: it has all
+};
+
+class Job {
+ public:
+  Entry entry;
+  // Runs on the engine's thread with every rank's entry, in rank order.
+  std::function<void(const std::vector<Entry>&)> run;
+  // What is alike or not, one thing a line; asked only once there is a mismatch.
+  std::function<std::string()> describe;
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // True when the job is done; false after the time-out.
+  bool wait(double timeout_s);
+  // Throws what the job threw.
+  void result() const;
+  void finish(std::exception_ptr error);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> done_{false};
+  std::exception_ptr error_;
+};
+
+class Engine {
+ public:
+  // `explain(label, description of every rank)` makes the text of a MismatchError. Without a `thread`, rounds happen
+  // inside pump(), for MPI libraries that allow one thread only.
+  Engine(std::unique_ptr<Channel> channel,
+         std::function<std::string(const std::string&, const std::vector<std::string>&)> explain, bool thread);
+  ~Engine();
+
+  // Throws std::invalid_argument where the name is in flight already.
+  void submit(std::shared_ptr<Job> job);
+  // The training thread starts or stops waiting: when all ranks do and nothing can run, that is a mismatch.
+  void set_blocked(bool blocked);
+  bool threaded() const { return threaded_; }
+  // One look at what there is to do; for engines without a thread.
+  void pump(double timeout_s);
+  size_t n_in_flight();
+  // Completes what all ranks have submitted, then stops. Errors stay with their jobs.
+  void drain();
+
+ private:
+  struct Known {  // who has submitted one name, and what they said of it
+    std::vector<Entry> entries;  // by rank
+    std::vector<bool> has;
+    int n = 0;
+  };
+
+  void loop();
+  void round();
+  void run(const std::string& name, const std::vector<Entry>& entries);
+  void fail_unmatched();
+  void fail_all(std::exception_ptr error);
+  std::shared_ptr<Job> take(const std::string& name);
+
+  std::unique_ptr<Channel> channel_;
+  std::function<std::string(const std::string&, const std::vector<std::string>&)> explain_;
+  bool threaded_;
+  std::thread thread_;
+
+  std::mutex mutex_;  // guards what follows
+  std::map<std::string, std::shared_ptr<Job>> jobs_;  // in flight
+  std::deque<Entry> news_;                            // submitted, not yet told
+  std::exception_ptr broken_;
+  bool stopping_ = false;
+  bool stopped_ = false;
+
+  std::atomic<uint64_t> blocked_epoch_{0};  // odd while the training thread waits
+
+  // Only for the engine's own thread.
+  std::map<std::string, Known> known_;  // told by some ranks, not yet by all; alike on every rank
+  std::vector<std::string> order_;      // of rank 0's submissions
+  std::vector<uint64_t> last_epochs_;   // what every rank's blocked_epoch_ was in the last round
+  int n_stuck_rounds_ = 0;              // in a row in which this rank told the same blocked_epoch_
+};
+
+}  // namespace horo

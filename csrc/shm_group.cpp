@@ -1,0 +1,349 @@
+#include "shm_group.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace horo {
+namespace {
+
+constexpr size_t kSlotBytes = 256 * 1024;  // the largest chunk
+constexpr size_t kSmallestChunk = 32 * 1024;
+// Ranks pack this many chunks ahead of the one being reduced, so that nobody waits for the slowest at every step.
+constexpr size_t kAhead = 4;
+constexpr size_t kSlots = kAhead + 2;
+
+constexpr size_t kTextBytes = 480;
+constexpr double kIdleSeconds = 0.05;
+
+enum State : uint32_t { kTakingPart = 0, kLeft = 1, kGaveUp = 2 };
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+uint32_t* word(std::atomic<uint32_t>& value) { return reinterpret_cast<uint32_t*>(&value); }
+
+void futex_wait(std::atomic<uint32_t>& value, uint32_t expected, double timeout_s) {
+  timespec timeout;
+  timeout.tv_sec = static_cast<time_t>(timeout_s);
+  timeout.tv_nsec = static_cast<long>((timeout_s - static_cast<double>(timeout.tv_sec)) * 1e9);
+  syscall(SYS_futex, word(value), FUTEX_WAIT, expected, &timeout, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& value) { syscall(SYS_futex, word(value), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0); }
+
+// Counters wrap round: "a has reached b".
+bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+// Walks through a list of buffers as if they were one.
+class Cursor {
+ public:
+  explicit Cursor(const std::vector<Buffer>& buffers) : buffers_(buffers) {}
+
+  template <class Copy>  // Copy(part of the list, offset within this step)
+  void step(size_t n_bytes, Copy copy) {
+    size_t done = 0;
+    while (done < n_bytes) {
+      const Buffer& buffer = buffers_[index_];
+      const size_t n = std::min(n_bytes - done, buffer.n_bytes - position_);
+      if (n != 0) copy(buffer.data + position_, done, n);
+      done += n;
+      position_ += n;
+      if (position_ == buffer.n_bytes) {
+        ++index_;
+        position_ = 0;
+      }
+    }
+  }
+
+ private:
+  const std::vector<Buffer>& buffers_;
+  size_t index_ = 0;
+  size_t position_ = 0;
+};
+
+}  // namespace
+
+// A counter that one rank advances and all may wait for.
+struct alignas(64) ShmGroup::Flag {
+  std::atomic<uint32_t> value;
+  std::atomic<uint32_t> n_sleepers;
+};
+
+struct alignas(4096) ShmGroup::RankBlock {
+  Flag entered;
+  Flag packed;
+  Flag reduced;
+  Flag bell;
+  std::atomic<uint32_t> state;
+  char label[kTextBytes];   // what this rank does or did last
+  char reason[kTextBytes];  // why it gave up
+  // Two, because a fast rank may enter the next meeting while a slow one still reads this one's headers.
+  Header headers[2];
+};
+
+size_t ShmGroup::memory_bytes(int size) { return static_cast<size_t>(size) * (sizeof(RankBlock) + kSlots * kSlotBytes); }
+
+ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, std::vector<std::string> names)
+    : memory_(memory), rank_(rank), size_(size), pids_(std::move(pids)), names_(std::move(names)) {
+  cpu_set_t cpus;
+  const bool known = sched_getaffinity(0, sizeof(cpus), &cpus) == 0;
+  const long n_cpus = std::max(known ? CPU_COUNT(&cpus) : 0L, sysconf(_SC_NPROCESSORS_ONLN));
+  oversubscribed_ = size_ > n_cpus;
+  for (int r = 0; r < size_; ++r) {
+    int fd = -1;
+#ifdef SYS_pidfd_open
+    if (r != rank_ && pids_[r] != 0) fd = static_cast<int>(syscall(SYS_pidfd_open, pids_[r], 0));
+#endif
+    pidfds_.push_back(fd);
+  }
+}
+
+ShmGroup::~ShmGroup() {
+  for (int fd : pidfds_) {
+    if (fd >= 0) close(fd);
+  }
+}
+
+ShmGroup::RankBlock& ShmGroup::block(int rank) const {
+  return *reinterpret_cast<RankBlock*>(memory_ + static_cast<size_t>(rank) * sizeof(RankBlock));
+}
+
+uint8_t* ShmGroup::slot(int rank, size_t chunk) const {
+  uint8_t* slots = memory_ + static_cast<size_t>(size_) * sizeof(RankBlock);
+  return slots + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * kSlotBytes;
+}
+
+// --- waiting ----------------------------------------------------------------------------------------------------------
+
+void ShmGroup::signal(Flag& flag, uint32_t value) {
+  flag.value.store(value, std::memory_order_seq_cst);
+  if (flag.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(flag.value);
+}
+
+void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
+  Flag& flag = block(rank).*which;
+  // A waiter that spins takes the core from the rank it waits for, if there are more ranks than cores.
+  const int n_spins = oversubscribed_ ? 20 : 2000;
+  for (int i = 0; i < n_spins; ++i) {
+    if (reached(flag.value.load(std::memory_order_acquire), value)) return;
+    pause_briefly();
+  }
+  while (true) {
+    flag.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+    if (!reached(seen, value)) futex_wait(flag.value, seen, kIdleSeconds);
+    flag.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (reached(flag.value.load(std::memory_order_acquire), value)) return;
+    check_peers(rank);
+    try {
+      if (on_idle) on_idle();
+    } catch (...) {
+      abandon("it was interrupted");
+      broken_ = "this rank was interrupted in the middle of an operation";
+      throw;
+    }
+  }
+}
+
+void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value) {
+  // Starting with the next rank spreads the ranks over the flags, and ends with the most likely latecomers.
+  for (int i = 1; i < size_; ++i) wait_for((rank_ + i) % size_, flag, value);
+}
+
+std::string ShmGroup::name(int rank) const { return names_[rank]; }
+
+bool ShmGroup::died(int rank) {
+  if (pids_[rank] == 0) return false;
+  if (pidfds_[rank] >= 0) {
+    pollfd descriptor{pidfds_[rank], POLLIN, 0};
+    return poll(&descriptor, 1, 0) > 0;
+  }
+  return kill(pids_[rank], 0) != 0 && errno == ESRCH;
+}
+
+void ShmGroup::lost(const std::string& what) {
+  broken_ = what;
+  abandon(what);
+  throw PeerLost(what);
+}
+
+void ShmGroup::check_peers(int awaited) {
+  const std::string waiting = name(rank_) + " waited in " + block(rank_).label;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    RankBlock& peer = block(r);
+    const uint32_t state = peer.state.load(std::memory_order_acquire);
+    const std::string last = peer.label[0] != 0 ? std::string("; it was last seen in ") + peer.label : "";
+    if (state == kGaveUp) lost(name(r) + " gave up while " + waiting + ": " + peer.reason);
+    if (state == kLeft && r == awaited) {
+      lost(name(r) + " has left the job (its program ended, or it called shutdown) while " + waiting + last);
+    }
+    if (state == kTakingPart && died(r)) {
+      // It may have left between the two looks.
+      if (peer.state.load(std::memory_order_acquire) != kTakingPart) continue;
+      lost(name(r) + " died (killed, out of memory, or os._exit) while " + waiting + last);
+    }
+  }
+}
+
+void ShmGroup::abandon(const std::string& reason) {
+  RankBlock& own = block(rank_);
+  uint32_t expected = own.state.load();
+  if (expected == kGaveUp) return;
+  std::strncpy(own.reason, reason.c_str(), kTextBytes - 1);
+  own.state.store(kGaveUp, std::memory_order_seq_cst);
+  for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
+}
+
+void ShmGroup::leave() {
+  RankBlock& own = block(rank_);
+  uint32_t expected = kTakingPart;
+  own.state.compare_exchange_strong(expected, kLeft);
+  for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
+}
+
+// --- meeting ----------------------------------------------------------------------------------------------------------
+
+std::vector<Header> ShmGroup::agree(const std::string& label, Header mine) {
+  if (!broken_.empty()) throw PeerLost("the world can no longer be used: " + broken_);
+  RankBlock& own = block(rank_);
+  const size_t n = std::min(label.size(), kTextBytes - 1);
+  std::memcpy(own.label, label.data(), n);
+  own.label[n] = 0;
+  ++entered_;
+  own.headers[entered_ % 2] = mine;
+  signal(own.entered, entered_);
+  wait_for_all(&RankBlock::entered, entered_);
+  std::vector<Header> headers(size_);
+  for (int r = 0; r < size_; ++r) headers[r] = block(r).headers[entered_ % 2];
+  return headers;
+}
+
+void ShmGroup::ring(int rank) {
+  Flag& bell = block(rank).bell;
+  bell.value.fetch_add(1, std::memory_order_seq_cst);
+  if (bell.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(bell.value);
+}
+
+bool ShmGroup::peer_is_ahead() const {
+  for (int r = 0; r < size_; ++r) {
+    if (static_cast<int32_t>(block(r).entered.value.load(std::memory_order_acquire) - entered_) > 0) return true;
+  }
+  return false;
+}
+
+void ShmGroup::wait_for_bell(double timeout_s) {
+  Flag& bell = block(rank_).bell;
+  bell.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t seen = bell.value.load(std::memory_order_seq_cst);
+  if (seen == bell_seen_ && !peer_is_ahead()) futex_wait(bell.value, seen, timeout_s);
+  bell.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  bell_seen_ = bell.value.load(std::memory_order_acquire);
+}
+
+// --- all-reduce -------------------------------------------------------------------------------------------------------
+
+size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
+  return std::clamp(total_bytes / 16, kSmallestChunk, kSlotBytes);
+}
+
+// Per chunk: everyone packs what the others own into its slot; the owner of a share sums it over all slots in rank
+// order, its own contribution read where it lies, and leaves the result in its tensors and in its slot; everyone
+// unpacks what the others own. Three chunks are under way at any time.
+//
+// Slot chunk % kSlots may be packed again once this rank has unpacked the chunk that lay there: unpacking waited for
+// everyone's reduction, so nobody still reads the contributions. A result may be overwritten by the next reduction in
+// that slot, which waited for everyone's packing of the same chunk, and they pack a slot only after unpacking it.
+void ShmGroup::allreduce(const Layout& layout, double prescale, Factor factor) {
+  RankBlock& own = block(rank_);
+  const size_t n_chunks = layout.n_chunks();
+  const uint32_t packed = packed_;
+  const uint32_t reduced = reduced_;
+  std::vector<const uint8_t*> images(size_);
+  size_t next = 0;
+  for (size_t chunk = 0; chunk <= n_chunks; ++chunk) {
+    for (; next < std::min(n_chunks, chunk + kAhead + 1); ++next) {
+      for (int share = 0; share < size_; ++share) {
+        if (share != rank_) layout.encode(next, share, prescale, slot(rank_, next));
+      }
+      signal(own.packed, ++packed_);
+    }
+    if (chunk < n_chunks) {
+      wait_for_all(&RankBlock::packed, packed + static_cast<uint32_t>(chunk) + 1);
+      for (int r = 0; r < size_; ++r) images[r] = slot(r, chunk);
+      layout.reduce(chunk, rank_, images, rank_, prescale, factor, slot(rank_, chunk), true);
+      signal(own.reduced, ++reduced_);
+    }
+    if (chunk > 0) {
+      const size_t done = chunk - 1;
+      for (int i = 1; i < size_; ++i) {
+        const int share = (rank_ + i) % size_;
+        wait_for(share, &RankBlock::reduced, reduced + static_cast<uint32_t>(done) + 1);
+        layout.decode(done, share, slot(share, done));
+      }
+    }
+  }
+}
+
+// --- moving bytes -----------------------------------------------------------------------------------------------------
+
+void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
+                        const std::vector<Wanted>& wanted) {
+  RankBlock& own = block(rank_);
+  const size_t longest = *std::max_element(stream_bytes.begin(), stream_bytes.end());
+  const size_t n_rounds = (longest + kSlotBytes - 1) / kSlotBytes;
+  const uint32_t packed = packed_;
+  const uint32_t reduced = reduced_;
+  Cursor out(stream);
+  std::vector<Cursor> in;
+  in.reserve(wanted.size());
+  std::vector<size_t> total;
+  for (const Wanted& part : wanted) {
+    in.emplace_back(part.buffers);
+    total.push_back(0);
+    for (const Buffer& buffer : part.buffers) total.back() += buffer.n_bytes;
+  }
+  size_t next = 0;
+  for (size_t round = 0; round < n_rounds; ++round) {
+    for (; next < std::min(n_rounds, round + kAhead + 1); ++next) {
+      // What lay in this slot must have been taken by everyone.
+      if (next >= kSlots) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(next - kSlots) + 1);
+      const size_t begin = std::min(stream_bytes[rank_], next * kSlotBytes);
+      const size_t end = std::min(stream_bytes[rank_], begin + kSlotBytes);
+      uint8_t* target = slot(rank_, next);
+      out.step(end - begin, [&](uint8_t* data, size_t at, size_t n) { std::memcpy(target + at, data, n); });
+      signal(own.packed, ++packed_);
+    }
+    for (size_t w = 0; w < wanted.size(); ++w) {
+      const Wanted& part = wanted[w];
+      const size_t begin = std::max(part.begin, round * kSlotBytes);
+      const size_t end = std::min(part.begin + total[w], (round + 1) * kSlotBytes);
+      if (begin >= end) continue;
+      wait_for(part.source, &RankBlock::packed, packed + static_cast<uint32_t>(round) + 1);
+      const uint8_t* from = slot(part.source, round) + (begin - round * kSlotBytes);
+      in[w].step(end - begin, [&](uint8_t* data, size_t at, size_t n) { std::memcpy(data, from + at, n); });
+    }
+    signal(own.reduced, ++reduced_);
+  }
+}
+
+}  // namespace horo

@@ -1,0 +1,110 @@
+// The ranks of one host, meeting in shared memory.
+//
+// Every call is made by all ranks of the group in the same order. agree() is where they meet and find out whether
+// they are about to do the same thing; what follows needs no further checks.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace horo {
+
+// A peer died, left or gave up while this rank waited for it.
+struct PeerLost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Header {
+  uint64_t digest;
+  int64_t count;
+  double weight;
+};
+
+struct Buffer {
+  uint8_t* data;
+  size_t n_bytes;
+};
+
+// What one rank wants of another's stream: from byte `begin` on, into `buffers`.
+struct Wanted {
+  int source;
+  size_t begin;
+  std::vector<Buffer> buffers;
+};
+
+class ShmGroup {
+ public:
+  static size_t memory_bytes(int size);
+
+  // `memory` is zeroed when it is created and shared by all ranks. `pids[r]` is what to watch for rank r's death;
+  // 0: nothing (a thread of this process). `names[r]` is how messages call it.
+  ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, std::vector<std::string> names);
+  ~ShmGroup();
+  ShmGroup(const ShmGroup&) = delete;
+  ShmGroup& operator=(const ShmGroup&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // All ranks meet; returns everyone's header in rank order. `label` is what messages call this moment.
+  std::vector<Header> agree(const std::string& label, Header mine);
+
+  // In place over the layout's tensors; `layout` is one of chunk_bytes(…) and size() shares.
+  void allreduce(const Layout& layout, double prescale, Factor factor);
+  // How large chunks should be for this many bytes in all.
+  size_t chunk_bytes(size_t total_bytes) const;
+
+  // Every rank puts out a stream of bytes (stream_bytes[r] long, known to all) and takes what it wants of the others'.
+  void exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
+                const std::vector<Wanted>& wanted);
+
+  // This rank gives up: whoever waits, now or later, raises PeerLost with this reason. Never blocks.
+  void abandon(const std::string& reason);
+  // This rank takes part in nothing any more; who waits for it raises PeerLost.
+  void leave();
+
+  // For the engine: a bell that wakes this rank's engine, and whether some peer has entered a meeting this rank has not.
+  void ring(int rank);
+  bool peer_is_ahead() const;
+  // Returns when rung, when a peer is ahead, or after the time-out.
+  void wait_for_bell(double timeout_s);
+
+  // Called while waiting, a few times a second, so that signals are seen; throws to stop waiting.
+  std::function<void()> on_idle;
+
+ private:
+  struct Flag;
+  struct RankBlock;
+
+  RankBlock& block(int rank) const;
+  uint8_t* slot(int rank, size_t chunk) const;
+  void signal(Flag& flag, uint32_t value);
+  void wait_for(int rank, Flag RankBlock::* flag, uint32_t value);
+  void wait_for_all(Flag RankBlock::* flag, uint32_t value);
+  void check_peers(int awaited);
+  [[noreturn]] void lost(const std::string& what);
+  std::string name(int rank) const;
+  bool died(int rank);
+
+  uint8_t* memory_;
+  int rank_;
+  int size_;
+  std::vector<int> pids_;
+  std::vector<int> pidfds_;
+  std::vector<std::string> names_;
+  std::string broken_;  // why this group can no longer be used
+  bool oversubscribed_;
+  uint32_t entered_ = 0;
+  uint32_t packed_ = 0;
+  uint32_t reduced_ = 0;
+  uint32_t bell_seen_ = 0;
+};
+
+}  // namespace horo

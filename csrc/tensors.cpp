@@ -1,0 +1,277 @@
+#include "tensors.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace nb = nanobind;
+
+namespace horo {
+namespace {
+
+std::string at(size_t index) { return "array " + std::to_string(index) + ": "; }
+
+std::string type_of(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
+
+bool dtype_of_format(const char* format, size_t n_bytes, DType* dtype) {
+  if (format == nullptr) format = "B";
+  if (*format == '@' || *format == '=' || *format == '<') ++format;
+  if (format[0] == 0 || format[1] != 0) return false;
+  static const DType signed_types[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
+  static const DType unsigned_types[] = {DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64};
+  const int size = n_bytes == 1 ? 0 : n_bytes == 2 ? 1 : n_bytes == 4 ? 2 : 3;
+  switch (*format) {
+    case '?':
+      *dtype = DType::kBool;
+      return true;
+    case 'b':
+    case 'h':
+    case 'i':
+    case 'l':
+    case 'q':
+      *dtype = signed_types[size];
+      return true;
+    case 'B':
+    case 'H':
+    case 'I':
+    case 'L':
+    case 'Q':
+      *dtype = unsigned_types[size];
+      return true;
+    case 'e':
+      *dtype = DType::kFloat16;
+      return true;
+    case 'f':
+      *dtype = DType::kFloat32;
+      return true;
+    case 'd':
+      *dtype = DType::kFloat64;
+      return true;
+    case 'g':
+      *dtype = DType::kLongDouble;
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool dtype_of_dlpack(nb::dlpack::dtype type, DType* dtype) {
+  if (type.lanes != 1) return false;
+  using Code = nb::dlpack::dtype_code;
+  const auto code = static_cast<Code>(type.code);
+  const int size = type.bits == 8 ? 0 : type.bits == 16 ? 1 : type.bits == 32 ? 2 : type.bits == 64 ? 3 : -1;
+  if (size < 0) return false;
+  static const DType signed_types[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
+  static const DType unsigned_types[] = {DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64};
+  static const DType floats[] = {DType::kFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64};
+  if (code == Code::Int) *dtype = signed_types[size];
+  else if (code == Code::UInt) *dtype = unsigned_types[size];
+  else if (code == Code::Float && size > 0) *dtype = floats[size];
+  else if (code == Code::Bfloat && size == 1) *dtype = DType::kBFloat16;
+  else if (code == Code::Bool && size == 0) *dtype = DType::kBool;
+  else return false;
+  return true;
+}
+
+}  // namespace
+
+uint64_t mixed(uint64_t hash, uint64_t value) {
+  uint64_t z = hash ^ (value + kHashSeed + (hash << 6) + (hash >> 2));
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+uint64_t digest_of(uint64_t hash) { return hash >> 1; }
+
+Tensors::Tensors(nb::sequence arrays, bool writable) {
+  const size_t n = nb::len(arrays);
+  refs_.reserve(n);
+  shapes_.reserve(n);
+  views_.reserve(n);  // a view must not move while it is held
+  size_t index = 0;
+  try {
+    for (nb::handle array : arrays) {
+      if (PyObject_CheckBuffer(array.ptr())) {
+        add_buffer(index, array, writable, nullptr);
+      } else if (nb::hasattr(array, "__dlpack__")) {
+        add_dlpack(index, array, writable);
+      } else {
+        throw nb::type_error((at(index) + "a " + type_of(array) +
+                              " gives access to its memory neither through the buffer protocol nor through DLPack")
+                                 .c_str());
+      }
+      ++index;
+    }
+  } catch (...) {
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
+    throw;
+  }
+}
+
+Tensors::~Tensors() {
+  for (Py_buffer& view : views_) PyBuffer_Release(&view);
+}
+
+void Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+    PyErr_Clear();
+    // NumPy cannot export ml_dtypes' types as buffers, but it can export their bits.
+    nb::object dtype = nb::getattr(array, "dtype", nb::none());
+    const std::string name = nb::cast<std::string>(nb::str(nb::getattr(dtype, "name", dtype)));
+    if (as == nullptr && name == "bfloat16") {
+      const DType bfloat16 = DType::kBFloat16;
+      nb::object bits = array.attr("view")("uint16");
+      objects_.push_back(bits);
+      add_buffer(index, bits, writable, &bfloat16);
+      return;
+    }
+    throw nb::type_error((at(index) + "dtype " + name + " cannot be reduced or sent").c_str());
+  }
+  DType dtype;
+  const char* format = view.format;
+  if (as != nullptr) {
+    dtype = *as;
+  } else if (!dtype_of_format(format, static_cast<size_t>(view.itemsize), &dtype)) {
+    const std::string what = format == nullptr ? "?" : format;
+    nb::object name = nb::getattr(array, "dtype", nb::str(what.c_str()));
+    const std::string text = nb::cast<std::string>(nb::str(name));
+    PyBuffer_Release(&view);
+    throw nb::type_error((at(index) + "dtype " + text +
+                          " cannot be reduced or sent: use integers, bool, or float16/bfloat16/float32/float64 in "
+                          "native byte order")
+                             .c_str());
+  }
+  if (writable && view.readonly) {
+    PyBuffer_Release(&view);
+    throw nb::value_error((at(index) + "its memory is read-only, so it cannot be changed in place: pass a writable copy, or "
+                                       "use the out-of-place call")
+                              .c_str());
+  }
+  views_.push_back(view);
+  const Py_buffer& held = views_.back();
+  std::vector<int64_t> dims(held.shape, held.shape + held.ndim);
+  std::vector<int64_t> strides(held.strides, held.strides + held.ndim);
+  add(held.buf, dtype, std::move(dims), strides);
+}
+
+void Tensors::add_dlpack(size_t index, nb::handle array, bool writable) {
+  nb::ndarray<> view;
+  try {
+    if (!nb::try_cast<nb::ndarray<>>(array, view)) {
+      nb::ndarray<nb::ro> read_only;
+      if (!nb::try_cast<nb::ndarray<nb::ro>>(array, read_only)) {
+        throw nb::type_error((at(index) + "the " + type_of(array) + " refused to export its memory through DLPack").c_str());
+      }
+      if (writable) {
+        throw nb::value_error((at(index) + "its memory is read-only, so it cannot be changed in place").c_str());
+      }
+      objects_.push_back(nb::borrow(array));
+      view = nb::ndarray<>(read_only);
+    }
+  } catch (nb::python_error& error) {
+    throw nb::type_error((at(index) + error.what()).c_str());
+  }
+  if (view.device_type() != nb::device::cpu::value) {
+    throw nb::type_error((at(index) + "it lies in the memory of a device; this transport works on CPU memory only").c_str());
+  }
+  DType dtype;
+  if (!dtype_of_dlpack(view.dtype(), &dtype)) {
+    throw nb::type_error((at(index) + "its dtype cannot be reduced or sent: use integers, bool, or "
+                                      "float16/bfloat16/float32/float64")
+                             .c_str());
+  }
+  std::vector<int64_t> dims, strides;
+  for (size_t d = 0; d < view.ndim(); ++d) {
+    dims.push_back(static_cast<int64_t>(view.shape(d)));
+    strides.push_back(view.stride(d) * static_cast<int64_t>(item_bytes(dtype)));
+  }
+  void* address = view.data();
+  dlpacks_.push_back(std::move(view));
+  add(address, dtype, std::move(dims), strides);
+}
+
+void Tensors::add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides) {
+  const size_t item = item_bytes(dtype);
+  size_t n_elements = 1;
+  for (int64_t dim : dims) n_elements *= static_cast<size_t>(dim);
+  // Dense: in some order of the axes, each stride is the product of the extents within.
+  std::vector<size_t> axes(dims.size());
+  std::iota(axes.begin(), axes.end(), size_t{0});
+  axes.erase(std::remove_if(axes.begin(), axes.end(), [&](size_t d) { return dims[d] == 1; }), axes.end());
+  const std::vector<size_t> c_order(axes.rbegin(), axes.rend());
+  axes = c_order;
+  std::stable_sort(axes.begin(), axes.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  bool dense = reinterpret_cast<uintptr_t>(address) % (item > 8 ? 8 : item) == 0;
+  int64_t expected = static_cast<int64_t>(item);
+  for (size_t axis : axes) {
+    dense = dense && strides[axis] == expected;
+    expected *= dims[axis];
+  }
+  uint64_t order = 0;
+  if (n_elements == 0) {
+    dense = true;
+  } else if (axes != c_order) {
+    order = 1;
+    for (size_t axis : axes) order = order * 31 + axis + 1;
+  }
+  refs_.push_back({address, n_elements, dtype});
+  shapes_.push_back({std::move(dims), order, dense});
+}
+
+std::vector<Buffer> Tensors::buffers() const {
+  std::vector<Buffer> buffers;
+  buffers.reserve(refs_.size());
+  for (const TensorRef& ref : refs_) {
+    buffers.push_back({static_cast<uint8_t*>(ref.address), ref.n_elements * item_bytes(ref.dtype)});
+  }
+  return buffers;
+}
+
+size_t Tensors::n_bytes() const {
+  size_t total = 0;
+  for (const TensorRef& ref : refs_) total += ref.n_elements * item_bytes(ref.dtype);
+  return total;
+}
+
+uint64_t Tensors::signature() const {
+  uint64_t hash = refs_.size();
+  for (size_t i = 0; i < refs_.size(); ++i) {
+    hash = mixed(hash, static_cast<uint64_t>(refs_[i].dtype) << 32 | shapes_[i].dims.size());
+    for (int64_t dim : shapes_[i].dims) hash = mixed(hash, static_cast<uint64_t>(dim));
+  }
+  return digest_of(hash);
+}
+
+uint64_t Tensors::layout() const {
+  uint64_t hash = 0;
+  bool c_order = true;
+  for (const Shape& shape : shapes_) {
+    hash = mixed(hash, shape.order);
+    c_order = c_order && shape.order == 0;
+  }
+  return c_order ? 0 : digest_of(hash);
+}
+
+std::vector<size_t> Tensors::strided() const {
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < shapes_.size(); ++i) {
+    if (!shapes_[i].dense) indices.push_back(i);
+  }
+  return indices;
+}
+
+std::vector<uintptr_t> Tensors::addresses() const {
+  std::vector<uintptr_t> addresses;
+  for (const TensorRef& ref : refs_) addresses.push_back(reinterpret_cast<uintptr_t>(ref.address));
+  return addresses;
+}
+
+std::string Tensors::describe(size_t index) const {
+  std::string text = std::string(dtype_name(refs_.at(index).dtype)) + "[";
+  const auto& dims = shapes_[index].dims;
+  for (size_t d = 0; d < dims.size(); ++d) text += (d != 0 ? ", " : "") + std::to_string(dims[d]);
+  return text + "]";
+}
+
+}  // namespace horo

@@ -1,0 +1,57 @@
+// A list of Python arrays as the core sees it: addresses, sizes, dtypes. Part of the bindings.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "layout.h"
+#include "shm_group.h"
+
+namespace horo {
+
+inline constexpr uint64_t kHashSeed = 0x9e3779b97f4a7c15u;
+
+// Mixes a value into a hash that is the same in every process (splitmix64's finaliser).
+uint64_t mixed(uint64_t hash, uint64_t value);
+// Digests go through Python and MPI as signed 64-bit integers: 63 bits are portable.
+uint64_t digest_of(uint64_t hash);
+
+class Tensors {
+ public:
+  // Each array comes through the buffer protocol or DLPack and is kept alive until this is dropped. Errors name the index.
+  Tensors(nanobind::sequence arrays, bool writable);
+  ~Tensors();
+  Tensors(const Tensors&) = delete;
+  Tensors& operator=(const Tensors&) = delete;
+
+  const std::vector<TensorRef>& refs() const { return refs_; }
+  std::vector<Buffer> buffers() const;
+  size_t n_bytes() const;
+  uint64_t signature() const;
+  uint64_t layout() const;
+  std::vector<size_t> strided() const;
+  std::vector<uintptr_t> addresses() const;
+  std::string describe(size_t index) const;
+
+ private:
+  struct Shape {
+    std::vector<int64_t> dims;
+    uint64_t order;  // 0: C-contiguous
+    bool dense;
+  };
+  void add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
+  void add_dlpack(size_t index, nanobind::handle array, bool writable);
+  void add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides_bytes);
+
+  std::vector<TensorRef> refs_;
+  std::vector<Shape> shapes_;
+  std::vector<Py_buffer> views_;
+  std::vector<nanobind::object> objects_;
+  std::vector<nanobind::ndarray<>> dlpacks_;
+};
+
+}  // namespace horo

@@ -1,0 +1,33 @@
+"""What can go wrong between ranks, one class for each thing the reader should do next."""
+
+from __future__ import annotations
+
+
+class HoroLiteError(RuntimeError):
+    """Any error of horo_lite that is not a plain wrong argument."""
+
+
+class NotInitializedError(HoroLiteError, ValueError):
+    """A call came before `init()` or after `shutdown()`: call `horo_lite.init()` first."""
+
+
+class MismatchError(HoroLiteError):
+    """The ranks did not ask for the same thing: a bug in the program, to be fixed there.
+
+    Raised on every rank. The world is usable again afterwards.
+    """
+
+
+class PeerLostError(HoroLiteError):
+    """A rank died, left or gave up while this one waited for it.
+
+    Buffers in flight are undefined, and the world can no longer be used.
+    """
+
+
+class StallError(HoroLiteError):
+    """Nobody moved for longer than the job allows."""
+
+
+class LauncherError(HoroLiteError):
+    """The launcher and the MPI library do not fit each other: the message says what to change."""
