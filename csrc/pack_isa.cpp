@@ -284,17 +284,17 @@ struct ScaledHalf {
 
   // The k for a block: from its largest finite magnitude, whose exponent field is all that matters.
   static int scale_exponent(const Real* x, size_t n) {
-    using Bits = std::conditional_t<std::is_same_v<Real, double>, uint64_t, uint32_t>;
+    using Integer = std::conditional_t<std::is_same_v<Real, double>, int64_t, int32_t>;
+    using Bits [[gnu::may_alias]] = Integer;
     constexpr int kMantissa = std::is_same_v<Real, double> ? 52 : 23;
     constexpr int kBias = std::is_same_v<Real, double> ? 1023 : 127;
-    constexpr Bits kInfinity = (Bits{2 * kBias + 1}) << kMantissa;
-    Bits largest = 0;
+    constexpr Integer kInfinity = Integer{2 * kBias + 1} << kMantissa;
+    const auto* raw = reinterpret_cast<const Bits*>(x);
+    Integer largest = 0;
     for (size_t i = 0; i < n; ++i) {
-      Bits bits;
-      std::memcpy(&bits, x + i, sizeof(bits));
-      bits &= ~(Bits{1} << (sizeof(Bits) * 8 - 1));
-      bits = bits < kInfinity ? bits : 0;
-      largest = bits > largest ? bits : largest;
+      Integer finite = raw[i] & std::numeric_limits<Integer>::max();
+      finite &= -static_cast<Integer>(finite < kInfinity);  // this way round the compiler vectorises it
+      largest = finite > largest ? finite : largest;
     }
     if (largest == 0) return kMaxScale;  // zeros fit any scale: let the other ranks' decide
     return std::min(kMaxScale, kTopExponent - (static_cast<int>(largest >> kMantissa) - kBias));
