@@ -294,8 +294,8 @@ def run_ranks(
     `code_or_path` is the path of a script, or the script's text itself (dedented). The ranks find
     the modules of this folder (`oracle`, `launch`) on their path and run in an empty directory.
     `mpi` demands a launcher (`openmpi` or `mpich`); `launcher=False` starts one plain process.
-    A job that outlives `timeout_s` is killed and raises LaunchTimeoutError with both streams. The exit
-    code is the caller's to look at: `.check()` asserts that it is 0.
+    A job that outlives `timeout_s` is killed and raises LaunchTimeoutError with both streams.
+    The exit code is the caller's to look at: `.check()` asserts that it is 0.
     """
     with start_ranks(
         code_or_path, np, args=args, env=env, mpi=mpi, launcher=launcher, prefix=prefix

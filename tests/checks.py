@@ -1,0 +1,919 @@
+"""What must hold for any group of ranks, whatever carries the bytes.
+
+Every `check_…(group)` is called by all ranks of the group. Each rank makes the inputs of all ranks
+for itself, asks the oracle, and compares; no two ranks' inputs are alike, so that neither the
+identity nor a rank that hears nobody can pass. test_collectives.py runs these with ranks as threads
+and with real processes over every transport.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import oracle
+import pytest
+from oracle import Array, bfloat16, rank_order_reference, same_bits, sample, whole_sample
+
+import horo_lite as hvd
+from horo_lite import Average, Compression, Max, Min, MismatchError, Product, Sum
+
+if TYPE_CHECKING:
+    from horo_lite.collectives import Group
+
+OP_OF = {"average": Average, "sum": Sum, "min": Min, "max": Max, "product": Product}
+WIRES = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+
+
+def hosts_of(group: Group) -> list[int]:
+    """The host of each rank, as HORO_LITE_TEST_HOSTS deals them out."""
+    counts = os.environ.get("HORO_LITE_TEST_HOSTS")
+    if not counts:
+        return [0] * group.size
+    hosts = [host for host, count in enumerate(counts.split(",")) for _ in range(int(count))]
+    assert len(hosts) == group.size
+    return hosts
+
+
+def everyone(group: Group, make: Callable[[int], Array]) -> tuple[Array, list[Array]]:
+    """This rank's input, and all ranks'."""
+    inputs = [make(rank) for rank in range(group.size)]
+    return inputs[group.rank].copy(order="K"), inputs
+
+
+def samples(
+    group: Group, shape: Sequence[int], dtype: npt.DTypeLike, *, seed: int = 0
+) -> tuple[Array, list[Array]]:
+    """This rank's sample, and all ranks'."""
+    return everyone(group, lambda rank: sample(rank, shape, dtype, seed=seed))
+
+
+def assert_exact(group: Group, got: Any, inputs: Sequence[Array], op: str) -> None:
+    """`got` is what the promised order of additions gives, bit for bit."""
+    if oracle.is_float(inputs[0].dtype):
+        expected = rank_order_reference(inputs, op, hosts=hosts_of(group))
+    else:
+        expected = oracle.allreduce_reference(inputs, op)
+    assert same_bits(np.asarray(got), expected), (
+        f"{op} of {inputs[0].dtype}{list(inputs[0].shape)}: {got!r} is not {expected!r}"
+    )
+
+
+def assert_bound(group: Group, got: Array, inputs: Sequence[Array], wire: str) -> None:
+    """`got` is as close to the exact average as the wire promises."""
+    exact = oracle.allreduce_reference(inputs, "average")
+    bound = oracle.wire_bound(inputs, wire, hosts=len(set(hosts_of(group))))
+    error = np.abs(got.astype(np.float64) - exact)
+    worst = np.unravel_index(np.argmax(error - bound), error.shape) if error.size else ()
+    assert np.all(error <= bound), (
+        f"{wire}: at {worst} {got[worst]!r}, exact {exact[worst]!r}, off by {error[worst]:.3g} "
+        f"where {bound[worst]:.3g} is allowed"
+    )
+
+
+def digest(arrays: Sequence[Any]) -> str:
+    """A fingerprint of every bit, shape and dtype."""
+    state = hashlib.sha256()
+    for array in map(np.asarray, arrays):
+        state.update(f"{array.dtype}{array.shape}".encode())
+        state.update(np.ascontiguousarray(array).tobytes())
+    return state.hexdigest()
+
+
+def assert_alike(group: Group, arrays: Sequence[Any]) -> None:
+    """All ranks hold the same bits."""
+    digests = group.allgather_object(digest(arrays))
+    assert digests == digests[:1] * group.size
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def check_every_dtype_and_op(group: Group) -> None:
+    for dtype in (*oracle.INTEGERS, *oracle.FLOATS):
+        for op in oracle.OPS:
+            shape = (33, 65)
+            x, inputs = samples(group, shape, dtype, seed=3)
+            untouched = x.copy()
+            out = group.allreduce(x, OP_OF[op])
+            assert isinstance(out, np.ndarray)
+            assert same_bits(x, untouched)
+            narrow = dtype in (np.dtype(np.float16), bfloat16)
+            if narrow and len(set(hosts_of(group))) > 1:
+                # A host's sum is rounded on its way to the others.
+                if op == "average":
+                    assert_bound(group, out, inputs, "fp16" if dtype == np.float16 else "bf16")
+                continue
+            assert_exact(group, out, inputs, op)
+            assert_alike(group, [out])
+
+
+def check_default_is_the_average(group: Group) -> None:
+    x, inputs = everyone(group, lambda rank: whole_sample(rank, (5,), np.float32))
+    assert_exact(group, group.allreduce(x), inputs, "average")
+
+
+def check_bool(group: Group) -> None:
+    x, inputs = samples(group, (100,), np.bool_, seed=5)
+    for op in ("sum", "product", "min", "max"):
+        assert_exact(group, group.allreduce(x, OP_OF[op]), inputs, op)
+    with pytest.raises((TypeError, ValueError), match=r"(?i)average.*bool"):
+        group.allreduce(x, Average)
+    assert_exact(group, group.allreduce(x, Sum), inputs, "sum")
+
+
+def check_integer_averages_are_exact(group: Group) -> None:
+    """Truncated toward zero, and of the true sum: no wrap on the way."""
+    for dtype in oracle.INTEGERS:
+        info = np.iinfo(dtype)
+        ends = np.array([info.max, info.max, info.min, info.min, 0, 1], dtype)
+        x, inputs = everyone(
+            group, lambda rank, ends=ends: ends - np.array([0, rank, 0, 0, 0, 0], ends.dtype)
+        )
+        assert_exact(group, group.allreduce(x, Average), inputs, "average")
+        if info.min < 0:
+            x, inputs = everyone(
+                group, lambda rank, t=dtype: np.array([-1 - rank, -7, 7, rank - 3], t)
+            )
+            assert_exact(group, group.allreduce(x, Average), inputs, "average")
+
+
+def check_float32_is_added_in_rank_order(group: Group) -> None:
+    """Numbers of very different size, so that another order gives other bits."""
+
+    def make(rank: int) -> Array:
+        random = np.random.default_rng([11, rank])
+        return np.asarray(random.standard_normal(50_000) * 10.0 ** random.integers(-6, 7, 50_000))
+
+    for dtype in (np.float32, np.float64):
+        x, inputs = everyone(group, lambda rank, t=dtype: make(rank).astype(t))
+        hosts = hosts_of(group)
+        if group.size > 2 and dtype == np.float32:
+            backwards = rank_order_reference(inputs[::-1], "sum")
+            assert not same_bits(backwards, rank_order_reference(inputs, "sum", hosts=hosts))
+        for op in ("sum", "average"):
+            assert_exact(group, group.allreduce(x, OP_OF[op]), inputs, op)
+
+
+def check_scaling(group: Group) -> None:
+    x, inputs = samples(group, (3000,), np.float32, seed=7)
+    for op in ("sum", "average", "max"):
+        for prescale, postscale in ((0.5, 1.0), (1.0, 4.0), (0.25, 8.0)):
+            out = group.allreduce(
+                x, OP_OF[op], prescale_factor=prescale, postscale_factor=postscale
+            )
+            expected = rank_order_reference(
+                inputs, op, prescale=prescale, postscale=postscale, hosts=hosts_of(group)
+            )
+            assert same_bits(out, expected), (op, prescale, postscale)
+    # Factors that are no powers of two may be rounded in another place.
+    out = group.allreduce(x, Sum, prescale_factor=1 / 3, postscale_factor=0.7)
+    exact = oracle.allreduce_reference(inputs, "sum") * 0.7 / 3
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-6 * group.size)
+
+
+def check_scaling_goes_with_the_wire(group: Group) -> None:
+    """Scaling by 1e6 or 1e-6 does not push numbers out of what half precision can hold."""
+    x, inputs = samples(group, (2000,), np.float32, seed=8)
+    exact = oracle.allreduce_reference(inputs, "average")
+    scaled = [1e6 * x.astype(np.float64) for x in inputs]
+    for wire in ("fp16", "bf16"):
+        bound = oracle.wire_bound(scaled, wire, hosts=len(set(hosts_of(group)))) * 1.01
+        before = group.allreduce(x, compression=WIRES[wire], prescale_factor=1e6)
+        assert np.all(np.abs(before - 1e6 * exact) <= bound)
+        after = group.allreduce(x, compression=WIRES[wire], postscale_factor=1e6)
+        assert np.all(np.abs(after - 1e6 * exact) <= bound)
+        down = group.allreduce(x, compression=WIRES[wire], postscale_factor=1e-6)
+        assert np.all(np.abs(down - 1e-6 * exact) <= 1e-12 * bound)
+
+
+# --- the wire -------------------------------------------------------------------------------------
+
+
+def check_wire_bounds(group: Group) -> None:
+    for wire in ("fp16", "bf16"):
+        for size in (1, 7, 1023, 1024, 1025, 70_001):
+            x, inputs = samples(group, (size,), np.float32, seed=size)
+            out = group.allreduce(x, compression=WIRES[wire])
+            assert out.dtype == np.float32
+            assert_bound(group, out, inputs, wire)
+            assert_alike(group, [out])
+    for dtype in (np.float64, np.float16, bfloat16):
+        x, inputs = samples(group, (3001,), dtype, seed=2)
+        out = group.allreduce(x, compression=Compression.fp16)
+        assert out.dtype == dtype
+        # Rounded to its own dtype once more, where that is narrower than the wire.
+        wire = "bf16" if dtype == bfloat16 else "fp16"
+        assert_bound(group, out, inputs, wire)
+
+
+def check_wire_is_narrower(group: Group) -> None:
+    """The wire is really taken: numbers with more bits than half precision come out rounded."""
+    x, inputs = everyone(group, lambda rank: np.full(64, 1 + 2.0**-15 + rank, np.float32))
+    plain = group.allreduce(x)
+    assert_exact(group, plain, inputs, "average")
+    if group.size > 1:
+        for wire in ("fp16", "bf16"):
+            assert not np.array_equal(group.allreduce(x, compression=WIRES[wire]), plain)
+
+
+def check_wire_is_exact_for_small_whole_numbers(group: Group) -> None:
+    x, inputs = everyone(group, lambda rank: whole_sample(rank, (5000,), np.float32) * 4)
+    for wire in ("fp16", "bf16"):
+        out = group.allreduce(x, Sum, compression=WIRES[wire])
+        if group.size <= 4:  # sums below 256, which bfloat16 holds
+            assert same_bits(out, oracle.allreduce_reference(inputs, "sum").astype(np.float32))
+
+
+def check_extremes_share_the_wire(group: Group) -> None:
+    """1e6 and 1e-7 in different tensors, in different blocks of one; the ends of float32."""
+    blocks = np.repeat(np.array([1e6, 1e-7, 3e4, 1e-20], np.float32), oracle.BLOCK)
+
+    def make(rank: int) -> list[Array]:
+        factor = np.float32(1 + rank / 8)
+        ends = np.repeat(np.array([1e37, 1e-37], np.float32), oracle.BLOCK)
+        return [
+            np.full(300, 1e6, np.float32) * factor,
+            np.full(300, 1e-7, np.float32) * factor,
+            blocks * factor,
+            ends * factor,
+        ]
+
+    inputs = [make(rank) for rank in range(group.size)]
+    for wire in ("fp16", "bf16"):
+        outs = group.grouped_allreduce(make(group.rank), compression=WIRES[wire])
+        for index, out in enumerate(outs):
+            assert_bound(group, out, [tensors[index] for tensors in inputs], wire)
+
+
+def check_sixty_thousand(group: Group) -> None:
+    """The average of 6e4s is 6e4, although their sum is beyond half precision; and of 2e-7s."""
+    out = group.allreduce(np.full(2048, 6e4, np.float32), compression=Compression.fp16)
+    assert np.all(out == 6e4)
+    tiny = [np.full(2048, 2e-7, np.float32)] * group.size
+    assert_bound(group, group.allreduce(tiny[0], compression=Compression.fp16), tiny, "fp16")
+    halves = group.allreduce(np.full(2048, 6e4, np.float16))
+    assert np.all(halves == np.float16(6e4))
+
+
+def check_non_finite_arrive_alone(group: Group) -> None:
+    last = group.size - 1
+
+    def make(rank: int) -> Array:
+        x = sample(rank, (4000,), np.float32, seed=9)
+        if rank == last:
+            x[[5, 2100]] = np.inf, -np.inf
+        if rank == 0:
+            x[1500] = np.nan
+        return x
+
+    x, inputs = everyone(group, make)
+    bad = np.zeros(4000, bool)
+    bad[[5, 1500, 2100]] = True
+    clean = [np.where(bad, np.float32(0), y) for y in inputs]
+    for wire in ("none", "fp16", "bf16"):
+        out = group.allreduce(x, compression=WIRES[wire])
+        np.testing.assert_array_equal(~np.isfinite(out), bad)
+        assert_bound(group, np.where(bad, np.float32(0), out), clean, wire)
+    # A block that holds nothing finite, and two infinities that meet.
+    x, _ = everyone(group, lambda rank: np.full(1024, np.inf * (-1) ** rank, np.float32))
+    for wire in ("none", "fp16", "bf16"):
+        assert not np.any(np.isfinite(group.allreduce(x, compression=WIRES[wire])))
+
+
+# --- shapes and layouts ---------------------------------------------------------------------------
+
+
+def check_in_place(group: Group) -> None:
+    x, inputs = samples(group, (40, 50), np.float32)
+    out = group.allreduce_(x, Sum)
+    assert out is x
+    assert_exact(group, x, inputs, "sum")
+    arrays = [sample(group.rank, (n,), np.float32, seed=n) for n in (3, 5000, 1)]
+    outs = group.grouped_allreduce_(arrays, Sum)
+    for n, array, out in zip((3, 5000, 1), arrays, outs, strict=True):
+        assert out is array
+        of_all = [sample(rank, (n,), np.float32, seed=n) for rank in range(group.size)]
+        assert_exact(group, array, of_all, "sum")
+
+
+def check_empty_and_zero_dimensional(group: Group) -> None:
+    empty = group.allreduce(np.empty((0, 3), np.float32))
+    assert empty.shape == (0, 3)
+    assert empty.dtype == np.float32
+    x, inputs = everyone(group, lambda rank: np.array(rank + 1, np.float32))
+    out = group.allreduce(x, Sum)
+    assert np.asarray(out).shape == ()
+    assert_exact(group, np.asarray(out), inputs, "sum")
+    group.allreduce_(x, Sum)
+    assert_exact(group, x, inputs, "sum")
+    assert group.grouped_allreduce([]) == []
+    mixed = [np.empty(0, np.int8), np.full(3, group.rank + 1, np.int64), np.empty((2, 0))]
+    outs = group.grouped_allreduce(mixed, Sum)
+    assert outs[1].tolist() == [sum(range(1, group.size + 1))] * 3
+    assert [out.shape for out in outs] == [(0,), (3,), (2, 0)]
+    assert group.allgather(np.empty((0, 2), np.int16)).shape == (0, 2)
+    assert group.broadcast(np.empty(0), root_rank=group.size - 1).shape == (0,)
+
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "C": np.ascontiguousarray,
+    "Fortran": np.asfortranarray,
+    "channels last": lambda x: np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2),
+    "strided": lambda x: _spread(x)[::2, :, ::3],
+    "backwards": lambda x: np.ascontiguousarray(x[::-1, ..., ::-1])[::-1, ..., ::-1],
+}
+
+
+def _spread(x: Array) -> Array:
+    a, b, c, d = x.shape
+    wide = np.full((2 * a, b, 3 * c, d), 77, x.dtype)
+    wide[::2, :, ::3] = x
+    return wide
+
+
+def check_layouts(group: Group) -> None:
+    """Memory order, alike or not on all ranks, changes nothing."""
+    shape = (6, 5, 4, 30)
+    names = list(LAYOUTS)
+    inputs = [sample(rank, shape, np.float32, seed=4) for rank in range(group.size)]
+    for wire in ("none", "fp16"):
+        for first in range(len(names)):
+            for step in (0, 1):  # the same on every rank, or another one on each
+                layout = LAYOUTS[names[(first + step * group.rank) % len(names)]]
+                x = layout(inputs[group.rank])
+                assert np.array_equal(x, inputs[group.rank])
+                out = group.allreduce(x, compression=WIRES[wire])
+                assert group.allreduce_(x, compression=WIRES[wire]) is x
+                for result in (out, x):
+                    if wire == "none":
+                        assert_exact(group, np.ascontiguousarray(result), inputs, "average")
+                    else:
+                        largest = [np.full(shape, np.abs(y).max()) for y in inputs]
+                        exact = oracle.allreduce_reference(inputs, "average")
+                        slack = oracle.wire_bound(inputs, wire, hosts=2)
+                        slack = slack + 2.0**-36 * np.max(largest, axis=0)
+                        assert np.all(np.abs(result - exact) <= slack)
+                assert_alike(group, [out, x])
+
+
+def check_strided_views_leave_their_gaps_alone(group: Group) -> None:
+    wide = np.full((8, 9), -5.0, np.float32)
+    view = wide[1::3, ::2]
+    view[...] = group.rank + 1
+    group.allreduce_(view, Sum)
+    total = sum(range(1, group.size + 1))
+    assert np.all(view == total)
+    untouched = np.ones((8, 9), bool)
+    untouched[1::3, ::2] = False
+    assert np.all(wide[untouched] == -5)
+
+
+def check_odd_sizes_through_many_chunks(group: Group) -> None:
+    """Several MiB in arrays of odd sizes and mixed dtypes, several times over."""
+    random = np.random.default_rng(21)
+    sizes = [int(n) for n in random.integers(1, 90_000, 40)]
+    kinds = [np.float32, np.float64, np.int16, np.float32, np.int32]
+
+    def make(rank: int) -> list[Array]:
+        return [
+            np.arange(n, dtype=np.int64).astype(kinds[i % 5]) % 13 + rank
+            for i, n in enumerate(sizes)
+        ]
+
+    total = [np.sum(many, axis=0) for many in zip(*map(make, range(group.size)), strict=True)]
+    for wire in ("none", "fp16", "bf16", "none"):
+        arrays = [x.astype(kinds[i % 5]) for i, x in enumerate(make(group.rank))]
+        group.grouped_allreduce_(arrays, Sum, compression=WIRES[wire])
+        for index, (array, expected) in enumerate(zip(arrays, total, strict=True)):
+            wrong = np.flatnonzero(array != expected)
+            assert wrong.size == 0, (
+                f"{wire}, array {index} of {sizes[index]} {array.dtype}: wrong at {wrong[:3]}…"
+            )
+
+
+def check_bits_do_not_depend_on_company(group: Group) -> None:
+    """Alone, together, in another order, or with others between: the same bits everywhere."""
+    sizes = (1, 300, 1024, 1025, 5000, 70_000, 13)
+    mine = [sample(group.rank, (n,), np.float32, seed=n) * 10.0 ** (n % 7) for n in sizes]
+    mine = [x.astype(np.float32) for x in mine]
+    others = [sample(group.rank, (n,), np.float64, seed=n) for n in (77, 4096, 33_333)]
+    for wire in ("none", "fp16", "bf16"):
+        compression = WIRES[wire]
+        together = group.grouped_allreduce(mine, compression=compression)
+        alone = [group.allreduce(x, compression=compression) for x in mine]
+        backwards = group.grouped_allreduce(mine[::-1], compression=compression)[::-1]
+        mixed = [x for pair in zip(mine, [*others, *others, others[0]], strict=True) for x in pair]
+        between = group.grouped_allreduce(mixed, compression=compression)[::2]
+        pairs = [
+            out
+            for start in range(0, len(mine), 2)
+            for out in group.grouped_allreduce(mine[start : start + 2], compression=compression)
+        ]
+        handles = [
+            group.allreduce_async(x, compression=compression, name=f"company {i}")
+            for i, x in enumerate(mine)
+        ]
+        later = [group.synchronize(handle) for handle in handles]
+        for other in (alone, backwards, between, pairs, later):
+            assert digest(other) == digest(together)
+        assert_alike(group, together)
+
+
+# --- moving rows ----------------------------------------------------------------------------------
+
+
+def check_allgather(group: Group) -> None:
+    for dtype in (*oracle.INTEGERS, *oracle.FLOATS, np.dtype(bool)):
+        x, inputs = everyone(group, lambda rank, t=dtype: sample(rank, (rank * 3 % 5, 4), t))
+        out = group.allgather(x)
+        assert same_bits(out, oracle.allgather_reference(inputs))
+    x, inputs = everyone(group, lambda rank: sample(rank, (100_000 * (rank + 1), 2), np.float32))
+    assert same_bits(group.allgather(x), oracle.allgather_reference(inputs))
+    x, inputs = everyone(group, lambda rank: np.asfortranarray(sample(rank, (9, 7), np.int32)))
+    assert same_bits(group.allgather(x), oracle.allgather_reference(inputs))
+    assert same_bits(group.allgather(x[::2, 1:]), np.concatenate([y[::2, 1:] for y in inputs]))
+
+
+def check_broadcast(group: Group) -> None:
+    for root in range(group.size):
+        for dtype in (*oracle.INTEGERS, *oracle.FLOATS, np.dtype(bool)):
+            x, inputs = samples(group, (33, 3), dtype, seed=6)
+            kept = x.copy()
+            out = group.broadcast(x, root_rank=root)
+            assert same_bits(out, oracle.broadcast_reference(inputs, root))
+            assert same_bits(x, kept)
+            assert group.broadcast_(x, root_rank=root) is x
+            assert same_bits(x, inputs[root])
+        x, inputs = samples(group, (700, 901), np.float64)
+        view = np.asfortranarray(x) if group.rank % 2 else np.repeat(x, 2, axis=0)[::2]
+        group.broadcast_(view, root_rank=root)
+        assert same_bits(np.ascontiguousarray(view), inputs[root])
+    for root in (-1, group.size):
+        with pytest.raises((ValueError, MismatchError), match=r"root"):
+            group.broadcast(np.zeros(3), root_rank=root)
+
+
+def check_reducescatter(group: Group) -> None:
+    """The own rows of what allreduce gives, bit for bit."""
+    for rows in (group.size, 4 * group.size + 1, 1, 60_000):
+        for wire in ("none", "fp16"):
+            x, inputs = samples(group, (rows, 3), np.float32, seed=rows)
+            whole = group.allreduce(x, Average, compression=WIRES[wire])
+            share = group.reducescatter(x, Average, compression=WIRES[wire])
+            rows_kept = oracle.share_of(rows, group.size, group.rank)
+            assert same_bits(np.asarray(share), np.ascontiguousarray(whole[rows_kept]))
+            if wire == "none":
+                assert_exact(group, share, [y[rows_kept] for y in inputs], "average")
+    x, inputs = samples(group, (11,), np.int64)
+    share = group.reducescatter(x, Sum)
+    kept = oracle.share_of(11, group.size, group.rank)
+    assert same_bits(share, oracle.allreduce_reference([y[kept] for y in inputs], "sum"))
+
+
+def check_alltoall(group: Group) -> None:
+    size = group.size
+
+    def splits(rank: int) -> list[int]:
+        return [(rank + 2 * to) % 4 for to in range(size)]
+
+    x, inputs = everyone(group, lambda rank: sample(rank, (sum(splits(rank)), 3), np.float32))
+    expected = oracle.alltoall_reference(inputs, [splits(r) for r in range(size)], group.rank)
+    received = _rows_of(group.alltoall(x, splits=splits(group.rank)))
+    assert same_bits(received, expected)
+    received = _rows_of(group.alltoall(x, splits=np.array(splits(group.rank), np.int32)))
+    assert same_bits(received, expected)
+
+    x, inputs = samples(group, (50_000 * size,), np.float64, seed=1)
+    even = [[50_000] * size] * size
+    expected = oracle.alltoall_reference(inputs, even, group.rank)
+    assert same_bits(_rows_of(group.alltoall(x)), expected)
+    with pytest.raises(ValueError, match="splits"):
+        group.alltoall(x, splits=[1] * size)
+    with pytest.raises(ValueError, match="splits"):
+        group.alltoall(x, splits=[50_000] * (size + 1))
+    if size > 1:
+        with pytest.raises(ValueError, match=r"."):
+            group.alltoall(x[1:])
+    assert same_bits(_rows_of(group.alltoall(x)), expected)
+
+
+def _rows_of(received: Any) -> Array:
+    return np.asarray(received[0] if isinstance(received, tuple) else received)
+
+
+def check_objects(group: Group) -> None:
+    for root in range(group.size):
+        mine = {"rank": group.rank, "text": "x" * (10 + 400_000 * group.rank)}
+        got = group.broadcast_object(mine, root_rank=root)
+        assert got == {"rank": root, "text": "x" * (10 + 400_000 * root)}
+    gathered = group.allgather_object([group.rank] * (group.rank + 1))
+    assert gathered == [[rank] * (rank + 1) for rank in range(group.size)]
+    assert group.allgather_object(None) == [None] * group.size
+
+
+def check_barrier_waits_for_the_last(group: Group) -> None:
+    group.barrier()
+    late = group.size - 1
+    began = time.monotonic()
+    if group.rank == late:
+        time.sleep(0.2)
+    group.barrier()
+    assert time.monotonic() - began >= 0.19
+
+
+# --- asynchronous ---------------------------------------------------------------------------------
+
+
+def check_async_in_any_order(group: Group) -> None:
+    """Each rank submits, and synchronizes, in an order of its own."""
+    n = 24
+    random = np.random.default_rng([31, group.rank])
+    inputs = [
+        [sample(rank, (100 * i + 1,), np.float32, seed=i) for i in range(n)]
+        for rank in range(group.size)
+    ]
+    for _ in range(3):
+        handles = {}
+        for i in random.permutation(n):
+            handles[i] = group.allreduce_async(inputs[group.rank][i], Sum, name=f"t{i}")
+        for i in random.permutation(n):
+            out = group.synchronize(handles[i])
+            assert_exact(group, out, [inputs[rank][i] for rank in range(group.size)], "sum")
+
+
+def check_many_async_in_a_row(group: Group) -> None:
+    """Operations of very different size right behind one another do not disturb each other."""
+    sizes = (1, 90_001, 17, 250_003, 4096, 3, 60_000)
+    for turn in range(4):
+        names = [f"{turn}.{i}" for i in range(len(sizes))]
+        arrays = [np.full(n, (group.rank + 1) * (i + 1), np.float32) for i, n in enumerate(sizes)]
+        handles = [
+            group.allreduce_async_(array, Sum, name=name)
+            for array, name in zip(arrays, names, strict=True)
+        ]
+        group.allreduce(np.ones(5))
+        for handle in handles:
+            group.synchronize(handle)
+        for i, array in enumerate(arrays):
+            assert np.all(array == (i + 1) * sum(range(1, group.size + 1))), names[i]
+
+
+def check_async_of_every_kind(group: Group) -> None:
+    size, rank = group.size, group.rank
+    rows = np.full((rank + 1, 2), rank, np.int32)
+    two = [np.full(3, rank, np.float32), np.full(9000, rank + 1, np.float64)]
+    mine = np.full(4, float(rank))
+    handles = [
+        group.allgather_async(rows, name="gather"),
+        group.broadcast_async(mine.copy(), root_rank=size - 1, name="broadcast"),
+        group.grouped_allreduce_async(two, Sum, name="two"),
+        group.reducescatter_async(np.full(2 * size, rank, np.int64), Sum, name="scatter"),
+        group.alltoall_async(np.full(size, rank, np.int64), name="all to all"),
+        group.allreduce_async(mine, Max, name="max"),
+    ]
+    gathered, sent, both, share, swapped, top = (group.synchronize(handle) for handle in handles)
+    assert gathered[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
+    assert np.all(sent == size - 1)
+    assert np.all(both[0] == sum(range(size)))
+    assert np.all(both[1] == sum(range(1, size + 1)))
+    assert share.tolist() == [sum(range(size))] * 2
+    assert _rows_of(swapped).tolist() == list(range(size))
+    assert np.all(top == size - 1)
+
+
+def check_async_and_sync_together(group: Group) -> None:
+    """Synchronous calls go on while asynchronous ones wait for a slow rank."""
+    slow = group.size - 1
+    if group.rank != slow:
+        handle = group.allreduce_async(np.full(10, group.rank + 1.0), Sum, name="early")
+        assert not group.poll(handle)
+    assert group.allgather_object(group.rank) == list(range(group.size))
+    if group.rank == slow:
+        handle = group.allreduce_async(np.full(10, group.rank + 1.0), Sum, name="early")
+    until = time.monotonic() + 10
+    while not group.poll(handle) and time.monotonic() < until:
+        time.sleep(0.001)
+    assert group.poll(handle)
+    assert np.all(group.synchronize(handle) == sum(range(1, group.size + 1)))
+
+
+def check_a_name_in_flight_is_taken(group: Group) -> None:
+    handle = None
+    if group.rank == 0:
+        handle = group.allreduce_async(np.ones(3), name="taken")
+        if group.size > 1:
+            with pytest.raises(ValueError, match="taken"):
+                group.allreduce_async(np.ones(3), name="taken")
+    group.barrier()
+    if group.rank != 0:
+        handle = group.allreduce_async(np.ones(3), name="taken")
+    assert np.all(group.synchronize(handle) == 1)
+    again = group.allreduce_async(np.ones(3), name="taken")
+    assert np.all(group.synchronize(again) == 1)
+
+
+def check_names_known_to_some_ranks_only(group: Group) -> None:
+    """An error for everyone once everyone waits, naming what is missing where; then all is well."""
+    if group.size == 1:
+        return
+    last = group.size - 1
+    name = "only here" if group.rank == last else "only there"
+    handle = group.allreduce_async(np.ones(2), name=name)
+    with pytest.raises(MismatchError, match=name) as caught:
+        group.synchronize(handle)
+    assert str(last) in str(caught.value)
+    check_usable(group)
+
+
+# --- mismatches -----------------------------------------------------------------------------------
+
+
+def check_usable(group: Group) -> None:
+    x, inputs = everyone(group, lambda rank: whole_sample(rank, (2000,), np.float32))
+    assert_exact(group, group.allreduce(x, Sum), inputs, "sum")
+    handle = group.allreduce_async(x, Sum, name="usable")
+    assert_exact(group, group.synchronize(handle), inputs, "sum")
+
+
+Call = Callable[["Group", bool], Any]
+# `odd` is true on one rank only. The words are what the message must hold besides that rank.
+MISMATCHES: dict[str, tuple[Call, Sequence[str]]] = {
+    "kind": (
+        lambda g, odd: g.allgather(np.ones(3)) if odd else g.allreduce(np.ones(3)),
+        ["allgather", "allreduce"],
+    ),
+    "kind, barrier": (
+        lambda g, odd: g.barrier() if odd else g.broadcast(np.ones(3), root_rank=0),
+        ["barrier", "broadcast"],
+    ),
+    "shape": (
+        lambda g, odd: g.allreduce(np.ones((4, 5 + odd)), name="weights"),
+        ["weights", "5", "6"],
+    ),
+    "rank of the shape": (
+        lambda g, odd: g.allreduce(np.ones((6,) if odd else (2, 3)), name="weights"),
+        ["weights"],
+    ),
+    "dtype": (
+        lambda g, odd: g.allreduce(np.ones(4, np.int32 if odd else np.float32), name="weights"),
+        ["weights", "int32", "float32"],
+    ),
+    "op": (
+        lambda g, odd: g.allreduce(np.ones(4), Max if odd else Sum, name="weights"),
+        ["max", "sum"],
+    ),
+    "compression": (
+        lambda g, odd: g.allreduce(
+            np.ones(4, np.float32), compression=WIRES["fp16" if odd else "bf16"], name="weights"
+        ),
+        ["fp16", "bf16"],
+    ),
+    "name": (
+        lambda g, odd: g.allreduce(np.ones(4), name="bias" if odd else "weights"),
+        ["bias", "weights"],
+    ),
+    "count": (
+        lambda g, odd: g.grouped_allreduce([np.ones(4)] * (3 if odd else 2)),
+        ["3", "2"],
+    ),
+    "one of many": (
+        lambda g, odd: g.grouped_allreduce([np.ones(4 + (odd and i == 7)) for i in range(10)]),
+        ["7", "4", "5"],
+    ),
+    "root": (
+        lambda g, odd: g.broadcast(np.ones(4), root_rank=int(odd), name="weights"),
+        ["root", "0", "1"],
+    ),
+    "root of an object": (lambda g, odd: g.broadcast_object("x", root_rank=int(odd)), ["root"]),
+    "rows to gather": (
+        lambda g, odd: g.allgather(np.ones((2 + odd, 3 + odd)), name="rows"),
+        ["rows", "3", "4"],
+    ),
+    "dtype to gather": (
+        lambda g, odd: g.allgather(np.ones(2, np.int8 if odd else np.int16), name="rows"),
+        ["rows", "int8", "int16"],
+    ),
+    "shape to broadcast": (
+        lambda g, odd: g.broadcast_(np.ones((2, 3 + odd)), root_rank=0, name="rows"),
+        ["rows", "3", "4"],
+    ),
+    "rows to scatter": (
+        lambda g, odd: g.reducescatter(np.ones((8, 1 + odd)), name="rows"),
+        ["rows", "1", "2"],
+    ),
+    "rows to swap": (
+        lambda g, odd: g.alltoall(np.ones((g.size, 1 + odd)), name="rows"),
+        ["rows", "1", "2"],
+    ),
+    "scaling": (
+        lambda g, odd: g.allreduce(np.ones(4), postscale_factor=2.0 if odd else 1.0),
+        [],
+    ),
+    "asynchronous shape": (
+        lambda g, odd: g.synchronize(g.allreduce_async(np.ones(4 + odd), name="later")),
+        ["later", "4", "5"],
+    ),
+    "asynchronous dtype": (
+        lambda g, odd: g.synchronize(
+            g.allreduce_async(np.ones(4, np.int32 if odd else np.float32), name="later")
+        ),
+        ["later", "int32", "float32"],
+    ),
+    "asynchronous kind": (
+        lambda g, odd: g.synchronize(
+            (g.allgather_async if odd else g.allreduce_async)(np.ones(4), name="later")
+        ),
+        ["later", "allgather", "allreduce"],
+    ),
+    "asynchronous compression": (
+        lambda g, odd: g.synchronize(
+            g.allreduce_async(
+                np.ones(4, np.float32), compression=WIRES["none" if odd else "fp16"], name="later"
+            )
+        ),
+        ["later", "none", "fp16"],
+    ),
+    "plan": (
+        lambda g, odd: g.exchange(
+            [np.ones(4), np.ones(5)], names=["w", "b" if odd else "c"], label="step 3"
+        ),
+        ["b", "c", "step 3"],
+    ),
+    "plan's shapes": (
+        lambda g, odd: g.exchange([np.ones(4), np.ones(5 + odd)], names=["w", "b"], label="step 3"),
+        ["b", "5", "6"],
+    ),
+    "plan's count": (
+        lambda g, odd: g.exchange(
+            [np.ones(4)] * (2 + odd), names=["w", "b", "c"][: 2 + odd], label="step 3"
+        ),
+        ["step 3"],
+    ),
+}
+
+
+def check_mismatches(group: Group) -> None:
+    """On every rank the same kind of error, which names the tensor, the ranks and who has what."""
+    if group.size == 1:
+        return
+    for odd_rank in {0, group.size - 1}:
+        for title, (call, words) in MISMATCHES.items():
+            with pytest.raises(MismatchError) as caught:
+                call(group, group.rank == odd_rank)
+            text = str(caught.value).lower()
+            for word in (*words, "rank", str(odd_rank)):
+                assert word in text, f"{title}: {word!r} is not in: {text}"
+            assert len(set(group.allgather_object(title))) == 1
+        check_usable(group)
+
+
+def check_wrong_arguments_stay_here(group: Group) -> None:
+    """What is wrong on all ranks alike is a plain error, and the group goes on."""
+    frozen = np.ones(3)
+    frozen.flags.writeable = False
+    with pytest.raises((ValueError, TypeError), match="read-only"):
+        group.allreduce_(frozen)
+    assert np.all(group.allreduce(frozen) == 1)
+    with pytest.raises((ValueError, TypeError), match=r"(?i)object"):
+        group.allreduce(np.array([object()], dtype=object))
+    for foreign in (np.ones(3, np.complex64), np.ones(3, ">f4"), np.array(["a"])):
+        with pytest.raises((ValueError, TypeError), match="dtype"):
+            group.allreduce(foreign)
+    with pytest.raises((ValueError, TypeError), match=r"(?i)op"):
+        group.allreduce(np.ones(3), "median")  # type: ignore[arg-type]
+    check_usable(group)
+
+
+# --- what gradients need --------------------------------------------------------------------------
+
+
+def check_exchange(group: Group) -> None:
+    """In place; what a rank lacks counts as zeros there; the answer says what anybody had."""
+    size, rank = group.size, group.rank
+    last = size - 1
+
+    def make(r: int) -> list[Array | None]:
+        everywhere = sample(r, (1000,), np.float32)
+        at_the_last = sample(r, (50, 3), np.float32, seed=1) if r == last else None
+        not_at_the_last = sample(r, (5000,), np.float32, seed=2) if r != last else None
+        return [everywhere, at_the_last, not_at_the_last, None]
+
+    shapes = [(1000,), (50, 3), (5000,), (1,)]
+    inputs = [
+        [
+            np.zeros(shape, np.float32) if x is None else x
+            for x, shape in zip(make(r), shapes, strict=True)
+        ]
+        for r in range(size)
+    ]
+    names = ["everywhere", "at the last", "not at the last", "nowhere"]
+    for wait in (False, True):
+        arrays = make(rank)
+        if wait:
+            handle = group.exchange_async(arrays, names=names, label=f"bucket {wait}")
+            had = group.synchronize(handle)
+        else:
+            had = group.exchange(arrays, names=names, label="bucket")
+        assert list(had) == [True, True, size > 1, False]
+        for index, array in enumerate(arrays):
+            if array is not None:
+                assert_exact(group, array, [of_rank[index] for of_rank in inputs], "average")
+
+
+def check_weights(group: Group) -> None:
+    """sum(w x) / sum(w); weight 0 contributes nothing, not even its nan."""
+    size, rank = group.size, group.rank
+    weights = [float(r + 1) for r in range(size)]
+    inputs = [whole_sample(r, (3000,), np.float32) for r in range(size)]
+    for wire in ("none", "fp16", "bf16"):
+        x = inputs[rank].copy()
+        group.exchange(
+            [x], names=["x"], label="weighted", compression=WIRES[wire], weight=weights[rank]
+        )
+        exact = oracle.allreduce_reference(inputs, "average", weights=weights)
+        weighted = [w * y.astype(np.float64) for w, y in zip(weights, inputs, strict=True)]
+        bound = oracle.wire_bound(weighted, wire, hosts=len(set(hosts_of(group))))
+        assert np.all(np.abs(x - exact) <= bound * size / sum(weights) * 1.01 + 1e-6)
+        assert_alike(group, [x])
+    if size > 1:
+        x = inputs[rank].copy()
+        if rank == 0:
+            x[:] = np.nan
+        group.exchange([x], names=["x"], label="uneven", weight=0.0 if rank == 0 else 2.0)
+        assert same_bits(x, rank_order_reference(inputs[1:], "average", hosts=hosts_of(group)[1:]))
+        x = inputs[rank].copy()
+        group.synchronize(
+            group.exchange_async([x], names=["x"], label="uneven", weight=float(rank == 1))
+        )
+        assert same_bits(x, inputs[1])
+
+
+def check_frameworks_arrays(group: Group) -> None:
+    """Anything with the buffer protocol or DLPack on the CPU will do."""
+    import array
+
+    x = array.array("f", [group.rank + 1.0] * 5)
+    group.allreduce_(x, Sum)
+    assert list(x) == [sum(range(1, group.size + 1))] * 5
+
+    class Exported:
+        """Gives its memory through DLPack only."""
+
+        def __init__(self, data: Array) -> None:
+            self.data = data
+
+        def __dlpack__(self, **keywords: Any) -> Any:
+            return self.data.__dlpack__(**keywords)
+
+        def __dlpack_device__(self) -> Any:
+            return self.data.__dlpack_device__()
+
+    y = np.full((3, 4), group.rank + 1, np.float64)
+    group.allreduce_(Exported(y), Sum)
+    assert np.all(y == sum(range(1, group.size + 1)))
+    with pytest.raises(TypeError):
+        group.allreduce_(object())
+    check_usable(group)
+
+
+CHECKS: dict[str, Callable[[Group], None]] = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def run_all(group: Group, *, only: str = "") -> list[str]:
+    """The names of the checks that all ranks have passed."""
+    done = []
+    for name, check in CHECKS.items():
+        if only not in name:
+            continue
+        try:
+            check(group)
+            group.barrier()
+        except BaseException as error:
+            raise AssertionError(f"rank {group.rank} of {group.size}: {name} failed") from error
+        done.append(name)
+    return done
+
+
+def main() -> None:
+    """Runs everything in the world that `init()` finds, and says over what."""
+    world = hvd.init()
+    expected = int(os.environ["HORO_LITE_TEST_SIZE"])
+    assert world.size == expected, f"a world of {world.size} and not of {expected}"
+    done = run_all(world.group)
+    transport = world.transport
+    hvd.shutdown()
+    print(f"{len(done)} checks passed over {transport}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

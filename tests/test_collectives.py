@@ -1,0 +1,85 @@
+"""Every collective against the oracle: ranks as threads, and as processes over every transport."""
+
+from __future__ import annotations
+
+import checks
+import numpy as np
+import pytest
+from launch import run_ranks, run_threads
+from oracle import Array
+
+import horo_lite as hvd
+from horo_lite import _native
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", checks.CHECKS)
+def test_threads(name: str, size: int) -> None:
+    run_threads(size, checks.CHECKS[name])
+
+
+@pytest.mark.parametrize("instruction_set", ["portable", "avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_bits(instruction_set: str) -> None:
+    best = _native.instruction_set()
+    random = np.random.default_rng(0)
+    tensors = []
+    for n in (1, 15, 16, 17, 1024, 5003):
+        for scale in (1e-30, 1e-7, 1.0, 1e6, 1e30):
+            tensors.append((random.standard_normal(n) * scale).astype(np.float32))
+    tensors[3][::5] = np.nan
+    tensors[8][::7] = np.inf
+
+    def reduce(group: hvd.Group) -> list[Array]:
+        mine = [x * np.float32(1 + group.rank / 4) for x in tensors]
+        return [
+            out
+            for wire in checks.WIRES.values()
+            for op in (hvd.Average, hvd.Sum, hvd.Max)
+            for out in group.grouped_allreduce(mine, op, compression=wire)
+        ]
+
+    expected = run_threads(3, reduce)
+    try:
+        _native.use_instruction_set(instruction_set)
+    except ValueError:
+        pytest.skip(f"this machine has no {instruction_set}")
+    try:
+        assert _native.instruction_set() == instruction_set
+        got = run_threads(3, reduce)
+    finally:
+        _native.use_instruction_set(best)
+    for a, b in zip(expected[0], got[2], strict=True):
+        assert checks.same_bits(a, b)
+
+
+# (ranks, how many each host has, what carries the bytes)
+WORLDS = [
+    (1, "", "solo"),
+    (2, "", "shm"),
+    (3, "", "shm"),
+    (4, "", "shm"),
+    (2, "1,1", "mpi"),
+    (3, "1,1,1", "mpi"),
+    (3, "2,1", "mpi"),
+    (4, "2,2", "mpi"),
+    (4, "1,3", "mpi"),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "hosts", "transport"), WORLDS)
+def test_processes(ranks: int, hosts: str, transport: str) -> None:
+    env = {"HORO_LITE_TEST_SIZE": str(ranks), "HORO_LITE_TEST_HOSTS": hosts}
+    result = run_ranks("import checks; checks.main()", ranks, env=env, timeout_s=90).check()
+    assert result.stdout.count(f"{len(checks.CHECKS)} checks passed over {transport}") == ranks
+
+
+def test_no_launcher() -> None:
+    result = run_ranks(
+        "import checks; checks.main()",
+        1,
+        env={"HORO_LITE_TEST_SIZE": "1"},
+        launcher=False,
+        timeout_s=60,
+    ).check()
+    assert "over solo" in result.stdout

@@ -1,0 +1,133 @@
+"""What an all-reduce needs beside the arrays: a few chunks, whatever the size of the model."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy as np
+import pytest
+from launch import run_ranks, run_threads
+
+import horo_lite as hvd
+
+MIB = 1 << 20
+
+PEAK = """\
+import os, sys
+import numpy as np
+import horo_lite as hvd
+world = hvd.init()
+rank, size = world.rank, world.size
+def status(key):
+    for line in open("/proc/self/status"):
+        if line.startswith(key):
+            return int(line.split()[1]) / 1024
+def extra(what):
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
+    before = status("VmRSS")
+    what()
+    return status("VmHWM") - before
+arrays = [np.full(16 << 20, rank + 1, np.float32) for _ in range(4)]  # 256 MiB in all
+def fill():
+    for x in arrays:
+        x[:] = rank + 1
+def check():
+    assert all(np.all(x == sum(range(1, size + 1)) / size) for x in arrays)
+names = ["a", "b", "c", "d"]
+ways = {
+    "none": lambda: hvd.grouped_allreduce_(arrays),
+    "fp16": lambda: hvd.grouped_allreduce_(arrays, compression=hvd.Compression.fp16),
+    "bf16": lambda: hvd.grouped_allreduce_(arrays, compression=hvd.Compression.bf16),
+    "async": lambda: hvd.synchronize(hvd.grouped_allreduce_async_(arrays, name="x")),
+    "exchange": lambda: world.group.exchange(arrays, names=names, label="step"),
+    "broadcast": lambda: [hvd.broadcast_(x, root_rank=1) for x in arrays],
+}
+hvd.allreduce(np.ones(10))
+for way, run in ways.items():
+    fill()
+    print(f"<{way} {extra(run):.1f}>", flush=True)
+    if way != "broadcast":
+        check()
+    else:
+        assert all(np.all(x == 2) for x in arrays)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("hosts", ["", "1,1"])
+def test_the_peak_of_256_mib(hosts: str) -> None:
+    result = run_ranks(PEAK, 2, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
+    peaks = re.findall(r"<(\w+) (\S+)>", result.stdout)
+    assert len(peaks) == 12
+    for way, mib in peaks:
+        assert float(mib) < 40, f"{way} needs {mib} MiB more: {result}"
+
+
+def available_bytes() -> int:
+    """What the machine can still give without swapping."""
+    with open("/proc/meminfo") as lines:
+        found = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(found.split()[1]) * 1024
+
+
+BEYOND = (1 << 31) + 4099  # bytes; more than a signed 32-bit count holds
+
+
+def test_more_than_2_gib() -> None:
+    if available_bytes() < 8 << 30:
+        pytest.skip("needs 8 GiB of free memory")
+
+    def reduce(group: hvd.Group) -> None:
+        x = np.full(BEYOND, group.rank + 1, np.uint8)
+        group.allreduce_(x, hvd.Sum)
+        assert x[0] == x[-1] == 3
+        assert np.count_nonzero(x != 3) == 0
+        x[-5:] = group.rank
+        group.broadcast_(x, root_rank=1)
+        assert x[-5:].tolist() == [1] * 5
+
+    run_threads(2, reduce, timeout_s=100)
+
+
+@pytest.mark.mpi
+def test_more_than_2_gib_between_hosts() -> None:
+    if available_bytes() < 10 << 30:
+        pytest.skip("needs 10 GiB of free memory")
+    body = f"""
+    import numpy as np, horo_lite as hvd
+    world = hvd.init()
+    x = np.full({BEYOND}, world.rank + 1, np.uint8)
+    hvd.allreduce_(x, op=hvd.Sum)
+    assert x[0] == x[-1] == 3 and np.count_nonzero(x != 3) == 0
+    x[-5:] = world.rank
+    hvd.broadcast_(x, root_rank=1)
+    assert x[-5:].tolist() == [1] * 5
+    print("moved", flush=True)
+    """
+    env = {"HORO_LITE_TEST_HOSTS": "1,1"}
+    result = run_ranks(body, 2, env=env, timeout_s=100).check()
+    assert result.stdout.count("moved") == 2
+
+
+def test_sixty_four_ranks_on_a_host() -> None:
+    def reduce(group: hvd.Group) -> None:
+        x = np.full(3000, group.rank + 1, np.float32)
+        group.allreduce_(x, hvd.Sum)
+        assert np.all(x == 64 * 65 / 2)
+        tiny = group.allreduce(np.full(3000, 2e-7, np.float32), compression=hvd.Compression.fp16)
+        # 2e-7 rounded to half precision twice, and nothing lost on the way.
+        assert np.all(np.abs(tiny - np.float32(2e-7)) <= 2e-7 * 2.0**-10)
+        assert group.allgather_object(group.rank) == list(range(64))
+
+    run_threads(64, reduce, timeout_s=60)
+
+
+def test_bytes_per_rank_in_shared_memory_do_not_grow_with_the_arrays() -> None:
+    """And are few: a job of many ranks must fit into a small machine."""
+    from horo_lite._native import ShmGroup
+
+    assert ShmGroup.memory_bytes(2) <= 8 * MIB
+    assert ShmGroup.memory_bytes(64) <= 64 * 4 * MIB
+    assert os.sysconf("SC_PAGE_SIZE") <= ShmGroup.memory_bytes(1)
