@@ -1,0 +1,174 @@
+"""Which gradient lies where in which bucket: pure integers, no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import prod
+
+from horo_lite.errors import MismatchError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The gradient of one parameter: its name and what it looks like in memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def n_elements(self) -> int:
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What travels, and in which company: the same on every rank, or it is not carried out.
+
+    `entries` has one item per parameter, in parameter order. `present[i]` says whether parameter i
+    has a gradient; `owners[i]` is the index of the first parameter whose gradient lies in the same
+    memory (i itself for an ordinary one), so that memory shared by two parameters travels once.
+    `buckets` are the indices that travel together, the last parameters first, because backward
+    passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
+    bucket of its own. `digest` has 63 bits and is the same in every process.
+    """
+
+    entries: tuple[Entry, ...]
+    present: tuple[bool, ...]
+    owners: tuple[int, ...]
+    bucket_bytes: int
+    wire: str
+    options: tuple[tuple[str, str], ...] = ()
+    buckets: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
+    digest: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.entries) == len(self.present) == len(self.owners):
+            raise ValueError(
+                "a plan needs one entry, one presence and one owner for each parameter"
+            )
+        object.__setattr__(self, "buckets", self._fill_buckets())
+        object.__setattr__(self, "digest", self._hash())
+
+    @property
+    def travelling(self) -> list[int]:
+        """Every index that travels, in the order of the buckets."""
+        return [i for bucket in self.buckets for i in bucket]
+
+    def wire_bytes(self, i: int) -> int:
+        """Bytes that gradient i takes between ranks; compressed, a float takes two."""
+        entry = self.entries[i]
+        narrow = self.wire != "none" and entry.dtype.startswith("float")
+        return entry.n_elements * (min(entry.itemsize, 2) if narrow else entry.itemsize)
+
+    def _fill_buckets(self) -> tuple[tuple[int, ...], ...]:
+        buckets: list[tuple[int, ...]] = []
+        current: list[int] = []
+        filled = 0
+        for i in reversed(range(len(self.entries))):
+            if not self.present[i] or self.owners[i] != i:
+                continue
+            size = self.wire_bytes(i)
+            if current and filled + size > self.bucket_bytes:
+                buckets.append(tuple(current))
+                current, filled = [], 0
+            current.append(i)
+            filled += size
+        return (*buckets, tuple(current)) if current else tuple(buckets)
+
+    def _hash(self) -> int:
+        # A missing gradient has only a name here: what it looks like is the other ranks' to say.
+        seen = [
+            (e.name, e.dtype, e.shape, owner) if here else (e.name,)
+            for e, here, owner in zip(self.entries, self.present, self.owners, strict=True)
+        ]
+        return hash63(repr((self.bucket_bytes, self.wire, self.options, seen)))
+
+
+def hash63(text: str) -> int:
+    """63 bits of `text` that are the same in every process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def merge(plans: Sequence[Plan]) -> Plan:
+    """The plan all ranks can carry out together; `plans[r]` is what rank r brought.
+
+    A gradient that only some ranks have takes its dtype and shape from the first rank that has it.
+    Anything else that differs is a MismatchError which names the first entry that does; every rank
+    calls this with the same `plans`, so it is raised with the same words on every rank.
+    """
+    difference = first_difference(plans)
+    if difference is not None:
+        raise MismatchError(difference)
+    # Where no rank has a gradient, rank 0's word stands.
+    witness = [
+        next((plan for plan in plans if plan.present[i]), plans[0])
+        for i in range(len(plans[0].entries))
+    ]
+    return Plan(
+        entries=tuple(plan.entries[i] for i, plan in enumerate(witness)),
+        present=tuple(plan.present[i] for i, plan in enumerate(witness)),
+        owners=tuple(plan.owners[i] for i, plan in enumerate(witness)),
+        bucket_bytes=plans[0].bucket_bytes,
+        wire=plans[0].wire,
+        options=plans[0].options,
+    )
+
+
+def first_difference(plans: Sequence[Plan]) -> str | None:
+    """In words, where the ranks' plans first differ and who has what.
+
+    None if they can be carried out together: a gradient missing on some ranks is no difference.
+    """
+    settings = [
+        {"bucket_bytes": str(plan.bucket_bytes), "compression": plan.wire, **dict(plan.options)}
+        for plan in plans
+    ]
+    for key in dict.fromkeys(key for setting in settings for key in setting):
+        values = [f"{key}={setting.get(key)}" for setting in settings]
+        if len(set(values)) > 1:
+            return (
+                f"The options of DistributedOptimizer differ: {who_has(values)}. "
+                "Give every rank the same."
+            )
+    for i in range(max(len(plan.entries) for plan in plans)):
+        names = {plan.entries[i].name if i < len(plan.entries) else None for plan in plans}
+        if len(names) > 1 or len({_at(plan, i) for plan in plans if plan.present[i]}) > 1:
+            return (
+                f"The gradients differ between the ranks, first at parameter {i}: "
+                f"{who_has([_at(plan, i) for plan in plans])}. Every rank needs the same "
+                "parameters in the same order, with gradients of the same dtype and shape."
+            )
+    return None
+
+
+def who_has(values: Sequence[str]) -> str:
+    """What each rank has, equal words told once: `rank 0 has a, ranks 1 and 2 have b`."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    return ", ".join(f"{_ranks_have(ranks)} {value}" for value, ranks in ranks_of.items())
+
+
+def _at(plan: Plan, i: int) -> str:
+    if i >= len(plan.entries):
+        return f"only {len(plan.entries)} parameters"
+    if not plan.present[i]:
+        return f"{plan.entries[i].name!r} without a gradient"
+    owner = plan.owners[i]
+    shared = f" in the memory of {plan.entries[owner].name!r}" if owner != i else ""
+    return f"{plan.entries[i]}{shared}"
+
+
+def _ranks_have(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    if len(ranks) > 4:
+        return f"ranks {ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)} of them) have"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} have"
