@@ -1,0 +1,501 @@
+"""The world: who this rank is, on which device, and how the job ends when one rank ends badly."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import sys
+import termios
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from horo_lite import launcher
+from horo_lite.errors import HoroLiteError, MismatchError, NotInitializedError, PeerLostError
+
+if TYPE_CHECKING:
+    from horo_lite.collectives import Group
+    from horo_lite.transports import Transport
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a rank computes; prints as `cpu` or `cuda:1`, which torch and others understand."""
+
+    kind: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """All ranks of the job, seen from one of them; unpacks as `rank, device = init()`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    device: Device
+    transport: str
+    homogeneous: bool  # every host has as many ranks
+    thread_multiple: bool  # False: MPI makes progress only inside calls
+    group: Group = field(repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.rank, self.device))
+
+
+class _Session(NamedTuple):
+    """What lies between init() and shutdown()."""
+
+    given: dict[str, Any]
+    world: World
+    comm: Any
+    restore_threads: Callable[[], None]
+
+
+_session: _Session | None = None
+_ending: _Ending | None = None
+_was_shut_down = False
+_forked = False
+
+
+def init(
+    comm: Any = None,
+    *,
+    device: str | None = None,
+    threads: int | str | None = None,
+    binding: str | None = None,
+    test_hosts: str | Sequence[int] | None = None,
+) -> World:
+    """The world this process belongs to, ready for collectives.
+
+    Every rank calls it (with `comm`: every rank of that mpi4py communicator), with the same
+    `test_hosts` and the same kind of device. Without a launcher it is a world of one, and MPI is
+    not even imported. Called again with the same arguments it returns the same world.
+
+    `device`: "cpu", "cuda" (GPU local_rank modulo their number) or "cuda:1"; by itself a GPU
+    where there is one. `threads`: of BLAS and OpenMP; by itself this rank's share of the host's
+    cores, unless OMP_NUM_THREADS or the like is set or the world is of one. `binding`: "keep"
+    stays on the cores where Open MPI put this rank, "auto" leaves them where they are too few and
+    nobody asked for it. `test_hosts`: sizes of the hosts that a test pretends, "2,1". Each can
+    also be a variable, HORO_LITE_DEVICE and so on; the argument counts.
+
+    LauncherError: launcher and MPI library do not fit. MismatchError, on every rank: the ranks
+    differ. ValueError: an argument makes no sense, or is not that of the first call.
+    """
+    global _session
+    arguments = {"device": device, "threads": threads, "binding": binding, "test_hosts": test_hosts}
+    given = {
+        name: value if value is not None else os.environ.get(f"HORO_LITE_{name.upper()}") or None
+        for name, value in arguments.items()
+    }
+    given["comm"] = comm
+    if _forked:
+        _refuse()
+    if _session is None:
+        _session = _join(given)
+    for name, value in given.items():
+        if value != _session.given[name]:
+            raise ValueError(
+                f"init() was called before with {name}={_session.given[name]!r}, now with "
+                f"{value!r}: call shutdown() in between, or leave one call out"
+            )
+    return _session.world
+
+
+def _join(given: dict[str, Any]) -> _Session:
+    from horo_lite import __version__
+    from horo_lite.collectives import Group
+    from horo_lite.transports import connect
+
+    global _ending
+    launch = launcher.detect(os.environ)
+    comm, MPI = _communicator(given["comm"], launch)
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    if comm is not None:
+        # Already now: a rank that fails below must not leave the others waiting for it.
+        _ending = _Ending(rank, size, MPI, _ending)
+
+    mine: dict[str, Any] = {"version": __version__, "host": launcher.host_key(), "error": None}
+    error: ValueError | None = None
+    try:
+        mine |= _checked(given, rank, size)
+        mine["cores"] = tuple(launcher.cores(launch))
+    except ValueError as wrong:
+        error, mine["error"] = wrong, str(wrong)
+    everyone: list[dict[str, Any]] = [mine] if comm is None else comm.allgather(mine)
+    if error is not None:
+        raise error
+    _compare(everyone)
+
+    host_of_rank = _numbered([(each["host"], each["pretended"]) for each in everyone])
+    local_rank, local_size, cross_rank, cross_size = place_of(rank, host_of_rank)
+    kind, index, n_gpus = mine["device"]
+    if index is None:
+        index = local_rank % n_gpus if n_gpus else 0
+
+    here = [r for r, host in enumerate(host_of_rank) if host == host_of_rank[rank]]
+    restore_threads = _take_cores(mine, everyone, rank, here)
+    thread_multiple = comm is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+    if not thread_multiple and rank == 0:
+        _warn(
+            "MPI was initialised without THREAD_MULTIPLE: asynchronous operations progress only "
+            "inside calls. Let horo_lite.init() initialise MPI, or ask for MPI.THREAD_MULTIPLE."
+        )
+    transports = connect(comm, host_of_rank)
+    if comm is not None and _ending is not None:
+        _ending.transports = transports
+    world = World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        cross_rank=cross_rank,
+        cross_size=cross_size,
+        device=Device(kind, index),
+        transport=transports[0].name,
+        homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
+        thread_multiple=thread_multiple,
+        group=Group(*transports),
+    )
+    # After mpi4py was imported, so that it runs before MPI is finalised.
+    atexit.register(_at_exit)
+    return _Session(given, world, comm, restore_threads)
+
+
+def _communicator(comm: Any, launch: launcher.Launch | None) -> tuple[Any, Any]:
+    """Our own communicator, of two ranks or more, and mpi4py.MPI; (None, None) for one rank."""
+    loaded: Any = sys.modules.get("mpi4py.MPI")
+    running = loaded is not None and loaded.Is_initialized() and not loaded.Is_finalized()
+    # Under plain PMIx the size is None, and only MPI knows it.
+    launched = launch is not None and launch.size != 1
+    if comm is None and not launched and not (running and loaded.COMM_WORLD.size > 1):
+        return None, None
+    MPI = launcher.load_mpi(launch if comm is None and launched else None)
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is COMM_NULL: this process is no rank of it and must not call init")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm must be an mpi4py intracommunicator, not {type(comm).__name__}")
+    return (comm.Dup(), MPI) if comm.size > 1 else (None, None)
+
+
+def _checked(given: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The arguments as the ranks compare and use them. ValueError says which is wrong, and why."""
+    from horo_lite import _native
+
+    threads = given["threads"]
+    if threads is not None and not (str(threads).isdigit() and int(threads) > 0):
+        raise ValueError(f"threads must be a positive number, not {threads!r}")
+    binding = given["binding"] or "auto"
+    if binding not in ("auto", "keep"):
+        raise ValueError(f"binding must be 'auto' or 'keep', not {binding!r}")
+
+    hosts, pretended = given["test_hosts"], 0
+    if hosts is not None:
+        sizes = [str(n).strip() for n in (hosts.split(",") if isinstance(hosts, str) else hosts)]
+        if not all(n.isdigit() and int(n) > 0 for n in sizes):
+            raise ValueError(f"test_hosts must be positive sizes as in '2,1', not {hosts!r}")
+        hosts = [int(n) for n in sizes]
+        if sum(hosts) != size:
+            raise ValueError(f"test_hosts {hosts} are {sum(hosts)} ranks, but the world has {size}")
+        pretended = next(i for i in range(size) if rank < sum(hosts[: i + 1]))
+
+    n_gpus = _native.cuda_device_count()
+    wanted = str(given["device"] or ("cuda" if n_gpus else "cpu"))
+    kind, colon, index = wanted.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdigit())):
+        raise ValueError(f"device must be 'cpu', 'cuda' or like 'cuda:1', not {wanted!r}")
+    if kind == "cuda" and int(index or 0) >= n_gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise ValueError(
+            f"device is {wanted!r}, but this process sees {n_gpus} GPUs (CUDA_VISIBLE_DEVICES is "
+            f"{visible}): pass device='cpu', or look for the missing ones"
+        )
+    return {
+        "threads": None if threads is None else int(threads),
+        "binding": binding,
+        "test_hosts": hosts,
+        "pretended": pretended,
+        "device": (kind, int(index) if index else None, n_gpus if kind == "cuda" else 0),
+    }
+
+
+def _compare(everyone: Sequence[dict[str, Any]]) -> None:
+    """MismatchError on every rank alike, unless all ranks have come with the same."""
+
+    def check(what: str, values: Sequence[object], remedy: str) -> None:
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise MismatchError(
+                    f"{what} is {values[0]} on rank 0 (host {everyone[0]['host'][0]}), but {value} "
+                    f"on rank {rank} (host {everyone[rank]['host'][0]}): {remedy}"
+                )
+
+    for rank, each in enumerate(everyone):
+        if each["error"]:
+            raise MismatchError(f"init() failed on rank {rank} of {len(everyone)}: {each['error']}")
+    check("horo_lite's version", [e["version"] for e in everyone], "install one everywhere")
+    check("test_hosts", [e["test_hosts"] for e in everyone], "give every rank the same")
+    kinds = [e["device"][0] for e in everyone]
+    check("the kind of device", kinds, "pass device='cpu', or look for the missing GPUs")
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    """The same key, the same number; numbers in order of first appearance."""
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
+
+
+def place_of(rank: int, host_of_rank: Sequence[int]) -> tuple[int, int, int, int]:
+    """(local_rank, local_size, cross_rank, cross_size), where rank r is on host host_of_rank[r].
+
+    The cross rank counts the hosts that have a rank with this local rank: hosts may be unequal.
+    """
+    host = host_of_rank[rank]
+    local_rank = host_of_rank[:rank].count(host)
+    peers = [h for h in dict.fromkeys(host_of_rank) if host_of_rank.count(h) > local_rank]
+    return local_rank, host_of_rank.count(host), peers.index(host), len(peers)
+
+
+def _take_cores(
+    mine: dict[str, Any], everyone: Sequence[dict[str, Any]], rank: int, here: Sequence[int]
+) -> Callable[[], None]:
+    """This rank has the cores and threads due to it; the result gives the threads back."""
+    cores = [launcher.Cores(*each["cores"]) for each in everyone]
+    own, keep = cores[rank], any(each["binding"] == "keep" for each in everyone)
+    usable = [cores[r].own for r in here] if keep else launcher.usable(cores, here)
+    target = usable[here.index(rank)]
+    narrow = not keep and launcher.is_narrow(own, len(here))
+    if target != own.own:
+        launcher.widen(target)
+    elif narrow and launcher.binding(cores) is None and rank == here[0]:
+        _warn(
+            f"Open MPI keeps rank {rank} and all its threads on {len(own.own)} of "
+            f"{len(own.launchers)} cores: pass --bind-to none to mpiexec, or say with "
+            "HORO_LITE_BINDING=keep that it is meant so"
+        )
+    asked, widened, alone = mine["threads"], target != own.own, len(everyone) == 1
+    if asked is None and (launcher.threads_chosen() or (alone and not widened)):
+        return lambda: None
+    return launcher.set_threads(
+        asked or launcher.share(target, usable, own.quota),
+        # Pools made while the process was bound have counted too few cores.
+        grow=widened or asked is not None,
+        variables=not alone or asked is not None,
+    )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=4)
+
+
+def world() -> World:
+    """The world that init() made. NotInitializedError before init() and after shutdown()."""
+    if _session is None:
+        raise NotInitializedError(
+            "horo_lite was shut down: call horo_lite.init() again first, on every rank"
+            if _was_shut_down
+            else "horo_lite is not initialised: call horo_lite.init() first, on every rank"
+        )
+    return _session.world
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown()."""
+    return _session is not None
+
+
+def shutdown() -> None:
+    """The world is left, and thread limits are as before init(), which may be called again.
+
+    Every rank calls it; asynchronous operations that all ranks have asked for are completed. A
+    rank that goes on alone finds PeerLostError in its next collective. Without a world, and in a
+    forked child, it does nothing. MPI stays initialised until the process ends.
+    """
+    global _session, _ending, _was_shut_down
+    if _session is None or _forked:
+        return
+    session, ending = _session, _ending
+    _session, _ending, _was_shut_down = None, None, True
+    atexit.unregister(_at_exit)
+    try:
+        session.world.group.close()
+        if session.comm is not None:
+            session.comm.Free()
+    finally:
+        session.restore_threads()
+        if ending is not None:
+            ending.uninstall()
+
+
+def rank() -> int:
+    """This process's number, from 0 to size() - 1."""
+    return world().rank
+
+
+def size() -> int:
+    """How many ranks the world has."""
+    return world().size
+
+
+def local_rank() -> int:
+    """This rank's number among the ranks of its host."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    """How many ranks this host has."""
+    return world().local_size
+
+
+def cross_rank() -> int:
+    """The number of this rank's host among the hosts that have a rank with this local_rank()."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have a rank with this local_rank()."""
+    return world().cross_size
+
+
+def device() -> Device:
+    """Where this rank computes; str() of it is `cpu` or `cuda:1`."""
+    return world().device
+
+
+def is_homogeneous() -> bool:
+    """True where every host has as many ranks."""
+    return world().homogeneous
+
+
+# --- how a rank ends -----------------------------------------------------------------------------
+
+
+class _Ending:
+    """The job ends when this rank ends with an exception, and says which rank it was and why."""
+
+    def __init__(self, rank: int, size: int, MPI: Any, earlier: _Ending | None) -> None:
+        self.transports: Sequence[Transport] = ()
+        self._name = f"rank {rank} of {size} ({socket.gethostname()}, pid {os.getpid()})"
+        self._prefix = f"[rank {rank}] "
+        self._MPI = MPI
+        if earlier is not None:  # an init() that failed
+            earlier.uninstall()
+        self._previous = sys.excepthook
+        sys.excepthook = self.on_exception
+
+    def uninstall(self) -> None:
+        """The excepthook is what it was, unless somebody has put his own on top."""
+        if sys.excepthook == self.on_exception:
+            sys.excepthook = self._previous
+
+    def on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """The excepthook. At a prompt, after shutdown, in a forked child: the previous one alone."""
+        if _ending is not self or _forked or hasattr(sys, "ps1"):
+            self._previous(kind, error, trace)
+            return
+        try:
+            self._report(kind, error, trace)
+            for transport in self.transports:
+                transport.abandon(_in_one_line(error))
+        finally:
+            self._MPI.COMM_WORLD.Abort(1)
+
+    def _report(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if self._previous is not sys.__excepthook__:
+            _tell(f"[horo_lite] {self._name} ends the job:\n")
+            self._previous(kind, error, trace)
+            _tell("")
+        elif issubclass(kind, (PeerLostError, KeyboardInterrupt)):
+            # The cause lies elsewhere, and should not drown in the tracebacks of its victims.
+            package = str(Path(__file__).parent)
+            frames = [at for at in traceback.extract_tb(trace) if package not in at.filename]
+            where = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in frames[-1:])
+            _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{where}\n")
+        else:
+            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
+            text = "".join(f"{self._prefix}{line}\n" for line in lines)
+            _tell(f"[horo_lite] {self._name} ends the job with an exception:\n{text}")
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def _at_exit() -> None:
+    """Work that all ranks have asked for is done; those that wait for more of this one are told."""
+    if _session is None or _forked:
+        return
+    try:
+        _session.world.group.close()
+    except BaseException as error:
+        # An exception raised here is printed and forgotten, and the exit code stays 0.
+        if _ending is not None:
+            _ending.on_exception(type(error), error, error.__traceback__)
+        raise
+
+
+def _tell(text: str) -> None:
+    """`text` has left in one piece, and whoever reads this process's stderr has taken it.
+
+    An abort overtakes what still lies in the pipe, and the launcher may then never print it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    data = text.encode(errors="backslashreplace")
+    until = time.monotonic() + 0.5
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+        while stat.S_ISFIFO(os.fstat(2).st_mode) and time.monotonic() < until:
+            if not any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))):
+                break
+            time.sleep(0.001)
+
+
+# --- forked children are no ranks ----------------------------------------------------------------
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise HoroLiteError(
+        f"process {os.getpid()} was forked from a rank (a data loader's worker?) and is no rank "
+        "itself: rank(), size() and the like answer here, but nothing can be exchanged"
+    )
+
+
+def _in_child() -> None:
+    global _forked
+    if _session is None:
+        return
+    _forked = True
+    if _ending is not None:
+        _ending.uninstall()
+    group = _session.world.group
+    for name in dir(type(group)):
+        if not name.startswith("_") and callable(getattr(group, name)):
+            # On the object itself: many hold it, and its engine thread has stayed in the parent.
+            setattr(group, name, _refuse)
+
+
+os.register_at_fork(after_in_child=_in_child)
