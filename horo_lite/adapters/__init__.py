@@ -1,0 +1,106 @@
+"""Which adapter reads and writes an object: decided by what is imported, importing nothing."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from horo_lite.adapters.object import Adapter
+
+__all__ = ["Adapter", "adapter_of", "from_numpy", "register_adapter", "to_host"]
+
+# The framework's module, as it stands in sys.modules, and the file here that knows it. NumPy comes
+# last: it looks at the shape of an object, the others at its type.
+_BUILT_IN = {"torch": "torch", "jax": "jax", "numpy": "numpy"}
+
+_registered: list[Adapter] = []
+_loaded: dict[str, Adapter] = {}
+_generic = Adapter()
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """From now on `adapter` is asked first about every optimizer, module and parameter.
+
+    For a framework of one's own. Its optimizer here keeps arrays in `weight.w` and gradients in
+    `weight.dw`, and applies them in `apply()`:
+
+        import horo_lite as hvd
+        from horo_lite.adapters import Adapter
+
+        class TinyAdapter(Adapter):
+            steps = ("apply",)                      # the methods that apply gradients
+
+            def matches(self, obj):                 # what this adapter understands
+                return isinstance(obj, (tiny.Trainer, tiny.Weight))
+
+            def parameters(self, owner):            # of an optimizer or a module, named
+                return [(weight.name, weight) for weight in owner.weights]
+
+            def gradient(self, weight):             # NumPy, DLPack or buffer protocol; or None
+                return weight.dw
+
+            def set_gradient(self, weight, array):  # where there was none, or it was read-only
+                weight.dw = array
+
+            def value(self, weight):
+                return weight.w
+
+            def set_value(self, weight, array):     # only where value() cannot be written
+                weight.w = array
+
+        hvd.register_adapter(TinyAdapter())
+        trainer = hvd.DistributedOptimizer(tiny.Trainer(net))
+
+    An adapter registered later is asked before earlier ones. Every rank registers the same.
+    """
+    for method in ("matches", "parameters", "gradient", "set_gradient", "value", "set_value"):
+        if not callable(getattr(adapter, method, None)) or isinstance(adapter, type):
+            raise TypeError(
+                f"register_adapter needs an object with the methods of horo_lite.adapters.Adapter; "
+                f"{adapter!r} has no {method}() of its own"
+                + (": give an instance, not the class" if isinstance(adapter, type) else "")
+            )
+    _registered.append(adapter)
+
+
+def adapter_of(obj: object) -> Adapter:
+    """The adapter for an optimizer, module, parameter or array; the generic one if none fits.
+
+    Never imports a framework: an object of a framework that is not in `sys.modules` cannot exist.
+    """
+    for adapter in reversed(_registered):
+        if adapter.matches(obj):
+            return adapter
+    for module, name in _BUILT_IN.items():
+        if module in sys.modules:
+            if module not in _loaded:
+                _loaded[module] = import_module(f"{__name__}.{name}").ADAPTER
+            if _loaded[module].matches(obj):
+                return _loaded[module]
+    return _generic
+
+
+def from_numpy(array: np.ndarray[Any, Any], like: object) -> Any:
+    """`array` as the kind of array that `like` is: what a caller who gave `like` expects back.
+
+    NumPy array for NumPy and for anything unknown, torch.Tensor for torch, jax.Array for JAX, a
+    number for a number. Shares the memory of `array` where the framework can.
+    """
+    if type(like) is np.ndarray:
+        return array
+    return adapter_of(like).from_numpy(array, like)
+
+
+def to_host(x: object) -> Any:
+    """`x` as something whose memory the core can read: itself for NumPy, detached for torch.
+
+    Lists and numbers become NumPy arrays. Nothing else is copied.
+    """
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x
+    if isinstance(x, (list, tuple, bool, int, float, complex)):
+        return np.asarray(x)
+    return adapter_of(x).value(x)

@@ -1,0 +1,137 @@
+"""Objects with `.grad`: the adapter for every framework that has no file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import horo_lite.adapters as adapters
+
+Array = Any  # NumPy, DLPack or buffer protocol, with .dtype and .shape
+Parameter = Any
+Named = list[tuple[str, Parameter]]
+
+
+class Adapter:
+    """How parameters, gradients and values of one framework are read and written.
+
+    This one knows objects whose gradient is `.grad` and whose value is `.data`, `.value` or the
+    object itself; a framework's own adapter overrides what differs (see `register_adapter`).
+    The exchange writes gradients and values in place. The two setters are called only where that
+    cannot be: memory that is read-only, or a gradient that other ranks have and this one does not.
+    """
+
+    steps: tuple[str, ...] = ("step", "update")
+    """The methods of an optimizer that apply gradients."""
+
+    def matches(self, obj: object) -> bool:
+        """Whether `obj` (an optimizer, a module, a parameter or an array) is this framework's."""
+        return True
+
+    def parameters(self, owner: Any) -> Named:
+        """The named parameters of an optimizer or module, in an order that is alike on all ranks.
+
+        Empty if nothing is found in named_parameters(), param_groups, params or parameters.
+        """
+        for place in ("named_parameters", "param_groups", "params", "parameters"):
+            found = getattr(owner, place, None)
+            if callable(found) and place.endswith("parameters"):
+                found = list(found())
+            if place == "param_groups" and found is not None:
+                found = [group["params"] for group in found]
+            named = name_leaves(found, "" if isinstance(found, Mapping) else place)
+            if named and all(hasattr(leaf, "grad") or is_array(leaf) for _, leaf in named):
+                return named
+        return []
+
+    def gradient(self, parameter: Parameter) -> Array | None:
+        """The gradient's own memory, or None if there is none."""
+        if parameter.grad is None:
+            return None
+        return adapters.to_host(_cell(parameter, "grad")[2])
+
+    def set_gradient(self, parameter: Parameter, array: Array) -> None:
+        """The parameter's gradient holds what `array` holds; `array` is the framework's to keep."""
+        if parameter.grad is None:
+            like = parameter if is_array(parameter) else _cell(parameter)[2]
+            parameter.grad = adapters.from_numpy(array, like)
+        else:
+            holder, attribute, old = _cell(parameter, "grad")
+            setattr(holder, attribute, adapters.from_numpy(array, old))
+
+    def value(self, parameter: Parameter) -> Array:
+        """The parameter's own memory."""
+        return parameter if is_array(parameter) else adapters.to_host(_cell(parameter)[2])
+
+    def set_value(self, parameter: Parameter, array: Array) -> None:
+        """The parameter holds what `array` holds; `array` is the framework's to keep."""
+        if is_array(parameter):
+            parameter[...] = array
+        else:
+            holder, attribute, old = _cell(parameter)
+            setattr(holder, attribute, adapters.from_numpy(array, old))
+
+    def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
+        """A new writable array of zeros, for a gradient that this rank does not have."""
+        if dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401 (gives NumPy the name)
+        return np.zeros(shape, np.dtype(dtype))
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
+        """`array` as the kind of array that `like` is, sharing memory where possible."""
+        if isinstance(like, (bool, int, float)) and not isinstance(like, np.generic):
+            return array.item()
+        return array[()] if isinstance(like, np.generic) else array
+
+
+def name_leaves(tree: Any, path: str = "") -> Named:
+    """The leaves of nested dicts, lists and tuples, each with a name that says where it is.
+
+    A dict's keys stand for themselves ("conv.weight"), positions look like "params[3]"; a list of
+    (name, leaf) pairs is read as a dict.
+    """
+    if isinstance(tree, (list, tuple)):
+        if tree and all(map(is_pair, tree)):
+            return [named for key, leaf in tree for named in name_leaves(leaf, join(path, key))]
+        return [named for i, item in enumerate(tree) for named in name_leaves(item, f"{path}[{i}]")]
+    if isinstance(tree, Mapping):
+        return [named for key in tree for named in name_leaves(tree[key], join(path, key))]
+    return [(path, tree)]
+
+
+def join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def is_pair(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or hasattr(x, "__dlpack__")
+
+
+def _cell(holder: Any, attribute: str | None = None) -> tuple[Any, str, Any]:
+    """Where the array is kept: the object and its attribute that holds it, and the array.
+
+    Frameworks wrap arrays in objects of their own, so it may lie a few attributes deep.
+    """
+    x = holder
+    for _ in range(4):
+        if attribute is None:
+            attribute = next((name for name in ("data", "value") if hasattr(x, name)), None)
+        if attribute is None:
+            break
+        holder, x = x, getattr(x, attribute)
+        if is_array(x) or isinstance(x, np.generic):
+            return holder, attribute, x
+        if isinstance(x, (bool, int, float)):
+            # One dtype for all numbers: a gradient may be 0 on one rank and 0.5 on another.
+            return holder, attribute, np.float64(x)
+        attribute = None
+    raise TypeError(
+        f"{type(x).__name__} gives no array that horo_lite can read (NumPy, DLPack, or one of "
+        "those as .data or .value): tell it how with horo_lite.register_adapter"
+    )

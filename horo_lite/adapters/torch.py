@@ -1,0 +1,76 @@
+"""PyTorch: gradients are exchanged in their own memory, whatever layout they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from horo_lite.adapters.object import Adapter, Array, Named
+
+
+class TorchAdapter(Adapter):
+    """torch.optim optimizers, torch.nn modules and tensors on the CPU."""
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module))
+
+    def parameters(self, owner: Any) -> Named:
+        if isinstance(owner, torch.nn.Module):
+            # Buffers too (running means), and not the None or bytes of get_extra_state().
+            state = owner.state_dict(keep_vars=True)
+            return [(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)]
+        return [
+            (name, parameter)
+            for g, group in enumerate(owner.param_groups)
+            for name, parameter in zip(
+                group.get("param_names")
+                or [f"param_groups[{g}][{i}]" for i in range(len(group["params"]))],
+                group["params"],
+                strict=True,
+            )
+        ]
+
+    def gradient(self, parameter: Any) -> Array | None:
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"it is sparse ({gradient.layout}), and only dense gradients are exchanged: make "
+                "the layer with sparse=False, or the gradient with .to_dense() before step()"
+            )
+        return _memory(gradient)
+
+    def set_gradient(self, parameter: Any, array: Array) -> None:
+        parameter.grad = self.from_numpy(array, parameter)
+
+    def value(self, parameter: Any) -> Array:
+        return _memory(parameter)
+
+    def set_value(self, parameter: Any, array: Array) -> None:
+        with torch.no_grad():
+            parameter.copy_(self.from_numpy(array, parameter))
+
+    def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    def from_numpy(self, array: Any, like: Any) -> Any:
+        if isinstance(array, torch.Tensor):
+            return array
+        if array.dtype.name == "bfloat16":  # unknown to torch.from_numpy, as it is to NumPy
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
+        return torch.from_numpy(array).to(like.device)
+
+
+def _memory(tensor: Any) -> Array:
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    # NumPy's view of the same memory: torch takes four times as long over a DLPack capsule, but
+    # NumPy has no bfloat16, and other devices' memory is the core's to judge.
+    if tensor.dtype is torch.bfloat16 or tensor.device.type != "cpu":
+        return tensor
+    return tensor.numpy()
+
+
+ADAPTER = TorchAdapter()

@@ -1,0 +1,403 @@
+"""DistributedOptimizer: average the gradients over the ranks, then step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from horo_lite.adapters import Adapter, adapter_of, from_numpy
+from horo_lite.adapters.object import name_leaves
+from horo_lite.collectives import Average, Op, Sum
+from horo_lite.compression import Compression, Compressor
+from horo_lite.reducer import Reducer
+
+if TYPE_CHECKING:
+    from horo_lite.collectives import Group
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+
+class DistributedOptimizer:
+    """`optimizer`, which from now on steps with the gradients of all ranks.
+
+    Collective: every rank wraps its optimizer with the same options and calls `step()` equally
+    often. It takes any object that has parameters with a `.grad` (in `param_groups`, `params` or
+    `parameters`, or given as `parameters=`: a list, a dict by name, or a function that returns
+    one) and a `step()` or an `update()`. For any other: `horo_lite.register_adapter`.
+
+    Everything but `step`, `update`, `synchronize`, `skip_synchronize` and `inner` is the inner
+    optimizer's, reading and writing, and `isinstance` takes the wrapper for one of its kind.
+
+    named_parameters: pairs (name, parameter), as `model.named_parameters()` gives them: names for
+        error messages, and parameters where the optimizer shows none.
+    compression: what travels; `Compression.fp16` halves the bytes.
+    op: Average or Sum.
+    backward_passes_per_step: how many backward passes add to the gradients before `step()` is
+        called, once, after the last. Their sum is exchanged; dividing it is the caller's.
+    bucket_bytes: gradients that travel together, on the wire; default 25 MiB, or
+        HORO_LITE_BUCKET_BYTES. The results do not depend on it.
+    group: the ranks; default all.
+
+    Costs two meetings of the ranks a step beside the bytes. MismatchError on every rank, naming
+    the first that differs, where ranks come with different parameters, gradients or options; a
+    gradient missing on some ranks counts as zeros there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        parameters: Any = None,
+        named_parameters: Iterable[tuple[str, Any]] | None = None,
+        compression: Compressor = Compression.none,
+        op: Op = Average,
+        backward_passes_per_step: int = 1,
+        bucket_bytes: int | None = None,
+        group: Group | None = None,
+    ) -> None:
+        if type(optimizer) is DistributedOptimizer:
+            raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
+        if op not in (Average, Sum):
+            raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+        if backward_passes_per_step < 1:
+            raise ValueError(
+                f"backward_passes_per_step is {backward_passes_per_step}, not 1 or more"
+            )
+        if (
+            parameters is not None
+            and not isinstance(parameters, Mapping)
+            and not callable(parameters)
+        ):
+            parameters = list(parameters)
+        own = _Own(
+            inner=optimizer,
+            parameters=parameters,
+            named_parameters=list(named_parameters or ()),
+            compression=compression,
+            op=op,
+            passes=backward_passes_per_step,
+            bucket_bytes=_bucket_bytes(bucket_bytes),
+            group=group,
+        )
+        own.check()
+        object.__setattr__(self, "_own", own)
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer that was wrapped."""
+        return self._own.inner
+
+    def step(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Any:
+        """The inner optimizer has stepped with the gradients of all ranks; what it returned.
+
+        Collective. `weight` is the rank's number of samples of this step, given on every rank or on
+        none: with it the average is the mean over all samples, however uneven the batches (a rank
+        without any gives 0). It is never passed on; the other arguments are.
+
+        A closure (a callable first argument, or `closure=`) is called by the inner optimizer, and
+        each time the gradients it leaves and the loss it returns are averaged, so that optimizers
+        that look at the loss decide alike on every rank; that loss is float64.
+
+        RuntimeError after `synchronize()`: step inside `with optimizer.skip_synchronize():`.
+        """
+        return self._apply(self._own.step_names()[0], args, weight, kwargs)
+
+    def synchronize(self, weight: float | None = None) -> None:
+        """The gradients are those of all ranks, to be clipped or looked at before stepping.
+
+        Collective. Then step without exchanging them a second time:
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+        `weight` as for `step()`. With torch.amp.GradScaler: synchronize, `scaler.unscale_`, and
+        `scaler.step(optimizer)` inside skip_synchronize(), so that all ranks see the same infs.
+        """
+        self._own.exchange(weight)
+        self._own.is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step()` uses the gradients as `synchronize()` left them."""
+        own = self._own
+        if not own.is_synchronized:
+            raise RuntimeError(
+                "skip_synchronize() without synchronize(): every rank would step with gradients of "
+                "its own. Call synchronize() first; to step alone on purpose, call inner.step()"
+            )
+        own.is_skipping = True
+        try:
+            yield
+        finally:
+            own.is_skipping = own.is_synchronized = False
+
+    def _apply(
+        self, name: str, args: tuple[Any, ...], weight: float | None, kwargs: dict[str, Any]
+    ) -> Any:
+        own = self._own
+        step = getattr(own.inner, name)
+        if weight is not None and _takes_weight(step):
+            raise TypeError(
+                f"{type(own.inner).__name__}.{name}() has an argument `weight` of its own: "
+                "give the number of samples to synchronize(weight=…), and step inside "
+                "skip_synchronize()"
+            )
+        if own.is_skipping:
+            if weight is not None:
+                raise TypeError("inside skip_synchronize() the weight belongs to synchronize()")
+            return step(*args, **kwargs)
+        if own.is_synchronized:
+            raise RuntimeError(
+                f"{name}() after synchronize() would exchange the gradients a second time: write "
+                "`with optimizer.skip_synchronize(): optimizer.step()`. If these are the gradients "
+                "of another step, call synchronize() for them, too, or zero_grad() in between"
+            )
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": own.averaging(kwargs["closure"], weight)}
+        elif args and callable(args[0]):
+            args = (own.averaging(args[0], weight), *args[1:])
+        else:
+            own.exchange(weight)
+        return step(*args, **kwargs)
+
+    # A proxy in everything else.
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_own":  # of a half-made object, while it is copied
+            raise AttributeError(name)
+        own = self._own
+        found = getattr(own.inner, name)
+        if name in own.finder.steps and callable(found):
+            return MethodType(_stepper(name), self)
+        if name == "zero_grad":
+            own.is_synchronized = False
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Schedulers patch step() of the optimizer they are given, which is this one: handed on, the
+        # patched method would call itself.
+        if name in self._own.finder.steps:
+            self.__dict__[name] = value
+        else:
+            setattr(self._own.inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ and name != "_own":
+            del self.__dict__[name]
+        else:
+            delattr(self._own.inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._own.inner)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._own.inner)})
+
+    def __repr__(self) -> str:
+        own = self._own
+        return (
+            f"DistributedOptimizer({own.inner!r}, compression={own.compression.name}, "
+            f"op={own.op.name}, {len(own.named())} parameters)"
+        )
+
+    # Copies wrap copies of the inner optimizer and belong to the same ranks.
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self._own,)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __copy__(self) -> DistributedOptimizer:
+        return _rebuilt(self._own.copied(copy.copy))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
+        memo[id(self._own.group)] = self._own.group
+        return _rebuilt(self._own.copied(lambda x: copy.deepcopy(x, memo)))
+
+
+@dataclass
+class _Own:
+    """What the wrapper has for itself, kept apart: its attributes are the inner optimizer's."""
+
+    inner: Any
+    parameters: Any
+    named_parameters: list[tuple[str, Any]]
+    compression: Compressor
+    op: Op
+    passes: int
+    bucket_bytes: int
+    group: Group | None
+    is_synchronized: bool = False
+    is_skipping: bool = False
+    reducer: Reducer | None = None
+
+    def __post_init__(self) -> None:
+        # A home-made optimizer may well hold torch's parameters.
+        self.finder = self.adapter = adapter_of(self.inner)
+        named = self.named()
+        if type(self.finder) is Adapter and named:
+            self.adapter = adapter_of(named[0][1])
+
+    def check(self) -> None:
+        """The inner optimizer is one, and has parameters. Errors say what was looked for."""
+        kind = type(self.inner).__name__
+        steps = " or ".join(f"{name}()" for name in self.finder.steps)
+        if isinstance(self.inner, type) or not self.step_names():
+            raise TypeError(
+                f"{self.inner!r} is no optimizer: it has no {steps}. DistributedOptimizer wraps an "
+                "optimizer object; where its methods have other names, see register_adapter"
+            )
+        if not self.named():
+            raise ValueError(
+                f"{kind} shows no parameters with a .grad, neither in its named_parameters(), "
+                "param_groups, params (with or without grads) nor parameters: pass parameters=…, "
+                "or teach horo_lite its way with horo_lite.register_adapter"
+            )
+        for name, parameter in self.named():
+            if type(self.adapter) is Adapter and not hasattr(parameter, "grad"):
+                raise TypeError(
+                    f"parameter {name!r} ({type(parameter).__name__}) has no .grad: give objects "
+                    "that have one, or teach horo_lite their way with horo_lite.register_adapter"
+                )
+        names = Counter(name for name, _ in self.named_parameters)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"named_parameters has {twice[0]!r} more than once")
+        self.ranks()
+
+    def step_names(self) -> list[str]:
+        return [name for name in self.finder.steps if callable(getattr(self.inner, name, None))]
+
+    def named(self) -> list[tuple[str, Any]]:
+        """The named parameters as they are now: groups may have been added."""
+        parameters = self.parameters() if callable(self.parameters) else self.parameters
+        if parameters is not None:
+            found = name_leaves(parameters, "" if isinstance(parameters, Mapping) else "parameters")
+        else:
+            found = self.finder.parameters(self.inner)
+        names = {id(parameter): name for name, parameter in self.named_parameters}
+        if not found or not names:
+            return found or self.named_parameters
+        return [(names.get(id(parameter), name), parameter) for name, parameter in found]
+
+    def ranks(self) -> Group:
+        if self.group is not None:
+            return self.group
+        from horo_lite.world import world
+
+        return world().group
+
+    def exchange(self, weight: float | None) -> None:
+        """The gradients are those of all ranks."""
+        group = self.ranks()
+        if self.reducer is None or self.reducer.group is not group:
+            self.reducer = Reducer(
+                group,
+                self.adapter,
+                self.named(),
+                op=self.op,
+                compression=self.compression,
+                bucket_bytes=self.bucket_bytes,
+                passes=self.passes,
+            )
+        else:
+            self.reducer.bind(self.named())
+        self.reducer.weight = weight
+        self.reducer.finish()
+
+    def averaging(self, closure: Callable[..., Any], weight: float | None) -> Callable[..., Any]:
+        """`closure`, after which gradients and loss are those of all ranks."""
+
+        @wraps(closure)
+        def averaged(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            self.exchange(weight)
+            try:
+                value = np.array(float(loss))
+            except (TypeError, ValueError):
+                return loss  # nothing that an optimizer could decide by
+            self.ranks().exchange(
+                [value],
+                names=["the closure's loss"],
+                label="the closure's loss",
+                op=self.op,
+                weight=1.0 if weight is None else weight,
+            )
+            return from_numpy(value, loss)
+
+        return averaged
+
+    def copied(self, copier: Callable[[Any], Any]) -> _Own:
+        """The same for a copy of the inner optimizer, which nobody has synchronized yet."""
+        inner, parameters, named = copier((self.inner, self.parameters, self.named_parameters))
+        return replace(
+            self,
+            inner=inner,
+            parameters=parameters,
+            named_parameters=named,
+            is_synchronized=False,
+            is_skipping=False,
+            reducer=None,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError("a DistributedOptimizer with a group of its own cannot be pickled")
+        own = vars(self.copied(lambda x: x))
+        return {name: value for name, value in own.items() if name not in ("finder", "adapter")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
+
+def _rebuilt(own: _Own) -> DistributedOptimizer:
+    optimizer = object.__new__(DistributedOptimizer)
+    object.__setattr__(optimizer, "_own", own)
+    return optimizer
+
+
+@cache
+def _stepper(name: str) -> Callable[..., Any]:
+    def step(
+        self: DistributedOptimizer, *args: Any, weight: float | None = None, **kwargs: Any
+    ) -> Any:
+        return self._apply(name, args, weight, kwargs)
+
+    step.__name__ = name
+    return step
+
+
+def _takes_weight(step: Callable[..., Any]) -> bool:
+    try:
+        return "weight" in inspect.signature(step).parameters
+    except (TypeError, ValueError):  # written in C, perhaps
+        return False
+
+
+def _bucket_bytes(given: int | None) -> int:
+    text = os.environ.get("HORO_LITE_BUCKET_BYTES", "")
+    if given is None and not text:
+        return DEFAULT_BUCKET_BYTES
+    try:
+        bucket_bytes = int(text) if given is None else given
+    except ValueError:
+        bucket_bytes = 0
+    if bucket_bytes < 1:
+        where = f"bucket_bytes={given}" if given is not None else f"HORO_LITE_BUCKET_BYTES={text}"
+        raise ValueError(f"{where}: a bucket has a whole number of bytes, at least 1")
+    return bucket_bytes

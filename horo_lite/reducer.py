@@ -1,0 +1,383 @@
+"""Carries a plan out: `ready(i)` as gradients appear, `finish()` when no more will come."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from horo_lite._native import Tensors
+from horo_lite.collectives import Average, Op, _exchange_bytes, explain
+from horo_lite.compression import Compression, Compressor
+from horo_lite.errors import MismatchError
+from horo_lite.plan import Entry, Plan, hash63, merge, who_has
+
+if TYPE_CHECKING:
+    from horo_lite.adapters import Adapter
+    from horo_lite.collectives import Group, Handle
+    from horo_lite.transports import Transport
+
+_numbers: WeakKeyDictionary[Group, itertools.count[int]] = WeakKeyDictionary()
+
+
+class Offer(NamedTuple):
+    """What a rank tells the others once they know that something differs."""
+
+    plan: Plan  # of this step, as this rank sees it
+    agreed: Plan | None  # under which buckets may have left
+    n_begun: int  # how many have
+    label: str
+
+
+class Reducer:
+    """Replaces every gradient by the average (or sum) over the ranks of `group`.
+
+    Streaming, gradients are announced with `ready(i)`, in any order, `passes` times each; a bucket
+    leaves as soon as all its gradients and those of the buckets before it are ready. `finish()`
+    sends what is left and returns when all results are in the gradients' own memory; without any
+    `ready` before it, it is the whole exchange. Every rank calls `finish()` once a step.
+
+    Buckets leave early only under a plan that all ranks agreed on in an earlier `finish()`, so the
+    first step exchanges everything at its end, and a step in which gradients changed falls back to
+    that. Gradients that changed alike on all ranks (shape, dtype, more or fewer of them) thus cost
+    one step's overlap; changed on some ranks only, they are a MismatchError on every rank, after
+    which gradients of this step are undefined and the next one may begin.
+
+    A gradient that only some ranks have counts as zeros on the others, which receive the result
+    too. One that no rank has stays as it is.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        adapter: Adapter,
+        parameters: Sequence[tuple[str, Any]],
+        *,
+        op: Op = Average,
+        compression: Compressor = Compression.none,
+        bucket_bytes: int = 25 * 2**20,
+        passes: int = 1,
+    ) -> None:
+        self.group = group
+        self._adapter = adapter
+        self._op = op
+        self._compression = compression
+        self._bucket_bytes = bucket_bytes
+        self._passes = passes
+        self._options = (
+            ("op", op.name),
+            ("compression", str(compression.name)),
+            ("backward_passes_per_step", str(passes)),
+        )
+        self._label = ""
+        self._weight: float | None = None
+        self._parameters: list[tuple[str, Any]] = []
+        self._handles: list[Handle] = []
+        self.bind(parameters)
+
+    def bind(self, parameters: Sequence[tuple[str, Any]]) -> None:
+        """From the next step on, these named parameters are meant; cheap if nothing changed."""
+        if len(parameters) == len(self._parameters) and all(
+            new is old and name == known
+            for (name, new), (known, old) in zip(parameters, self._parameters, strict=True)
+        ):
+            return
+        if self._handles:
+            raise RuntimeError("the parameters changed between ready() and finish()")
+        self._parameters = list(parameters)
+        self._plan: Plan | None = None
+        self._key: object = None
+        self._agreed: Plan | None = None
+        self._signatures: list[int] = []
+        self._bucket_of: dict[int, int] = {}
+        self._n_members: list[int] = []
+        self._reset()
+
+    @property
+    def weight(self) -> float | None:
+        """This step's weight of this rank, such as its number of samples; None: all alike.
+
+        To be set before the step's first `ready()`, on every rank or on none; forgotten afterwards.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        if weight is not None and not (weight >= 0 and weight < float("inf")):
+            raise ValueError(f"weight is a number of samples, 0 or more, not {weight}")
+        if weight is not None and self._op is not Average:
+            raise ValueError(
+                f"a weight needs op=Average; with op={self._op.name} it has no meaning"
+            )
+        if self._handles:
+            raise RuntimeError("the weight must be set before the first ready() of the step")
+        self._weight = weight
+
+    def ready(self, i: int) -> None:
+        """Parameter i has its gradient of one backward pass; not to be touched until `finish()`."""
+        self._n_ready[i] += 1
+        if self._n_ready[i] > self._passes:
+            name = self._parameters[i][0]
+            self._n_ready[i] = self._passes
+            raise RuntimeError(
+                f"the gradient of {name!r} became ready {self._passes + 1} times before step(): "
+                f"with backward_passes_per_step={self._passes}, call step() after every "
+                f"{self._passes} backward passes"
+            )
+        if self._n_ready[i] == self._passes and self._agreed is not None:
+            bucket = self._bucket_of.get(i)
+            if bucket is not None:
+                self._n_awaited[bucket] -= 1
+            while (
+                not self._changed
+                and len(self._handles) < len(self._n_awaited)
+                and self._n_awaited[len(self._handles)] == 0
+            ):
+                self._leave_early()
+
+    def finish(self) -> None:
+        """All gradients hold the result. Every rank calls it; MismatchError where plans differ."""
+        try:
+            arrays, copied = self._look()
+            plan, n_begun = self._agree(self._describe(arrays))
+            for i in plan.travelling:
+                if arrays[i] is None:
+                    entry = plan.entries[i]
+                    arrays[i] = copied[i] = self._adapter.zeros(entry.dtype, entry.shape)
+            rest = plan.travelling
+            if n_begun and self._agreed is not None:
+                early = {i for bucket in self._agreed.buckets[:n_begun] for i in bucket}
+                rest = [i for i in rest if i not in early]
+                for bucket in self._agreed.buckets[len(self._handles) : n_begun]:
+                    self._send(self._agreed, bucket, [arrays[i] for i in bucket])
+            if rest:
+                self.group.exchange(
+                    [arrays[i] for i in rest],
+                    names=[plan.entries[i].name for i in rest],
+                    label=self._label,
+                    op=self._op,
+                    compression=self._compression,
+                    weight=self._own_weight,
+                )
+            for handle in self._handles:
+                self.group.synchronize(handle)
+            self._write_back(plan, copied)
+            self._adopt(plan, arrays)
+        finally:
+            self._reset()
+
+    # What this rank has.
+
+    def _look(self) -> tuple[list[Any], dict[int, Any]]:
+        """Every gradient as memory that can be written, and those that are copies to put back."""
+        arrays: list[Any] = []
+        for name, parameter in self._parameters:
+            try:
+                arrays.append(self._adapter.gradient(parameter))
+            except TypeError as error:
+                raise TypeError(f"the gradient of {name!r}: {error}") from error
+        copied: dict[int, Any] = {}
+        self._tensors = self._writable(arrays, copied)
+        return arrays, copied
+
+    def _writable(self, arrays: list[Any], copied: dict[int, Any]) -> Tensors:
+        try:
+            return Tensors([array for array in arrays if array is not None])
+        except (TypeError, ValueError, BufferError):
+            pass  # one by one, to find the names
+        for i, array in enumerate(arrays):
+            if array is None:
+                continue
+            try:
+                Tensors([array])
+            except (ValueError, BufferError):
+                arrays[i] = copied[i] = np.array(array)
+            except TypeError as error:
+                text = str(error).removeprefix("array 0: ")
+                raise TypeError(f"the gradient of {self._parameters[i][0]!r}: {text}") from error
+        return Tensors([array for array in arrays if array is not None])
+
+    def _describe(self, arrays: list[Any]) -> Plan:
+        present = tuple(array is not None for array in arrays)
+        addresses = self._tensors.addresses
+        shared = tuple(addresses) if len(set(addresses)) < len(addresses) else ()
+        key = (present, self._tensors.signature, shared, self._weight is None)
+        if self._plan is None or key != self._key:
+            self._key = key
+            self._plan = Plan(
+                entries=tuple(
+                    _entry(name, None if array is None else array)
+                    for (name, _), array in zip(self._parameters, arrays, strict=True)
+                ),
+                present=present,
+                owners=self._owners(arrays, addresses),
+                bucket_bytes=self._bucket_bytes,
+                wire=self._compression.wire,
+                options=(*self._options, ("weighted", str(self._weight is not None))),
+            )
+        return self._plan
+
+    def _owners(self, arrays: list[Any], addresses: list[int]) -> tuple[int, ...]:
+        owners = list(range(len(arrays)))
+        first_at: dict[int, int] = {}
+        here = [i for i, array in enumerate(arrays) if array is not None]
+        for k, (i, address) in enumerate(zip(here, addresses, strict=True)):
+            if 0 in arrays[i].shape:
+                continue  # the address of nothing means nothing
+            owners[i] = first = first_at.setdefault(address, i)
+            look, first_look = self._tensors.describe(k), self._tensors.describe(here.index(first))
+            if look != first_look:
+                raise ValueError(
+                    f"the gradients of {self._parameters[first][0]!r} ({first_look}) and "
+                    f"{self._parameters[i][0]!r} ({look}) begin at the same address: "
+                    "they overlap, and one of them would be averaged twice"
+                )
+        return tuple(owners)
+
+    # What all ranks have.
+
+    def _agree(self, mine: Plan) -> tuple[Plan, int]:
+        """The plan of all ranks, and how many buckets of the last one some rank has begun."""
+        if not self._label:
+            number = next(_numbers.setdefault(self.group, itertools.count(1)))
+            self._label = f"gradients of optimizer {number}"
+        agreed = 0 if self._agreed is None else self._agreed.digest
+        transport = self.group.transport
+        self.group._check_usable()
+        headers = transport.agree(
+            hash63(f"{self._label} {agreed} {mine.digest}"),
+            count=len(self._handles),
+            weight=self._own_weight,
+            label=self._label,
+        )
+        if len({header.digest for header in headers}) == 1:
+            plan, n_begun = mine, max(header.count for header in headers)
+        else:
+            plan, n_begun = self._settle(mine)
+        if sum(header.weight for header in headers) <= 0:
+            self._complete(Offer(mine, self._agreed, n_begun, self._label))
+            raise ValueError("every rank gave weight 0 for this step: at least one needs samples")
+        return plan, n_begun
+
+    def _settle(self, mine: Plan) -> tuple[Plan, int]:
+        """The plan of all ranks where they came with different ones, if it is possible."""
+        offer = Offer(mine, self._agreed, len(self._handles), self._label)
+        # Peers may be in another call altogether: the first line is for them, as in all such texts.
+        texts = _told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
+        if not all(text.startswith("gradients of optimizer ") for text in texts):
+            raise MismatchError(explain("DistributedOptimizer", texts))
+        offers = [pickle.loads(bytes.fromhex(text.partition("\n")[2])) for text in texts]
+        n_begun = max(offer.n_begun for offer in offers)
+        try:
+            labels = [offer.label for offer in offers]
+            if len(set(labels)) > 1:
+                raise MismatchError(
+                    f"The ranks step different optimizers: {who_has(labels)} (counted in the order "
+                    "of their first step). Step them in the same order on every rank."
+                )
+            plan = merge([offer.plan for offer in offers])
+            if n_begun and len({offer.agreed for offer in offers}) > 1:
+                sent = [f"sent {offer.n_begun} buckets" for offer in offers]
+                raise MismatchError(
+                    f"The ranks' plans come from different steps: {who_has(sent)} before step(), "
+                    "and some do not know them. Make, change and step the optimizer alike on every "
+                    "rank."
+                )
+        except MismatchError:
+            self._complete(max(offers, key=lambda offer: offer.n_begun))
+            raise
+        return plan, n_begun
+
+    def _complete(self, ahead: Offer) -> None:
+        """No bucket is in flight any more on any rank: zeros go where a peer waits for this one."""
+        if ahead.agreed is not None:
+            for bucket in ahead.agreed.buckets[len(self._handles) : ahead.n_begun]:
+                entries = [ahead.agreed.entries[i] for i in bucket]
+                zeros = [self._adapter.zeros(entry.dtype, entry.shape) for entry in entries]
+                self._label = ahead.label
+                self._send(ahead.agreed, bucket, zeros)
+        for handle in self._handles:
+            with suppress(MismatchError, ValueError):
+                self.group.synchronize(handle)
+
+    # Sending.
+
+    def _leave_early(self) -> None:
+        assert self._agreed is not None
+        number = len(self._handles)
+        bucket = self._agreed.buckets[number]
+        arrays = [self._adapter.gradient(self._parameters[i][1]) for i in bucket]
+        # A gradient that is not what was agreed on waits for finish(), and all after it: there,
+        # ranks find out whether it changed on all of them.
+        try:
+            self._changed = Tensors(arrays).signature != self._signatures[number]
+        except (TypeError, ValueError, BufferError):
+            self._changed = True
+        if not self._changed:
+            self._send(self._agreed, bucket, arrays)
+
+    def _send(self, plan: Plan, bucket: tuple[int, ...], arrays: list[Any]) -> None:
+        number = len(self._handles) + 1
+        handle = self.group.exchange_async(
+            arrays,
+            names=[plan.entries[i].name for i in bucket],
+            label=f"{self._label}, bucket {number} of {len(plan.buckets)}",
+            op=self._op,
+            compression=self._compression,
+            weight=self._own_weight,
+        )
+        self._handles.append(handle)
+
+    def _write_back(self, plan: Plan, copied: dict[int, Any]) -> None:
+        for i, owner in enumerate(plan.owners):
+            if plan.present[i] and owner in copied:
+                self._adapter.set_gradient(self._parameters[i][1], copied[owner])
+
+    def _adopt(self, plan: Plan, arrays: list[Any]) -> None:
+        """From now on, buckets may leave early under `plan`."""
+        if self._agreed == plan:
+            return
+        self._agreed = plan
+        self._signatures = [Tensors([arrays[i] for i in b]).signature for b in plan.buckets]
+        # Memory shared by several parameters is complete when all of them are ready.
+        of_owner = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket}
+        self._bucket_of = {
+            i: of_owner[owner] for i, owner in enumerate(plan.owners) if plan.present[i]
+        }
+        members = Counter(self._bucket_of.values())
+        self._n_members = [members[number] for number in range(len(plan.buckets))]
+
+    def _reset(self) -> None:
+        """A new step begins: nothing is ready, nothing in flight."""
+        self._weight = None
+        self._changed = False
+        self._handles = []
+        self._n_ready: Counter[int] = Counter()
+        self._n_awaited = list(self._n_members)
+
+    @property
+    def _own_weight(self) -> float:
+        return 1.0 if self._weight is None else self._weight
+
+
+def _told(transport: Transport, text: str) -> list[str]:
+    """What every rank says after digests differed: the way all collectives of a Group do it."""
+    mine = text.encode()
+    headers = transport.agree(0, len(mine), label="an explanation")
+    return [
+        told.decode()
+        for told in _exchange_bytes(transport, mine, [header.count for header in headers])
+    ]
+
+
+def _entry(name: str, array: Any) -> Entry:
+    if array is None:
+        return Entry(name, "unknown", (), 0)
+    dtype = str(array.dtype).removeprefix("torch.")
+    return Entry(name, dtype, tuple(array.shape), array.dtype.itemsize)
