@@ -10,7 +10,7 @@ import numpy as np
 
 from horo_lite._native import Tensors
 from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
-from horo_lite.adapters.object import is_array, is_pair, join
+from horo_lite.adapters.object import is_array, join, keyed
 from horo_lite.optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
             tree[key] = new[key]
         return tree
     if isinstance(tree, (list, tuple)):
-        if tree and all(map(is_pair, tree)):
-            items = [(key, _map(leaf, join(path, key), visit)) for key, leaf in tree]
+        if (pairs := keyed(tree)) is not None:
+            items = [(key, _map(leaf, join(path, key), visit)) for key, leaf in pairs]
             same = all(new[1] is old[1] for new, old in zip(items, tree, strict=True))
         else:
             items = [_map(item, f"{path}[{i}]", visit) for i, item in enumerate(tree)]
@@ -159,9 +159,13 @@ def _is_writable(value: Any) -> bool:
 
 def _received(leaf: Any, target: Any, value: Any, is_root: bool) -> Any:
     """The leaf, now that `target` holds what it should: the same object where that can be."""
-    if target is value or is_root:
+    if is_root:
         return leaf
-    if is_array(leaf) or isinstance(leaf, NUMBERS):
+    if isinstance(leaf, NUMBERS):
+        return from_numpy(target, leaf)
+    if target is value:
+        return leaf
+    if is_array(leaf):
         return from_numpy(target, leaf)
     adapter_of(leaf).set_value(leaf, target)
     return leaf

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horo_lite.adapters import Adapter, adapter_of, from_numpy
+from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import name_leaves
 from horo_lite.collectives import Average, Op, Sum
 from horo_lite.compression import Compression, Compressor
@@ -204,7 +204,7 @@ class DistributedOptimizer:
         return type(self._own.inner)
 
     def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._own.inner)})
+        return sorted({*dir(type(self)), *dir(self._own.inner)})
 
     def __repr__(self) -> str:
         own = self._own
@@ -222,11 +222,12 @@ class DistributedOptimizer:
         return self.__reduce__()
 
     def __copy__(self) -> DistributedOptimizer:
-        return _rebuilt(self._own.copied(copy.copy))
+        return _rebuilt(self._own.copied(inner=copy.copy(self._own.inner)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
-        memo[id(self._own.group)] = self._own.group
-        return _rebuilt(self._own.copied(lambda x: copy.deepcopy(x, memo)))
+        own = self._own
+        parts = {name: getattr(own, name) for name in ("inner", "parameters", "named_parameters")}
+        return _rebuilt(own.copied(**copy.deepcopy(parts, memo)))
 
 
 @dataclass
@@ -286,7 +287,7 @@ class _Own:
         """The named parameters as they are now: groups may have been added."""
         parameters = self.parameters() if callable(self.parameters) else self.parameters
         if parameters is not None:
-            found = name_leaves(parameters, "" if isinstance(parameters, Mapping) else "parameters")
+            found = name_leaves(parameters, "parameters")
         else:
             found = self.finder.parameters(self.inner)
         names = {id(parameter): name for name, parameter in self.named_parameters}
@@ -327,7 +328,7 @@ class _Own:
             loss = closure(*args, **kwargs)
             self.exchange(weight)
             try:
-                value = np.array(float(loss))
+                value = np.array(to_host(loss), np.float64).reshape(())
             except (TypeError, ValueError):
                 return loss  # nothing that an optimizer could decide by
             self.ranks().exchange(
@@ -341,23 +342,14 @@ class _Own:
 
         return averaged
 
-    def copied(self, copier: Callable[[Any], Any]) -> _Own:
+    def copied(self, **changes: Any) -> _Own:
         """The same for a copy of the inner optimizer, which nobody has synchronized yet."""
-        inner, parameters, named = copier((self.inner, self.parameters, self.named_parameters))
-        return replace(
-            self,
-            inner=inner,
-            parameters=parameters,
-            named_parameters=named,
-            is_synchronized=False,
-            is_skipping=False,
-            reducer=None,
-        )
+        return replace(self, is_synchronized=False, is_skipping=False, reducer=None, **changes)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
             raise TypeError("a DistributedOptimizer with a group of its own cannot be pickled")
-        own = vars(self.copied(lambda x: x))
+        own = vars(self.copied())
         return {name: value for name, value in own.items() if name not in ("finder", "adapter")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class Adapter:
                 found = list(found())
             if place == "param_groups" and found is not None:
                 found = [group["params"] for group in found]
-            named = name_leaves(found, "" if isinstance(found, Mapping) else place)
+            named = name_leaves(found, place)
             if named and all(hasattr(leaf, "grad") or is_array(leaf) for _, leaf in named):
                 return named
         return []
@@ -86,26 +86,37 @@ class Adapter:
         return array[()] if isinstance(like, np.generic) else array
 
 
-def name_leaves(tree: Any, path: str = "") -> Named:
+def name_leaves(tree: Any, place: str) -> Named:
     """The leaves of nested dicts, lists and tuples, each with a name that says where it is.
 
     A dict's keys stand for themselves ("conv.weight"), positions look like "params[3]"; a list of
     (name, leaf) pairs is read as a dict.
     """
-    if isinstance(tree, (list, tuple)):
-        if tree and all(map(is_pair, tree)):
-            return [named for key, leaf in tree for named in name_leaves(leaf, join(path, key))]
-        return [named for i, item in enumerate(tree) for named in name_leaves(item, f"{path}[{i}]")]
+
+    def leaves(tree: Any, path: str) -> Named:
+        if (pairs := keyed(tree)) is not None:
+            return [named for key, leaf in pairs for named in leaves(leaf, join(path, key))]
+        if isinstance(tree, (list, tuple)):
+            return [named for i, x in enumerate(tree) for named in leaves(x, f"{path}[{i}]")]
+        return [(path, tree)]
+
+    return leaves(tree, place if keyed(tree) is None else "")
+
+
+def keyed(tree: Any) -> list[tuple[Any, Any]] | None:
+    """The (key, value) pairs of a dict or of a list of such pairs; None for anything else."""
     if isinstance(tree, Mapping):
-        return [named for key in tree for named in name_leaves(tree[key], join(path, key))]
-    return [(path, tree)]
+        return list(tree.items())
+    if isinstance(tree, (list, tuple)) and tree and all(map(_is_pair, tree)):
+        return list(tree)
+    return None
 
 
 def join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def is_pair(item: Any) -> bool:
+def _is_pair(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
 
 

@@ -66,11 +66,16 @@ class TorchAdapter(Adapter):
 
 def _memory(tensor: Any) -> Array:
     tensor = tensor.detach() if tensor.requires_grad else tensor
-    # NumPy's view of the same memory: torch takes four times as long over a DLPack capsule, but
-    # NumPy has no bfloat16, and other devices' memory is the core's to judge.
-    if tensor.dtype is torch.bfloat16 or tensor.device.type != "cpu":
-        return tensor
-    return tensor.numpy()
+    if tensor.device.type != "cpu":
+        return tensor  # the core's to judge
+    # NumPy's view of the same memory: torch takes four times as long over a DLPack capsule.
+    if tensor.dtype is not torch.bfloat16:
+        return tensor.numpy()
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        return tensor  # the core can read it, but NumPy cannot copy it should it be strided
+    return tensor.view(torch.int16).numpy().view(bfloat16)
 
 
 ADAPTER = TorchAdapter()

@@ -1,0 +1,300 @@
+"""broadcast_parameters and broadcast_optimizer_state, without a framework and with JAX."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from launch import RanksFailedError, run_threads
+
+from horo_lite import adapters
+from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters
+from horo_lite.collectives import Group
+from horo_lite.errors import MismatchError
+from horo_lite.optimizer import DistributedOptimizer
+
+
+class Parameter:
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.grad: Any = None
+
+
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+
+def values(rank: int, n: int = 3) -> Any:
+    return np.arange(n) * 10.0 + rank
+
+
+@pytest.mark.parametrize("root", [0, 1, 2])
+def test_trees_are_written_in_place(root: int) -> None:
+    def rank(group: Group) -> None:
+        r = group.rank
+        frozen = values(r)
+        frozen.flags.writeable = False
+        tree: dict[str, Any] = {
+            "array": values(r),
+            "nested": {"list": [values(r), r + 0.5, True], "none": None, "text": "kept"},
+            "pair": Pair(values(r), r),
+            "arrays_only": (values(r), values(r)),
+            "parameter": Parameter(values(r)),
+            "read_only": frozen,
+            "scalar": np.float32(r),
+            "zero_dimensional": np.array(r),
+            "strided": np.repeat(values(r), 2)[::2],
+            "mapping": MappingProxyType({"x": r}),
+        }
+        if r == 1:  # in another order
+            tree = dict(reversed(list(tree.items())))
+        kept = dict(tree)
+        assert broadcast_parameters(tree, root, group=group) is tree
+        for name in ("array", "nested", "arrays_only", "parameter", "zero_dimensional", "strided"):
+            assert tree[name] is kept[name]
+        assert np.array_equal(tree["array"], values(root))
+        assert np.array_equal(tree["nested"]["list"][0], values(root))
+        assert tree["nested"]["list"][1:] == [root + 0.5, True]
+        assert type(tree["nested"]["list"][2]) is bool
+        assert tree["nested"]["none"] is None
+        assert tree["nested"]["text"] == "kept"
+        assert type(tree["pair"]) is Pair
+        assert tree["pair"].w is kept["pair"].w
+        assert np.array_equal(tree["pair"].w, values(root))
+        assert tree["pair"].b == root
+        assert np.array_equal(tree["arrays_only"][1], values(root))
+        assert np.array_equal(tree["parameter"].data, values(root))
+        assert np.array_equal(tree["read_only"], values(root))
+        assert np.array_equal(frozen, values(r))
+        assert tree["scalar"] == root
+        assert type(tree["scalar"]) is np.float32
+        assert tree["zero_dimensional"] == root
+        assert np.array_equal(tree["strided"], values(root))
+        assert tree["mapping"]["x"] == root
+
+    run_threads(3, rank)
+
+
+def test_lists_pairs_iterators_and_single_ones() -> None:
+    def rank(group: Group) -> None:
+        r = group.rank
+        array = values(r)
+        assert broadcast_parameters(array, 1, group=group) is array
+        assert np.array_equal(array, values(1))
+        assert broadcast_parameters(r, 1, group=group) == 1
+        parameters = [Parameter(values(r)), Parameter(values(r))]
+        broadcast_parameters(iter(parameters), 1, group=group)
+        assert np.array_equal(parameters[1].data, values(1))
+        named = [("w", values(r)), ("b", values(r, 2))]
+        assert broadcast_parameters(named, 1, group=group)[1][0] == "b"
+        assert np.array_equal(named[1][1], values(1, 2))
+        numbers = [("w", r), ("b", 2 * r)]
+        assert broadcast_parameters(numbers, 1, group=group) == [("w", 1), ("b", 2)]
+        assert broadcast_parameters([], group=group) == []
+
+    run_threads(2, rank)
+
+
+def test_modules_and_optimizers() -> None:
+    class Holder:
+        def __init__(self, **held: Any) -> None:
+            vars(self).update(held)
+
+        def step(self) -> None:
+            pass
+
+    def rank(group: Group) -> None:
+        r = group.rank
+        for hold in (
+            lambda p: Holder(params=p),
+            lambda p: Holder(params={"a": p[0], "b": p[1]}),
+            lambda p: Holder(parameters=lambda: iter(p)),
+            lambda p: Holder(named_parameters=lambda: [("a", p[0]), ("b", p[1])]),
+            lambda p: Holder(param_groups=[{"params": p}]),
+            lambda p: DistributedOptimizer(Holder(params=p), group=group),
+            lambda p: DistributedOptimizer(Holder(), parameters=p, group=group),
+        ):
+            parameters = [Parameter(values(r)), Parameter(float(r))]
+            broadcast_parameters(hold(parameters), 1, group=group)
+            assert np.array_equal(parameters[0].data, values(1))
+            assert parameters[1].data == 1
+        for hold in (
+            lambda p: Holder(params=p),
+            lambda p: Holder(params=p, grads=[None, None]),
+            lambda p: Holder(params={"a": p[0], "b": p[1]}, grads={}),
+        ):
+            arrays = [values(r), values(r, 2)]
+            broadcast_parameters(hold(arrays), 1, group=group)
+            assert np.array_equal(arrays[1], values(1, 2))
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        ([{"w": values(0), "b": values(0)}, {"w": values(1), "c": values(1)}], ["'b'", "'c'"]),
+        ([{"w": values(0)}, {"w": values(1, 4)}], ["'w'", "float64[3]", "float64[4]"]),
+        ([{"w": values(0)}, {"w": values(0).astype(np.int64)}], ["'w'", "float64[3]", "int64[3]"]),
+        ([[values(0)], [values(0), values(0)]], ["'[1]'"]),
+    ],
+)
+def test_what_differs_is_named_on_every_rank_and_nothing_is_written(
+    mine: Any, words: list[str]
+) -> None:
+    def rank(group: Group) -> str:
+        tree = mine[group.rank]
+        before = repr(tree)
+        with pytest.raises(MismatchError) as caught:
+            broadcast_parameters(tree, group=group)
+        assert repr(tree) == before
+        assert broadcast_parameters(group.rank, 1, group=group) == 1
+        return str(caught.value)
+
+    one, other = run_threads(2, rank)
+    assert one == other
+    assert all(word in one for word in ["rank 0", "rank 1", *words])
+
+
+def test_roots_that_differ_and_roots_that_are_none() -> None:
+    def rank(group: Group) -> None:
+        with pytest.raises(MismatchError, match="root_rank 1"):
+            broadcast_parameters(values(0), group.rank, group=group)
+        with pytest.raises(ValueError, match="root_rank is 2"):
+            broadcast_parameters(values(0), 2, group=group)
+        with pytest.raises(TypeError, match=r"'a\[0\]': object gives no array"):
+            broadcast_parameters({"a": [object()]}, group=group)
+
+    run_threads(2, rank)
+
+
+class Adam:
+    """Keeps state in every way that people think of."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        self.params = params
+        self.lr = 0.1
+        self.n_steps = 0
+        self.moments: dict[Any, Any] = {}
+        self.by_id: dict[int, Any] = {}
+        self.listed: list[Any] = [np.zeros(2), np.zeros(3)]
+        self.log = print
+        self.betas = (0.9, 0.999)
+
+    def step(self) -> None:
+        self.n_steps += 1
+        for i, p in enumerate(self.params):
+            self.moments[p] = {"m": p.grad * 1.0, "n": self.n_steps}
+            self.by_id[id(p)] = p.grad * 2
+            self.listed[i] += p.grad
+            p.data -= p.grad
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_of_an_optimizer_without_state_dict(wrapped: bool) -> None:
+    def rank(group: Group) -> None:
+        r = group.rank
+        params = [Parameter(np.zeros(2)), Parameter(np.zeros(3))]
+        inner = Adam(params)
+        optimizer = DistributedOptimizer(inner, group=group) if wrapped else inner
+        if r == 1:  # the others have no state yet
+            params[0].grad, params[1].grad = np.full(2, 3.0), np.full(3, 4.0)
+            inner.step()
+            inner.lr = 0.7
+        kept = (inner.moments, inner.listed, inner.listed[0])
+        broadcast_optimizer_state(optimizer, root_rank=1, group=group)
+        assert (inner.moments, inner.listed) == kept[:2]
+        assert inner.listed[0] is kept[2]
+        assert (inner.lr, inner.n_steps, inner.betas) == (0.7, 1, (0.9, 0.999))
+        assert inner.log is print
+        assert inner.params is params
+        assert list(inner.moments) == params
+        assert (inner.moments[params[1]]["m"] == 4).all()
+        assert inner.moments[params[1]]["n"] == 1
+        assert list(inner.by_id) == [id(p) for p in params]
+        assert (inner.by_id[id(params[0])] == 6).all()
+        assert (inner.listed[0] == 3).all()
+        assert (params[0].data == (-3 if r == 1 else 0)).all()
+
+    run_threads(3, rank)
+
+
+def test_state_beside_plain_arrays() -> None:
+    class Sgd:
+        def __init__(self, params: list[Any], grads: list[Any]) -> None:
+            self.params, self.grads = params, grads
+            self.velocity = [np.zeros_like(p) for p in params]
+
+        def step(self) -> None:
+            pass
+
+    def rank(group: Group) -> None:
+        r = group.rank
+        inner = Sgd([values(r)], [values(r)])
+        inner.velocity[0][:] = r
+        broadcast_optimizer_state(inner, root_rank=1, group=group)
+        assert (inner.velocity[0] == 1).all()
+        assert np.array_equal(inner.params[0], values(r))
+        assert np.array_equal(inner.grads[0], values(r))
+
+    run_threads(2, rank)
+
+
+def test_jax() -> None:
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+
+    def rank(group: Group) -> None:
+        r = group.rank
+        layers = [{"w": jnp.full((2, 3), r, jnp.bfloat16), "b": jnp.arange(3.0) + r}]
+        tree = {"layers": layers, "state": (jnp.float32(r), 5 * r)}
+        kept = layers[0]["b"]
+        result = broadcast_parameters(tree, 1, group=group)
+        assert result is tree
+        assert tree["layers"] is layers
+        assert isinstance(layers[0]["w"], jax.Array)
+        assert layers[0]["w"].dtype == jnp.bfloat16
+        assert (layers[0]["w"] == 1).all()
+        assert (layers[0]["b"] == jnp.arange(3.0) + 1).all()
+        assert (kept == jnp.arange(3.0) + r).all()
+        assert tree["state"] == (1, 5)
+        assert (tree["layers"][0]["b"] is kept) == (r == 1)
+
+        class Step:
+            def __init__(self) -> None:
+                self.params = [Parameter(jnp.zeros(2))]
+
+            def step(self) -> None:
+                self.params[0].data = self.params[0].data - self.params[0].grad
+
+        inner = Step()
+        optimizer = DistributedOptimizer(inner, group=group)
+        inner.params[0].grad = jnp.full(2, 2.0 * r)
+        mine = inner.params[0].grad
+        optimizer.step()
+        assert isinstance(inner.params[0].grad, jax.Array)
+        assert (inner.params[0].data == -1).all()
+        assert (mine == 2.0 * r).all()
+        inner.params[0].grad = None if r else jnp.full(2, 4.0)
+        optimizer.synchronize()
+        assert isinstance(inner.params[0].grad, jax.Array)
+        assert (inner.params[0].grad == 2).all()
+        assert isinstance(adapters.from_numpy(np.ones(2), mine), jax.Array)
+        inner.params = [jnp.zeros(2)]
+        with pytest.raises(TypeError, match="broadcast the dict or list"):
+            broadcast_parameters(inner, group=group)
+
+    run_threads(2, rank)
+
+
+def test_a_failing_rank_is_reported() -> None:
+    """The helper's own promise: an assertion in a rank fails the test."""
+
+    def rank(group: Group) -> None:
+        assert group.rank == 0
+
+    with pytest.raises(RanksFailedError):
+        run_threads(2, rank)

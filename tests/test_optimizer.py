@@ -1,0 +1,671 @@
+"""DistributedOptimizer around home-made optimizers and torch's, and the adapters beneath it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import sys
+import textwrap
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import run_threads
+
+from horo_lite import adapters
+from horo_lite.adapters import Adapter, from_numpy, register_adapter, to_host
+from horo_lite.collectives import Group, Max, Sum
+from horo_lite.compression import Compression
+from horo_lite.errors import MismatchError, NotInitializedError
+from horo_lite.optimizer import DistributedOptimizer
+
+
+class Parameter:
+    def __init__(self, data: Any) -> None:
+        self.data = np.asarray(data, np.float64)
+        self.grad: Any = None
+
+
+class Momentum:
+    """What people write themselves."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        self.params = params
+        self.lr = lr
+        self.velocity = [np.zeros_like(p.data) for p in self.parameters]
+        self.n_steps = 0
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return list(self.params.values()) if isinstance(self.params, dict) else list(self.params)
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def step(self, scale: float = 1.0) -> str:
+        self.n_steps += 1
+        for p, v in zip(self.parameters, self.velocity, strict=True):
+            if p.grad is not None:
+                v *= 0.5
+                v += p.grad
+                p.data -= self.lr * scale * v
+        return "stepped"
+
+
+def network(seed: int = 0) -> dict[str, Parameter]:
+    rng = np.random.default_rng(seed)
+    return {"w": Parameter(rng.standard_normal((3, 2))), "b": Parameter(rng.standard_normal(2))}
+
+
+def backward(net: dict[str, Parameter], x: Any, y: Any, *, mean: bool = True) -> float:
+    """Gradients, added to what is there, of the squared error averaged over the samples."""
+    error = x @ net["w"].data + net["b"].data - y
+    n = len(x) if mean else 1
+    for name, gradient in (("w", 2 * x.T @ error / n), ("b", 2 * error.sum(0) / n)):
+        old = net[name].grad
+        net[name].grad = gradient if old is None else old + gradient
+    return float((error**2).sum() / n)
+
+
+def samples(n: int, seed: int = 1) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((n, 3)), rng.standard_normal((n, 2))
+
+
+def alone(n_steps: int, n: int = 12, **options: Any) -> dict[str, Any]:
+    """What one process gets on the whole batches."""
+    net = network()
+    optimizer = Momentum(net, **options)
+    for step in range(n_steps):
+        optimizer.zero_grad()
+        backward(net, *samples(n, step))
+        optimizer.step()
+    return {name: p.data for name, p in net.items()}
+
+
+def close(net: dict[str, Parameter], expected: dict[str, Any]) -> bool:
+    return all(np.allclose(net[name].data, expected[name], rtol=1e-12) for name in expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_shards_give_what_one_process_gives_on_the_whole(size: int) -> None:
+    def rank(group: Group) -> dict[str, Any]:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = samples(12, step)
+            backward(net, x[group.rank :: size], y[group.rank :: size])
+            assert optimizer.step() == "stepped"
+        assert close(net, alone(4))
+        return {name: p.data.tobytes() for name, p in net.items()}
+
+    results = run_threads(size, rank)
+    assert all(result == results[0] for result in results)
+
+
+def test_uneven_shards_with_weights() -> None:
+    bounds = [0, 1, 8, 8, 12]  # one rank has none
+
+    def rank(group: Group) -> None:
+        mine = slice(bounds[group.rank], bounds[group.rank + 1])
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = (a[mine] for a in samples(12, step))
+            if len(x):
+                backward(net, x, y)
+            optimizer.step(weight=len(x))
+        assert close(net, alone(4))
+
+    run_threads(4, rank)
+
+
+def test_sum() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net, lr=0.5 / 12), op=Sum, group=group)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = samples(12, step)
+            backward(net, x[group.rank :: 3], y[group.rank :: 3], mean=False)
+            optimizer.step()
+        assert close(net, alone(3))
+
+    run_threads(3, rank)
+
+
+def test_several_passes_are_summed_and_exchanged_once() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(
+            Momentum(net), op=Sum, backward_passes_per_step=2, group=group
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = samples(12, step)
+            for i in range(2):
+                part = slice(group.rank + 2 * i, None, 4)
+                backward(net, x[part], y[part], mean=False)
+            optimizer.lr = 0.5 / 12
+            optimizer.step()
+        assert close(net, alone(3))
+
+    run_threads(2, rank)
+
+
+def test_everything_else_is_the_inner_optimizers() -> None:
+    def rank(group: Group) -> None:
+        inner = Momentum(network())
+        optimizer = DistributedOptimizer(inner, group=group)
+        optimizer.lr = 0.25
+        optimizer.note = "new"
+        assert (inner.lr, inner.note) == (0.25, "new")
+        assert optimizer.velocity is inner.velocity
+        assert optimizer.inner is inner
+        del optimizer.note
+        assert not hasattr(inner, "note")
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = optimizer.nonsense
+        assert isinstance(optimizer, Momentum)
+        assert isinstance(optimizer, DistributedOptimizer)
+        assert {"lr", "synchronize", "zero_grad"} <= set(dir(optimizer))
+        assert re.match(
+            r"DistributedOptimizer\(<.*Momentum.*>, compression=fp16, op=Average, 2 parameters\)",
+            repr(DistributedOptimizer(inner, compression=Compression.fp16, group=group)),
+        )
+
+    run_threads(1, rank)
+
+
+def test_a_patched_step_does_not_recurse() -> None:
+    def rank(group: Group) -> None:
+        optimizer = DistributedOptimizer(Momentum(network()), group=group)
+        calls = []
+        original = optimizer.step.__func__
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return original.__get__(optimizer)(*args, **kwargs)
+
+        optimizer.step = patched
+        assert optimizer.step(2.0) == "stepped"
+        assert calls == [(2.0,)]
+        assert optimizer.inner.n_steps == 1
+        del optimizer.step
+        optimizer.step()
+        assert len(calls) == 1
+
+    run_threads(1, rank)
+
+
+class Updating:
+    """The same under other names; parameters behind a method."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        self._held = params
+
+    def parameters(self) -> list[Parameter]:
+        return self._held
+
+    def update(self) -> None:
+        for p in self._held:
+            p.data -= p.grad
+
+
+@pytest.mark.parametrize("method", ["update", "step"])
+def test_update(method: str) -> None:
+    def rank(group: Group) -> None:
+        params = [Parameter(np.zeros(2))]
+        optimizer = DistributedOptimizer(Updating(params), group=group)
+        params[0].grad = np.full(2, 2.0 * group.rank)
+        getattr(optimizer, method)()
+        assert (params[0].data == -1).all()
+
+    run_threads(2, rank)
+
+
+def test_where_parameters_are_found() -> None:
+    class Bare:
+        def step(self) -> None:
+            pass
+
+    def names(group: Group, inner: Any, **options: Any) -> list[str]:
+        return [n for n, _ in DistributedOptimizer(inner, group=group, **options)._own.named()]
+
+    def rank(group: Group) -> None:
+        a, b, c = (Parameter(np.zeros(2)) for _ in range(3))
+        inner = Bare()
+        inner.params = [a, b]
+        assert names(group, inner) == ["params[0]", "params[1]"]
+        assert names(group, inner, named_parameters=[("a", a)]) == ["a", "params[1]"]
+        assert names(group, inner, parameters=[c]) == ["parameters[0]"]
+        assert names(group, inner, parameters=iter([c])) == ["parameters[0]"]
+        assert names(group, inner, parameters={"c": c, "deep": {"a": a, "b": [b]}}) == [
+            "c",
+            "deep.a",
+            "deep.b[0]",
+        ]
+        assert names(group, inner, parameters=lambda: [("x", c)]) == ["x"]
+        inner.params = {"a": a, "b": b}
+        assert names(group, inner) == ["a", "b"]
+        inner.params = {"lr": 0.1}  # hyperparameters under that name
+        inner.parameters = (b, c)
+        assert names(group, inner) == ["parameters[0]", "parameters[1]"]
+        inner.param_groups = [{"params": [a], "lr": 1}, {"params": [b, c], "lr": 2}]
+        assert names(group, inner) == [
+            "param_groups[0][0]",
+            "param_groups[1][0]",
+            "param_groups[1][1]",
+        ]
+        assert names(group, Bare(), named_parameters=[("a", a)]) == ["a"]
+
+    run_threads(1, rank)
+
+
+def test_a_group_of_parameters_added_later() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        inner = Momentum([net["w"]])
+        optimizer = DistributedOptimizer(inner, group=group)
+        net["w"].grad = np.full((3, 2), 1.0 * group.rank)
+        optimizer.step()
+        inner.params.append(net["b"])
+        inner.velocity.append(np.zeros(2))
+        for p in net.values():
+            p.grad = np.full_like(p.data, group.rank)
+        optimizer.step()
+        assert (net["b"].grad == 0.5).all()
+
+    run_threads(2, rank)
+
+
+def test_errors_at_construction() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        with pytest.raises(TypeError, match="wrap it once"):
+            DistributedOptimizer(optimizer, group=group)
+        with pytest.raises(TypeError, match=r"has no step\(\) or update\(\).*register_adapter"):
+            DistributedOptimizer(object(), group=group)
+        with pytest.raises(TypeError, match="is no optimizer"):
+            DistributedOptimizer(Momentum, group=group)
+        with pytest.raises(
+            ValueError, match=r"(?s)shows no parameters .*parameters=.*register_ada"
+        ):
+            DistributedOptimizer(Momentum([]), group=group)
+        with pytest.raises(TypeError, match=r"'parameters\[0\]' \(ndarray\) has no .grad"):
+            DistributedOptimizer(Momentum(net), parameters=[np.zeros(2)], group=group)
+        with pytest.raises(ValueError, match="op=Average or op=Sum"):
+            DistributedOptimizer(Momentum(net), op=Max, group=group)
+        with pytest.raises(ValueError, match="backward_passes_per_step"):
+            DistributedOptimizer(Momentum(net), backward_passes_per_step=0, group=group)
+        with pytest.raises(ValueError, match="bucket_bytes=0"):
+            DistributedOptimizer(Momentum(net), bucket_bytes=0, group=group)
+        twice = [("a", net["w"]), ("a", net["b"])]
+        with pytest.raises(ValueError, match="'a' more than once"):
+            DistributedOptimizer(Momentum(net), named_parameters=twice, group=group)
+
+    run_threads(1, rank)
+
+
+def test_it_needs_a_world() -> None:
+    with pytest.raises(NotInitializedError):
+        DistributedOptimizer(Momentum(network()))
+
+
+def test_bucket_bytes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(group: Group) -> int:
+        return DistributedOptimizer(Momentum(network()), group=group)._own.bucket_bytes
+
+    assert run_threads(1, rank) == [25 * 2**20]
+    monkeypatch.setenv("HORO_LITE_BUCKET_BYTES", "4096")
+    assert run_threads(1, rank) == [4096]
+    monkeypatch.setenv("HORO_LITE_BUCKET_BYTES", "25MB")
+    with pytest.raises(AssertionError, match="HORO_LITE_BUCKET_BYTES=25MB"):
+        run_threads(1, rank)
+
+
+def test_synchronize_clip_and_step() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        before = net["b"].data.copy()
+        optimizer = DistributedOptimizer(Momentum(net, lr=1.0), group=group)
+        for p in net.values():
+            p.grad = np.full_like(p.data, 2.0 * group.rank)
+        optimizer.synchronize()
+        assert (net["b"].grad == 1).all()
+        net["b"].grad *= 0.5
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert np.array_equal(net["b"].data, before - 0.5)
+        optimizer.step()  # an ordinary one again
+
+    run_threads(2, rank)
+
+
+def test_nothing_is_averaged_twice_or_never_by_accident() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), op=Sum, group=group)
+        with pytest.raises(RuntimeError, match=r"without synchronize\(\)"):
+            optimizer.skip_synchronize().__enter__()
+        backward(net, *samples(3))
+        optimizer.synchronize()
+        with pytest.raises(RuntimeError, match="a second time"):
+            optimizer.step()
+        assert optimizer.inner.n_steps == 0
+        optimizer.zero_grad()  # these gradients were given up
+        backward(net, *samples(3))
+        optimizer.step()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            pass  # as a loss scaler does that saw an inf
+        optimizer.step()
+        assert optimizer.inner.n_steps == 2
+        optimizer.synchronize()
+        with optimizer.skip_synchronize(), pytest.raises(TypeError, match="belongs to synchroniz"):
+            optimizer.step(weight=3)
+
+    run_threads(1, rank)
+
+
+def test_weight_is_not_passed_on() -> None:
+    class OwnWeight(Momentum):
+        def step(self, weight: float = 7) -> float:  # type: ignore[override]
+            return weight
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(OwnWeight(net), group=group)
+        backward(net, *samples(3))
+        assert optimizer.step() == 7
+        assert optimizer.step(9) == 9
+        with pytest.raises(TypeError, match="`weight` of its own"):
+            optimizer.step(weight=3)
+        optimizer.synchronize(weight=3)
+        with optimizer.skip_synchronize():
+            assert optimizer.step(8) == 8
+        with pytest.raises(ValueError, match="op=Average"):
+            DistributedOptimizer(Momentum(net), op=Sum, group=group).step(weight=3)
+
+    run_threads(1, rank)
+
+
+def test_a_closures_gradients_and_loss_are_averaged() -> None:
+    class LineSearch(Momentum):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            return [closure(), closure()]
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(LineSearch(net), group=group)
+        evaluations = []
+
+        def closure() -> Any:
+            evaluations.append(len(evaluations))
+            for p in net.values():
+                p.grad = np.full_like(p.data, 4.0 * group.rank + evaluations[-1])
+            return float(group.rank)
+
+        assert optimizer.step(closure) == [0.5, 0.5]
+        assert (net["b"].grad == 3).all()
+        assert optimizer.step(closure=closure, weight=3 if group.rank else 1) == [0.75, 0.75]
+        assert (net["b"].grad == 6).all()
+
+    run_threads(2, rank)
+
+
+def test_copies_and_pickles() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), compression=Compression.fp16, group=group)
+        deep = copy.deepcopy(optimizer)
+        assert type(deep) is DistributedOptimizer
+        assert deep.inner is not optimizer.inner
+        assert deep.params["w"] is not net["w"]
+        assert deep._own.compression is Compression.fp16
+        for p in deep.params.values():
+            p.grad = np.full_like(p.data, 2.0 * group.rank)
+        deep.step()
+        assert (deep.params["w"].grad == 1).all()
+        assert net["w"].grad is None
+        shallow = copy.copy(optimizer)
+        shallow.lr = 77
+        assert optimizer.lr == 0.5
+        assert shallow.params is optimizer.params
+        named = DistributedOptimizer(Momentum(net), named_parameters=list(net.items()), group=group)
+        deep = copy.deepcopy(named)
+        assert [p for _, p in deep._own.named()] == list(deep.params.values())
+        with pytest.raises(TypeError, match="group of its own cannot be pickled"):
+            pickle.dumps(optimizer)
+
+    run_threads(2, rank)
+
+
+def test_gradients_missing_on_one_rank_are_created() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        if group.rank == 1:
+            net["b"].grad = np.full(2, 4.0)
+        optimizer.step()
+        assert (net["b"].grad == 2).all()
+        assert net["w"].grad is None
+        optimizer.zero_grad()
+        optimizer.step()  # no gradients anywhere
+        assert net["b"].grad is None
+
+    run_threads(2, rank)
+
+
+def test_names_stand_in_the_error() -> None:
+    def rank(group: Group) -> str:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        backward(net, *samples(3))
+        if group.rank:
+            net["w"].grad = np.zeros((1, 2))
+        with pytest.raises(MismatchError) as caught:
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(net, *samples(3))
+        optimizer.step()
+        return str(caught.value)
+
+    one, other = run_threads(2, rank)
+    assert one == other
+    assert "rank 0 has 'w' float64[3, 2], rank 1 has 'w' float64[1, 2]" in one
+
+
+def test_other_collectives_at_the_same_time_are_a_mismatch_on_both() -> None:
+    def rank(group: Group) -> str:
+        net = network()
+        optimizer = DistributedOptimizer(Momentum(net), group=group)
+        backward(net, *samples(3))
+        optimizer.step()
+        measure = partial(group.allreduce, np.ones(3), name="accuracy")
+        with pytest.raises(MismatchError) as caught:
+            (measure if group.rank else optimizer.step)()
+        optimizer.step()
+        return str(caught.value)
+
+    for message in run_threads(2, rank):
+        assert "accuracy" in message
+        assert "gradients of optimizer 1" in message
+
+
+# Adapters.
+
+
+def test_a_list_of_arrays_and_a_list_of_gradients() -> None:
+    class Sgd:
+        def __init__(self, params: Any, grads: Any) -> None:
+            self.params, self.grads = params, grads
+
+        def update(self) -> None:
+            keys = self.params if isinstance(self.params, dict) else range(len(self.params))
+            for key in keys:
+                self.params[key] -= self.grads[key]
+
+    def rank(group: Group) -> None:
+        for as_dict in (False, True):
+            params: Any = [np.zeros(2), np.zeros(3)]
+            grads: Any = [np.full(2, 2.0 * group.rank), None if group.rank else np.full(3, 4.0)]
+            if as_dict:
+                params, grads = (dict(zip("ab", x, strict=True)) for x in (params, grads))
+            optimizer = DistributedOptimizer(Sgd(params, grads), group=group)
+            optimizer.update()
+            values = list(params.values()) if as_dict else params
+            assert (values[0] == -1).all()
+            assert (values[1] == -2).all()
+            if as_dict:
+                del grads["b"]
+                grads["a"] = np.ones(2)
+                optimizer.synchronize()
+                assert list(grads) == ["a"]
+
+    run_threads(2, rank)
+
+
+def test_scalar_values_and_gradients() -> None:
+    class Value:  # as in micrograd
+        def __init__(self, data: float) -> None:
+            self.data = data
+            self.grad = 0
+
+    class Sgd:
+        def __init__(self, params: list[Value]) -> None:
+            self.params = params
+
+        def step(self) -> None:
+            for p in self.params:
+                p.data -= p.grad
+
+    def rank(group: Group) -> None:
+        values = [Value(1.0), Value(2.0)]
+        optimizer = DistributedOptimizer(Sgd(values), group=group)
+        values[0].grad = 3.0 * group.rank
+        optimizer.step()
+        assert [value.data for value in values] == [-0.5, 2.0]
+
+    run_threads(2, rank)
+
+
+def test_gradients_wrapped_in_objects() -> None:
+    class Tensor:
+        def __init__(self, data: Any) -> None:
+            self.data = data
+            self.grad: Any = None
+
+    def rank(group: Group) -> None:
+        w = Tensor(np.zeros(2))
+        w.grad = Tensor(np.full(2, 2.0 * group.rank))
+        inner = Momentum.__new__(Momentum)
+        inner.params, inner.velocity = [], []
+        DistributedOptimizer(inner, parameters=[w], group=group).synchronize()
+        assert (w.grad.data == 1).all()
+        frozen = np.full(2, 4.0 * group.rank)
+        frozen.flags.writeable = False
+        w.grad = kept = Tensor(frozen)
+        DistributedOptimizer(inner, parameters=[w], group=group).synchronize()
+        assert w.grad is kept
+        assert (kept.data == 2).all()
+
+    run_threads(2, rank)
+
+
+def test_the_example_of_register_adapter() -> None:
+    """Word for word as it stands in the docstring."""
+    code = re.search(
+        r"class TinyAdapter.*?register_adapter\(TinyAdapter\(\)\)", register_adapter.__doc__, re.S
+    )
+    assert code is not None
+
+    class tiny:  # noqa: N801 (a module)
+        class Weight:
+            def __init__(self, name: str, w: Any) -> None:
+                self.name, self.w, self.dw = name, w, None
+
+        class Trainer:
+            def __init__(self, weights: Any) -> None:
+                self.weights = weights
+
+            def apply(self) -> None:
+                for weight in self.weights:
+                    weight.w = weight.w - weight.dw
+
+    class hvd:  # noqa: N801
+        register_adapter = staticmethod(register_adapter)
+
+    registered = list(adapters._registered)
+    try:
+        exec(textwrap.dedent(" " * 8 + code[0]), {"tiny": tiny, "hvd": hvd, "Adapter": Adapter})
+
+        def rank(group: Group) -> None:
+            weights = [tiny.Weight("a", np.zeros(2)), tiny.Weight("b", np.zeros(3))]
+            trainer = DistributedOptimizer(tiny.Trainer(weights), group=group)
+            weights[0].dw = np.full(2, 2.0 * group.rank)
+            weights[1].dw = None if group.rank else np.full(3, 4.0)
+            trainer.apply()
+            assert (weights[0].w == -1).all()
+            assert (weights[1].w == -2).all()
+
+        run_threads(2, rank)
+    finally:
+        adapters._registered[:] = registered
+    for wrong in (object(), Adapter):
+        with pytest.raises(TypeError, match="register_adapter needs an object"):
+            register_adapter(wrong)  # type: ignore[arg-type]
+
+
+def test_an_adapter_may_know_the_parameters_of_a_home_made_optimizer() -> None:
+    class Mine(Adapter):
+        def matches(self, obj: object) -> bool:
+            return isinstance(obj, Parameter)
+
+        def gradient(self, parameter: Any) -> Any:
+            return None if parameter.grad is None else parameter.grad[0]
+
+    registered = list(adapters._registered)
+    register_adapter(Mine())
+    try:
+
+        def rank(group: Group) -> None:
+            net = network()
+            optimizer = DistributedOptimizer(Momentum(net), group=group)
+            net["b"].grad = [np.full(2, 2.0 * group.rank)]
+            optimizer.synchronize()
+            assert (net["b"].grad[0] == 1).all()
+
+        run_threads(2, rank)
+    finally:
+        adapters._registered[:] = registered
+
+
+def test_from_numpy_and_to_host_for_numpy_and_numbers() -> None:
+    array = np.ones(2)
+    assert from_numpy(array, np.zeros(2)) is array
+    assert from_numpy(array, object()) is array
+    assert type(from_numpy(np.array(2.5), np.float32(1))) is np.float64
+    assert type(from_numpy(np.array(2.5), 1.0)) is float
+    assert to_host(array) is array
+    assert to_host([1, 2]).tolist() == [1, 2]
+    assert to_host(3).dtype == np.asarray(3).dtype
+
+
+def test_no_framework_is_imported() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from horo_lite import adapters, optimizer, broadcast\n"
+        "class O:\n  params = []\n  def step(self): pass\n"
+        "adapters.adapter_of(O())\n"
+        "print([m for m in ('torch', 'jax', 'tensorflow', 'mpi4py') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

@@ -1,0 +1,388 @@
+"""torch: optimizers, schedulers, scalers, closures, layouts and modules on ranks as threads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import run_threads
+
+torch = pytest.importorskip("torch")
+
+from horo_lite import adapters  # noqa: E402
+from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from horo_lite.collectives import Group, Sum  # noqa: E402
+from horo_lite.compression import Compression  # noqa: E402
+from horo_lite.errors import MismatchError  # noqa: E402
+from horo_lite.optimizer import DistributedOptimizer  # noqa: E402
+
+
+def network(seed: int = 0) -> Any:
+    # Threads share torch's generator: initial values come from one of our own.
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)
+    ).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
+    return net
+
+
+def samples(step: int, n: int = 12) -> tuple[Any, Any]:
+    rng = np.random.default_rng(step)
+    x = torch.from_numpy(rng.standard_normal((n, 1, 4, 4)))
+    return x, torch.from_numpy(rng.integers(0, 3, n))
+
+
+def loss_of(net: Any, x: Any, y: Any) -> Any:
+    return torch.nn.functional.cross_entropy(net(x), y)
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(
+        torch.allclose(p, q, rtol=1e-10, atol=1e-12)
+        for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5, line_search_fn="strong_wolfe"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_give_what_one_process_gives_on_the_whole(name: str, size: int) -> None:
+    def train(optimizer: Any, net: Any, rank: int, size: int) -> list[float]:
+        losses = []
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(5):
+            x, y = (a[rank::size] for a in samples(step))
+
+            def closure(x: Any = x, y: Any = y) -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(net, x, y)
+                loss.backward()
+                return loss
+
+            if name == "lbfgs":
+                losses.append(optimizer.step(closure).item())
+            else:
+                closure()
+                optimizer.step()
+            scheduler.step()
+        return losses
+
+    whole = network()
+    expected = train(OPTIMIZERS[name](whole.parameters()), whole, 0, 1)
+
+    def rank(group: Group) -> bytes:
+        net = network()
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS[name](net.parameters()),
+            named_parameters=net.named_parameters(),
+            group=group,
+        )
+        losses = train(optimizer, net, group.rank, group.size)
+        assert same(net, whole)
+        assert np.allclose(losses, expected, rtol=1e-10)
+        return b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+
+    results = run_threads(size, rank)
+    assert all(result == results[0] for result in results)
+
+
+def test_schedulers_accept_the_wrapper_and_reach_the_inner_one() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        inner = torch.optim.SGD(net.parameters(), lr=0.8)
+        optimizer = DistributedOptimizer(inner, group=group)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert isinstance(optimizer, torch.optim.SGD)
+        before = torch.optim.lr_scheduler.LambdaLR(inner, lambda epoch: 1.0)
+        schedulers = [
+            before,
+            torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        ]
+        loss_of(net, *samples(0)).backward()
+        optimizer.step()
+        before = copy.deepcopy(net)
+        loss_of(net, *samples(0)).backward()
+        optimizer.step()
+        assert not same(net, before)
+        schedulers[1].step()
+        assert inner.param_groups[0]["lr"] == 0.4
+        optimizer.param_groups[0]["lr"] = 0.3
+        assert inner.param_groups[0]["lr"] == 0.3
+        assert "initial_lr" in inner.param_groups[0]
+
+    run_threads(1, rank)
+
+
+def test_cosine_and_one_cycle() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        inner = torch.optim.AdamW(net.parameters())
+        optimizer = DistributedOptimizer(inner, group=group)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+            ],
+            [3],
+        )
+        rates = set()
+        for _ in range(6):
+            optimizer.step()
+            scheduler.step()
+            rates.add(inner.param_groups[0]["lr"])
+        assert len(rates) >= 4
+
+    run_threads(1, rank)
+
+
+def test_state_dict_round_trip_and_deepcopy() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](net.parameters()), group=group)
+        loss_of(net, *samples(group.rank)).backward()
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        assert state["state"][0]["momentum_buffer"] is not None
+        other = DistributedOptimizer(OPTIMIZERS["sgd"](network().parameters()), group=group)
+        other.load_state_dict(state)
+        assert torch.equal(
+            other.state_dict()["state"][0]["momentum_buffer"], state["state"][0]["momentum_buffer"]
+        )
+        deep = copy.deepcopy(optimizer)
+        assert type(deep) is DistributedOptimizer
+        assert deep.inner.param_groups[0]["params"][0] is not next(net.parameters())
+        assert not optimizer.state_dict()["param_groups"][0].get("nonsense")
+
+    run_threads(2, rank)
+
+
+def test_clipping() -> None:
+    def rank(group: Group) -> None:
+        net, whole = network(), network()
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), group=group)
+        single = torch.optim.SGD(whole.parameters(), lr=1.0)
+        for step in range(3):
+            x, y = samples(step)
+            optimizer.zero_grad()
+            loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            single.zero_grad()
+            loss_of(whole, x, y).backward()
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+            single.step()
+        assert same(net, whole)
+
+    run_threads(2, rank)
+
+
+def test_loss_scaling_skips_the_step_on_all_ranks_alike() -> None:
+    def rank(group: Group) -> None:
+        net = network().float()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), compression=Compression.fp16, group=group
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        start = copy.deepcopy(net)
+        for step in range(3):
+            x, y = samples(step)
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, x.float(), y)).backward()
+            if step == 1 and group.rank == 1:
+                net[3].bias.grad[0] = float("inf")
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            before = copy.deepcopy(net)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            assert same(net, before) == (step == 1)
+        assert scaler.get_scale() == 2.0**9
+        assert not same(net, start)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_dtypes_and_layouts(dtype: str) -> None:
+    def rank(group: Group) -> None:
+        of = getattr(torch, dtype)
+        values = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5) % 7 + 2 * group.rank
+        gradients = [
+            values.to(of),
+            values.to(of).contiguous(memory_format=torch.channels_last),
+            values.to(of).permute(3, 1, 0, 2),
+            values.to(of).repeat_interleave(2, 3)[..., ::2],
+            torch.tensor(float(group.rank * 2), dtype=of),
+            torch.zeros(0, 3, dtype=of),
+        ]
+        parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        mine = [parameter.grad for parameter in parameters]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), group=group)
+        optimizer.step()
+        expected = (values - 2 * group.rank + 1).to(of)
+        assert all(p.grad is g for p, g in zip(parameters, mine, strict=True))
+        assert torch.equal(parameters[0].grad, expected)
+        assert torch.equal(parameters[1].grad, expected)
+        assert torch.equal(parameters[2].grad, expected.permute(3, 1, 0, 2))
+        assert torch.equal(parameters[3].grad, expected)
+        assert float(parameters[4].grad) == 1
+        # Missing on one rank.
+        for p in parameters:
+            p.grad = None if group.rank else torch.full_like(p, 4)
+        optimizer.step()
+        assert all(torch.equal(p.grad, torch.full_like(p, 2)) for p in parameters)
+        assert all(p.grad.dtype is of for p in parameters)
+
+    run_threads(2, rank)
+
+
+def test_gradients_that_need_gradients() -> None:
+    def rank(group: Group) -> None:
+        w = torch.nn.Parameter(torch.ones(3))
+        (gradient,) = torch.autograd.grad((w**2).sum() * (group.rank + 1), w, create_graph=True)
+        w.grad = gradient
+        DistributedOptimizer(torch.optim.SGD([w], lr=1.0), group=group).synchronize()
+        assert torch.equal(w.grad.detach(), torch.full((3,), 3.0))
+
+    run_threads(2, rank)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    def rank(group: Group) -> None:
+        net = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=1.0),
+            named_parameters=net.named_parameters(),
+            group=group,
+        )
+        net(torch.tensor([1])).sum().backward()
+        with pytest.raises(TypeError, match=r"the gradient of '0.weight': it is sparse.*sparse=Fa"):
+            optimizer.step()
+
+    run_threads(1, rank)
+
+
+def test_frozen_and_tied_parameters() -> None:
+    def rank(group: Group) -> None:
+        net = torch.nn.Sequential(
+            torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        )
+        net[1].weight = net[0].weight
+        frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        parameters = [*net.parameters(), frozen]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=Sum, group=group)
+        net[0].weight.grad = torch.full((3, 3), 1.0 + group.rank)
+        optimizer.step()
+        assert (net[1].weight.grad == 3).all()
+        assert frozen.grad is None
+
+    run_threads(2, rank)
+
+
+def test_names_come_from_the_model() -> None:
+    def rank(group: Group) -> str:
+        net = network()
+        options = {"named_parameters": net.named_parameters(), "group": group}
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), **options)
+        loss_of(net, *samples(0)).backward()
+        if group.rank:
+            net[3].weight = torch.nn.Parameter(torch.zeros(3, 15).double())
+            optimizer.param_groups[0]["params"][2] = net[3].weight
+            net[3].weight.grad = torch.zeros(3, 15).double()
+        with pytest.raises(MismatchError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    message, other = run_threads(2, rank)
+    assert message == other
+    assert "rank 0 has '3.weight' float64[3, 16], rank 1 has" in message
+
+
+def test_broadcast_module_and_optimizer() -> None:
+    def rank(group: Group) -> None:
+        net = torch.nn.Sequential(network(group.rank), torch.nn.BatchNorm1d(3).double())
+        net[1].running_mean += group.rank
+        net[1].num_batches_tracked += 5 * group.rank
+        kept = list(net.parameters())
+        assert broadcast_parameters(net, root_rank=1, group=group) is net
+        assert all(p is q for p, q in zip(net.parameters(), kept, strict=True))
+        assert all(p.requires_grad for p in kept)
+        assert same(net[0], network(1))
+        assert (net[1].running_mean == 1).all()
+        assert net[1].num_batches_tracked == 5
+
+        for of in (
+            lambda n: n.state_dict(),
+            lambda n: n.named_parameters(),
+            lambda n: n.parameters(),
+            lambda n: torch.optim.SGD(n.parameters(), lr=1.0),
+            lambda n: DistributedOptimizer(torch.optim.SGD(n.parameters(), lr=1.0), group=group),
+            lambda n: {"model": n, "more": [n[0].weight]},
+        ):
+            other = network(group.rank)
+            broadcast_parameters(of(other), root_rank=2, group=group)
+            assert same(other, network(2))
+
+    run_threads(3, rank)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_broadcast_optimizer_state(name: str) -> None:
+    def rank(group: Group) -> None:
+        net = network(group.rank)
+        inner = OPTIMIZERS[name](net.parameters())
+        optimizer = DistributedOptimizer(inner, group=group) if group.rank else inner
+        if group.rank == 1:  # the others have no state yet
+            loss_of(net, *samples(0)).backward()
+            inner.step()
+            inner.param_groups[0]["lr"] = 0.77
+        broadcast_optimizer_state(optimizer, root_rank=1, group=group)
+        assert inner.param_groups[0]["lr"] == 0.77
+        states = group.allgather_object(
+            [
+                {k: np.asarray(v).tolist() for k, v in state.items()}
+                for state in inner.state_dict()["state"].values()
+            ]
+        )
+        assert len(states[0]) == 4
+        assert states[0] == states[1] == states[2]
+        assert inner.param_groups[0]["params"][0] is next(net.parameters())
+
+    run_threads(3, rank)
+
+
+def test_from_numpy_and_to_host() -> None:
+    like = torch.zeros(1)
+    array = np.arange(6.0).reshape(2, 3)
+    made = adapters.from_numpy(array, like)
+    assert isinstance(made, torch.Tensor)
+    assert made.data_ptr() == array.ctypes.data
+    assert adapters.from_numpy(np.array(2.5), like).shape == ()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    host = adapters.to_host(parameter)
+    assert host.ctypes.data == parameter.data_ptr()
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    half = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    assert adapters.to_host(half).dtype == ml_dtypes.bfloat16
+    assert adapters.to_host(half).ctypes.data == half.data_ptr()
+    made = adapters.from_numpy(np.array([1.5, 2], ml_dtypes.bfloat16), like)
+    assert made.dtype is torch.bfloat16
+    assert made.tolist() == [1.5, 2.0]
