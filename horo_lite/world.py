@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horo_lite import launcher
 from horo_lite.errors import HoroLiteError, MismatchError, NotInitializedError, PeerLostError
@@ -105,7 +105,10 @@ def init(
     }
     given["comm"] = comm
     if _forked:
-        _refuse()
+        raise HoroLiteError(
+            f"process {os.getpid()} was forked from a rank (a data loader's worker?) and is no "
+            "rank itself: rank() and size() answer here, but init() is for the parent"
+        )
     if _session is None:
         _session = _join(given)
     for name, value in given.items():
@@ -159,6 +162,8 @@ def _join(given: dict[str, Any]) -> _Session:
     transports = connect(comm, host_of_rank)
     if comm is not None and _ending is not None:
         _ending.transports = transports
+    group = Group(*transports)
+    group.thread_multiple = thread_multiple
     world = World(
         rank=rank,
         size=size,
@@ -170,7 +175,7 @@ def _join(given: dict[str, Any]) -> _Session:
         transport=transports[0].name,
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,
-        group=Group(*transports),
+        group=group,
     )
     # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)
@@ -408,7 +413,7 @@ class _Ending:
     def on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """The excepthook. At a prompt, after shutdown, in a forked child: the previous one alone."""
+        """The excepthook; at a prompt, after shutdown and in forked children the previous one."""
         if _ending is not self or _forked or hasattr(sys, "ps1"):
             self._previous(kind, error, trace)
             return
@@ -474,28 +479,14 @@ def _tell(text: str) -> None:
             time.sleep(0.001)
 
 
-# --- forked children are no ranks ----------------------------------------------------------------
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise HoroLiteError(
-        f"process {os.getpid()} was forked from a rank (a data loader's worker?) and is no rank "
-        "itself: rank(), size() and the like answer here, but nothing can be exchanged"
-    )
-
-
 def _in_child() -> None:
+    """A forked child is no rank: it ends for itself alone, and the group refuses to serve it."""
     global _forked
     if _session is None:
         return
     _forked = True
     if _ending is not None:
         _ending.uninstall()
-    group = _session.world.group
-    for name in dir(type(group)):
-        if not name.startswith("_") and callable(getattr(group, name)):
-            # On the object itself: many hold it, and its engine thread has stayed in the parent.
-            setattr(group, name, _refuse)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,613 @@
+"""Who a rank is, what init() does with what the launcher left, and how a bad end is reported."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from launch import Result, environment, mpi_name, mpiexec_path, run_ranks
+
+import horo_lite as hvd
+from horo_lite import launcher
+from horo_lite.launcher import Cores, Launch
+from horo_lite.world import place_of
+
+# --- without any launcher ------------------------------------------------------------------------
+
+
+def alone(code: str, env: dict[str, str] | None = None) -> Result:
+    return run_ranks(code, 1, env=env, launcher=False)
+
+
+def test_a_world_of_one_needs_nothing_and_leaves_everything_alone() -> None:
+    result = alone(
+        """
+        import os, sys, numpy, threadpoolctl
+        threads = lambda: [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+        before = (threads(), dict(os.environ), sys.excepthook, os.sched_getaffinity(0))
+        import horo_lite as hvd
+        try:
+            hvd.rank()
+        except hvd.NotInitializedError as error:
+            assert "horo_lite.init() first" in str(error), error
+        world = hvd.init()
+        rank, device = world
+        assert (rank, str(device)) == (0, "cpu")
+        assert hvd.init() is world is hvd.world()
+        assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+        assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+        assert world.transport == "solo" and world.thread_multiple and hvd.is_initialized()
+        assert before == (threads(), dict(os.environ), sys.excepthook, os.sched_getaffinity(0))
+        assert "mpi4py" not in sys.modules
+        try:
+            hvd.init(device="cuda")
+        except ValueError as error:
+            assert "device" in str(error) and "shutdown" in str(error), error
+        else:
+            raise AssertionError("other arguments were accepted")
+        hvd.shutdown()
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        try:
+            hvd.size()
+        except hvd.NotInitializedError as error:
+            assert "again" in str(error), error
+        assert hvd.init(device="cpu", threads=1) is not world
+        assert set(threads()) == {1}
+        hvd.shutdown()
+        assert before[:2] == (threads(), dict(os.environ))
+        print("alone")
+        """,
+        {"HORO_LITE_DEVICE": "cpu"},
+    )
+    assert "alone" in result.check().stdout
+
+
+def test_an_exception_in_a_world_of_one_is_any_exception() -> None:
+    result = alone("import horo_lite as hvd\nhvd.init()\nraise ValueError('as ever')")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Traceback"), result
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("device", "gpu", "'cuda:1'"),
+        ("device", "cpu:0", "'cuda:1'"),
+        ("device", "cuda:x", "'cuda:1'"),
+        ("device", "cuda:99", "sees"),
+        ("threads", "none", "positive"),
+        ("threads", "0", "positive"),
+        ("binding", "core", "'keep'"),
+        ("test_hosts", "2,1", "3 ranks, but the world has 1"),
+        ("test_hosts", "1,,", "'2,1'"),
+        ("test_hosts", "0,1", "'2,1'"),
+    ],
+)
+def test_a_wrong_argument_says_what_would_be_right(argument: str, value: str, words: str) -> None:
+    code = f"""
+    import horo_lite as hvd, os
+    for given in ({{"{argument}": "{value}"}}, {{}}):
+        try:
+            hvd.init(**given)
+        except ValueError as error:
+            assert {argument!r} in str(error) and {words!r} in str(error), error
+        else:
+            raise AssertionError("accepted")
+        os.environ["HORO_LITE_{argument.upper()}"] = "{value}"
+    """
+    alone(code).check()
+
+
+# --- pure parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, ("Open MPI", 1, 2)),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+            ("Open MPI", 0, 2),
+        ),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "HYDI_CONTROL_FD": "7"}, ("MPICH", 3, 4)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, ("PMI", 3, 4)),
+        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, ("MVAPICH", 0, 2)),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, ("Slurm", 5, 8)),
+        # The one process of an sbatch script has these two.
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
+        ({"PMIX_RANK": "1"}, ("PMIx", 1, None)),
+    ],
+)
+def test_launchers_are_known_by_their_environment(
+    environ: dict[str, str], expected: tuple[str, int, int] | None
+) -> None:
+    assert launcher.detect(environ) == (expected and Launch(*expected))
+
+
+@pytest.mark.parametrize(
+    "host_of_rank", [[0], [0, 0, 0], [0, 1, 2], [0, 0, 1], [0, 1, 1, 1], [0, 1, 0, 1, 2, 0]]
+)
+def test_places_on_hosts_of_any_size(host_of_rank: list[int]) -> None:
+    places = [place_of(rank, host_of_rank) for rank in range(len(host_of_rank))]
+    for host in set(host_of_rank):
+        here = [places[r] for r, h in enumerate(host_of_rank) if h == host]
+        assert [place[0] for place in here] == list(range(len(here)))
+        assert {place[1] for place in here} == {len(here)}
+    for local_rank in range(len(host_of_rank)):
+        across = [place for place in places if place[0] == local_rank]
+        assert [place[2] for place in across] == list(range(len(across)))
+        assert {place[3] for place in across} <= {len(across)}
+
+
+def test_cores_are_divided_among_those_who_may_use_them() -> None:
+    inf = math.inf
+    for n, ranks in itertools.product(range(1, 9), range(1, 9)):
+        free = [range(n)] * ranks
+        assert launcher.share(free[0], free, inf) == max(1, n // ranks)
+    assert launcher.share([0], [[0], [1]], inf) == 1
+    assert launcher.share(range(4), [range(4), range(4), range(4, 8)], inf) == 2
+    assert launcher.share(range(64), [range(64)] * 2, 4.0) == 2
+    assert launcher.share(range(64), [range(64)] * 2, 0.5) == 1
+
+
+def test_who_leaves_the_cores_where_open_mpi_put_him() -> None:
+    host = tuple(range(8))
+
+    def bound(*own: int, chosen: bool | None = False) -> Cores:
+        return Cores(own, host, chosen, math.inf)
+
+    # Two ranks on a core each, of eight, and nobody asked for it.
+    assert launcher.usable([bound(0), bound(1)], [0, 1]) == [host, host]
+    # Somebody asked, or nobody can tell.
+    assert launcher.usable([bound(0, chosen=True), bound(1)], [0, 1]) == [(0,), (1,)]
+    unseen = [bound(0, chosen=None), bound(1, chosen=None)]
+    assert launcher.usable(unseen, [0, 1]) == [(0,), (1,)]
+    assert launcher.binding(unseen) is None
+    # The hosts without mpiexec know it from the one that has it.
+    assert launcher.usable([bound(0), bound(0, chosen=None)], [1]) == [host]
+    # A fair share, on whatever cores, is kept: there is a reason, such as memory that lies near.
+    halves = [bound(0, 1, 2, 3), bound(4, 5, 6, 7)]
+    assert launcher.usable(halves, [0, 1]) == [halves[0].own, halves[1].own]
+    # Other launchers bind only when they are told to.
+    assert launcher.usable([Cores((0,), (), None, math.inf)], [0]) == [(0,)]
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+SAY = """
+import horo_lite as hvd
+w = hvd.init()
+print("I", w.rank, w.size, w.local_rank, w.local_size, w.cross_rank, w.cross_size,
+      w.transport, hvd.is_homogeneous(), flush=True)
+"""
+
+
+def said(result: Result) -> list[str]:
+    lines = result.check().stdout.splitlines()
+    return sorted(line[2:] for line in lines if line.startswith("I "))
+
+
+@pytest.mark.mpi
+def test_one_host() -> None:
+    assert said(run_ranks(SAY, 2)) == [f"{r} 2 {r} 2 0 1 shm True" for r in range(2)]
+
+
+@pytest.mark.mpi
+def test_one_rank_under_a_launcher_is_a_world_of_one() -> None:
+    code = SAY + "import sys; assert 'mpi4py' not in sys.modules"
+    assert said(run_ranks(code, 1)) == ["0 1 0 1 0 1 solo True"]
+
+
+@pytest.mark.mpi
+def test_pretended_hosts_of_unequal_size() -> None:
+    assert said(run_ranks(SAY, 3, env={"HORO_LITE_TEST_HOSTS": "2,1"})) == [
+        "0 3 0 2 0 2 mpi False",
+        "1 3 1 2 0 1 mpi False",
+        "2 3 0 1 1 2 mpi False",
+    ]
+
+
+@pytest.mark.mpi
+def test_hosts_that_do_not_add_up_fail_on_every_rank() -> None:
+    result = run_ranks(
+        """
+        import horo_lite as hvd
+        try:
+            hvd.init()
+        except ValueError as error:
+            print("I", error)
+        """,
+        2,
+        env={"HORO_LITE_TEST_HOSTS": "2,1"},
+    )
+    assert said(result) == ["test_hosts [2, 1] are 3 ranks, but the world has 2"] * 2
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ("os.environ['HORO_LITE_TEST_HOSTS'] = '1,1'", "test_hosts is None on rank 0"),
+        ("hvd.__version__ = '99'", "version is"),
+        ("os.environ['HORO_LITE_DEVICE'] = 'cuda:99'", "init() failed on rank 1 of 2: device"),
+        (
+            "import horo_lite._native as n; n.cuda_device_count = lambda: 1",
+            "the kind of device is cpu on rank 0",
+        ),
+    ],
+)
+def test_ranks_that_differ_all_hear_of_it(odd: str, words: str) -> None:
+    result = run_ranks(
+        f"""
+        import os
+        import horo_lite as hvd
+        import horo_lite._native as native
+        native.cuda_device_count = lambda: 0
+        if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":
+            {odd}
+        try:
+            hvd.init()
+        except (hvd.MismatchError, ValueError) as error:
+            print("I", type(error).__name__, error)
+        """,
+        2,
+    )
+    lines = said(result)
+    assert len(lines) == 2
+    assert lines[0].startswith("MismatchError")
+    assert words in lines[0]
+    assert "rank 1" in lines[0]
+
+
+@pytest.mark.mpi
+def test_gpus_by_local_rank() -> None:
+    result = run_ranks(
+        """
+        import horo_lite as hvd
+        import horo_lite._native as native
+        native.cuda_device_count = lambda: 2
+        devices = [hvd.init().device]
+        for wanted in ("cuda:1", "cpu", "cuda"):
+            hvd.shutdown()
+            devices.append(hvd.init(device=wanted).device)
+        print("I", hvd.rank(), *devices)
+        """,
+        3,
+    )
+    assert said(result) == [f"{r} cuda:{r % 2} cuda:1 cpu cuda:{r % 2}" for r in range(3)]
+
+
+@pytest.mark.mpi
+def test_communicators_of_the_callers() -> None:
+    result = run_ranks(
+        """
+        from mpi4py import MPI
+        import horo_lite as hvd
+        everyone = MPI.COMM_WORLD
+        part = everyone.Split(everyone.rank == 2, -everyone.rank)
+        w = hvd.init(comm=part)
+        assert hvd.init(comm=part) is w
+        assert hvd.allgather_object(everyone.rank) == ([2] if everyone.rank == 2 else [1, 0])
+        print("I", everyone.rank, w.rank, w.size, w.transport, flush=True)
+        hvd.shutdown()
+        assert hvd.init().size == 3  # MPI was initialised by somebody else
+        assert hvd.allreduce(1.0, op=hvd.Sum) == 3
+        hvd.shutdown()
+        for wrong in (3, [0, 1], MPI.COMM_NULL):
+            try:
+                hvd.init(comm=wrong)
+            except (TypeError, ValueError) as error:
+                assert str(error).startswith("comm "), error
+            else:
+                raise AssertionError("accepted")
+        """,
+        3,
+    )
+    assert said(result) == ["0 1 2 shm", "1 0 2 shm", "2 0 1 solo"]
+
+
+@pytest.mark.mpi
+def test_mpi_without_threads_is_said_once() -> None:
+    result = run_ranks(
+        """
+        import mpi4py
+        mpi4py.rc.threads = False
+        import horo_lite as hvd
+        w = hvd.init()
+        from mpi4py import MPI
+        assert w.thread_multiple == (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        print("I", w.thread_multiple)
+        """,
+        2,
+    )
+    assert said(result) == ["False", "False"]
+    assert result.stderr.count("THREAD_MULTIPLE: asynchronous") == 1
+
+
+@pytest.mark.mpi
+def test_init_is_quick() -> None:
+    """All but MPI's own initialisation and the imports of NumPy and mpi4py takes under 0.15 s."""
+    code = """
+    import time, numpy, mpi4py
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    start, theirs = MPI.Init_thread, []
+    def timed(*level):
+        began = time.perf_counter()
+        start(*level)
+        MPI.COMM_WORLD.Barrier()  # ranks do not start at the same moment
+        theirs.append(time.perf_counter() - began)
+    MPI.Init_thread = timed
+    import horo_lite as hvd
+    began = time.perf_counter()
+    hvd.init()
+    print("I", f"{time.perf_counter() - began - theirs[0]:.3f}")
+    """
+    assert all(0 <= float(seconds) < 0.15 for seconds in said(run_ranks(code, 2)))
+
+
+# --- launchers and libraries that are strangers --------------------------------------------------
+
+
+def test_a_launcher_of_another_make_is_refused() -> None:
+    """What the other make's launcher leaves in the environment, with the library of this one."""
+    marks = {
+        "mpich": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"},
+        "openmpi": {"PMI_SIZE": "2", "PMI_RANK": "1", "HYDI_CONTROL_FD": "7"},
+    }[mpi_name()]
+    check_refusal(alone("import horo_lite as hvd\nhvd.init()", marks), "rank 1 of 2")
+
+
+def test_a_library_that_does_not_know_slurm_is_refused() -> None:
+    env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+    result = alone("import horo_lite as hvd\nhvd.init()", env)
+    check_refusal(result, "rank 2 of 4")
+    assert "srun --mpi=" in result.stderr
+
+
+def other_mpiexec() -> Path:
+    """The other environment's launcher: `make test` makes .venv and .venv-mpich side by side."""
+    name = ".venv" if mpi_name() == "mpich" else ".venv-mpich"
+    return Path(sys.prefix).with_name(name) / "bin/mpiexec"
+
+
+@pytest.mark.mpi
+def test_the_other_environments_mpiexec_is_refused() -> None:
+    if not other_mpiexec().exists():
+        pytest.skip(f"no {other_mpiexec()}")
+    ran = started_by(str(other_mpiexec()), ["-n", "2"], "import horo_lite as hvd; hvd.init()")
+    check_refusal(Result("the other mpiexec", ran.returncode, "", ran.stderr, 0), "of 2")
+
+
+def started_by(
+    mpiexec: str, options: Sequence[str], code: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [mpiexec, *options, sys.executable, "-c", code],
+        env={k: v for k, v in environment(env).items() if "oversubscribe" not in k},
+        cwd=os.sep,  # with -c, Python looks here first
+        capture_output=True,
+        text=True,
+        timeout=30,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def check_refusal(result: Result, who: str) -> None:
+    assert result.returncode != 0
+    text = result.stderr[result.stderr.index("LauncherError: ") :]
+    library = {"openmpi": "Open MPI v", "mpich": "MPICH"}[mpi_name()]
+    for words in (
+        who,
+        library,
+        "one MPI in an environment",
+        "mpiexec on PATH",
+        "--mpi-lib-version",
+    ):
+        assert words in text, str(result)
+
+
+def test_no_mpi_library_says_what_to_install() -> None:
+    result = alone(
+        "import horo_lite as hvd\nhvd.init()",
+        {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "PMI_SIZE": "2", "PMI_RANK": "0"},
+    )
+    assert result.returncode == 1
+    assert "LauncherError" in result.stderr
+    assert "horo_lite[openmpi]" in result.stderr
+
+
+# --- cores and threads ---------------------------------------------------------------------------
+
+THREADS = """
+import os, numpy, threadpoolctl
+def threads():
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+before = threads()
+import horo_lite as hvd
+hvd.init()
+n = len(os.sched_getaffinity(0))
+assert n >= max(before)
+"""
+
+
+@pytest.mark.mpi
+def test_each_rank_gets_its_share_of_the_cores() -> None:
+    result = run_ranks(
+        THREADS
+        + """
+assert set(threads()) == {max(1, n // 2)}, threads()
+assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == str(max(1, n // 2))
+os.environ["MKL_NUM_THREADS"] = "7"
+hvd.shutdown()
+assert threads() == before
+assert "OMP_NUM_THREADS" not in os.environ and os.environ["MKL_NUM_THREADS"] == "7"
+""",
+        2,
+    )
+    result.check()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_who_has_chosen_threads_keeps_them(name: str) -> None:
+    code = THREADS + f"assert threads() == before and os.environ['{name}'] == '2'"
+    run_ranks(code, 2, env={name: "2"}).check()
+
+
+@pytest.mark.mpi
+def test_threads_can_be_given() -> None:
+    code = THREADS + "assert set(threads()) == {3}; assert os.environ['OMP_NUM_THREADS'] == '3'"
+    run_ranks(code, 2, env={"HORO_LITE_THREADS": "3"}).check()
+
+
+def plain_mpiexec(code: str, *options: str, **env: str) -> str:
+    """What one rank prints, started without the --oversubscribe under which Open MPI binds none."""
+    ran = started_by(mpiexec_path(), [*options, "-n", "1"], code, env)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+@pytest.mark.mpi
+def test_open_mpis_binding_is_left_unless_asked_for() -> None:
+    if mpi_name() != "openmpi":
+        pytest.skip("only Open MPI binds without being asked")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    before = "import os; print(len(os.sched_getaffinity(0)))"
+    everything = len(os.sched_getaffinity(0))
+    if int(plain_mpiexec(before)) == everything:
+        pytest.skip("this Open MPI binds nothing by itself")
+    after = (
+        "import os, numpy, horo_lite as hvd; hvd.init()\n"
+        "from threadpoolctl import threadpool_info\n"
+        "counts = {len(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')}\n"
+        "print(counts, {pool['num_threads'] for pool in threadpool_info()})"
+    )
+    # The pools that NumPy made while bound have grown as well.
+    assert plain_mpiexec(after) == f"{{{everything}}} {{{everything}}}"
+    assert plain_mpiexec(after, "--bind-to", "core").startswith("{1}")
+    assert plain_mpiexec(after, PRTE_MCA_hwloc_default_binding_policy="core").startswith("{1}")
+    assert plain_mpiexec(after, HORO_LITE_BINDING="keep").startswith("{1}")
+
+
+# --- ends (more of them, seen from outside, in test_faults.py) -----------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("over", ["", "1,1"])
+def test_the_traceback_is_headed_by_the_rank_and_comes_first(over: str) -> None:
+    """Longer than what a pipe takes at once, so that an abort could overtake it."""
+    result = run_ranks(
+        """
+        import horo_lite as hvd
+        if hvd.init().rank == 1:
+            raise ValueError("first\\n" + 100_000 * "x" + "\\nlast")
+        hvd.barrier()
+        """,
+        2,
+        env={"HORO_LITE_TEST_HOSTS": over},
+    )
+    assert result.returncode != 0
+    lines = result.stderr.replace("\0", "").splitlines()
+    assert lines[0].startswith("[horo_lite] rank 1 of 2 ("), lines[0]
+    end = lines.index("[rank 1] last")
+    assert all(line.startswith("[rank 1] ") for line in lines[1 : end + 1])
+    assert lines[end - 1] == "[rank 1] " + 100_000 * "x"
+    assert result.elapsed_s < 6
+
+
+@pytest.mark.mpi
+def test_an_earlier_excepthook_is_called() -> None:
+    result = run_ranks(
+        """
+        import sys
+        sys.excepthook = lambda kind, error, trace: print("mine:", error, file=sys.stderr)
+        import horo_lite as hvd
+        if hvd.init().rank == 1:
+            raise ValueError("to be seen")
+        hvd.barrier()
+        """,
+        2,
+    )
+    assert result.returncode != 0
+    assert "mine: to be seen" in result.stderr
+    assert "[horo_lite] rank 1 of 2" in result.stderr
+
+
+@pytest.mark.mpi
+def test_after_shutdown_the_excepthook_is_what_it_was() -> None:
+    run_ranks(
+        """
+        import sys
+        import horo_lite as hvd
+        before = sys.excepthook
+        hvd.init()
+        assert sys.excepthook is not before
+        hvd.shutdown()
+        assert sys.excepthook is before
+        """,
+        2,
+    ).check()
+
+
+@pytest.mark.mpi
+def test_one_rank_whose_init_fails_ends_the_job() -> None:
+    result = run_ranks(
+        """
+        import horo_lite as hvd
+        import horo_lite.transports as transports
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank == 1:
+            def connect(*_):
+                raise OSError("no memory for this rank")
+            transports.connect = connect
+        hvd.init()
+        """,
+        2,
+    )
+    assert result.returncode != 0
+    assert "rank 1 of 2" in result.stderr
+    assert "no memory for this rank" in result.stderr
+
+
+@pytest.mark.mpi
+def test_a_childs_end_is_its_own() -> None:
+    result = run_ranks(
+        """
+        import os, sys
+        import horo_lite as hvd
+        w = hvd.init()
+        for end, code in (("sys.exit(5)", 5), ("raise ValueError('its own')", 1), ("pass", 0)):
+            pid = os.fork()
+            if pid == 0:
+                assert (hvd.rank(), hvd.size()) == (w.rank, w.size)
+                try:
+                    hvd.init()
+                except hvd.HoroLiteError as error:
+                    assert "forked" in str(error)
+                exec(end)
+                sys.exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+        hvd.barrier()
+        print("I", "went on")
+        """,
+        2,
+    )
+    assert said(result) == ["went on"] * 2
+    assert "[horo_lite]" not in result.stderr
+
+
+def test_names_are_exported() -> None:
+    assert hvd.Device("cuda", 1) == hvd.Device("cuda", 1)
+    assert str(hvd.Device("cuda", 1)) == "cuda:1"
+    assert str(hvd.Device("cpu")) == "cpu"
