@@ -36,7 +36,8 @@ class Plan:
     memory (i itself for an ordinary one), so that memory shared by two parameters travels once.
     `buckets` are the indices that travel together, the last parameters first, because backward
     passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
-    bucket of its own. `digest` has 63 bits and is the same in every process.
+    bucket of its own. `travelling` are all of them in that order. `digest` has 63 bits and is the
+    same in every process.
     """
 
     entries: tuple[Entry, ...]
@@ -46,6 +47,7 @@ class Plan:
     wire: str
     options: tuple[tuple[str, str], ...] = ()
     buckets: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
+    travelling: tuple[int, ...] = field(init=False, compare=False, repr=False)
     digest: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,13 +55,10 @@ class Plan:
             raise ValueError(
                 "a plan needs one entry, one presence and one owner for each parameter"
             )
-        object.__setattr__(self, "buckets", self._fill_buckets())
+        buckets = self._fill_buckets()
+        object.__setattr__(self, "buckets", buckets)
+        object.__setattr__(self, "travelling", tuple(i for bucket in buckets for i in bucket))
         object.__setattr__(self, "digest", self._hash())
-
-    @property
-    def travelling(self) -> list[int]:
-        """Every index that travels, in the order of the buckets."""
-        return [i for bucket in self.buckets for i in bucket]
 
     def wire_bytes(self, i: int) -> int:
         """Bytes that gradient i takes between ranks; compressed, a float takes two."""

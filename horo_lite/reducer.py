@@ -145,21 +145,23 @@ class Reducer:
         """All gradients hold the result. Every rank calls it; MismatchError where plans differ."""
         try:
             arrays, copied = self._look()
-            plan, n_begun = self._agree(self._describe(arrays))
-            for i in plan.travelling:
-                if arrays[i] is None:
-                    entry = plan.entries[i]
-                    arrays[i] = copied[i] = self._adapter.zeros(entry.dtype, entry.shape)
+            mine = self._describe(arrays)
+            plan, n_begun = self._agree(mine)
+            if plan is not mine:
+                for i in plan.travelling:
+                    if arrays[i] is None:
+                        entry = plan.entries[i]
+                        arrays[i] = copied[i] = self._adapter.zeros(entry.dtype, entry.shape)
             rest = plan.travelling
             if n_begun and self._agreed is not None:
                 early = {i for bucket in self._agreed.buckets[:n_begun] for i in bucket}
-                rest = [i for i in rest if i not in early]
+                rest = tuple(i for i in rest if i not in early)
                 for bucket in self._agreed.buckets[len(self._handles) : n_begun]:
                     self._send(self._agreed, bucket, [arrays[i] for i in bucket])
             if rest:
                 self.group.exchange(
                     [arrays[i] for i in rest],
-                    names=[plan.entries[i].name for i in rest],
+                    names=[self._parameters[i][0] for i in rest],
                     label=self._label,
                     op=self._op,
                     compression=self._compression,
@@ -167,7 +169,8 @@ class Reducer:
                 )
             for handle in self._handles:
                 self.group.synchronize(handle)
-            self._write_back(plan, copied)
+            if copied:
+                self._write_back(plan, copied)
             self._adopt(plan, arrays)
         finally:
             self._reset()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import run_threads
+from launch import run_ranks, run_threads
 
 from horo_lite import adapters
 from horo_lite.adapters import Adapter, from_numpy, register_adapter, to_host
@@ -669,3 +669,56 @@ def test_no_framework_is_imported() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
+
+
+PROCESSES = """
+import pickle
+
+import numpy as np
+import test_optimizer as t
+
+import horo_lite as hvd
+
+world = hvd.init()
+net = t.network(seed=world.rank)
+hvd.broadcast_parameters(net)
+optimizer = hvd.DistributedOptimizer(t.Momentum(net), named_parameters=net.items())
+for step in range(4):
+    optimizer.zero_grad()
+    x, y = t.samples(12, step)
+    t.backward(net, x[world.rank :: world.size], y[world.rank :: world.size])
+    optimizer.step()
+assert t.close(net, t.alone(4))
+bits = [net[name].data.tobytes() for name in net]
+assert world.group.allgather_object(bits) == [bits] * world.size
+
+again = pickle.loads(pickle.dumps(optimizer))
+assert type(again) is hvd.DistributedOptimizer
+assert [name for name, _ in again._own.named()] == ["w", "b"]
+again.params["b"].grad = np.full(2, float(world.rank))
+again.step()
+assert (again.params["b"].grad == (world.size - 1) / 2).all()
+
+if world.size > 1:
+    if world.rank == world.size - 1:
+        net["w"].grad = np.zeros((7, 2))
+    try:
+        optimizer.step()
+        raise AssertionError("no mismatch")
+    except hvd.MismatchError as error:
+        assert f"rank {world.size - 1} has 'w' float64[7, 2]" in str(error), error
+    net["w"].grad = np.zeros((3, 2))
+    optimizer.step()
+hvd.shutdown()
+print("all is well over", world.transport)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "transport"),
+    [(1, "", "solo"), (2, "", "shm"), (3, "", "shm"), (2, "1,1", "mpi"), (4, "2,2", "mpi")],
+)
+def test_processes(ranks: int, hosts: str, transport: str) -> None:
+    result = run_ranks(PROCESSES, ranks, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
+    assert result.stdout.count(f"all is well over {transport}") == ranks

@@ -39,7 +39,7 @@ def plan(
 def test_buckets_are_filled_in_reverse_order() -> None:
     mine = plan(*(entry(f"p{i}", 10) for i in range(5)))  # 40 bytes each
     assert mine.buckets == ((4, 3), (2, 1), (0,))
-    assert mine.travelling == [4, 3, 2, 1, 0]
+    assert mine.travelling == (4, 3, 2, 1, 0)
 
 
 def test_bucket_bytes_are_counted_on_the_wire() -> None:
@@ -75,7 +75,7 @@ def test_every_present_gradient_travels_once(
     present = tuple(data.draw(st.booleans()) for _ in sizes)
     entries = [entry(f"p{i}", n) for i, n in enumerate(sizes)]
     mine = plan(*entries, bucket_bytes=bucket_bytes, present=present)
-    assert mine.travelling == [i for i in reversed(range(len(sizes))) if present[i]]
+    assert mine.travelling == tuple(i for i in reversed(range(len(sizes))) if present[i])
     for bucket in mine.buckets:
         assert len(bucket) == 1 or sum(map(mine.wire_bytes, bucket)) <= bucket_bytes
     for one, next_one in zip(mine.buckets, mine.buckets[1:], strict=False):

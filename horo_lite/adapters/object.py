@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,9 @@ class Adapter:
 
     def gradient(self, parameter: Parameter) -> Array | None:
         """The gradient's own memory, or None if there is none."""
-        if parameter.grad is None:
-            return None
+        gradient = parameter.grad
+        if gradient is None or type(gradient) is np.ndarray:
+            return gradient
         return adapters.to_host(_cell(parameter, "grad")[2])
 
     def set_gradient(self, parameter: Parameter, array: Array) -> None:
@@ -97,7 +99,13 @@ def name_leaves(tree: Any, place: str) -> Named:
         if (pairs := keyed(tree)) is not None:
             return [named for key, leaf in pairs for named in leaves(leaf, join(path, key))]
         if isinstance(tree, (list, tuple)):
-            return [named for i, x in enumerate(tree) for named in leaves(x, f"{path}[{i}]")]
+            return [
+                named
+                for i, x in enumerate(tree)
+                for named in (
+                    leaves(x, f"{path}[{i}]") if _is_container(type(x)) else ((f"{path}[{i}]", x),)
+                )
+            ]
         return [(path, tree)]
 
     return leaves(tree, place if keyed(tree) is None else "")
@@ -110,6 +118,11 @@ def keyed(tree: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(tree, (list, tuple)) and tree and all(map(_is_pair, tree)):
         return list(tree)
     return None
+
+
+@cache
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, (list, tuple, Mapping))
 
 
 def join(path: str, key: object) -> str:

@@ -36,6 +36,10 @@ class TorchAdapter(Adapter):
         gradient = parameter.grad
         if gradient is None:
             return None
+        try:
+            return gradient.numpy()
+        except (RuntimeError, TypeError):
+            pass  # asking first would cost more than all else, for thousands of parameters
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"it is sparse ({gradient.layout}), and only dense gradients are exchanged: make "
