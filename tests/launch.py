@@ -351,8 +351,8 @@ def run_threads(n: int, fn: Callable[[Group], T], *, timeout_s: float = 20) -> l
             transport.abandon("the test's time is over")
         for thread in stuck:
             thread.join(2)
-    for rank, error in errors.items():
-        said.append(f"rank {rank} raised\n{''.join(traceback.format_exception(error))}")
+    for rank, error in errors.items():  # in the order in which they happened
+        said.append(f"rank {rank} raised {error!r}\n{''.join(traceback.format_exception(error))}")
     if said:
         raise RanksFailedError("\n".join(said), errors)
     return [results[rank] for rank in range(n)]

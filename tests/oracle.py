@@ -172,7 +172,7 @@ def wire_bound(inputs: Sequence[Array], wire: str, *, hosts: int = 1) -> Array:
     numbers in float32 costs N * 2^-24 * mean |x_r|. Between hosts a host's sum is rounded too.
     For fp16 (u = 2^-11), what lies far below the largest magnitude m of its block is subnormal
     on the wire and keeps an absolute 2^-37 * m; a block holds 1,024 elements and no tensor's
-    neighbours. For bf16 u is 2^-9, and subnormal numbers of bf16 keep an absolute 2^-133.
+    neighbours. For bf16 u is 2^-8, and subnormal numbers of bf16 keep an absolute 2^-133.
     """
     x = _stack(inputs, np.float64)
     n = len(inputs)
@@ -183,7 +183,7 @@ def wire_bound(inputs: Sequence[Array], wire: str, *, hosts: int = 1) -> Array:
         return np.asarray(accumulation)
     u, absolute = {
         "fp16": (2.0**-11, 2.0**-37 * block_maximum(inputs)),
-        "bf16": (2.0**-9, np.asarray(2.0**-133)),
+        "bf16": (2.0**-8, np.asarray(2.0**-133)),
     }[wire]
     roundings = 1 if hosts == 1 else 2
     relative = (1 + 4 * u) * u * (roundings * mean_magnitude + np.abs(mean))

@@ -70,7 +70,7 @@ WORLDS = [
 @pytest.mark.parametrize(("ranks", "hosts", "transport"), WORLDS)
 def test_processes(ranks: int, hosts: str, transport: str) -> None:
     env = {"HORO_LITE_TEST_SIZE": str(ranks), "HORO_LITE_TEST_HOSTS": hosts}
-    result = run_ranks("import checks; checks.main()", ranks, env=env, timeout_s=90).check()
+    result = run_ranks("import checks; checks.main()", ranks, env=env, timeout_s=50).check()
     assert result.stdout.count(f"{len(checks.CHECKS)} checks passed over {transport}") == ranks
 
 

@@ -56,7 +56,7 @@ def test_the_wire_keeps_its_bound(inputs: list[Array], wire: str) -> None:
     A block is 1,024 elements or fewer, counted from the tensor's own start, with a power-of-two
     scale from its largest finite magnitude m over all ranks. An average over N ranks of one host
     is off by at most (1 + 2^-9) * 2^-11 * (mean |x_r| + |mean|) + 2^-37 * m for fp16, by
-    (1 + 2^-7) * 2^-9 * (mean |x_r| + |mean|) for bf16, and by nothing but float32's additions in
+    (1 + 2^-6) * 2^-8 * (mean |x_r| + |mean|) for bf16, and by nothing but float32's additions in
     rank order for none. All ranks have the same bits.
     """
 
