@@ -74,9 +74,8 @@ size_t total_bytes(const std::vector<TensorRef>& refs) {
   return total;
 }
 
-void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire, double prescale, Factor factor,
-                const std::vector<bool>& skip = {}) {
-  const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size(), skip);
+void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire, double prescale, Factor factor) {
+  const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size());
   group.allreduce(layout, prescale, factor);
 }
 
@@ -172,8 +171,7 @@ double total_weight(const std::vector<Entry>& entries) {
 struct PyJob {
   std::shared_ptr<Job> job;
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<std::vector<bool>> absent;  // everywhere
-  Shared value;                               // what a Python function returned
+  Shared value;  // what a Python function returned
 
   void wait() {
     engine->set_blocked(true);
@@ -196,11 +194,11 @@ struct PyJob {
 };
 
 std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
-                               double weight, nb::bytes missing, nb::callable describe) {
+                               double weight, nb::callable describe) {
   auto job = std::make_shared<PyJob>();
   job->engine = engine;
   job->job = std::make_shared<Job>();
-  job->job->entry = {name, digest, weight, std::string(missing.c_str(), missing.size())};
+  job->job->entry = {name, digest, weight};
   job->job->describe = [held = shared(describe)] {
     const nb::gil_scoped_acquire gil;
     return nb::cast<std::string>(nb::handle(held.get())());
@@ -263,6 +261,13 @@ NB_MODULE(_native, m) {
       .def_prop_ro("layout", &Tensors::layout)
       .def_prop_ro("strided", &Tensors::strided)
       .def_prop_ro("addresses", &Tensors::addresses)
+      .def("buffers",
+           [](const Tensors& tensors) {
+             std::vector<std::pair<uintptr_t, size_t>> buffers;
+             for (const Buffer& b : tensors.buffers()) buffers.emplace_back(reinterpret_cast<uintptr_t>(b.data), b.n_bytes);
+             return buffers;
+           },
+           "Address and size in bytes of each.")
       .def("describe", &Tensors::describe, "index"_a);
 
   nb::class_<Segment>(m, "Segment")
@@ -276,14 +281,7 @@ NB_MODULE(_native, m) {
       .def("close_descriptor", &Segment::close_descriptor)
       .def_prop_ro("fd", &Segment::fd)
       .def_prop_ro("token", &Segment::token)
-      .def("bytes",
-           [](const std::shared_ptr<Segment>& segment, size_t offset, size_t n_bytes) {
-             // A view of shared memory; it keeps the mapping alive.
-             auto* owner = new std::shared_ptr<Segment>(segment);
-             nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<Segment>*>(p); });
-             return nb::ndarray<nb::numpy, uint8_t>(segment->data() + offset, {n_bytes}, capsule);
-           },
-           "offset"_a, "n_bytes"_a);
+      .def_prop_ro("address", [](const Segment& segment) { return reinterpret_cast<uintptr_t>(segment.data()); });
 
   nb::class_<Group>(m, "ShmGroup", "The ranks of one host, meeting in shared memory.")
       .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(), "segment"_a,
@@ -315,17 +313,21 @@ NB_MODULE(_native, m) {
           "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0)
       .def(
           "exchange",
-          [](Group& g, const Tensors& stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
+          [](Group& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
             std::vector<Wanted> parts;
             for (nb::handle one : wanted) {
               const auto [source, begin, into] = nb::cast<std::tuple<int, size_t, nb::object>>(one);
               parts.push_back({source, begin, nb::cast<Tensors&>(into).buffers()});
             }
-            const std::vector<Buffer> out = stream.buffers();
+            std::vector<Buffer> out;
+            for (nb::handle tensors : stream) {
+              for (const Buffer& buffer : nb::cast<Tensors&>(tensors).buffers()) out.push_back(buffer);
+            }
             const nb::gil_scoped_release release;
             g.shm.exchange(out, stream_bytes, parts);
           },
           "stream"_a, "stream_bytes"_a, "wanted"_a)
+      .def("check_peers", [](Group& g) { g.shm.check_peers(-1); }, "Raises PeerLostError if a peer has died or given up.")
       .def("abandon", [](Group& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
       .def("leave", [](Group& g) { g.shm.leave(); });
 
@@ -394,7 +396,6 @@ NB_MODULE(_native, m) {
              return job.job->done();
            })
       .def("wait", &PyJob::wait)
-      .def("absent", [](const PyJob& job) { return job.absent ? *job.absent : std::vector<bool>(); })
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
@@ -417,41 +418,30 @@ NB_MODULE(_native, m) {
           "submit_allreduce",
           [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<Group>& group, const std::string& name,
              uint64_t digest, nb::object tensors, const std::string& op, const std::string& wire, double prescale,
-             double scale, double divisor, bool weighted, double weight, nb::bytes missing, nb::callable describe) {
-            auto job = new_job(engine, name, digest, weight, missing, describe);
-            job->absent = std::make_shared<std::vector<bool>>();
-            Tensors* refs = &nb::cast<Tensors&>(tensors);
-            job->job->run = [=, held = shared(tensors), absent = job->absent, op = op_of(op),
-                             wire = wire_of(wire)](const std::vector<Entry>& entries) {
-              const size_t n = refs->refs().size();
-              absent->assign(n, true);
-              for (const Entry& entry : entries) {
-                for (size_t i = 0; i < n; ++i) {
-                  if (entry.missing.empty() || entry.missing[i] != '1') (*absent)[i] = false;
-                }
-              }
+             double scale, double divisor, bool weighted, double weight, nb::callable describe) {
+            auto job = new_job(engine, name, digest, weight, describe);
+            const Tensors* refs = &nb::cast<Tensors&>(tensors);
+            job->job->run = [=, held = shared(tensors), op = op_of(op), wire = wire_of(wire)](const std::vector<Entry>& entries) {
               const double total = weighted ? total_weight(entries) : 1.0;
-              all_reduce(group->shm, refs->refs(), op, wire, prescale, {scale, total == 0.0 ? 1.0 : divisor * total}, *absent);
+              all_reduce(group->shm, refs->refs(), op, wire, prescale, {scale, divisor * (total == 0.0 ? 1.0 : total)});
             };
             engine->submit(job->job);
             return job;
           },
           "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a, "weighted"_a,
-          "weight"_a, "missing"_a, "describe"_a)
+          "weight"_a, "describe"_a)
       .def(
           "submit_call",
           [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest, nb::callable function,
-             double weight, nb::bytes missing, nb::callable describe) {
-            auto job = new_job(engine, name, digest, weight, missing, describe);
+             double weight, nb::callable describe) {
+            auto job = new_job(engine, name, digest, weight, describe);
             std::weak_ptr<PyJob> weak = job;
             job->job->run = [held = shared(function), weak](const std::vector<Entry>& entries) {
               const nb::gil_scoped_acquire gil;
-              nb::list said;
-              for (const Entry& entry : entries) {
-                said.append(nb::make_tuple(entry.weight, nb::bytes(entry.missing.data(), entry.missing.size())));
-              }
+              std::vector<double> weights;
+              for (const Entry& entry : entries) weights.push_back(entry.weight);
               try {
-                nb::object value = nb::handle(held.get())(said);
+                nb::object value = nb::handle(held.get())(weights);
                 if (const auto strong = weak.lock()) strong->value = shared(value);
               } catch (nb::python_error& error) {
                 if (error.matches(error_class("MismatchError")) || error.matches(PyExc_ValueError)) {
@@ -463,5 +453,5 @@ NB_MODULE(_native, m) {
             engine->submit(job->job);
             return job;
           },
-          "name"_a, "digest"_a, "function"_a, "weight"_a, "missing"_a, "describe"_a);
+          "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a);
 }

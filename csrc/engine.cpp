@@ -164,7 +164,6 @@ void Engine::round() {
       mine.string(entry.name);
       mine.number(entry.digest);
       mine.real(entry.weight);
-      mine.string(entry.missing);
     }
     news_.clear();
   }
@@ -182,7 +181,6 @@ void Engine::round() {
       entry.name = reader.string();
       entry.digest = reader.number();
       entry.weight = reader.real();
-      entry.missing = reader.string();
       if (r == 0) order_.push_back(entry.name);
       Known& known = known_[entry.name];
       known.entries.resize(n_ranks);

@@ -52,7 +52,6 @@ struct Entry {
   std::string name;
   uint64_t digest = 0;  // of everything that must be alike
   double weight = 1.0;
-  std::string missing;  // one byte a tensor, '1' where this rank has none; empty: it has all
 };
 
 class Job {

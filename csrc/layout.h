@@ -11,7 +11,7 @@
 namespace horo {
 
 struct TensorRef {
-  void* address;  // null: this rank has none
+  void* address;
   size_t n_elements;
   DType dtype;
 };
@@ -26,16 +26,14 @@ struct Piece {
 
 class Layout {
  public:
-  // `skip[i]` true: tensor i takes no part. Every rank must pass the same sizes, dtypes and options.
-  Layout(std::vector<TensorRef> tensors, Op op, Wire wire, size_t chunk_bytes, int n_shares,
-         const std::vector<bool>& skip = {})
+  // Every rank must pass the same sizes, dtypes and options.
+  Layout(std::vector<TensorRef> tensors, Op op, Wire wire, size_t chunk_bytes, int n_shares)
       : tensors_(std::move(tensors)), n_shares_(n_shares) {
     kernels_.reserve(tensors_.size());
     for (const TensorRef& tensor : tensors_) kernels_.push_back(&select_kernels(tensor.dtype, wire, op));
     std::vector<Piece> runs;
     size_t chunk_size = 0;
     for (uint32_t t = 0; t < tensors_.size(); ++t) {
-      if (!skip.empty() && skip[t]) continue;
       const Kernels& kernels = *kernels_[t];
       for (size_t first = 0; first < tensors_[t].n_elements;) {
         const size_t room = chunk_bytes > chunk_size ? chunk_bytes - chunk_size : 0;
@@ -76,10 +74,7 @@ class Layout {
 
   void decode(size_t chunk, int share, const uint8_t* image) const {
     for (const Piece& piece : pieces(chunk, share)) {
-      void* destination = source(piece);
-      if (destination != nullptr) {
-        kernels_[piece.tensor]->decode(image + piece.offset, piece.n_elements, destination);
-      }
+      kernels_[piece.tensor]->decode(image + piece.offset, piece.n_elements, source(piece));
     }
   }
 
@@ -114,7 +109,6 @@ class Layout {
 
   void* source(const Piece& piece) const {
     const TensorRef& tensor = tensors_[piece.tensor];
-    if (tensor.address == nullptr) return nullptr;
     return static_cast<uint8_t*>(tensor.address) + piece.first * kernels_[piece.tensor]->item_bytes;
   }
 

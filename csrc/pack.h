@@ -30,8 +30,8 @@ struct ReduceArgs {
   const uint8_t* const* wires;  // one wire image per contributor, in rank order; ignored at index `own`
   int n_contributors;
   int own;                // whose contribution lies in `source` instead of on a wire; -1: nobody's
-  const void* source;     // this rank's elements, or null: it contributes zeros
-  double prescale;        // multiplies `source` before it counts
+  const void* source;     // this rank's elements
+  double prescale;        // multiplies `source` before it counts; 0: counts as zeros, whatever it is
   size_t n_elements;      // starts at a block boundary of its tensor
   Factor factor;
   uint8_t* wire;          // out: the result as it travels on

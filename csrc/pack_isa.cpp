@@ -146,8 +146,6 @@ inline A finished(A value, const Factor& factor) {
   }
 }
 
-alignas(64) const uint8_t kZeros[kBlockElements * sizeof(long double)] = {};
-
 constexpr size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 // --- Plain: the wire holds elements of type W, sums are kept in A ----------------------------------------------------
@@ -162,7 +160,7 @@ struct Plain {
 
   static void encode(const void* source, size_t n, double prescale, uint8_t* wire) {
     auto* out = reinterpret_cast<W*>(wire);
-    if (source == nullptr || prescale == 0.0) {
+    if (prescale == 0.0) {
       std::memset(out, 0, n * sizeof(W));
     } else if (kIdentity && prescale == 1.0) {
       std::memcpy(out, source, n * sizeof(W));
@@ -212,11 +210,10 @@ struct Plain {
     alignas(64) A sum[kBlockElements];
     alignas(64) W own_wire[kBlockElements];
     const Factor factor = simplified(args.factor);
-    const bool in_place = kIdentity && args.prescale == 1.0 && args.source != nullptr;
+    const bool in_place = kIdentity && args.prescale == 1.0;
     for (size_t first = 0; first < args.n_elements; first += kBlockElements) {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
-      const auto* source = static_cast<const T*>(args.source);
-      if (source != nullptr) source += first;
+      const T* source = static_cast<const T*>(args.source) + first;
       auto* destination = static_cast<T*>(args.destination);
       if (destination != nullptr) destination += first;
       auto* wire = reinterpret_cast<W*>(args.wire) + first;
@@ -303,7 +300,7 @@ struct ScaledHalf {
   static void encode_block(const void* source, size_t n, double prescale, uint8_t* block) {
     alignas(64) Real tile[kBlockElements];
     const Real* x = tile;
-    if (source == nullptr || prescale == 0.0) {
+    if (prescale == 0.0) {
       set_exponent(block, kMaxScale);
       std::memset(elements(block), 0, n * sizeof(uint16_t));
       return;
@@ -349,8 +346,8 @@ struct ScaledHalf {
 
   static void encode(const void* source, size_t n_elements, double prescale, uint8_t* wire) {
     for (size_t first = 0; first < n_elements; first += kBlockElements, wire += kBlockBytes) {
-      const auto* x = static_cast<const T*>(source);
-      encode_block(x == nullptr ? nullptr : x + first, std::min(kBlockElements, n_elements - first), prescale, wire);
+      const auto* x = static_cast<const T*>(source) + first;
+      encode_block(x, std::min(kBlockElements, n_elements - first), prescale, wire);
     }
   }
 
@@ -372,8 +369,8 @@ struct ScaledHalf {
     }
     for (size_t first = 0, offset = 0; first < args.n_elements; first += kBlockElements, offset += kBlockBytes) {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
-      const auto* source = static_cast<const T*>(args.source);
-      if (args.own >= 0) encode_block(source == nullptr ? nullptr : source + first, n, args.prescale, own_block);
+      const T* source = static_cast<const T*>(args.source) + first;
+      if (args.own >= 0) encode_block(source, n, args.prescale, own_block);
       auto contribution = [&](int r) -> const uint8_t* {
         return r == args.own ? own_block : args.wires[r] + offset;
       };

@@ -1,0 +1,182 @@
+"""How bytes get from rank to rank: one small interface, one file a way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from horo_lite import _native
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Header", "Transport", "connect"]
+
+
+class Header(NamedTuple):
+    """What one rank says when all meet."""
+
+    digest: int
+    """A hash of everything that must be alike on all ranks, at most 63 bits."""
+    count: int
+    """Something that may differ, such as a size."""
+    weight: float
+    """This rank's weight in a weighted average."""
+
+
+class Transport(Protocol):
+    """What the collectives need. All ranks make the same calls in the same order.
+
+    Only `agree` finds out whether they do; whoever calls anything else has agreed before. A peer
+    that dies, leaves or gives up while this rank waits for it raises PeerLostError.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    def agree(
+        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
+    ) -> list[Header]:
+        """All ranks have met; everyone's header in rank order. `label` is for error messages."""
+
+    def allreduce(
+        self,
+        tensors: _native.Tensors,
+        *,
+        op: str,
+        wire: str,
+        prescale: float,
+        scale: float,
+        divisor: float,
+    ) -> None:
+        """Every tensor holds reduced(prescale * x over all ranks) * scale / divisor, in place."""
+
+    def broadcast(self, tensors: _native.Tensors, root: int) -> None:
+        """Every tensor holds what the root's holds."""
+
+    def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
+        """receive[r] holds what rank r sent, for every other rank r; the own one is untouched."""
+
+    def alltoall(
+        self,
+        send: Sequence[_native.Tensors],
+        receive: Sequence[_native.Tensors],
+        n_bytes: Sequence[Sequence[int]],
+    ) -> None:
+        """receive[r] holds what rank r had in send[this rank]; the own part is untouched.
+
+        n_bytes[s][d] is what rank s sends to rank d, known to all.
+        """
+
+    def abandon(self, reason: str) -> None:
+        """Peers that wait for this rank, now or later, raise PeerLostError. Never blocks."""
+
+    def leave(self) -> None:
+        """This rank takes part in nothing any more; peers that wait for it raise. Never blocks."""
+
+    def close(self) -> None:
+        """What the transport holds is given back."""
+
+
+class Local(NamedTuple):
+    """The ranks of this host, and the memory they share."""
+
+    comm: MPI.Comm
+    segment: _native.Segment
+    group_bytes: int
+    scratch_bytes: int
+    """For each of the two transports; 0 where all ranks are on one host."""
+    pids: list[int]
+    names: list[str]
+
+    def group(self, which: int) -> _native.ShmGroup:
+        return _native.ShmGroup(
+            self.segment,
+            which * self.group_bytes,
+            self.comm.rank,
+            self.comm.size,
+            self.pids,
+            self.names,
+        )
+
+    def scratch(self, which: int) -> int:
+        """The address of memory that all ranks of this host see."""
+        offset = 2 * self.group_bytes + which * self.scratch_bytes
+        return self.segment.address + offset
+
+
+def connect(comm: MPI.Comm | None, host_of_rank: Sequence[int]) -> tuple[Transport, Transport]:
+    """Two independent transports over the ranks of `comm`: for direct calls and for the engine.
+
+    Collective over `comm`. `host_of_rank[r]` numbers the host that rank r runs on; ranks with equal
+    numbers share memory. `comm` None is a world of one.
+    """
+    if comm is None or comm.size == 1:
+        from horo_lite.transports.solo import SoloTransport
+
+        return SoloTransport(), SoloTransport()
+    hosts = sorted(set(host_of_rank))
+    local = _local(comm, hosts.index(host_of_rank[comm.rank]), len(hosts))
+    if local is None:
+        warnings.warn(
+            "horo_lite: the ranks of a host cannot open each other's memory through /proc "
+            "(different users, or containers with separate process namespaces); they exchange "
+            "through MPI instead, which is slower",
+            stacklevel=3,
+        )
+        hosts = list(range(comm.size))
+        local = _local(comm, comm.rank, len(hosts))
+        if local is None:
+            raise OSError("shared memory could not be made on this host: see the system's limits")
+    if len(hosts) == 1:
+        from horo_lite.transports.shm import ShmTransport
+
+        return ShmTransport(local.group(0)), ShmTransport(local.group(1))
+    from horo_lite.transports.mpi import MpiTransport
+
+    return MpiTransport(comm, local, 0), MpiTransport(comm, local, 1)
+
+
+def _local(comm: MPI.Comm, host: int, n_hosts: int) -> Local | None:
+    """This rank's host; None, on every rank, if some host's ranks cannot share memory."""
+    from horo_lite.transports.mpi import scratch_bytes
+
+    # As `comm` numbers them: ranks of a host keep their order.
+    neighbours = comm.Split(host, comm.rank)
+    group_bytes = _native.ShmGroup.memory_bytes(neighbours.size)
+    scratch = scratch_bytes(neighbours.size) if n_hosts > 1 else 0
+    n_bytes = 2 * (group_bytes + scratch)
+    segment = None
+    opened = True
+    where: tuple[int, int, int] | None = None
+    if neighbours.rank == 0:
+        try:
+            segment = _native.Segment.create(n_bytes)
+            where = (os.getpid(), segment.fd, segment.token)
+        except OSError:
+            opened = False
+    where = neighbours.bcast(where)
+    if segment is None and where is not None:
+        try:
+            segment = _native.Segment.open(where[0], where[1], n_bytes, where[2])
+        except (OSError, RuntimeError):
+            opened = False
+    if not all(comm.allgather(opened and segment is not None)):
+        neighbours.Free()
+        return None
+    assert segment is not None
+    segment.close_descriptor()
+    pid, name = os.getpid(), f"rank {comm.rank} (pid {os.getpid()} on {socket.gethostname()})"
+    people: list[tuple[int, str]] = neighbours.allgather((pid, name))
+    return Local(
+        neighbours,
+        segment,
+        group_bytes,
+        scratch,
+        [pid for pid, _ in people],
+        [name for _, name in people],
+    )
