@@ -89,11 +89,7 @@ class ShmChannel : public Channel {
   int size() const override { return group_->shm.size(); }
   std::vector<std::string> meet(const std::string& mine) override {
     ShmGroup& shm = group_->shm;
-    // The others' engines may be asleep.
-    for (int r = 0; r < size(); ++r) {
-      if (r != rank()) enter_and_ring(r);
-    }
-    const auto headers = shm.agree("the matching of asynchronous operations", {0, static_cast<int64_t>(mine.size()), 0});
+    const auto headers = shm.agree("the matching of asynchronous operations", {0, static_cast<int64_t>(mine.size()), 0}, true);
     std::vector<std::string> all(size());
     std::vector<size_t> sizes(size());
     std::vector<Wanted> wanted;
@@ -107,12 +103,11 @@ class ShmChannel : public Channel {
     return all;
   }
   void wait(double timeout_s) override { group_->shm.wait_for_bell(timeout_s); }
-  void wake() override { group_->shm.ring(rank()); }
+  void wake() override { group_->shm.ring_bell(rank()); }
   bool peer_is_ahead() override { return group_->shm.peer_is_ahead(); }
   void abandon(const std::string& reason) override { group_->shm.abandon(reason); }
 
  private:
-  void enter_and_ring(int r) { group_->shm.ring(r); }
   std::shared_ptr<Group> group_;
 };
 
@@ -174,7 +169,7 @@ struct PyJob {
   Shared value;  // what a Python function returned
 
   void wait() {
-    engine->set_blocked(true);
+    engine->set_awaited(job);
     try {
       while (!job->done()) {
         {
@@ -185,10 +180,10 @@ struct PyJob {
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
       }
     } catch (...) {
-      engine->set_blocked(false);
+      engine->set_awaited(nullptr);
       throw;
     }
-    engine->set_blocked(false);
+    engine->set_awaited(nullptr);
     job->result();
   }
 };
@@ -401,10 +396,12 @@ NB_MODULE(_native, m) {
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
       .def_static(
           "over_shm",
-          [](std::shared_ptr<Group> group, nb::callable explain) {
-            return new_engine(std::make_unique<ShmChannel>(std::move(group)), explain, true);
+          [](std::shared_ptr<Group> group, std::shared_ptr<Group> direct, nb::callable explain) {
+            auto engine = new_engine(std::make_unique<ShmChannel>(std::move(group)), explain, true);
+            engine->direct_waits = [direct] { return direct->shm.n_waits(); };
+            return engine;
           },
-          "group"_a, "explain"_a)
+          "group"_a, "direct"_a, "explain"_a)
       .def_static(
           "over_channel",
           [](nb::object channel, nb::callable explain, bool thread) {
@@ -412,7 +409,6 @@ NB_MODULE(_native, m) {
           },
           "channel"_a, "explain"_a, "thread"_a)
       .def("n_in_flight", &Engine::n_in_flight)
-      .def("set_blocked", &Engine::set_blocked, "blocked"_a)
       .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "submit_allreduce",
@@ -422,6 +418,7 @@ NB_MODULE(_native, m) {
             auto job = new_job(engine, name, digest, weight, describe);
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
             job->job->run = [=, held = shared(tensors), op = op_of(op), wire = wire_of(wire)](const std::vector<Entry>& entries) {
+              group->shm.agree(entries[0].name, {});
               const double total = weighted ? total_weight(entries) : 1.0;
               all_reduce(group->shm, refs->refs(), op, wire, prescale, {scale, divisor * (total == 0.0 ? 1.0 : total)});
             };

@@ -15,7 +15,7 @@ namespace {
 constexpr double kBlockedSeconds = 0.05;
 constexpr double kForeverSeconds = 3600.0;
 
-// What a rank says in a round: its epoch, then its news.
+// What a rank says in a round: which wait it is in, then its news.
 class Writer {
  public:
   void number(uint64_t value) { text_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
@@ -111,9 +111,19 @@ void Engine::submit(std::shared_ptr<Job> job) {
   channel_->wake();
 }
 
-void Engine::set_blocked(bool blocked) {
-  const uint64_t epoch = blocked_epoch_.load();
-  if ((epoch % 2 == 1) != blocked) blocked_epoch_.store(epoch + 1);
+void Engine::set_awaited(std::shared_ptr<Job> job) {
+  const std::lock_guard lock(mutex_);
+  awaited_ = std::move(job);
+  ++n_awaited_;
+}
+
+// Which wait the training thread is in; 0: in none, or in one that is over even if it has not woken up yet.
+uint64_t Engine::waiting() {
+  const uint64_t direct = direct_waits();
+  const std::lock_guard lock(mutex_);
+  if (stopping_ && !jobs_.empty()) return 1;
+  if (awaited_ != nullptr && !awaited_->done()) return 2 * n_awaited_;
+  return direct % 2 == 1 ? 2 * direct + 1 : 0;
 }
 
 size_t Engine::n_in_flight() {
@@ -136,16 +146,19 @@ void Engine::loop() {
 void Engine::pump(double timeout_s) {
   try {
     const auto should_meet = [this] {
-      const std::lock_guard lock(mutex_);
-      if (broken_) std::rethrow_exception(broken_);
-      return !news_.empty() || channel_->peer_is_ahead();
+      {
+        const std::lock_guard lock(mutex_);
+        if (broken_) std::rethrow_exception(broken_);
+        if (!news_.empty()) return true;
+      }
+      return channel_->peer_is_ahead();
     };
     if (!should_meet()) {
-      const uint64_t epoch = blocked_epoch_.load();
+      const uint64_t wait = waiting();
       channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
       // Blocked all through a wait while some name waits for its match: tell the others, who may be blocked as well.
       // Told twice, since only then it is certain that all were blocked at one moment.
-      const bool stuck = !known_.empty() && epoch % 2 == 1 && blocked_epoch_.load() == epoch && n_stuck_rounds_ < 2;
+      const bool stuck = !known_.empty() && wait != 0 && waiting() == wait && n_stuck_rounds_ < 2;
       if (!stuck && !should_meet()) return;
     }
     round();
@@ -156,8 +169,8 @@ void Engine::pump(double timeout_s) {
 
 void Engine::round() {
   Writer mine;
-  const uint64_t epoch = blocked_epoch_.load();
-  mine.number(epoch);
+  const uint64_t wait = waiting();
+  mine.number(wait);
   {
     const std::lock_guard lock(mutex_);
     for (const Entry& entry : news_) {
@@ -170,11 +183,11 @@ void Engine::round() {
   const std::vector<std::string> everyone = channel_->meet(mine.text());
 
   const int n_ranks = channel_->size();
-  std::vector<uint64_t> epochs(n_ranks);
+  std::vector<uint64_t> waits(n_ranks);
   bool something_new = false;
   for (int r = 0; r < n_ranks; ++r) {
     Reader reader(everyone[r]);
-    epochs[r] = reader.number();
+    waits[r] = reader.number();
     while (!reader.at_end()) {
       something_new = true;
       Entry entry;
@@ -201,13 +214,12 @@ void Engine::round() {
     run(name, entries);
   }
 
-  const bool all_blocked = std::all_of(epochs.begin(), epochs.end(), [](uint64_t e) { return e % 2 == 1; });
-  const bool same_as_before = epochs == last_epochs_;
-  n_stuck_rounds_ = epoch % 2 == 1 && !last_epochs_.empty() && last_epochs_[channel_->rank()] == epoch
-                        ? n_stuck_rounds_ + 1
-                        : (epoch % 2 == 1 ? 1 : 0);
-  last_epochs_ = epochs;
-  if (!something_new && ready.empty() && all_blocked && same_as_before && !known_.empty()) fail_unmatched();
+  const bool all_wait = std::all_of(waits.begin(), waits.end(), [](uint64_t w) { return w != 0; });
+  const bool nothing_moved = !something_new && ready.empty() && waits == last_waits_;
+  const bool still = !last_waits_.empty() && wait != 0 && last_waits_[channel_->rank()] == wait;
+  n_stuck_rounds_ = wait == 0 ? 0 : still ? n_stuck_rounds_ + 1 : 1;
+  last_waits_ = waits;
+  if (all_wait && nothing_moved && !known_.empty()) fail_unmatched();
 }
 
 std::shared_ptr<Job> Engine::take(const std::string& name) {
@@ -289,7 +301,6 @@ void Engine::drain() {
     stopping_ = true;
   }
   channel_->wake();
-  set_blocked(true);
   while (true) {
     {
       const std::lock_guard lock(mutex_);

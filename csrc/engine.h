@@ -84,10 +84,15 @@ class Engine {
          std::function<std::string(const std::string&, const std::vector<std::string>&)> explain, bool thread);
   ~Engine();
 
+  // Whether the training thread waits in a direct call: a number that changes whenever that begins or ends, odd while it
+  // lasts. To be set before the first submission, or not at all.
+  std::function<uint64_t()> direct_waits = [] { return uint64_t{0}; };
+
+
   // Throws std::invalid_argument where the name is in flight already.
   void submit(std::shared_ptr<Job> job);
-  // The training thread starts or stops waiting: when all ranks do and nothing can run, that is a mismatch.
-  void set_blocked(bool blocked);
+  // The training thread waits for this job (null: for none). When all ranks wait and nothing can run, that is a mismatch.
+  void set_awaited(std::shared_ptr<Job> job);
   bool threaded() const { return threaded_; }
   // One look at what there is to do; for engines without a thread.
   void pump(double timeout_s);
@@ -105,6 +110,7 @@ class Engine {
   void loop();
   void round();
   void run(const std::string& name, const std::vector<Entry>& entries);
+  uint64_t waiting();
   void fail_unmatched();
   void fail_all(std::exception_ptr error);
   std::shared_ptr<Job> take(const std::string& name);
@@ -114,20 +120,21 @@ class Engine {
   bool threaded_;
   std::thread thread_;
 
-  std::mutex mutex_;  // guards what follows
+  // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want this.
+  std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Job>> jobs_;  // in flight
   std::deque<Entry> news_;                            // submitted, not yet told
   std::exception_ptr broken_;
+  std::shared_ptr<Job> awaited_;
+  uint64_t n_awaited_ = 0;
   bool stopping_ = false;
   bool stopped_ = false;
-
-  std::atomic<uint64_t> blocked_epoch_{0};  // odd while the training thread waits
 
   // Only for the engine's own thread.
   std::map<std::string, Known> known_;  // told by some ranks, not yet by all; alike on every rank
   std::vector<std::string> order_;      // of rank 0's submissions
-  std::vector<uint64_t> last_epochs_;   // what every rank's blocked_epoch_ was in the last round
-  int n_stuck_rounds_ = 0;              // in a row in which this rank told the same blocked_epoch_
+  std::vector<uint64_t> last_waits_;    // what every rank said of its waiting in the last round
+  int n_stuck_rounds_ = 0;              // in a row in which this rank said it was in the same wait
 };
 
 }  // namespace horo

@@ -26,7 +26,8 @@ constexpr size_t kSlotBytes = 256 * 1024;
 constexpr size_t kSmallestChunk = 32 * 1024;
 // Ranks pack this many chunks ahead of the one being reduced, so that nobody waits for the slowest at every step.
 constexpr size_t kAhead = 2;
-constexpr size_t kSlots = kAhead + 2;
+// Enough that nobody overwrites what a peer may still read: see allreduce().
+constexpr size_t kSlots = kAhead + 4;
 
 constexpr size_t kTextBytes = 480;
 constexpr double kIdleSeconds = 0.05;
@@ -54,6 +55,16 @@ void futex_wake(std::atomic<uint32_t>& value) { syscall(SYS_futex, word(value), 
 
 // Counters wrap round: "a has reached b".
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+// Odd while somebody waits.
+class Waiting {
+ public:
+  explicit Waiting(std::atomic<uint64_t>& counter) : counter_(counter) { counter_.fetch_add(1); }
+  ~Waiting() { counter_.fetch_add(1); }
+
+ private:
+  std::atomic<uint64_t>& counter_;
+};
 
 // Walks through a list of buffers as if they were one.
 class Cursor {
@@ -149,6 +160,7 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     if (reached(flag.value.load(std::memory_order_acquire), value)) return;
     pause_briefly();
   }
+  const Waiting waiting(n_waits_);
   while (true) {
     flag.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
@@ -225,7 +237,7 @@ void ShmGroup::leave() {
 
 // --- meeting ----------------------------------------------------------------------------------------------------------
 
-std::vector<Header> ShmGroup::agree(const std::string& label, Header mine) {
+std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool ring) {
   if (!broken_.empty()) throw PeerLost("the world can no longer be used: " + broken_);
   RankBlock& own = block(rank_);
   const size_t n = std::min(label.size(), kTextBytes - 1);
@@ -234,13 +246,16 @@ std::vector<Header> ShmGroup::agree(const std::string& label, Header mine) {
   ++entered_;
   own.headers[entered_ % 2] = mine;
   signal(own.entered, entered_);
+  for (int r = 0; ring && r < size_; ++r) {
+    if (r != rank_) ring_bell(r);
+  }
   wait_for_all(&RankBlock::entered, entered_);
   std::vector<Header> headers(size_);
   for (int r = 0; r < size_; ++r) headers[r] = block(r).headers[entered_ % 2];
   return headers;
 }
 
-void ShmGroup::ring(int rank) {
+void ShmGroup::ring_bell(int rank) {
   Flag& bell = block(rank).bell;
   bell.value.fetch_add(1, std::memory_order_seq_cst);
   if (bell.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(bell.value);
@@ -272,9 +287,10 @@ size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
 // order, its own contribution read where it lies, and leaves the result in its tensors and in its slot; everyone
 // unpacks what the others own. Three chunks are under way at any time.
 //
-// Slot chunk % kSlots may be packed again once this rank has unpacked the chunk that lay there: unpacking waited for
-// everyone's reduction, so nobody still reads the contributions. A result may be overwritten by the next reduction in
-// that slot, which waited for everyone's packing of the same chunk, and they pack a slot only after unpacking it.
+// When this rank packs chunk p = c + kAhead at the start of step c, it has seen everyone's reduction of chunk c - 2, which
+// a peer signals in its own step c - 2, after it unpacked chunk c - 4 = p - kSlots and all before it. So nobody reads what
+// the slot held. (Shares of different chunks may overlap in a slot: it matters that the whole of it is free.) The next
+// operation begins with a meeting, when everyone is done with this one.
 void ShmGroup::allreduce(const Layout& layout, double prescale, Factor factor) {
   RankBlock& own = block(rank_);
   const size_t n_chunks = layout.n_chunks();

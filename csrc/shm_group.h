@@ -53,8 +53,9 @@ class ShmGroup {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // All ranks meet; returns everyone's header in rank order. `label` is what messages call this moment.
-  std::vector<Header> agree(const std::string& label, Header mine);
+  // All ranks meet; returns everyone's header in rank order. `label` is what messages call this moment. With `ring`, the
+  // others' bells ring once this rank is seen to be ahead of them.
+  std::vector<Header> agree(const std::string& label, Header mine, bool ring = false);
 
   // In place over the layout's tensors; `layout` is one of chunk_bytes(…) and size() shares.
   void allreduce(const Layout& layout, double prescale, Factor factor);
@@ -73,11 +74,14 @@ class ShmGroup {
   // This rank takes part in nothing any more; who waits for it raises PeerLost.
   void leave();
 
-  // For the engine: a bell that wakes this rank's engine, and whether some peer has entered a meeting this rank has not.
-  void ring(int rank);
+  // For the engine: a bell that wakes a rank's engine, and whether some peer has entered a meeting this rank has not.
+  void ring_bell(int rank);
   bool peer_is_ahead() const;
   // Returns when rung, when a peer is ahead, or after the time-out.
   void wait_for_bell(double timeout_s);
+
+  // A number that changes whenever this rank begins or stops to wait for others, odd while it does.
+  uint64_t n_waits() const { return n_waits_.load(); }
 
   // Called while waiting, a few times a second, so that signals are seen; throws to stop waiting.
   std::function<void()> on_idle;
@@ -103,6 +107,7 @@ class ShmGroup {
   std::vector<std::string> names_;
   std::string broken_;  // why this group can no longer be used
   bool oversubscribed_;
+  std::atomic<uint64_t> n_waits_{0};
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;
   uint32_t reduced_ = 0;

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from horo_lite.world import init as init
+    from horo_lite.adapters import Adapter as Adapter
+    from horo_lite.adapters import register_adapter as register_adapter
+    from horo_lite.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
+    from horo_lite.broadcast import broadcast_parameters as broadcast_parameters
+    from horo_lite.collectives import *  # noqa: F403
+    from horo_lite.compression import Compression as Compression
+    from horo_lite.compression import Compressor as Compressor
+    from horo_lite.data import DistributedSampler as DistributedSampler
+    from horo_lite.data import partition_dataset as partition_dataset
+    from horo_lite.errors import *  # noqa: F403
+    from horo_lite.optimizer import DistributedOptimizer as DistributedOptimizer
+    from horo_lite.world import *  # noqa: F403
 
+__version__ = "0.1.0"
+
+# Where each public name is defined. Nothing is imported before it is used.
 _HOME = {
-    "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "
-    "cross_size is_homogeneous device World Device",
-    "collectives": "Average Sum Min Max Product Op Group Handle",
-    "compression": "Compression Compressor",
-    "optimizer": "DistributedOptimizer",
-    "broadcast": "broadcast_parameters broadcast_optimizer_state",
-    "adapters": "Adapter register_adapter",
-    "data": "DistributedSampler partition_dataset",
-    "errors": "HoroLiteError NotInitializedError MismatchError PeerLostError StallError "
-    "LauncherError",
+    name: home
+    for home, names in {
+        "adapters": "Adapter register_adapter",
+        "broadcast": "broadcast_parameters broadcast_optimizer_state",
+        "collectives": "Average Sum Min Max Product Op Group Handle allreduce allreduce_ "
+        "allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_ "
+        "grouped_allreduce_async grouped_allreduce_async_ reducescatter reducescatter_async "
+        "allgather allgather_async broadcast broadcast_ broadcast_async broadcast_async_ alltoall "
+        "alltoall_async barrier broadcast_object allgather_object synchronize poll",
+        "compression": "Compression Compressor",
+        "data": "DistributedSampler partition_dataset",
+        "errors": "HoroLiteError NotInitializedError MismatchError PeerLostError StallError "
+        "LauncherError",
+        "optimizer": "DistributedOptimizer",
+        "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "
+        "cross_size is_homogeneous device World Device",
+    }.items()
+    for name in names.split()
 }
+__all__ = sorted(_HOME)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing the files world.py and broadcast.py must not hide the functions of those names.
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -6,9 +6,9 @@ import enum
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from horo_lite.transports import Header, Transport
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Array = Any
 """A NumPy array, or anything that gives CPU memory through DLPack or the buffer protocol."""
 
@@ -360,10 +361,12 @@ class Group:
 
     def synchronize(self, handle: Handle) -> Any:
         """The operation is complete; its result, or what went wrong."""
+        self._check_usable()
         return handle.wait()
 
     def poll(self, handle: Handle) -> bool:
         """Whether `synchronize(handle)` would return (or raise) at once."""
+        self._check_usable()
         return handle.done()
 
     def close(self) -> None:
@@ -393,20 +396,8 @@ class Group:
 
     def _run(self, operation: Callable[[Transport], T]) -> T:
         self._check_usable()
-        with self._lock, self._blocked():
+        with self._lock:
             return operation(self.transport)
-
-    @contextmanager
-    def _blocked(self) -> Iterator[None]:
-        engine = self._engine
-        if engine is None:
-            yield
-            return
-        engine.set_blocked(True)
-        try:
-            yield
-        finally:
-            engine.set_blocked(False)
 
     def _agree(
         self,
@@ -552,7 +543,10 @@ class Group:
             from horo_lite.transports.shm import ShmTransport
 
             if isinstance(self._async_transport, ShmTransport):
-                self._engine = _native.Engine.over_shm(self._async_transport.group, explain)
+                assert isinstance(self.transport, ShmTransport)
+                self._engine = _native.Engine.over_shm(
+                    self._async_transport.group, self.transport.group, explain
+                )
             else:
                 from horo_lite.transports.mpi import MpiChannel, MpiTransport
 
@@ -863,3 +857,41 @@ def _exchange_bytes(transport: Transport, mine: bytes, sizes: Sequence[int]) -> 
 
 def _unpickled(data: Sequence[bytes]) -> list[Any]:
     return [pickle.loads(one) for one in data]
+
+
+# The same for the world's group, as functions.
+
+
+def _of_world(method: Callable[Concatenate[Group, P], T]) -> Callable[P, T]:
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        from horo_lite.world import world
+
+        return method(world().group, *args, **kwargs)
+
+    return call
+
+
+allreduce = _of_world(Group.allreduce)
+allreduce_ = _of_world(Group.allreduce_)
+allreduce_async = _of_world(Group.allreduce_async)
+allreduce_async_ = _of_world(Group.allreduce_async_)
+grouped_allreduce = _of_world(Group.grouped_allreduce)
+grouped_allreduce_ = _of_world(Group.grouped_allreduce_)
+grouped_allreduce_async = _of_world(Group.grouped_allreduce_async)
+grouped_allreduce_async_ = _of_world(Group.grouped_allreduce_async_)
+reducescatter = _of_world(Group.reducescatter)
+reducescatter_async = _of_world(Group.reducescatter_async)
+allgather = _of_world(Group.allgather)
+allgather_async = _of_world(Group.allgather_async)
+broadcast = _of_world(Group.broadcast)
+broadcast_ = _of_world(Group.broadcast_)
+broadcast_async = _of_world(Group.broadcast_async)
+broadcast_async_ = _of_world(Group.broadcast_async_)
+alltoall = _of_world(Group.alltoall)
+alltoall_async = _of_world(Group.alltoall_async)
+barrier = _of_world(Group.barrier)
+broadcast_object = _of_world(Group.broadcast_object)
+allgather_object = _of_world(Group.allgather_object)
+synchronize = _of_world(Group.synchronize)
+poll = _of_world(Group.poll)

@@ -135,8 +135,8 @@ class MpiTransport:
         # Where each host's image of the whole window would begin.
         images = [inbox.ctypes.data + arrival - own_begin for arrival in arrivals]
         layout.reduce(window, host, images, scale, divisor, self._total)
-        mine = self._memory(self._total + own_begin, own_size)
-        self._wait([across.Iallgatherv([mine, byte], [total, (sizes, begins), byte])])
+        in_place = self._mpi.IN_PLACE
+        self._wait([across.Iallgatherv(in_place, [total, (sizes, begins), byte])])
 
     def _meet_locally(self) -> None:
         if self._local.size > 1:
