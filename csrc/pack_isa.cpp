@@ -65,8 +65,14 @@ inline void store_half(uint16_t* p, Lanes x) { *p = half_bits(x); }
 
 // --- scalars ----------------------------------------------------------------------------------------------------
 
-template <class T>
-constexpr bool kIsFloat = std::is_floating_point_v<T> || std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>;
+// 128 bits are for sums of 64-bit integers on their way to an average.
+template <class A>
+constexpr bool kIsInteger =
+    std::is_integral_v<A> || std::is_same_v<A, __int128> || std::is_same_v<A, unsigned __int128>;
+
+// Where integers wrap round, as NumPy's do, without undefined behaviour.
+template <class A>
+using Wrapping = std::conditional_t<(sizeof(A) > 8), unsigned __int128, uint64_t>;
 
 template <class A, class T>
 inline A widen(T value) {
@@ -98,15 +104,13 @@ inline A combine(A a, A b) {
   } else if constexpr (op == Op::kMax) {
     return (b > a || b != b) ? b : a;
   } else if constexpr (op == Op::kProduct) {
-    if constexpr (std::is_integral_v<A>) {
-      using U = std::make_unsigned_t<A>;  // wraps round like NumPy, without undefined behaviour
-      return static_cast<A>(static_cast<uint64_t>(static_cast<U>(a)) * static_cast<uint64_t>(static_cast<U>(b)));
+    if constexpr (kIsInteger<A>) {
+      return static_cast<A>(static_cast<Wrapping<A>>(a) * static_cast<Wrapping<A>>(b));
     } else {
       return a * b;
     }
-  } else if constexpr (std::is_integral_v<A>) {
-    using U = std::make_unsigned_t<A>;
-    return static_cast<A>(static_cast<U>(a) + static_cast<U>(b));
+  } else if constexpr (kIsInteger<A>) {
+    return static_cast<A>(static_cast<Wrapping<A>>(a) + static_cast<Wrapping<A>>(b));
   } else {
     return a + b;
   }
@@ -115,7 +119,7 @@ inline A combine(A a, A b) {
 // A product with a user's factor: integers go through double and are cut towards zero.
 template <class A>
 inline A scaled(A value, double factor) {
-  if constexpr (std::is_integral_v<A>) {
+  if constexpr (kIsInteger<A>) {
     return static_cast<A>(static_cast<double>(value) * factor);
   } else {
     return value * static_cast<A>(factor);
@@ -127,15 +131,16 @@ bool is_power_of_two(double x) {
   return std::frexp(std::fabs(x), &exponent) == 0.5;
 }
 
-// Divisions by powers of two are exact multiplications.
+// Divisions by powers of two are exact multiplications, of floats.
+template <class A>
 Factor simplified(Factor factor) {
-  if (is_power_of_two(factor.divisor)) return {factor.scale / factor.divisor, 1.0};
+  if (!kIsInteger<A> && is_power_of_two(factor.divisor)) return {factor.scale / factor.divisor, 1.0};
   return factor;
 }
 
 template <class A>
 inline A finished(A value, const Factor& factor) {
-  if constexpr (std::is_integral_v<A>) {
+  if constexpr (kIsInteger<A>) {
     if (factor.scale == 1.0) {
       const auto divisor = static_cast<A>(factor.divisor);
       if (static_cast<double>(divisor) == factor.divisor) return divisor == 1 ? value : value / divisor;
@@ -187,7 +192,7 @@ struct Plain {
   static void reduce_pair(const W* a, const W* b, size_t n, const Factor& factor, W* wire, T* destination) {
     if constexpr (kIdentity && std::is_same_v<W, A>) {
       T* second = destination == nullptr ? reinterpret_cast<T*>(wire) : destination;
-      if (factor.divisor == 1.0 && !std::is_integral_v<A>) {
+      if (factor.divisor == 1.0 && !kIsInteger<A>) {
         const A scale = static_cast<A>(factor.scale);
 #pragma GCC ivdep
         for (size_t i = 0; i < n; ++i) {
@@ -209,7 +214,7 @@ struct Plain {
   static void reduce(const ReduceArgs& args) {
     alignas(64) A sum[kBlockElements];
     alignas(64) W own_wire[kBlockElements];
-    const Factor factor = simplified(args.factor);
+    const Factor factor = simplified<A>(args.factor);
     const bool in_place = kIdentity && args.prescale == 1.0;
     for (size_t first = 0; first < args.n_elements; first += kBlockElements) {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
@@ -360,7 +365,7 @@ struct ScaledHalf {
   static void reduce(const ReduceArgs& args) {
     alignas(64) float sum[kBlockElements];
     alignas(64) uint8_t own_block[kBlockBytes];
-    const Factor factor = simplified(args.factor);
+    const Factor factor = simplified<float>(args.factor);
     const double growth = std::fabs(args.factor.scale / args.factor.divisor) *
                           ((op == Op::kSum || op == Op::kAverage) ? args.n_contributors : 1);
     int shift = 0;  // ceil(log2(growth)): by how much the result may be larger than the largest contribution
@@ -456,7 +461,7 @@ const Kernels* scaled_half(Op op) {
 // Averages are divided once, at the last hop: on the way there the sum needs more room than the type may have.
 template <class T>
 const Kernels* integer(Op op) {
-  using Wide = std::conditional_t<std::is_unsigned_v<T>, uint64_t, int64_t>;
+  using Wide = std::conditional_t<(sizeof(T) > 4), __int128, int64_t>;
   return op == Op::kAverage ? plain<T, Wide, Wide>(op) : plain<T, T, T>(op);
 }
 
