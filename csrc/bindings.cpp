@@ -265,6 +265,13 @@ NB_MODULE(_native, m) {
            "Address and size in bytes of each.")
       .def("describe", &Tensors::describe, "index"_a);
 
+  m.def(
+      "check_reducible",
+      [](const Tensors& tensors, const std::string& op) {
+        for (const TensorRef& ref : tensors.refs()) select_kernels(ref.dtype, Wire::kNone, op_of(op));
+      },
+      "tensors"_a, "op"_a, "Raises ValueError for a dtype for which the op has no meaning.");
+
   nb::class_<Segment>(m, "Segment")
       .def_static("create", [](size_t n_bytes) { return std::make_shared<Segment>(Segment::create(n_bytes)); }, "n_bytes"_a)
       .def_static(

@@ -362,6 +362,8 @@ void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<siz
     }
     signal(own.reduced, ++reduced_);
   }
+  // Nobody reads a slot any more: what follows need not begin with a meeting.
+  if (n_rounds != 0) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(n_rounds));
 }
 
 }  // namespace horo

@@ -6,6 +6,7 @@ import enum
 import os
 import pickle
 import threading
+from array import array as PlainArray
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -788,13 +789,18 @@ def _label(kind: str, name: str | None) -> str:
 
 
 def _exportable(x: Array) -> Array:
-    return x if isinstance(x, np.ndarray) else adapters.to_host(x)
+    """`x` as something whose memory the core can read."""
+    if isinstance(x, (np.ndarray, memoryview, PlainArray, bytearray)):
+        return x
+    return adapters.to_host(x)
 
 
 def _view(x: Array) -> NDArray[Any]:
     """`x` as a NumPy array over the same memory."""
     host = _exportable(x)
-    return host if isinstance(host, np.ndarray) else np.from_dlpack(host)
+    if isinstance(host, (np.ndarray, np.generic)) or not hasattr(host, "__dlpack__"):
+        return np.asarray(host)
+    return np.from_dlpack(host)
 
 
 def _copy(x: Array) -> Array:

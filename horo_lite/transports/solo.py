@@ -30,6 +30,9 @@ class SoloTransport:
         scale: float,
         divisor: float,
     ) -> None:
+        # Where there is nothing to compute, it should still be an error to ask for what has no
+        # meaning on several ranks.
+        _native.check_reducible(tensors, op)
         if prescale * scale != divisor:
             (alone,) = _native.thread_group(1)
             alone.allreduce(tensors, op, "none", prescale, scale, divisor)
