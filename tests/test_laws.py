@@ -20,7 +20,7 @@ import horo_lite as hvd
 from horo_lite import Average, Compression, Group, Sum
 
 # Every example starts threads: fewer examples than usual, and no limit on their time.
-law = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+law = settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
 
 wires = st.sampled_from(["none", "fp16", "bf16"])
 sizes = st.integers(1, 5)
@@ -209,7 +209,9 @@ def test_every_op_of_every_dtype(
 
 @law
 @given(
-    weights=st.lists(st.floats(0, 2.0**20, width=32), min_size=1, max_size=5),
+    weights=st.lists(
+        st.just(0.0) | st.floats(2.0**-10, 2.0**20, width=32), min_size=1, max_size=5
+    ),
     factor=st.sampled_from([0.25, 2.0, 1024.0]),
     wire=wires,
     seed=seeds,
@@ -217,7 +219,6 @@ def test_every_op_of_every_dtype(
 def test_weights(weights: list[float], factor: float, wire: str, seed: int) -> None:
     """sum(w x) / sum(w), and nothing but the ratios of the weights counts."""
     assume(sum(weights) > 0)
-    assume(all(w == 0 or w > 1e-10 * max(weights) for w in weights))
     n = len(weights)
     inputs = [sample(rank, (1500,), np.float32, seed=seed) for rank in range(n)]
 
