@@ -117,13 +117,25 @@ void Engine::set_awaited(std::shared_ptr<Job> job) {
   ++n_awaited_;
 }
 
-// Which wait the training thread is in; 0: in none, or in one that is over even if it has not woken up yet.
+// Which wait the training thread has been in for some time; 0: in none, or in one that is over even if it has not woken
+// up yet. Odd: a wait for an asynchronous operation.
 uint64_t Engine::waiting() {
   const uint64_t direct = direct_waits();
-  const std::lock_guard lock(mutex_);
-  if (stopping_ && !jobs_.empty()) return 1;
-  if (awaited_ != nullptr && !awaited_->done()) return 2 * n_awaited_;
-  return direct % 2 == 1 ? 2 * direct + 1 : 0;
+  uint64_t wait = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_ && !jobs_.empty()) wait = 1;
+    else if (awaited_ != nullptr && !awaited_->done()) wait = 2 * n_awaited_ + 1;
+    else if (direct % 2 == 1) wait = 2 * direct;
+  }
+  const auto now = std::chrono::steady_clock::now();
+  if (wait != wait_) {
+    wait_ = wait;
+    wait_began_ = now;
+  }
+  // Whether a direct call is over is known only once its thread runs again.
+  const double patience_s = wait % 2 == 1 ? kBlockedSeconds : 6 * kBlockedSeconds;
+  return std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait;
 }
 
 size_t Engine::n_in_flight() {
@@ -154,11 +166,10 @@ void Engine::pump(double timeout_s) {
       return channel_->peer_is_ahead();
     };
     if (!should_meet()) {
-      const uint64_t wait = waiting();
       channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
-      // Blocked all through a wait while some name waits for its match: tell the others, who may be blocked as well.
-      // Told twice, since only then it is certain that all were blocked at one moment.
-      const bool stuck = !known_.empty() && wait != 0 && waiting() == wait && n_stuck_rounds_ < 2;
+      // This rank waits while some name lacks its match: tell the others, who may be waiting as well. Told twice, since
+      // only then it is certain that all did at one moment.
+      const bool stuck = !known_.empty() && waiting() != 0 && n_stuck_rounds_ < 2;
       if (!stuck && !should_meet()) return;
     }
     round();
@@ -214,7 +225,9 @@ void Engine::round() {
     run(name, entries);
   }
 
-  const bool all_wait = std::all_of(waits.begin(), waits.end(), [](uint64_t w) { return w != 0; });
+  // Direct calls that all ranks wait in will end by themselves.
+  const bool all_wait = std::all_of(waits.begin(), waits.end(), [](uint64_t w) { return w != 0; }) &&
+                        std::any_of(waits.begin(), waits.end(), [](uint64_t w) { return w % 2 == 1; });
   const bool nothing_moved = !something_new && ready.empty() && waits == last_waits_;
   const bool still = !last_waits_.empty() && wait != 0 && last_waits_[channel_->rank()] == wait;
   n_stuck_rounds_ = wait == 0 ? 0 : still ? n_stuck_rounds_ + 1 : 1;

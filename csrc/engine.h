@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -133,6 +134,8 @@ class Engine {
   // Only for the engine's own thread.
   std::map<std::string, Known> known_;  // told by some ranks, not yet by all; alike on every rank
   std::vector<std::string> order_;      // of rank 0's submissions
+  uint64_t wait_ = 0;  // see waiting()
+  std::chrono::steady_clock::time_point wait_began_;
   std::vector<uint64_t> last_waits_;    // what every rank said of its waiting in the last round
   int n_stuck_rounds_ = 0;              // in a row in which this rank said it was in the same wait
 };
