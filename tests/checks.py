@@ -139,15 +139,11 @@ def check_integer_averages_are_exact(group: Group) -> None:
     for dtype in oracle.INTEGERS:
         info = np.iinfo(dtype)
         ends = np.array([info.max, info.max, info.min, info.min, 0, 1], dtype)
-        x, inputs = everyone(
-            group, lambda rank, ends=ends: ends - np.array([0, rank, 0, 0, 0, 0], ends.dtype)
-        )
-        assert_exact(group, group.allreduce(x, Average), inputs, "average")
+        inputs = [ends - np.array([0, rank, 0, 0, 0, 0], dtype) for rank in range(group.size)]
+        assert_exact(group, group.allreduce(inputs[group.rank], Average), inputs, "average")
         if info.min < 0:
-            x, inputs = everyone(
-                group, lambda rank, t=dtype: np.array([-1 - rank, -7, 7, rank - 3], t)
-            )
-            assert_exact(group, group.allreduce(x, Average), inputs, "average")
+            inputs = [np.array([-1 - rank, -7, 7, rank - 3], dtype) for rank in range(group.size)]
+            assert_exact(group, group.allreduce(inputs[group.rank], Average), inputs, "average")
 
 
 def check_float32_is_added_in_rank_order(group: Group) -> None:
@@ -158,13 +154,13 @@ def check_float32_is_added_in_rank_order(group: Group) -> None:
         return np.asarray(random.standard_normal(50_000) * 10.0 ** random.integers(-6, 7, 50_000))
 
     for dtype in (np.float32, np.float64):
-        x, inputs = everyone(group, lambda rank, t=dtype: make(rank).astype(t))
+        inputs = [make(rank).astype(dtype) for rank in range(group.size)]
         hosts = hosts_of(group)
         if group.size > 2 and dtype == np.float32:
             backwards = rank_order_reference(inputs[::-1], "sum")
             assert not same_bits(backwards, rank_order_reference(inputs, "sum", hosts=hosts))
         for op in ("sum", "average"):
-            assert_exact(group, group.allreduce(x, OP_OF[op]), inputs, op)
+            assert_exact(group, group.allreduce(inputs[group.rank], OP_OF[op]), inputs, op)
 
 
 def check_scaling(group: Group) -> None:
@@ -438,8 +434,8 @@ def check_bits_do_not_depend_on_company(group: Group) -> None:
 
 def check_allgather(group: Group) -> None:
     for dtype in (*oracle.INTEGERS, *oracle.FLOATS, np.dtype(bool)):
-        x, inputs = everyone(group, lambda rank, t=dtype: sample(rank, (rank * 3 % 5, 4), t))
-        out = group.allgather(x)
+        inputs = [sample(rank, (rank * 3 % 5, 4), dtype) for rank in range(group.size)]
+        out = group.allgather(inputs[group.rank])
         assert same_bits(out, oracle.allgather_reference(inputs))
     x, inputs = everyone(group, lambda rank: sample(rank, (100_000 * (rank + 1), 2), np.float32))
     assert same_bits(group.allgather(x), oracle.allgather_reference(inputs))
@@ -612,15 +608,14 @@ def check_async_and_sync_together(group: Group) -> None:
 
 
 def check_a_name_in_flight_is_taken(group: Group) -> None:
-    handle = None
+    if group.rank != 0:
+        group.barrier()
+    handle = group.allreduce_async(np.ones(3), name="taken")
     if group.rank == 0:
-        handle = group.allreduce_async(np.ones(3), name="taken")
         if group.size > 1:
             with pytest.raises(ValueError, match="taken"):
                 group.allreduce_async(np.ones(3), name="taken")
-    group.barrier()
-    if group.rank != 0:
-        handle = group.allreduce_async(np.ones(3), name="taken")
+        group.barrier()
     assert np.all(group.synchronize(handle) == 1)
     again = group.allreduce_async(np.ones(3), name="taken")
     assert np.all(group.synchronize(again) == 1)

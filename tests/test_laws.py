@@ -61,7 +61,8 @@ def test_the_wire_keeps_its_bound(inputs: list[Array], wire: str) -> None:
     """
 
     def reduce(group: Group) -> Array:
-        return group.allreduce(inputs[group.rank], compression=WIRES[wire])
+        out: Array = group.allreduce(inputs[group.rank], compression=WIRES[wire])
+        return out
 
     outs = run_threads(len(inputs), reduce)
     assert len({digest([out]) for out in outs}) == 1
@@ -86,7 +87,8 @@ def test_what_is_not_finite_stays_alone(rows: list[list[float]], wire: str) -> N
     bad = ~np.all(np.isfinite(inputs), axis=0)
 
     def reduce(group: Group) -> Array:
-        return group.allreduce(inputs[group.rank], compression=WIRES[wire])
+        out: Array = group.allreduce(inputs[group.rank], compression=WIRES[wire])
+        return out
 
     for out in run_threads(len(inputs), reduce):
         np.testing.assert_array_equal(~np.isfinite(out), bad)
@@ -173,7 +175,8 @@ def test_layouts_change_nothing(
 
     def reduce(group: Group) -> Array:
         x = arranged(group.rank)
-        return group.allreduce_(x) if in_place else group.allreduce(x)
+        out: Array = group.allreduce_(x) if in_place else group.allreduce(x)
+        return out
 
     expected = rank_order_reference(inputs, "average")
     for out in run_threads(n_ranks, reduce):
@@ -209,9 +212,7 @@ def test_every_op_of_every_dtype(
 
 @law
 @given(
-    weights=st.lists(
-        st.just(0.0) | st.floats(2.0**-10, 2.0**20, width=32), min_size=1, max_size=5
-    ),
+    weights=st.lists(st.just(0.0) | st.floats(2.0**-10, 2.0**20, width=32), min_size=1, max_size=5),
     factor=st.sampled_from([0.25, 2.0, 1024.0]),
     wire=wires,
     seed=seeds,
