@@ -105,6 +105,7 @@ class ShmChannel : public Channel {
   void wait(double timeout_s) override { group_->shm.wait_for_bell(timeout_s); }
   void wake() override { group_->shm.ring_bell(rank()); }
   bool peer_is_ahead() override { return group_->shm.peer_is_ahead(); }
+  void check(int rank, const std::string& name) override { group_->shm.check_peers(rank, name); }
   void abandon(const std::string& reason) override { group_->shm.abandon(reason); }
 
  private:
@@ -140,6 +141,10 @@ class PythonChannel : public Channel {
   bool peer_is_ahead() override {
     const nb::gil_scoped_acquire gil;
     return nb::cast<bool>(call("peer_is_ahead"));
+  }
+  void check(int rank, const std::string& name) override {
+    const nb::gil_scoped_acquire gil;
+    call("check", rank, name);
   }
   void abandon(const std::string& reason) override {
     const nb::gil_scoped_acquire gil;
@@ -329,7 +334,8 @@ NB_MODULE(_native, m) {
             g.shm.exchange(out, stream_bytes, parts);
           },
           "stream"_a, "stream_bytes"_a, "wanted"_a)
-      .def("check_peers", [](Group& g) { g.shm.check_peers(-1); }, "Raises PeerLostError if a peer has died or given up.")
+      .def("check_peers", [](Group& g, const std::string& label) { g.shm.check_peers(-1, label); }, "label"_a,
+           "Raises PeerLostError if a peer has died or given up.")
       .def("abandon", [](Group& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
       .def("leave", [](Group& g) { g.shm.leave(); });
 

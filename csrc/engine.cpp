@@ -167,6 +167,7 @@ void Engine::pump(double timeout_s) {
     };
     if (!should_meet()) {
       channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
+      check_peers();
       // This rank waits while some name lacks its match: tell the others, who may be waiting as well. Told twice, since
       // only then it is certain that all did at one moment.
       const bool stuck = !known_.empty() && waiting() != 0 && n_stuck_rounds_ < 2;
@@ -268,6 +269,15 @@ void Engine::run(const std::string& name, const std::vector<Entry>& entries) {
   }
   take(name);
   job->finish(error);
+}
+
+void Engine::check_peers() {
+  for (const auto& [name, known] : known_) {
+    if (!known.has[channel_->rank()]) continue;  // not this rank's loss
+    for (int r = 0; r < channel_->size(); ++r) {
+      if (!known.has[r]) channel_->check(r, name);
+    }
+  }
 }
 
 // All ranks wait, none for an operation that all have submitted: every name in flight is somebody's alone.

@@ -44,6 +44,8 @@ class Channel {
   virtual void wait(double timeout_s) = 0;
   virtual void wake() = 0;
   virtual bool peer_is_ahead() = 0;
+  // Throws if `rank`, which has not submitted `name`, never will: it has left or died.
+  virtual void check(int rank, const std::string& name) = 0;
   // This rank can go no further: peers must not wait for it.
   virtual void abandon(const std::string& reason) = 0;
 };
@@ -112,6 +114,7 @@ class Engine {
   void round();
   void run(const std::string& name, const std::vector<Entry>& entries);
   uint64_t waiting();
+  void check_peers();
   void fail_unmatched();
   void fail_all(std::exception_ptr error);
   std::shared_ptr<Job> take(const std::string& name);

@@ -200,6 +200,18 @@ void ShmGroup::lost(const std::string& what) {
   throw PeerLost(what);
 }
 
+void ShmGroup::set_label(const std::string& label) {
+  RankBlock& own = block(rank_);
+  const size_t n = std::min(label.size(), kTextBytes - 1);
+  std::memcpy(own.label, label.data(), n);
+  own.label[n] = 0;
+}
+
+void ShmGroup::check_peers(int awaited, const std::string& label) {
+  set_label(label);
+  check_peers(awaited);
+}
+
 void ShmGroup::check_peers(int awaited) {
   const std::string waiting = name(rank_) + " waited in " + block(rank_).label;
   for (int r = 0; r < size_; ++r) {
@@ -240,9 +252,7 @@ void ShmGroup::leave() {
 std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool ring) {
   if (!broken_.empty()) throw PeerLost("the world can no longer be used: " + broken_);
   RankBlock& own = block(rank_);
-  const size_t n = std::min(label.size(), kTextBytes - 1);
-  std::memcpy(own.label, label.data(), n);
-  own.label[n] = 0;
+  set_label(label);
   ++entered_;
   own.headers[entered_ % 2] = mine;
   signal(own.entered, entered_);

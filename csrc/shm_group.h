@@ -66,8 +66,8 @@ class ShmGroup {
   void exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                 const std::vector<Wanted>& wanted);
 
-  // Throws PeerLost if some peer has died or given up, or if `awaited` has left.
-  void check_peers(int awaited);
+  // Throws PeerLost if some peer has died or given up, or if `awaited` has left. `label` is what messages call this moment.
+  void check_peers(int awaited, const std::string& label);
 
   // This rank gives up: whoever waits, now or later, raises PeerLost with this reason. Never blocks.
   void abandon(const std::string& reason);
@@ -95,6 +95,8 @@ class ShmGroup {
   void signal(Flag& flag, uint32_t value);
   void wait_for(int rank, Flag RankBlock::* flag, uint32_t value);
   void wait_for_all(Flag RankBlock::* flag, uint32_t value);
+  void check_peers(int awaited);
+  void set_label(const std::string& label);
   [[noreturn]] void lost(const std::string& what);
   std::string name(int rank) const;
   bool died(int rank);

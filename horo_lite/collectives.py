@@ -76,13 +76,11 @@ class Group:
         self.rank = transport.rank
         self.size = transport.size
         self._async_transport = async_transport
-        self._engine: _native.Engine | None = None
         self._lock = threading.RLock()
         self._n_unnamed = 0
         self._pid = os.getpid()
         self._closed = False
-        self.thread_multiple = True
-        """Whether the MPI library allows the engine a thread of its own."""
+        self._engine = self._new_engine()
 
     # Reductions.
 
@@ -538,24 +536,19 @@ class Group:
         self._n_unnamed += 1
         return f"{kind} number {self._n_unnamed}"
 
-    def _start_engine(self) -> _native.Engine:
-        assert self._async_transport is not None
-        if self._engine is None:
-            from horo_lite.transports.shm import ShmTransport
+    def _new_engine(self) -> _native.Engine | None:
+        """The thread that runs asynchronous operations; on every rank, since all must meet."""
+        direct, other = self.transport, self._async_transport
+        if other is None or self.size == 1:
+            return None
+        from horo_lite.transports.shm import ShmTransport
 
-            if isinstance(self._async_transport, ShmTransport):
-                assert isinstance(self.transport, ShmTransport)
-                self._engine = _native.Engine.over_shm(
-                    self._async_transport.group, self.transport.group, explain
-                )
-            else:
-                from horo_lite.transports.mpi import MpiChannel, MpiTransport
+        if isinstance(direct, ShmTransport) and isinstance(other, ShmTransport):
+            return _native.Engine.over_shm(other.group, direct.group, explain)
+        from horo_lite.transports.mpi import MpiChannel, MpiTransport
 
-                assert isinstance(self._async_transport, MpiTransport)
-                self._engine = _native.Engine.over_channel(
-                    MpiChannel(self._async_transport), explain, self.thread_multiple
-                )
-        return self._engine
+        assert isinstance(other, MpiTransport)
+        return _native.Engine.over_channel(MpiChannel(other), explain, other.thread_multiple)
 
     def _reduce_async(
         self,
@@ -572,10 +565,9 @@ class Group:
         self._check_usable()
         reduction.prepare()
         layout = reduction.staged.tensors.layout
-        if self.size == 1 or self._async_transport is None:
+        if self._engine is None or self._async_transport is None:
             self._run(lambda transport: reduction.run(self, transport))
             return Handle(reduction.label, None, finish)
-        engine = self._start_engine()
         digest = _native.hash64(repr((reduction.contract(), layout)).encode())
 
         def describe() -> str:
@@ -585,7 +577,7 @@ class Group:
         from horo_lite.transports.shm import ShmTransport
 
         if isinstance(self._async_transport, ShmTransport):
-            job = engine.submit_allreduce(
+            job = self._engine.submit_allreduce(
                 self._async_transport.group,
                 reduction.label,
                 digest,
@@ -598,7 +590,7 @@ class Group:
                 describe,
             )
         else:
-            job = engine.submit_call(
+            job = self._engine.submit_call(
                 reduction.label,
                 digest,
                 lambda weights: reduction.move(self._async_transport, weights),
@@ -616,13 +608,12 @@ class Group:
         self, kind: str, name: str | None, run: Callable[[Transport, str], Any]
     ) -> Handle:
         self._check_usable()
-        if self.size == 1 or self._async_transport is None:
+        if self._engine is None or self._async_transport is None:
             result = self._run(lambda transport: run(transport, name or kind))
             return Handle(kind, None, lambda: result)
         transport = self._async_transport
         label = self._new_name(kind, name)
-        engine = self._start_engine()
-        job = engine.submit_call(
+        job = self._engine.submit_call(
             label, 0, lambda weights: run(transport, name or label), 1.0, lambda: label
         )
         return Handle(label, job, job.value)

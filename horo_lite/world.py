@@ -163,7 +163,6 @@ def _join(given: dict[str, Any]) -> _Session:
     if comm is not None and _ending is not None:
         _ending.transports = transports
     group = Group(*transports)
-    group.thread_multiple = thread_multiple
     world = World(
         rank=rank,
         size=size,

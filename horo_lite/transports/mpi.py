@@ -48,6 +48,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         self._mpi = MPI
+        self.thread_multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._comm = comm.Dup()
         self._control = comm.Dup()
         self.rank = comm.rank
@@ -202,6 +203,20 @@ class MpiTransport:
             raise
 
     def _check_peers(self, started: float) -> None:
+        self._hear()
+        for peer in self._left:
+            self._check_left(peer, started, self._doing())
+        self._local.check_peers(self._label)
+
+    def check(self, peer: int, name: str) -> None:
+        """PeerLostError if `peer`, which this rank needs for `name`, has left or given up."""
+        self._hear()
+        if peer in self._left:
+            self._check_left(peer, 0.0, f"rank {self.rank} waited for it in {name}")
+        self._local.check_peers(name)
+
+    def _hear(self) -> None:
+        """What peers said about their end has been heard."""
         status = self._mpi.Status()
         while self._control.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
             text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
@@ -211,13 +226,13 @@ class MpiTransport:
                 reason = text.tobytes().decode(errors="replace")
                 raise PeerLostError(f"rank {peer} gave up while {self._doing()}: {reason}")
             self._left[peer] = time.monotonic()
-        for peer, since in self._left.items():
-            if time.monotonic() - max(since, started) > GRACE_S:
-                raise PeerLostError(
-                    f"rank {peer} has left the job (its program ended, or it called shutdown) "
-                    f"while {self._doing()}"
-                )
-        self._local.check_peers()
+
+    def _check_left(self, peer: int, started: float, doing: str) -> None:
+        if time.monotonic() - max(self._left[peer], started) > GRACE_S:
+            raise PeerLostError(
+                f"rank {peer} has left the job (its program ended, or it called shutdown) "
+                f"while {doing}"
+            )
 
     def _doing(self) -> str:
         return f"rank {self.rank} waited in {self._label or 'an operation'}"
@@ -251,6 +266,7 @@ class MpiChannel:
     """
 
     _BELL = 3
+    _PAUSE_S = 5e-3  # MPI wakes nobody: an engine with nothing to do looks this often
 
     def __init__(self, transport: MpiTransport) -> None:
         self.rank = transport.rank
@@ -296,11 +312,14 @@ class MpiChannel:
         while not self._woken.wait(pause_s) and time.monotonic() < until:
             if self.peer_is_ahead():
                 return
-            pause_s = min(2e-3, pause_s * 1.5)
+            pause_s = min(self._PAUSE_S, pause_s * 1.5)
         self._woken.clear()
 
     def wake(self) -> None:
         self._woken.set()
+
+    def check(self, rank: int, name: str) -> None:
+        self._transport.check(rank, name)
 
     def abandon(self, reason: str) -> None:
         self._transport.abandon(reason)
