@@ -1,0 +1,74 @@
+"""Pictures of handwritten digits: scikit-learn's bundled 8 x 8 ones, or MNIST from IDX files."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Images = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.int64]
+
+
+def load_digits(folder: Path | None) -> tuple[Images, Labels, Images, Labels]:
+    """`(train images, train labels, test images, test labels)`, the same on every rank.
+
+    Images are `[n, height, width, 1]`, 0 for paper and 1 for ink less the mean of the training
+    images. Without a folder they are the 1,797 digits that come with scikit-learn, a fifth of
+    them kept for the test; with one, MNIST's.
+    """
+    if folder is None:
+        pictures, labels, test_pictures, test_labels = _bundled()
+    else:
+        pictures, labels = _read_mnist(folder, "train")
+        test_pictures, test_labels = _read_mnist(folder, "t10k")
+    mean = pictures.mean(dtype=np.float64).astype(np.float32)
+    return pictures - mean, labels, test_pictures - mean, test_labels
+
+
+def _bundled() -> tuple[Images, Labels, Images, Labels]:
+    try:
+        from sklearn.datasets import load_digits as scikit_learn_digits
+    except ImportError:
+        raise SystemExit(
+            "the bundled digits are scikit-learn's: pip install scikit-learn, "
+            "or give a folder of MNIST files with --data"
+        ) from None
+    pixels, labels = scikit_learn_digits(return_X_y=True)
+    pictures = (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
+    # Mixed first: neighbours in the file are by the same hand.
+    order = np.random.default_rng(0).permutation(len(pictures))
+    test, train = np.split(order, [len(order) // 5])
+    return pictures[train], labels[train], pictures[test], labels[test]
+
+
+def _read_mnist(folder: Path, part: str) -> tuple[Images, Labels]:
+    pixels = _read_idx(folder, f"{part}-images-idx3-ubyte", dimensions=3)
+    labels = _read_idx(folder, f"{part}-labels-idx1-ubyte", dimensions=1)
+    if len(pixels) != len(labels):
+        raise SystemExit(f"--data {folder}: {len(pixels)} {part} images, but {len(labels)} labels")
+    return pixels[..., None].astype(np.float32) / 255, labels.astype(np.int64)
+
+
+def _read_idx(folder: Path, name: str, dimensions: int) -> npt.NDArray[np.uint8]:
+    """The bytes of an IDX file: a magic number, the lengths (big-endian), then the data."""
+    for path, opener in ((folder / name, open), (folder / f"{name}.gz", gzip.open)):
+        if path.exists():
+            with opener(path, "rb") as file:
+                data = file.read()
+            break
+    else:
+        raise SystemExit(
+            f"--data {folder}: neither {name} nor {name}.gz is there; the four MNIST files are "
+            "{train,t10k}-{images-idx3,labels-idx1}-ubyte, with or without .gz"
+        )
+    header = np.frombuffer(data[: 4 * (1 + dimensions)], ">u4")
+    shape = tuple(int(length) for length in header[1:])
+    body = data[header.nbytes :]
+    if len(shape) != dimensions or header[0] != 0x0800 + dimensions or len(body) != np.prod(shape):
+        raise SystemExit(
+            f"{path} is not an IDX file of bytes in {dimensions} dimensions, or is cut off"
+        )
+    return np.frombuffer(body, np.uint8).reshape(shape)

@@ -1,0 +1,223 @@
+"""What both digit examples share: the flags, the table they print, and the check at the end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+import horo_lite as hvd
+
+T = TypeVar("T")
+WIRE_DTYPES = {"none": "float32", "fp16": "float16", "bf16": "bfloat16"}
+TRANSPORTS = {"shm": "shared memory", "mpi": "MPI", "nccl": "NCCL"}
+
+
+def arguments(description: str | None, *, lr: float) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epochs", type=int, default=12, help="default %(default)s")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=64,
+        help="images per step, all ranks together (default %(default)s)",
+    )
+    parser.add_argument("--lr", type=float, default=lr, help="learning rate (default %(default)s)")
+    halves = parser.add_mutually_exclusive_group()
+    halves.add_argument(
+        "--fp16-allreduce", action="store_true", help="send gradients as 2-byte floats"
+    )
+    halves.add_argument(
+        "--bf16-allreduce", action="store_true", help="send gradients as 2-byte bfloat16"
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the MNIST IDX files")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the learning curve")
+    parser.add_argument("--save", type=Path, metavar="FILE.npz", help="save the parameters")
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size) < 1 or args.seed < 0:
+        parser.error("--epochs and --batch-size must be at least 1, --seed at least 0")
+    args.compression = (
+        hvd.Compression.fp16
+        if args.fp16_allreduce
+        else hvd.Compression.bf16
+        if args.bf16_allreduce
+        else hvd.Compression.none
+    )
+    return args
+
+
+class Report:
+    """Measures the training and tells of it on rank 0. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        world: hvd.World,
+        *,
+        n_train: int,
+        n_test: int,
+        parameter_sizes: Iterable[int],
+    ) -> None:
+        self._args = args
+        self._world = world
+        self._n_elements = sum(parameter_sizes)
+        self._wire = args.compression.wire
+        self._rows: list[tuple[float, float]] = []
+        self._train_s = 0.0
+        self._exchange_s = 0.0
+        self._steps = 0
+        share = args.batch_size / world.size
+        self.say(
+            f"{n_train:,} images to train on, {n_test:,} to test; "
+            f"{self._n_elements:,} parameters\n"
+            + (
+                f"1 rank ({world.device}) takes the whole batch of {args.batch_size} images"
+                if world.size == 1
+                else f"{world.size} ranks ({world.device}) share each batch of "
+                f"{args.batch_size} images, {share:.3g} a rank; "
+                f"gradients travel as {WIRE_DTYPES[self._wire]}"
+            )
+            + "\n\nepoch  train loss  test accuracy  images/s  exchange"
+        )
+
+    def say(self, text: str) -> None:
+        if self._world.rank == 0:
+            print(text, flush=True)
+
+    def batches(self, loader: Iterable[T], epoch: int) -> Iterator[T]:
+        """The loader's batches, timed, with a progress bar where rank 0 has a terminal."""
+        self._epoch_train_s = -time.perf_counter()
+        self._epoch_exchange_s = 0.0
+        self._epoch_steps = 0
+        with tqdm(
+            loader,
+            desc=f"epoch {epoch + 1}/{self._args.epochs}",
+            unit="step",
+            ncols=72,  # Sizes given: a terminal that a launcher makes for a rank has none.
+            nrows=20,
+            leave=False,
+            file=sys.stdout,  # One stream for bar and table: launchers reorder two.
+            disable=self._world.rank != 0 or not _on_terminal(),
+        ) as bar:
+            for batch in bar:
+                yield batch
+                self._epoch_steps += 1
+        self._epoch_train_s += time.perf_counter()
+
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        """The time inside counts as spent exchanging gradients, waiting for other ranks too."""
+        start = time.perf_counter()
+        yield
+        self._epoch_exchange_s += time.perf_counter() - start
+
+    def epoch(self, train_loss_sum: float, n_seen: int, n_correct: int, n_tested: int) -> None:
+        """A line of the table. The counts and sums are this rank's: adding them up is exact."""
+        sums = np.array([train_loss_sum, n_seen, n_correct, n_tested], np.float64)
+        loss_sum, seen, correct, tested = hvd.allreduce(sums, op=hvd.Sum)
+        times = np.array([self._epoch_train_s, self._epoch_exchange_s], np.float64)
+        train_s, exchange_s = hvd.allreduce(times)
+        loss, accuracy = loss_sum / seen, correct / tested
+        self._rows.append((loss, accuracy))
+        self._train_s += train_s
+        self._exchange_s += exchange_s
+        self._steps += self._epoch_steps
+        share = f"{exchange_s / train_s:.1%}" if self._world.size > 1 else "-"
+        self.say(
+            f"{len(self._rows):5}  {loss:10.4f}  {accuracy:13.4f}  {seen / train_s:8,.0f}"
+            f"  {share:>8}"
+        )
+
+    def finish(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Tells the outcome, and ends the program with an error where the ranks' weights differ."""
+        world, args = self._world, self._args
+        digest = hashlib.sha256()
+        for array in parameters.values():
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digests = hvd.allgather_object(digest.hexdigest())
+        others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+
+        self.say(f"\ntest accuracy {self._rows[-1][1]:.4f}")
+        if others:
+            self.say(
+                f"the parameters of rank {', '.join(map(str, others))} differ from rank 0's: "
+                "was broadcast_parameters forgotten, or a step taken without the exchange?"
+            )
+            raise SystemExit(1)
+        if world.size > 1:
+            self.say(
+                f"parameters bit-identical on all {world.size} ranks "
+                f"(checked: SHA-256 {digests[0][:12]}… on each)"
+            )
+        self.say(self._cost())
+        if world.rank == 0 and args.save:
+            np.savez(args.save, **dict(parameters))
+        if world.rank == 0 and args.plot:
+            self._plot(args.plot)
+            self.say(f"learning curve drawn to {args.plot}")
+
+    def _cost(self) -> str:
+        if self._world.size == 1:
+            return "nothing to exchange: one rank alone has the whole gradient"
+        step_ms = 1e3 * self._exchange_s / self._steps
+        step_bytes = self._n_elements * (4 if self._wire == "none" else 2)
+        transport = TRANSPORTS.get(self._world.transport, self._world.transport)
+        return (
+            f"averaging the gradients over the ranks took {step_ms:.2f} ms a step, "
+            f"{self._exchange_s / self._train_s:.1%} of the training time\n"
+            f"({self._steps:,} steps, each with {step_bytes / 1e3:,.1f} kB of gradients "
+            f"as {WIRE_DTYPES[self._wire]} through {transport}: "
+            f"{self._steps * step_bytes / 1e6:,.1f} MB in all;\n"
+            "waiting for the slowest rank counts as exchange too)"
+        )
+
+    def _plot(self, path: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        losses, accuracies = zip(*self._rows, strict=True)
+        epochs = range(1, len(losses) + 1)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+        left.plot(epochs, losses, "o-")
+        left.set(title="train loss", xlabel="epoch", yscale="log")
+        right.plot(epochs, accuracies, "o-", color="tab:green")
+        right.set(title=f"test accuracy (at the end {accuracies[-1]:.4f})", xlabel="epoch")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        ranks = "1 rank" if self._world.size == 1 else f"{self._world.size} ranks"
+        figure.suptitle(f"{ranks}, batches of {self._args.batch_size}")
+        figure.savefig(path, dpi=120)
+
+
+def _on_terminal() -> bool:
+    """Whether what rank 0 prints is seen on a terminal.
+
+    Its own stdout cannot tell, since a launcher puts a pipe or a terminal of its own in between:
+    the launcher's does.
+    """
+    launchers = ("mpi", "prte", "orte", "hydra")
+    try:
+        pid = os.getpid()
+        parent = os.getppid()
+        while Path(f"/proc/{parent}/comm").read_text().startswith(launchers):
+            pid = parent
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return os.readlink(f"/proc/{pid}/fd/1").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:
+        return False
