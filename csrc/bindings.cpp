@@ -62,8 +62,7 @@ struct Group {
 
   Group(std::shared_ptr<Segment> memory, size_t offset, int rank, int size, std::vector<int> pids,
         std::vector<std::string> names)
-      : segment(std::move(memory)),
-        shm(segment->data() + offset, rank, size, std::move(pids), std::move(names)) {
+      : segment(std::move(memory)), shm(segment->data() + offset, rank, size, std::move(pids), std::move(names)) {
     shm.on_idle = check_signals;
   }
 };
@@ -89,7 +88,8 @@ class ShmChannel : public Channel {
   int size() const override { return group_->shm.size(); }
   std::vector<std::string> meet(const std::string& mine) override {
     ShmGroup& shm = group_->shm;
-    const auto headers = shm.agree("the matching of asynchronous operations", {0, static_cast<int64_t>(mine.size()), 0}, true);
+    const auto headers =
+        shm.agree("the matching of asynchronous operations", {0, static_cast<int64_t>(mine.size()), 0}, true);
     std::vector<std::string> all(size());
     std::vector<size_t> sizes(size());
     std::vector<Wanted> wanted;
@@ -261,13 +261,15 @@ NB_MODULE(_native, m) {
       .def_prop_ro("layout", &Tensors::layout)
       .def_prop_ro("strided", &Tensors::strided)
       .def_prop_ro("addresses", &Tensors::addresses)
-      .def("buffers",
-           [](const Tensors& tensors) {
-             std::vector<std::pair<uintptr_t, size_t>> buffers;
-             for (const Buffer& b : tensors.buffers()) buffers.emplace_back(reinterpret_cast<uintptr_t>(b.data), b.n_bytes);
-             return buffers;
-           },
-           "Address and size in bytes of each.")
+      .def(
+          "buffers",
+          [](const Tensors& tensors) {
+            std::vector<std::pair<uintptr_t, size_t>> buffers;
+            for (const Buffer& b : tensors.buffers())
+              buffers.emplace_back(reinterpret_cast<uintptr_t>(b.data), b.n_bytes);
+            return buffers;
+          },
+          "Address and size in bytes of each.")
       .def("describe", &Tensors::describe, "index"_a);
 
   m.def(
@@ -278,7 +280,8 @@ NB_MODULE(_native, m) {
       "tensors"_a, "op"_a, "Raises ValueError for a dtype for which the op has no meaning.");
 
   nb::class_<Segment>(m, "Segment")
-      .def_static("create", [](size_t n_bytes) { return std::make_shared<Segment>(Segment::create(n_bytes)); }, "n_bytes"_a)
+      .def_static(
+          "create", [](size_t n_bytes) { return std::make_shared<Segment>(Segment::create(n_bytes)); }, "n_bytes"_a)
       .def_static(
           "open",
           [](int pid, int fd, size_t n_bytes, uint64_t token) {
@@ -291,8 +294,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("address", [](const Segment& segment) { return reinterpret_cast<uintptr_t>(segment.data()); });
 
   nb::class_<Group>(m, "ShmGroup", "The ranks of one host, meeting in shared memory.")
-      .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(), "segment"_a,
-           "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
+      .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(),
+           "segment"_a, "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
       .def_static("memory_bytes", &ShmGroup::memory_bytes, "size"_a)
       .def_prop_ro("rank", [](const Group& g) { return g.shm.rank(); })
       .def_prop_ro("size", [](const Group& g) { return g.shm.size(); })
@@ -312,8 +315,8 @@ NB_MODULE(_native, m) {
           "label"_a, "digest"_a, "count"_a = 0, "weight"_a = 1.0)
       .def(
           "allreduce",
-          [](Group& g, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale, double scale,
-             double divisor) {
+          [](Group& g, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale,
+             double scale, double divisor) {
             const nb::gil_scoped_release release;
             all_reduce(g.shm, tensors.refs(), op_of(op), wire_of(wire), prescale, {scale, divisor});
           },
@@ -334,9 +337,11 @@ NB_MODULE(_native, m) {
             g.shm.exchange(out, stream_bytes, parts);
           },
           "stream"_a, "stream_bytes"_a, "wanted"_a)
-      .def("check_peers", [](Group& g, const std::string& label) { g.shm.check_peers(-1, label); }, "label"_a,
-           "Raises PeerLostError if a peer has died or given up.")
-      .def("abandon", [](Group& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
+      .def(
+          "check_peers", [](Group& g, const std::string& label) { g.shm.check_peers(-1, label); }, "label"_a,
+          "Raises PeerLostError if a peer has died or given up.")
+      .def(
+          "abandon", [](Group& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
       .def("leave", [](Group& g) { g.shm.leave(); });
 
   m.def(
@@ -353,7 +358,8 @@ NB_MODULE(_native, m) {
       },
       "size"_a, "Ranks as threads of this process, for tests.");
 
-  nb::class_<Layout>(m, "WireLayout", "Where a list of tensors lies on the wire, for transports that move the bytes themselves.")
+  nb::class_<Layout>(m, "WireLayout",
+                     "Where a list of tensors lies on the wire, for transports that move the bytes themselves.")
       .def(
           "__init__",
           [](Layout* self, const Tensors& tensors, const std::string& op, const std::string& wire, size_t chunk_bytes,
@@ -361,24 +367,27 @@ NB_MODULE(_native, m) {
           "tensors"_a, "op"_a, "wire"_a, "chunk_bytes"_a, "n_shares"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("n_chunks", &Layout::n_chunks)
       .def_prop_ro("largest_chunk", &Layout::largest_chunk)
-      .def("shares",
-           [](const Layout& layout, size_t chunk) {
-             std::vector<std::pair<size_t, size_t>> bounds;
-             for (int s = 0; s < layout.n_shares(); ++s) bounds.emplace_back(layout.share_begin(chunk, s), layout.share_end(chunk, s));
-             return bounds;
-           },
-           "chunk"_a)
+      .def(
+          "shares",
+          [](const Layout& layout, size_t chunk) {
+            std::vector<std::pair<size_t, size_t>> bounds;
+            for (int s = 0; s < layout.n_shares(); ++s)
+              bounds.emplace_back(layout.share_begin(chunk, s), layout.share_end(chunk, s));
+            return bounds;
+          },
+          "chunk"_a)
       .def(
           "encode",
           [](const Layout& layout, size_t chunk, double prescale, uintptr_t image) {
             const nb::gil_scoped_release release;
-            for (int s = 0; s < layout.n_shares(); ++s) layout.encode(chunk, s, prescale, reinterpret_cast<uint8_t*>(image));
+            for (int s = 0; s < layout.n_shares(); ++s)
+              layout.encode(chunk, s, prescale, reinterpret_cast<uint8_t*>(image));
           },
           "chunk"_a, "prescale"_a, "image"_a)
       .def(
           "reduce",
-          [](const Layout& layout, size_t chunk, int share, const std::vector<uintptr_t>& images, double scale, double divisor,
-             uintptr_t image) {
+          [](const Layout& layout, size_t chunk, int share, const std::vector<uintptr_t>& images, double scale,
+             double divisor, uintptr_t image) {
             const nb::gil_scoped_release release;
             std::vector<const uint8_t*> from;
             for (uintptr_t address : images) from.push_back(reinterpret_cast<const uint8_t*>(address));
@@ -389,7 +398,8 @@ NB_MODULE(_native, m) {
           "decode",
           [](const Layout& layout, size_t chunk, uintptr_t image) {
             const nb::gil_scoped_release release;
-            for (int s = 0; s < layout.n_shares(); ++s) layout.decode(chunk, s, reinterpret_cast<const uint8_t*>(image));
+            for (int s = 0; s < layout.n_shares(); ++s)
+              layout.decode(chunk, s, reinterpret_cast<const uint8_t*>(image));
           },
           "chunk"_a, "image"_a);
 
@@ -430,7 +440,8 @@ NB_MODULE(_native, m) {
              double scale, double divisor, bool weighted, double weight, nb::callable describe) {
             auto job = new_job(engine, name, digest, weight, describe);
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
-            job->job->run = [=, held = shared(tensors), op = op_of(op), wire = wire_of(wire)](const std::vector<Entry>& entries) {
+            job->job->run = [=, held = shared(tensors), op = op_of(op),
+                             wire = wire_of(wire)](const std::vector<Entry>& entries) {
               group->shm.agree(entries[0].name, {});
               const double total = weighted ? total_weight(entries) : 1.0;
               all_reduce(group->shm, refs->refs(), op, wire, prescale, {scale, divisor * (total == 0.0 ? 1.0 : total)});
@@ -438,8 +449,8 @@ NB_MODULE(_native, m) {
             engine->submit(job->job);
             return job;
           },
-          "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a, "weighted"_a,
-          "weight"_a, "describe"_a)
+          "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a,
+          "weighted"_a, "weight"_a, "describe"_a)
       .def(
           "submit_call",
           [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest, nb::callable function,

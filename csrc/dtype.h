@@ -62,9 +62,8 @@ static inline size_t item_bytes(DType dtype) {
 }
 
 static inline const char* dtype_name(DType dtype) {
-  static const char* const names[] = {"bool",   "int8",    "uint8",    "int16",   "uint16",
-                                      "int32",  "uint32",  "int64",    "uint64",  "float16",
-                                      "bfloat16", "float32", "float64", "longdouble"};
+  static const char* const names[] = {"bool",  "int8",   "uint8",   "int16",    "uint16",  "int32",   "uint32",
+                                      "int64", "uint64", "float16", "bfloat16", "float32", "float64", "longdouble"};
   return names[static_cast<int>(dtype)];
 }
 

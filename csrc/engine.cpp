@@ -290,10 +290,10 @@ void Engine::fail_unmatched() {
     }
     const auto job = take(name);
     if (job == nullptr) continue;
-    job->finish(std::make_exception_ptr(
-        Mismatch("'" + name + "' was submitted by rank " + have + " but not by rank " + lack +
-                 ", and every rank is waiting: nothing can go on. Asynchronous operations are matched by name; see that "
-                 "every rank submits the same ones.")));
+    job->finish(std::make_exception_ptr(Mismatch(
+        "'" + name + "' was submitted by rank " + have + " but not by rank " + lack +
+        ", and every rank is waiting: nothing can go on. Asynchronous operations are matched by name; see that "
+        "every rank submits the same ones.")));
   }
   known_.clear();
   order_.clear();

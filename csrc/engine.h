@@ -1,8 +1,8 @@
 // One thread per rank that runs asynchronous operations, matched by name across ranks.
 //
 // Engines meet in rounds. In each, every rank tells what was submitted since the last one; an operation that all ranks
-// have submitted is then run by all, in the order in which rank 0 submitted it. Nobody's training thread is needed for a
-// round: a rank with nothing to say takes part as soon as another one rings.
+// have submitted is then run by all, in the order in which rank 0 submitted it. Nobody's training thread is needed for
+// a round: a rank with nothing to say takes part as soon as another one rings.
 #pragma once
 
 #include <atomic>
@@ -87,14 +87,14 @@ class Engine {
          std::function<std::string(const std::string&, const std::vector<std::string>&)> explain, bool thread);
   ~Engine();
 
-  // Whether the training thread waits in a direct call: a number that changes whenever that begins or ends, odd while it
-  // lasts. To be set before the first submission, or not at all.
+  // Whether the training thread waits in a direct call: a number that changes whenever that begins or ends, odd while
+  // it lasts. To be set before the first submission, or not at all.
   std::function<uint64_t()> direct_waits = [] { return uint64_t{0}; };
-
 
   // Throws std::invalid_argument where the name is in flight already.
   void submit(std::shared_ptr<Job> job);
-  // The training thread waits for this job (null: for none). When all ranks wait and nothing can run, that is a mismatch.
+  // The training thread waits for this job (null: for none). When all ranks wait and nothing can run, that is a
+  // mismatch.
   void set_awaited(std::shared_ptr<Job> job);
   bool threaded() const { return threaded_; }
   // One look at what there is to do; for engines without a thread.
@@ -104,7 +104,7 @@ class Engine {
   void drain();
 
  private:
-  struct Known {  // who has submitted one name, and what they said of it
+  struct Known {                 // who has submitted one name, and what they said of it
     std::vector<Entry> entries;  // by rank
     std::vector<bool> has;
     int n = 0;
@@ -124,7 +124,8 @@ class Engine {
   bool threaded_;
   std::thread thread_;
 
-  // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want this.
+  // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want
+  // this.
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Job>> jobs_;  // in flight
   std::deque<Entry> news_;                            // submitted, not yet told
@@ -137,10 +138,10 @@ class Engine {
   // Only for the engine's own thread.
   std::map<std::string, Known> known_;  // told by some ranks, not yet by all; alike on every rank
   std::vector<std::string> order_;      // of rank 0's submissions
-  uint64_t wait_ = 0;  // see waiting()
+  uint64_t wait_ = 0;                   // see waiting()
   std::chrono::steady_clock::time_point wait_began_;
-  std::vector<uint64_t> last_waits_;    // what every rank said of its waiting in the last round
-  int n_stuck_rounds_ = 0;              // in a row in which this rank said it was in the same wait
+  std::vector<uint64_t> last_waits_;  // what every rank said of its waiting in the last round
+  int n_stuck_rounds_ = 0;            // in a row in which this rank said it was in the same wait
 };
 
 }  // namespace horo

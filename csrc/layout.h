@@ -19,9 +19,9 @@ struct TensorRef {
 // A run of blocks of one tensor inside one share.
 struct Piece {
   uint32_t tensor;
-  size_t first;       // element, at a block boundary
+  size_t first;  // element, at a block boundary
   size_t n_elements;
-  size_t offset;      // bytes from the start of the chunk's wire image
+  size_t offset;  // bytes from the start of the chunk's wire image
 };
 
 class Layout {
@@ -89,8 +89,7 @@ class Layout {
       }
       void* address = source(piece);
       kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, address, prescale,
-                                      piece.n_elements, factor, image + piece.offset,
-                                      to_tensors ? address : nullptr});
+                                      piece.n_elements, factor, image + piece.offset, to_tensors ? address : nullptr});
     }
   }
 

@@ -18,8 +18,8 @@ const InstructionSet* instruction_sets() {
 #if HORO_LITE_X86
   static const InstructionSet sets[] = {
       {"avx512", avx512::select,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")},
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl")},
       {"avx2", avx2::select, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
       {"portable", portable::select, true},
       {nullptr, nullptr, false}};

@@ -29,13 +29,13 @@ struct Factor {
 struct ReduceArgs {
   const uint8_t* const* wires;  // one wire image per contributor, in rank order; ignored at index `own`
   int n_contributors;
-  int own;                // whose contribution lies in `source` instead of on a wire; -1: nobody's
-  const void* source;     // this rank's elements
-  double prescale;        // multiplies `source` before it counts; 0: counts as zeros, whatever it is
-  size_t n_elements;      // starts at a block boundary of its tensor
+  int own;             // whose contribution lies in `source` instead of on a wire; -1: nobody's
+  const void* source;  // this rank's elements
+  double prescale;     // multiplies `source` before it counts; 0: counts as zeros, whatever it is
+  size_t n_elements;   // starts at a block boundary of its tensor
   Factor factor;
-  uint8_t* wire;          // out: the result as it travels on
-  void* destination;      // out: the same result, decoded; null: not wanted here. May be `source`.
+  uint8_t* wire;      // out: the result as it travels on
+  void* destination;  // out: the same result, decoded; null: not wanted here. May be `source`.
 };
 
 // The three steps for one (dtype, wire, op). `n_elements` always counts from a block boundary.

@@ -376,9 +376,7 @@ struct ScaledHalf {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
       const T* source = static_cast<const T*>(args.source) + first;
       if (args.own >= 0) encode_block(source, n, args.prescale, own_block);
-      auto contribution = [&](int r) -> const uint8_t* {
-        return r == args.own ? own_block : args.wires[r] + offset;
-      };
+      auto contribution = [&](int r) -> const uint8_t* { return r == args.own ? own_block : args.wires[r] + offset; };
       int unit = exponent(contribution(0));
       for (int r = 1; r < args.n_contributors; ++r) unit = std::min(unit, exponent(contribution(r)));
       for (int r = 0; r < args.n_contributors; ++r) {

@@ -51,7 +51,9 @@ void futex_wait(std::atomic<uint32_t>& value, uint32_t expected, double timeout_
   syscall(SYS_futex, word(value), FUTEX_WAIT, expected, &timeout, nullptr, 0);
 }
 
-void futex_wake(std::atomic<uint32_t>& value) { syscall(SYS_futex, word(value), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0); }
+void futex_wake(std::atomic<uint32_t>& value) {
+  syscall(SYS_futex, word(value), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+}
 
 // Counters wrap round: "a has reached b".
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
@@ -113,7 +115,9 @@ struct alignas(4096) ShmGroup::RankBlock {
   Header headers[2];
 };
 
-size_t ShmGroup::memory_bytes(int size) { return static_cast<size_t>(size) * (sizeof(RankBlock) + kSlots * kSlotBytes); }
+size_t ShmGroup::memory_bytes(int size) {
+  return static_cast<size_t>(size) * (sizeof(RankBlock) + kSlots * kSlotBytes);
+}
 
 ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, std::vector<std::string> names)
     : memory_(memory), rank_(rank), size_(size), pids_(std::move(pids)), names_(std::move(names)) {
@@ -145,7 +149,8 @@ uint8_t* ShmGroup::slot(int rank, size_t chunk) const {
   return slots + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * kSlotBytes;
 }
 
-// --- waiting ----------------------------------------------------------------------------------------------------------
+// --- waiting
+// ----------------------------------------------------------------------------------------------------------
 
 void ShmGroup::signal(Flag& flag, uint32_t value) {
   flag.value.store(value, std::memory_order_seq_cst);
@@ -247,7 +252,8 @@ void ShmGroup::leave() {
   for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
 }
 
-// --- meeting ----------------------------------------------------------------------------------------------------------
+// --- meeting
+// ----------------------------------------------------------------------------------------------------------
 
 std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool ring) {
   if (!broken_.empty()) throw PeerLost("the world can no longer be used: " + broken_);
@@ -287,7 +293,8 @@ void ShmGroup::wait_for_bell(double timeout_s) {
   bell_seen_ = bell.value.load(std::memory_order_acquire);
 }
 
-// --- all-reduce -------------------------------------------------------------------------------------------------------
+// --- all-reduce
+// -------------------------------------------------------------------------------------------------------
 
 size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
   return std::clamp(total_bytes / 16, kSmallestChunk, oversubscribed_ ? kSlotBytes / 2 : kSlotBytes);
@@ -297,10 +304,10 @@ size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
 // order, its own contribution read where it lies, and leaves the result in its tensors and in its slot; everyone
 // unpacks what the others own. Three chunks are under way at any time.
 //
-// When this rank packs chunk p = c + kAhead at the start of step c, it has seen everyone's reduction of chunk c - 2, which
-// a peer signals in its own step c - 2, after it unpacked chunk c - 4 = p - kSlots and all before it. So nobody reads what
-// the slot held. (Shares of different chunks may overlap in a slot: it matters that the whole of it is free.) The next
-// operation begins with a meeting, when everyone is done with this one.
+// When this rank packs chunk p = c + kAhead at the start of step c, it has seen everyone's reduction of chunk c - 2,
+// which a peer signals in its own step c - 2, after it unpacked chunk c - 4 = p - kSlots and all before it. So nobody
+// reads what the slot held. (Shares of different chunks may overlap in a slot: it matters that the whole of it is
+// free.) The next operation begins with a meeting, when everyone is done with this one.
 void ShmGroup::allreduce(const Layout& layout, double prescale, Factor factor) {
   RankBlock& own = block(rank_);
   const size_t n_chunks = layout.n_chunks();
@@ -332,7 +339,8 @@ void ShmGroup::allreduce(const Layout& layout, double prescale, Factor factor) {
   }
 }
 
-// --- moving bytes -----------------------------------------------------------------------------------------------------
+// --- moving bytes
+// -----------------------------------------------------------------------------------------------------
 
 void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                         const std::vector<Wanted>& wanted) {

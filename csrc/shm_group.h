@@ -53,8 +53,8 @@ class ShmGroup {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // All ranks meet; returns everyone's header in rank order. `label` is what messages call this moment. With `ring`, the
-  // others' bells ring once this rank is seen to be ahead of them.
+  // All ranks meet; returns everyone's header in rank order. `label` is what messages call this moment. With `ring`,
+  // the others' bells ring once this rank is seen to be ahead of them.
   std::vector<Header> agree(const std::string& label, Header mine, bool ring = false);
 
   // In place over the layout's tensors; `layout` is one of chunk_bytes(…) and size() shares.
@@ -66,7 +66,8 @@ class ShmGroup {
   void exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                 const std::vector<Wanted>& wanted);
 
-  // Throws PeerLost if some peer has died or given up, or if `awaited` has left. `label` is what messages call this moment.
+  // Throws PeerLost if some peer has died or given up, or if `awaited` has left. `label` is what messages call this
+  // moment.
   void check_peers(int awaited, const std::string& label);
 
   // This rank gives up: whoever waits, now or later, raises PeerLost with this reason. Never blocks.

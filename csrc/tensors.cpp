@@ -144,8 +144,9 @@ void Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
   }
   if (writable && view.readonly) {
     PyBuffer_Release(&view);
-    throw nb::value_error((at(index) + "its memory is read-only, so it cannot be changed in place: pass a writable copy, or "
-                                       "use the out-of-place call")
+    throw nb::value_error((at(index) +
+                           "its memory is read-only, so it cannot be changed in place: pass a writable copy, or "
+                           "use the out-of-place call")
                               .c_str());
   }
   views_.push_back(view);
@@ -161,7 +162,8 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable) {
     if (!nb::try_cast<nb::ndarray<>>(array, view)) {
       nb::ndarray<nb::ro> read_only;
       if (!nb::try_cast<nb::ndarray<nb::ro>>(array, read_only)) {
-        throw nb::type_error((at(index) + "the " + type_of(array) + " refused to export its memory through DLPack").c_str());
+        throw nb::type_error(
+            (at(index) + "the " + type_of(array) + " refused to export its memory through DLPack").c_str());
       }
       if (writable) {
         throw nb::value_error((at(index) + "its memory is read-only, so it cannot be changed in place").c_str());
@@ -173,7 +175,8 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable) {
     throw nb::type_error((at(index) + error.what()).c_str());
   }
   if (view.device_type() != nb::device::cpu::value) {
-    throw nb::type_error((at(index) + "it lies in the memory of a device; this transport works on CPU memory only").c_str());
+    throw nb::type_error(
+        (at(index) + "it lies in the memory of a device; this transport works on CPU memory only").c_str());
   }
   DType dtype;
   if (!dtype_of_dlpack(view.dtype(), &dtype)) {

@@ -22,7 +22,8 @@ uint64_t digest_of(uint64_t hash);
 
 class Tensors {
  public:
-  // Each array comes through the buffer protocol or DLPack and is kept alive until this is dropped. Errors name the index.
+  // Each array comes through the buffer protocol or DLPack and is kept alive until this is dropped. Errors name the
+  // index.
   Tensors(nanobind::sequence arrays, bool writable);
   ~Tensors();
   Tensors(const Tensors&) = delete;

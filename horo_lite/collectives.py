@@ -1,12 +1,12 @@
-"""Operations among a set of ranks: reductions, gathers, broadcasts, and their asynchronous forms."""
+"""Operations among a set of ranks: reductions, gathers, broadcasts; direct and asynchronous."""
 
 from __future__ import annotations
 
+import array
 import enum
 import os
 import pickle
 import threading
-from array import array as PlainArray
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -233,12 +233,16 @@ class Group:
     def grouped_broadcast_(
         self, xs: Sequence[Array], root_rank: int = 0, *, names: Sequence[str] = ()
     ) -> list[Array]:
-        """`xs` themselves hold what they are on rank `root_rank`. `names`, if given, are compared."""
+        """`xs` themselves hold what they are on rank `root_rank`; `names`, if given, are alike."""
         self._run(lambda transport: self._broadcast(transport, xs, root_rank, None, names))
         return list(xs)
 
     def alltoall(
-        self, x: Array, splits: Sequence[int] | NDArray[Any] | None = None, *, name: str | None = None
+        self,
+        x: Array,
+        splits: Sequence[int] | NDArray[Any] | None = None,
+        *,
+        name: str | None = None,
     ) -> Any:
         """The rows that all ranks had for this one, in rank order; called by every rank.
 
@@ -267,19 +271,17 @@ class Group:
 
     # Asynchronous forms.
 
-    def allreduce_async(self, x: Array, op: Op = Average, **options: Any) -> Handle:
+    def allreduce_async(self, /, x: Array, op: Op = Average, **options: Any) -> Handle:
         """`synchronize(handle)` returns what `allreduce` would. See `allreduce`."""
         copy = _copy(x)
-        return self._reduce_async(
-            "allreduce", [copy], op, options, lambda: _like(copy, x)
-        )
+        return self._reduce_async("allreduce", [copy], op, options, lambda: _like(copy, x))
 
-    def allreduce_async_(self, x: Array, op: Op = Average, **options: Any) -> Handle:
+    def allreduce_async_(self, /, x: Array, op: Op = Average, **options: Any) -> Handle:
         """`synchronize(handle)` returns `x`, changed; not to be touched until then."""
         return self._reduce_async("allreduce", [x], op, options, lambda: x)
 
     def grouped_allreduce_async(
-        self, xs: Sequence[Array], op: Op = Average, **options: Any
+        self, /, xs: Sequence[Array], op: Op = Average, **options: Any
     ) -> Handle:
         """`synchronize(handle)` returns what `grouped_allreduce` would."""
         copies = [_copy(x) for x in xs]
@@ -292,12 +294,12 @@ class Group:
         )
 
     def grouped_allreduce_async_(
-        self, xs: Sequence[Array], op: Op = Average, **options: Any
+        self, /, xs: Sequence[Array], op: Op = Average, **options: Any
     ) -> Handle:
         """`synchronize(handle)` returns `xs`, changed; not to be touched until then."""
         return self._reduce_async("allreduce", xs, op, options, lambda: list(xs))
 
-    def reducescatter_async(self, x: Array, op: Op = Average, **options: Any) -> Handle:
+    def reducescatter_async(self, /, x: Array, op: Op = Average, **options: Any) -> Handle:
         """`synchronize(handle)` returns what `reducescatter` would."""
         copy = _copy(x)
         part = self._part_of(copy)
@@ -315,7 +317,7 @@ class Group:
         compression: Compressor = Compression.none,
         weight: float = 1.0,
     ) -> Handle:
-        """As `exchange`, matched by `label`; the arrays are not to be touched until synchronized."""
+        """As `exchange`, matched by `label`; hands off the arrays until it is synchronized."""
         reduction = _Reduction("exchange", label, arrays, op, compression, names=names)
         reduction.weight = weight
         return self._submit_reduction(reduction, lambda: None)
@@ -326,9 +328,7 @@ class Group:
             "allgather", name, lambda transport, name: self._allgather(transport, x, name)
         )
 
-    def broadcast_async(
-        self, x: Array, root_rank: int = 0, *, name: str | None = None
-    ) -> Handle:
+    def broadcast_async(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns what `broadcast` would."""
         copy = _copy(x)
 
@@ -338,9 +338,7 @@ class Group:
 
         return self._submit("broadcast", name, run)
 
-    def broadcast_async_(
-        self, x: Array, root_rank: int = 0, *, name: str | None = None
-    ) -> Handle:
+    def broadcast_async_(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns `x`, changed; not to be touched until then."""
 
         def run(transport: Transport, name: str) -> Array:
@@ -350,7 +348,11 @@ class Group:
         return self._submit("broadcast", name, run)
 
     def alltoall_async(
-        self, x: Array, splits: Sequence[int] | NDArray[Any] | None = None, *, name: str | None = None
+        self,
+        x: Array,
+        splits: Sequence[int] | NDArray[Any] | None = None,
+        *,
+        name: str | None = None,
     ) -> Handle:
         """`synchronize(handle)` returns what `alltoall` would."""
         _splits(x, splits, self.size)
@@ -360,16 +362,16 @@ class Group:
 
     def synchronize(self, handle: Handle) -> Any:
         """The operation is complete; its result, or what went wrong."""
-        self._check_usable()
+        self.check_usable()
         return handle.wait()
 
     def poll(self, handle: Handle) -> bool:
         """Whether `synchronize(handle)` would return (or raise) at once."""
-        self._check_usable()
+        self.check_usable()
         return handle.done()
 
     def close(self) -> None:
-        """Asynchronous operations that all ranks have submitted are complete; this rank has left."""
+        """What all ranks have submitted is complete, and this rank has left."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -382,7 +384,8 @@ class Group:
 
     # How direct calls run.
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Nothing, if this process may use the group; NotInitializedError otherwise."""
         if os.getpid() != self._pid:
             raise NotInitializedError(
                 f"process {os.getpid()} is a forked child of rank {self.rank} (a data loader?) and "
@@ -394,7 +397,7 @@ class Group:
             )
 
     def _run(self, operation: Callable[[Transport], T]) -> T:
-        self._check_usable()
+        self.check_usable()
         with self._lock:
             return operation(self.transport)
 
@@ -412,7 +415,7 @@ class Group:
         headers = transport.agree(digest, count, weight, label=label)
         if any(header.digest != digest for header in headers):
             sizes_differ = transport.agree(0, len(text := describe().encode()), label=label)
-            texts = _exchange_bytes(transport, text, [header.count for header in sizes_differ])
+            texts = exchange_bytes(transport, text, [header.count for header in sizes_differ])
             raise MismatchError(explain(label, [text.decode() for text in texts]))
         return headers
 
@@ -420,7 +423,7 @@ class Group:
         self, transport: Transport, label: str, data: bytes, describe: Callable[[], str]
     ) -> list[bytes]:
         headers = self._agree(transport, label, label, describe, count=len(data))
-        return _exchange_bytes(transport, data, [header.count for header in headers])
+        return exchange_bytes(transport, data, [header.count for header in headers])
 
     def _check_root(self, root_rank: int) -> None:
         if not 0 <= root_rank < self.size:
@@ -428,10 +431,10 @@ class Group:
                 f"root_rank is {root_rank}, but the ranks are 0 to {self.size - 1} here"
             )
 
-    def _part_of(self, array: Array) -> slice:
-        if not array.shape:
+    def _part_of(self, x: Array) -> slice:
+        if not x.shape:
             raise ValueError("reducescatter needs an array with at least one dimension")
-        rows, more = divmod(array.shape[0], self.size)
+        rows, more = divmod(x.shape[0], self.size)
         begin = self.rank * rows + min(self.rank, more)
         return slice(begin, begin + rows + (self.rank < more))
 
@@ -470,9 +473,7 @@ class Group:
             return "\n".join([label, f"root_rank {root_rank}", *staged.describe(names)])
 
         contract = (label, root_rank, staged.tensors.signature, tuple(names))
-        headers = self._agree(
-            transport, label, contract, describe, count=staged.tensors.layout
-        )
+        headers = self._agree(transport, label, contract, describe, count=staged.tensors.layout)
         if any(header.count != headers[0].count for header in headers):
             staged.use_c_order()
         transport.broadcast(staged.tensors, root_rank)
@@ -491,7 +492,7 @@ class Group:
         (own,) = _tensors([mine], writable=False)
         row = f"{own.describe(0).split('[')[0]} rows of {list(mine.shape[1:])}"
         self._agree(transport, label, (label, row), lambda: f"{label}\n{row}")
-        everyone = _exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * self.size)
+        everyone = exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * self.size)
         table = np.array([np.frombuffer(one, np.int64) for one in everyone])
         received = table[:, self.rank]
         result = np.empty((int(received.sum()), *mine.shape[1:]), mine.dtype)
@@ -508,7 +509,9 @@ class Group:
             return _like(result, x)
         return _like(result, x), received.copy()
 
-    def _broadcast_object(self, transport: Transport, obj: T, root_rank: int, name: str | None) -> T:
+    def _broadcast_object(
+        self, transport: Transport, obj: T, root_rank: int, name: str | None
+    ) -> T:
         self._check_root(root_rank)
         label = _label("broadcast_object", name)
         data = pickle.dumps(obj) if self.rank == root_rank else b""
@@ -525,7 +528,7 @@ class Group:
         if self.rank == root_rank:
             memory[...] = np.frombuffer(data, np.uint8)
         transport.broadcast(_native.Tensors([memory]), root_rank)
-        return obj if self.rank == root_rank else pickle.loads(memory.tobytes())  # type: ignore[no-any-return]
+        return obj if self.rank == root_rank else pickle.loads(memory.tobytes())
 
     # How asynchronous calls run.
 
@@ -559,13 +562,16 @@ class Group:
         finish: Callable[[], Any],
     ) -> Handle:
         name = self._new_name(kind, options.pop("name", None))
-        return self._submit_reduction(_Reduction(kind, None, arrays, op, label=name, **options), finish)
+        return self._submit_reduction(
+            _Reduction(kind, None, arrays, op, label=name, **options), finish
+        )
 
     def _submit_reduction(self, reduction: _Reduction, finish: Callable[[], Any]) -> Handle:
-        self._check_usable()
+        self.check_usable()
         reduction.prepare()
         layout = reduction.staged.tensors.layout
-        if self._engine is None or self._async_transport is None:
+        transport = self._async_transport
+        if self._engine is None or transport is None:
             self._run(lambda transport: reduction.run(self, transport))
             return Handle(reduction.label, None, finish)
         digest = _native.hash64(repr((reduction.contract(), layout)).encode())
@@ -576,9 +582,9 @@ class Group:
 
         from horo_lite.transports.shm import ShmTransport
 
-        if isinstance(self._async_transport, ShmTransport):
+        if isinstance(transport, ShmTransport):
             job = self._engine.submit_allreduce(
-                self._async_transport.group,
+                transport.group,
                 reduction.label,
                 digest,
                 reduction.staged.tensors,
@@ -593,7 +599,7 @@ class Group:
             job = self._engine.submit_call(
                 reduction.label,
                 digest,
-                lambda weights: reduction.move(self._async_transport, weights),
+                lambda weights: reduction.move(transport, weights),
                 reduction.weight,
                 describe,
             )
@@ -604,10 +610,8 @@ class Group:
 
         return Handle(reduction.label, job, complete)
 
-    def _submit(
-        self, kind: str, name: str | None, run: Callable[[Transport, str], Any]
-    ) -> Handle:
-        self._check_usable()
+    def _submit(self, kind: str, name: str | None, run: Callable[[Transport, str], Any]) -> Handle:
+        self.check_usable()
         if self._engine is None or self._async_transport is None:
             result = self._run(lambda transport: run(transport, name or kind))
             return Handle(kind, None, lambda: result)
@@ -715,9 +719,9 @@ class _Reduction:
 
     def _hook(self, method: Callable[..., None], default: Callable[..., None]) -> None:
         if method is not default:
-            for i, array in enumerate(self.staged.arrays):
+            for i, x in enumerate(self.staged.arrays):
                 name = self.names[i] if self.names else f"{self.label}[{i}]"
-                method(self.compression, name, _view(array))
+                method(self.compression, name, _view(x))
 
 
 class _Staged:
@@ -781,7 +785,7 @@ def _label(kind: str, name: str | None) -> str:
 
 def _exportable(x: Array) -> Array:
     """`x` as something whose memory the core can read."""
-    if isinstance(x, (np.ndarray, memoryview, PlainArray, bytearray)):
+    if isinstance(x, (np.ndarray, memoryview, array.array, bytearray)):
         return x
     return adapters.to_host(x)
 
@@ -819,17 +823,15 @@ def _like(result: Array, x: Array) -> Array:
 
 
 def _rows(x: Array) -> NDArray[Any]:
-    array = np.asarray(x, np.float64) if isinstance(x, (bool, int, float)) else np.asarray(_view(x))
-    return np.ascontiguousarray(array.reshape(1) if array.ndim == 0 else array)
+    rows = np.asarray(x, np.float64) if isinstance(x, (bool, int, float)) else _view(x)
+    return np.ascontiguousarray(rows.reshape(1) if rows.ndim == 0 else rows)
 
 
 def _tensors(arrays: Sequence[Array], writable: bool) -> tuple[_native.Tensors]:
     return (_native.Tensors(arrays, writable=writable),)
 
 
-def _splits(
-    x: Array, splits: Sequence[int] | NDArray[Any] | None, size: int
-) -> NDArray[np.int64]:
+def _splits(x: Array, splits: Sequence[int] | NDArray[Any] | None, size: int) -> NDArray[np.int64]:
     rows = len(_rows(x))
     if splits is None:
         if rows % size:
@@ -844,7 +846,8 @@ def _splits(
     return counts
 
 
-def _exchange_bytes(transport: Transport, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+def exchange_bytes(transport: Transport, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """What every rank has to say, in rank order; all know the sizes."""
     parts = [np.empty(size, np.uint8) for size in sizes]
     parts[transport.rank] = np.frombuffer(mine, np.uint8)
     tensors = [_native.Tensors([part], writable=False) for part in parts]

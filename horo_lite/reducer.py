@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from horo_lite._native import Tensors
-from horo_lite.collectives import Average, Op, _exchange_bytes, explain
+from horo_lite.collectives import Average, Op, exchange_bytes, explain
 from horo_lite.compression import Compression, Compressor
 from horo_lite.errors import MismatchError
 from horo_lite.plan import Entry, Plan, hash63, merge, who_has
@@ -252,7 +252,7 @@ class Reducer:
             self._label = f"gradients of optimizer {number}"
         agreed = 0 if self._agreed is None else self._agreed.digest
         transport = self.group.transport
-        self.group._check_usable()
+        self.group.check_usable()
         headers = transport.agree(
             hash63(f"{self._label} {agreed} {mine.digest}"),
             count=len(self._handles),
@@ -375,7 +375,7 @@ def _told(transport: Transport, text: str) -> list[str]:
     headers = transport.agree(0, len(mine), label="an explanation")
     return [
         told.decode()
-        for told in _exchange_bytes(transport, mine, [header.count for header in headers])
+        for told in exchange_bytes(transport, mine, [header.count for header in headers])
     ]
 
 

@@ -21,7 +21,7 @@ class Header(NamedTuple):
 
     digest: int
     """A hash of everything that must be alike on all ranks, at most 63 bits."""
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple's method of that name
     """Something that may differ, such as a size."""
     weight: float
     """This rank's weight in a weighted average."""

@@ -1,0 +1,161 @@
+"""The C++ core. Made by nanobind's stub generator, element types added by hand."""
+
+from collections.abc import Callable, Sequence
+
+def instruction_set() -> str:
+    """Which build of the host kernels runs: avx512, avx2 or portable."""
+
+def use_instruction_set(name: str) -> None: ...
+def cuda_device_count() -> int: ...
+def hash64(data: bytes) -> int:
+    """A 63-bit hash that is the same in every process."""
+
+class Tensors:
+    """Addresses of a list of CPU arrays, which are kept alive until this is dropped."""
+
+    def __init__(self, arrays: Sequence[object], writable: bool = True) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def signature(self) -> int: ...
+    @property
+    def layout(self) -> int: ...
+    @property
+    def strided(self) -> list[int]: ...
+    @property
+    def addresses(self) -> list[int]: ...
+    def buffers(self) -> list[tuple[int, int]]:
+        """Address and size in bytes of each."""
+
+    def describe(self, index: int) -> str: ...
+
+def check_reducible(tensors: Tensors, op: str) -> None:
+    """Raises ValueError for a dtype for which the op has no meaning."""
+
+class Segment:
+    @staticmethod
+    def create(n_bytes: int) -> Segment: ...
+    @staticmethod
+    def open(pid: int, fd: int, n_bytes: int, token: int) -> Segment: ...
+    def close_descriptor(self) -> None: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+
+class ShmGroup:
+    """The ranks of one host, meeting in shared memory."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        offset: int,
+        rank: int,
+        size: int,
+        pids: Sequence[int],
+        names: Sequence[str],
+    ) -> None: ...
+    @staticmethod
+    def memory_bytes(size: int) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def agree(
+        self, label: str, digest: int, count: int = 0, weight: float = 1.0
+    ) -> list[tuple[int, int, float]]: ...
+    def allreduce(
+        self,
+        tensors: Tensors,
+        op: str,
+        wire: str,
+        prescale: float = 1.0,
+        scale: float = 1.0,
+        divisor: float = 1.0,
+    ) -> None: ...
+    def exchange(
+        self,
+        stream: list[Tensors],
+        stream_bytes: Sequence[int],
+        wanted: list[tuple[int, int, Tensors]],
+    ) -> None: ...
+    def check_peers(self, label: str) -> None:
+        """Raises PeerLostError if a peer has died or given up."""
+
+    def abandon(self, reason: str) -> None: ...
+    def leave(self) -> None: ...
+
+def thread_group(size: int) -> list[ShmGroup]:
+    """Ranks as threads of this process, for tests."""
+
+class WireLayout:
+    """Where a list of tensors lies on the wire, for transports that move bytes themselves."""
+
+    def __init__(
+        self, tensors: Tensors, op: str, wire: str, chunk_bytes: int, n_shares: int
+    ) -> None: ...
+    @property
+    def n_chunks(self) -> int: ...
+    @property
+    def largest_chunk(self) -> int: ...
+    def shares(self, chunk: int) -> list[tuple[int, int]]: ...
+    def encode(self, chunk: int, prescale: float, image: int) -> None: ...
+    def reduce(
+        self,
+        chunk: int,
+        share: int,
+        images: Sequence[int],
+        scale: float,
+        divisor: float,
+        image: int,
+    ) -> None: ...
+    def decode(self, chunk: int, image: int) -> None: ...
+
+class Job:
+    """An operation in flight."""
+
+    @property
+    def name(self) -> str: ...
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
+    def value(self) -> object: ...
+
+class Engine:
+    """Runs asynchronous operations, matched by name across ranks."""
+
+    @staticmethod
+    def over_shm(
+        group: ShmGroup, direct: ShmGroup, explain: Callable[[str, list[str]], str]
+    ) -> Engine: ...
+    @staticmethod
+    def over_channel(
+        channel: object, explain: Callable[[str, list[str]], str], thread: bool
+    ) -> Engine: ...
+    def n_in_flight(self) -> int: ...
+    def drain(self) -> None: ...
+    def submit_allreduce(
+        self,
+        group: ShmGroup,
+        name: str,
+        digest: int,
+        tensors: Tensors,
+        op: str,
+        wire: str,
+        prescale: float,
+        scale: float,
+        divisor: float,
+        weighted: bool,
+        weight: float,
+        describe: Callable[[], str],
+    ) -> Job: ...
+    def submit_call(
+        self,
+        name: str,
+        digest: int,
+        function: Callable[[list[float]], object],
+        weight: float,
+        describe: Callable[[], str],
+    ) -> Job: ...
