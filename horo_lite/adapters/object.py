@@ -103,7 +103,9 @@ def name_leaves(tree: Any, place: str) -> Named:
                 named
                 for i, x in enumerate(tree)
                 for named in (
-                    leaves(x, f"{path}[{i}]") if _is_container(type(x)) else ((f"{path}[{i}]", x),)
+                    leaves(x, f"{path}[{i}]")
+                    if _is_container(type(x))  # type: ignore[arg-type]
+                    else ((f"{path}[{i}]", x),)
                 )
             ]
         return [(path, tree)]
