@@ -135,7 +135,9 @@ def connect(comm: MPI.Comm | None, host_of_rank: Sequence[int]) -> tuple[Transpo
     if len(hosts) == 1:
         from horo_lite.transports.shm import ShmTransport
 
-        return ShmTransport(local.group(0)), ShmTransport(local.group(1))
+        direct, other = ShmTransport(local.group(0)), ShmTransport(local.group(1))
+        local.comm.Free()  # MPI has done its part
+        return direct, other
     from horo_lite.transports.mpi import MpiTransport
 
     return MpiTransport(comm, local, 0), MpiTransport(comm, local, 1)
