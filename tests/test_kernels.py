@@ -66,7 +66,7 @@ def test_instruction_sets_agree_to_the_bit(dtype: str, wire: str, op: str, best:
 
 
 def test_binary16_is_what_numpy_rounds_to(best: str) -> None:
-    """Scaled by the power of two that the header tells, halves are NumPy's own, all 65,536 of them."""
+    """Scaled by the power of two that the header tells, all halves are NumPy's own."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     finite = halves[np.isfinite(halves)].astype(np.float32)
     # Between each two neighbours: the midpoint (a tie) and what is just beside it.

@@ -82,8 +82,7 @@ def test_more_than_2_gib() -> None:
     def reduce(group: hvd.Group) -> None:
         x = np.full(BEYOND, group.rank + 1, np.uint8)
         group.allreduce_(x, hvd.Sum)
-        assert x[0] == x[-1] == 3
-        assert np.count_nonzero(x != 3) == 0
+        assert x.min() == x.max() == 3
         x[-5:] = group.rank
         group.broadcast_(x, root_rank=1)
         assert x[-5:].tolist() == [1] * 5
@@ -91,8 +90,8 @@ def test_more_than_2_gib() -> None:
     run_threads(2, reduce, timeout_s=100)
 
 
-@pytest.mark.mpi
 def test_more_than_2_gib_between_hosts() -> None:
+    """Once is enough: what counts bytes is mpi4py's interface, the same over both MPIs."""
     if available_bytes() < 10 << 30:
         pytest.skip("needs 10 GiB of free memory")
     body = f"""
@@ -100,7 +99,7 @@ def test_more_than_2_gib_between_hosts() -> None:
     world = hvd.init()
     x = np.full({BEYOND}, world.rank + 1, np.uint8)
     hvd.allreduce_(x, op=hvd.Sum)
-    assert x[0] == x[-1] == 3 and np.count_nonzero(x != 3) == 0
+    assert x.min() == x.max() == 3
     x[-5:] = world.rank
     hvd.broadcast_(x, root_rank=1)
     assert x[-5:].tolist() == [1] * 5
