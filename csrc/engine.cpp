@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -76,7 +77,7 @@ void Job::finish(std::exception_ptr error) {
 
 Engine::Engine(std::unique_ptr<Channel> channel,
                std::function<std::string(const std::string&, const std::vector<std::string>&)> explain, bool thread)
-    : channel_(std::move(channel)), explain_(std::move(explain)), threaded_(thread) {
+    : channel_(std::move(channel)), explain_(std::move(explain)), threaded_(thread), pid_(getpid()) {
   if (!threaded_) return;
   // Signals are the training thread's business.
   sigset_t all, old;
@@ -88,11 +89,18 @@ Engine::Engine(std::unique_ptr<Channel> channel,
 
 Engine::~Engine() {
   if (!thread_.joinable()) return;
+  if (getpid() != pid_) {  // a forked child has no such thread, and whoever held the mutex then holds it for ever
+    thread_.detach();
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     stopped_ = true;
   }
-  channel_->wake();
+  try {
+    channel_->wake();
+  } catch (...) {  // Python is ending; the thread looks round by itself
+  }
   thread_.join();
 }
 

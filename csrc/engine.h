@@ -122,6 +122,7 @@ class Engine {
   std::unique_ptr<Channel> channel_;
   std::function<std::string(const std::string&, const std::vector<std::string>&)> explain_;
   bool threaded_;
+  int pid_;
   std::thread thread_;
 
   // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want
