@@ -59,6 +59,8 @@ help: ## this list
 demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the exchange cost
 	@echo "==> $(NP) ranks, digits_numpy.py"
 	@$(LAUNCH) -n $(NP) $(PY) examples/digits_numpy.py $(ARGS)
+	@echo "==> the same on one process, for comparison"
+	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
 
 examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example on 2 ranks
 	@for example in examples/digits_*.py; do \
