@@ -256,12 +256,13 @@ def check_extremes_share_the_wire(group: Group) -> None:
 
 def check_sixty_thousand(group: Group) -> None:
     """The average of 6e4s is 6e4, although their sum is beyond half precision; and of 2e-7s."""
-    out = group.allreduce(np.full(2048, 6e4, np.float32), compression=Compression.fp16)
-    assert np.all(out == 6e4)
-    tiny = [np.full(2048, 2e-7, np.float32)] * group.size
-    assert_bound(group, group.allreduce(tiny[0], compression=Compression.fp16), tiny, "fp16")
-    halves = group.allreduce(np.full(2048, 6e4, np.float16))
-    assert np.all(halves == np.float16(6e4))
+    # Whole multiples of 32, half precision's step at 6e4, around 6e4 on average.
+    step = 64 * (group.rank - (group.size - 1) / 2)
+    large = np.full(2048, 6e4 + step, np.float32)
+    assert np.all(group.allreduce(large, compression=Compression.fp16) == 6e4)
+    assert np.all(group.allreduce(large.astype(np.float16)) == np.float16(6e4))
+    tiny, inputs = everyone(group, lambda rank: np.full(2048, 2e-7 * (rank + 1), np.float32))
+    assert_bound(group, group.allreduce(tiny, compression=Compression.fp16), inputs, "fp16")
 
 
 def check_non_finite_arrive_alone(group: Group) -> None:
@@ -278,11 +279,12 @@ def check_non_finite_arrive_alone(group: Group) -> None:
     x, inputs = everyone(group, make)
     bad = np.zeros(4000, bool)
     bad[[5, 1500, 2100]] = True
-    clean = [np.where(bad, np.float32(0), y) for y in inputs]
+    finite = [np.where(np.isfinite(y), y, np.float32(0)) for y in inputs]
+    exact = oracle.allreduce_reference(finite, "average")
     for wire in ("none", "fp16", "bf16"):
         out = group.allreduce(x, compression=WIRES[wire])
         np.testing.assert_array_equal(~np.isfinite(out), bad)
-        assert_bound(group, np.where(bad, np.float32(0), out), clean, wire)
+        assert_bound(group, np.where(bad, exact, out), finite, wire)
     # A block that holds nothing finite, and two infinities that meet.
     x, _ = everyone(group, lambda rank: np.full(1024, np.inf * (-1) ** rank, np.float32))
     for wire in ("none", "fp16", "bf16"):
@@ -426,6 +428,12 @@ def check_bits_do_not_depend_on_company(group: Group) -> None:
         later = [group.synchronize(handle) for handle in handles]
         for other in (alone, backwards, between, pairs, later):
             assert digest(other) == digest(together)
+        if wire == "none":
+            of_all = [
+                (sample(rank, (300,), np.float32, seed=300) * 10.0 ** (300 % 7)).astype(np.float32)
+                for rank in range(group.size)
+            ]
+            assert_exact(group, together[1], of_all, "average")
         assert_alike(group, together)
 
 
@@ -610,15 +618,16 @@ def check_async_and_sync_together(group: Group) -> None:
 def check_a_name_in_flight_is_taken(group: Group) -> None:
     if group.rank != 0:
         group.barrier()
-    handle = group.allreduce_async(np.ones(3), name="taken")
+    mine, total = np.full(3, group.rank + 1.0), sum(range(1, group.size + 1))
+    handle = group.allreduce_async(mine, Sum, name="taken")
     if group.rank == 0:
         if group.size > 1:
             with pytest.raises(ValueError, match="taken"):
-                group.allreduce_async(np.ones(3), name="taken")
+                group.allreduce_async(mine, Sum, name="taken")
         group.barrier()
-    assert np.all(group.synchronize(handle) == 1)
-    again = group.allreduce_async(np.ones(3), name="taken")
-    assert np.all(group.synchronize(again) == 1)
+    assert np.all(group.synchronize(handle) == total)
+    again = group.allreduce_async(mine, Sum, name="taken")
+    assert np.all(group.synchronize(again) == total)
 
 
 def check_names_known_to_some_ranks_only(group: Group) -> None:
