@@ -290,21 +290,23 @@ void Engine::check_peers() {
 
 // All ranks wait, none for an operation that all have submitted: every name in flight is somebody's alone.
 void Engine::fail_unmatched() {
-  for (const auto& [name, known] : known_) {
+  // As soon as the first job is failed, its thread may submit again, under any of these names.
+  std::map<std::string, Known> unmatched;
+  unmatched.swap(known_);
+  order_.clear();
+  std::vector<std::pair<std::shared_ptr<Job>, std::string>> failed;
+  for (const auto& [name, known] : unmatched) {
+    if (!known.has[channel_->rank()]) continue;
     std::string have, lack;
     for (int r = 0; r < channel_->size(); ++r) {
       std::string& list = known.has[r] ? have : lack;
       list += (list.empty() ? "" : ", ") + std::to_string(r);
     }
-    const auto job = take(name);
-    if (job == nullptr) continue;
-    job->finish(std::make_exception_ptr(Mismatch(
-        "'" + name + "' was submitted by rank " + have + " but not by rank " + lack +
-        ", and every rank is waiting: nothing can go on. Asynchronous operations are matched by name; see that "
-        "every rank submits the same ones.")));
+    failed.emplace_back(take(name), "'" + name + "' was submitted by rank " + have + " but not by rank " + lack +
+                                        ", and every rank is waiting: nothing can go on. Asynchronous operations are "
+                                        "matched by name; see that every rank submits the same ones.");
   }
-  known_.clear();
-  order_.clear();
+  for (const auto& [job, text] : failed) job->finish(std::make_exception_ptr(Mismatch(text)));
 }
 
 void Engine::fail_all(std::exception_ptr error) {
