@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import math
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -49,26 +51,28 @@ def _read_mnist(folder: Path, part: str) -> tuple[Images, Labels]:
     labels = _read_idx(folder, f"{part}-labels-idx1-ubyte", dimensions=1)
     if len(pixels) != len(labels):
         raise SystemExit(f"--data {folder}: {len(pixels)} {part} images, but {len(labels)} labels")
-    return pixels[..., None].astype(np.float32) / 255, labels.astype(np.int64)
+    return pixels[..., None].astype(np.float32) / np.float32(255), labels.astype(np.int64)
 
 
 def _read_idx(folder: Path, name: str, dimensions: int) -> npt.NDArray[np.uint8]:
     """The bytes of an IDX file: a magic number, the lengths (big-endian), then the data."""
-    for path, opener in ((folder / name, open), (folder / f"{name}.gz", gzip.open)):
-        if path.exists():
-            with opener(path, "rb") as file:
-                data = file.read()
-            break
-    else:
+    path = folder / name
+    if not path.exists():
+        path = folder / f"{name}.gz"
+    if not path.exists():
         raise SystemExit(
             f"--data {folder}: neither {name} nor {name}.gz is there; the four MNIST files are "
             "{train,t10k}-{images-idx3,labels-idx1}-ubyte, with or without .gz"
         )
-    header = np.frombuffer(data[: 4 * (1 + dimensions)], ">u4")
-    shape = tuple(int(length) for length in header[1:])
-    body = data[header.nbytes :]
-    if len(shape) != dimensions or header[0] != 0x0800 + dimensions or len(body) != np.prod(shape):
-        raise SystemExit(
-            f"{path} is not an IDX file of bytes in {dimensions} dimensions, or is cut off"
-        )
-    return np.frombuffer(body, np.uint8).reshape(shape)
+    wrong = SystemExit(f"{path} is cut off, or no IDX file of bytes in {dimensions} dimensions")
+    data = path.read_bytes()
+    try:
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        magic, *shape = struct.unpack_from(f">{1 + dimensions}I", data)
+    except (EOFError, gzip.BadGzipFile, struct.error):
+        raise wrong from None
+    body = np.frombuffer(data, np.uint8, offset=4 * (1 + dimensions))
+    if magic != 0x0800 + dimensions or body.size != math.prod(shape):
+        raise wrong
+    return body.reshape(shape)

@@ -44,7 +44,8 @@ def main() -> None:
     for epoch in range(args.epochs):
         train.set_epoch(epoch)
         opt.lr = args.lr * (1 - epoch / args.epochs)  # The wrapper passes it on to SGD.
-        loss_sum = n_seen = n_correct = n_tested = 0
+        loss_sum = 0.0
+        n_seen = n_correct = n_tested = 0
         for images, labels in report.batches(train, epoch):
             loss = net.gradients(xp.asarray(images), xp.asarray(labels))
             # Weighted, because the ranks' shares of a batch may differ by one image.

@@ -44,7 +44,8 @@ def main() -> None:
     )
     for epoch in range(args.epochs):
         train.set_epoch(epoch)
-        loss_sum = n_seen = n_correct = n_tested = 0
+        loss_sum = 0.0
+        n_seen = n_correct = n_tested = 0
         for images, labels in report.batches(train, epoch):
             opt.zero_grad()
             loss = mean_loss(net(images), labels)

@@ -1,0 +1,178 @@
+"""The examples as a user starts them, and what they print, save and draw."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import Result, run_ranks
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+HALVES = {"float32": [], "float16": ["--fp16-allreduce"], "bfloat16": ["--bf16-allreduce"]}
+# An example takes a few seconds; the limits are for machines that do other things as well.
+LIMIT_S = 150
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None,
+    reason="PyTorch is not installed: digits_torch.py goes untested; pip install torch",
+)
+NUMPY = pytest.param("digits_numpy.py", id="numpy")
+TORCH = pytest.param("digits_torch.py", id="torch", marks=needs_torch)
+
+
+def run(example: str, np: int, *args: object) -> Result:
+    """How the example ended; one rank is started without a launcher, as most users would."""
+    arguments = [str(arg) for arg in args]
+    return run_ranks(EXAMPLES / example, np, args=arguments, launcher=np > 1, timeout_s=LIMIT_S)
+
+
+def accuracy(result: Result) -> float:
+    (found,) = re.findall(r"^test accuracy (\d\.\d+)$", result.stdout, re.MULTILINE)
+    return float(found)
+
+
+def furthest(path: Path, other: Path) -> float:
+    """The relative distance of the two files' parameters, of the parameter where it is largest."""
+    with np.load(path) as a, np.load(other) as b:
+        assert a.files == b.files
+        return max(float(np.linalg.norm(a[k] - b[k]) / np.linalg.norm(a[k])) for k in a.files)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("example", "size", "wire"),
+    [
+        pytest.param(*example.values, size, wire, id=f"{example.id}-{size}-{wire}", marks=marks)
+        for example, marks, cases in [
+            (NUMPY, (), [(1, "float32"), (2, "float32"), (2, "float16"), (2, "bfloat16")]),
+            (NUMPY, (), [(4, "float32"), (4, "float16")]),
+            (TORCH, needs_torch, [(2, "float16"), (4, "float32")]),
+        ]
+        for size, wire in cases
+    ],
+)
+def test_digits_are_learned_alike_on_all_ranks(example: str, size: int, wire: str) -> None:
+    result = run(example, size, *HALVES[wire]).check()
+    assert accuracy(result) > 0.97
+    table = re.findall(r"^ +\d+ +\d+\.\d+ +\d\.\d+ +[\d,]+ +(?:[\d.]+%|-)$", result.stdout, re.M)
+    assert len(table) == 12
+    assert "\r" not in result.stdout + result.stderr, "a progress bar, and no terminal"
+    if size == 1:
+        assert "nothing to exchange" in result.stdout
+    else:
+        assert f"parameters bit-identical on all {size} ranks" in result.stdout
+        assert re.search(rf"took [\d.]+ ms a step, [\d.]+%[^)]* as {wire} through", result.stdout)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("example", [NUMPY, TORCH])
+def test_ranks_on_shares_end_where_one_ends_on_whole_batches(example: str, tmp_path: Path) -> None:
+    def trained(size: int, *args: object) -> Path:
+        path = tmp_path / f"{size}{''.join(map(str, args))}.npz"
+        run(example, size, "--save", path, *args).check()
+        return path
+
+    # 65 divides by neither 2 nor 3; and small steps, since training amplifies rounding.
+    options = ["--epochs", 1, "--lr", 0.01, "--batch-size", 65]
+    one = trained(1, *options)
+    # Rounding gives 5e-7; ignoring that the shares are uneven, 2e-2.
+    assert furthest(one, trained(2, *options)) < 1e-4
+    if example == "digits_numpy.py":  # The other one takes its time to start.
+        assert furthest(one, trained(3, *options)) < 1e-4
+
+        # Rounded to 11 bits, it needs few steps, too, to stay near: one in an epoch.
+        options = ["--epochs", 4, "--batch-size", 720]
+        one = trained(1, *options)
+        assert furthest(one, trained(2, *options, "--fp16-allreduce")) < 3e-3
+
+
+@pytest.mark.mpi
+def test_a_forgotten_broadcast_is_noticed() -> None:
+    code = (EXAMPLES / "digits_numpy.py").read_text()
+    line = "    hvd.broadcast_parameters(net.params)\n"
+    assert line in code
+    env = {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
+    result = run_ranks(
+        code.replace(line, ""), 3, args=["--epochs", "1"], env=env, timeout_s=LIMIT_S
+    )
+    assert result.returncode != 0
+    assert "the parameters of rank 1, 2 differ from rank 0's" in result.stdout
+    assert "bit-identical" not in result.stdout
+
+
+@pytest.mark.mpi
+def test_a_framework_of_ones_own() -> None:
+    result = run("my_framework.py", 2).check()
+    slope, offset = re.findall(r"y = ([\d.]+) x ([-+][\d.]+)", result.stdout)[0]
+    assert float(slope) == pytest.approx(3, abs=0.05)
+    assert float(offset) == pytest.approx(-2, abs=0.05)
+    assert "all 2 ranks found the same: True" in result.stdout
+
+
+def test_mnist_files_and_the_plot(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    plot = tmp_path / "curve.png"
+    result = run("digits_numpy.py", 1, "--epochs", 2, "--data", tmp_path, "--plot", plot).check()
+    assert "130 images to train on, 20 to test" in result.stdout
+    assert "learning curve drawn to" in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_mnist_files_are_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path)
+    images, labels, test_images, test_labels = digits(monkeypatch).load_digits(tmp_path)
+    assert images.shape == (130, 28, 28, 1)
+    assert test_images.shape == (20, 28, 28, 1)
+    assert images.dtype == test_images.dtype == np.float32
+    assert labels.tolist() == [i % 10 for i in range(130)]
+    assert test_labels.tolist() == [i % 10 for i in range(20)]
+    pixels, test_pixels = mnist_pixels(130), mnist_pixels(20)
+    np.testing.assert_allclose(images[..., 0], (pixels - pixels.mean()) / 255, atol=1e-6)
+    np.testing.assert_allclose(test_images[..., 0], (test_pixels - pixels.mean()) / 255, atol=1e-6)
+
+
+def test_bad_mnist_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = digits(monkeypatch).load_digits
+    with pytest.raises(SystemExit, match=r"neither train-images-\S+ nor \S+gz is there"):
+        load(tmp_path)
+    write_mnist(tmp_path)
+    path = tmp_path / "t10k-images-idx3-ubyte"
+    whole = path.read_bytes()
+    for wrong in (whole[:-1], whole[:5], whole[:3] + b"\x01" + whole[4:]):
+        path.write_bytes(wrong)
+        with pytest.raises(SystemExit, match="t10k-images-idx3-ubyte is cut off, or no IDX file"):
+            load(tmp_path)
+    write_idx(path, mnist_pixels(19))
+    with pytest.raises(SystemExit, match="19 t10k images, but 20 labels"):
+        load(tmp_path)
+
+
+def digits(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "digits", raising=False)
+    return importlib.import_module("digits")
+
+
+def mnist_pixels(n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(n).integers(0, 256, (n, 28, 28), np.uint8)
+
+
+def write_mnist(folder: Path) -> None:
+    """130 and 20 pictures of noise, half of the files compressed."""
+    for part, n, suffix in (("train", 130, ".gz"), ("t10k", 20, "")):
+        write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", mnist_pixels(n))
+        write_idx(folder / f"{part}-labels-idx1-ubyte", np.arange(n, dtype=np.uint8) % 10)
+
+
+def write_idx(path: Path, array: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    header = np.array([0x0800 + array.ndim, *array.shape], ">u4").tobytes()
+    data = header + array.tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
