@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm
 
 import horo_lite as hvd
@@ -141,12 +140,14 @@ class Report:
             f"  {share:>8}"
         )
 
-    def finish(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
+    def finish(self, parameters: Mapping[str, Any]) -> None:
         """Tells the outcome, and ends the program with an error where the ranks' weights differ."""
         world, args = self._world, self._args
+        # CuPy's arrays are fetched with get().
+        arrays = {name: a.get() if hasattr(a, "get") else a for name, a in parameters.items()}
         digest = hashlib.sha256()
-        for array in parameters.values():
-            digest.update(np.ascontiguousarray(array).tobytes())
+        for array in arrays.values():
+            digest.update(array.tobytes())
         digests = hvd.allgather_object(digest.hexdigest())
         others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
 
@@ -164,7 +165,7 @@ class Report:
             )
         self.say(self._cost())
         if world.rank == 0 and args.save:
-            np.savez(args.save, **dict(parameters))
+            np.savez(args.save, **arrays)
         if world.rank == 0 and args.plot:
             self._plot(args.plot)
             self.say(f"learning curve drawn to {args.plot}")
