@@ -63,7 +63,7 @@ demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the 
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
 
 examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example on 2 ranks
-	@for example in examples/digits_*.py; do \
+	@for example in examples/my_framework.py examples/digits_*.py; do \
 	  if [ -z "$(TORCH)" ] && [ $$example = examples/digits_torch.py ]; then continue; fi; \
 	  echo "==> $(NP) ranks, $$example"; \
 	  $(LAUNCH) -n $(NP) $(PY) $$example $(ARGS) || exit; \
