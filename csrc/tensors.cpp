@@ -1,7 +1,6 @@
 #include "tensors.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace nb = nanobind;
 
@@ -69,6 +68,34 @@ bool dtype_of_dlpack(nb::dlpack::dtype type, DType* dtype) {
   else if (code == Code::Bfloat && size == 1) *dtype = DType::kBFloat16;
   else if (code == Code::Bool && size == 0) *dtype = DType::kBool;
   else return false;
+  return true;
+}
+
+// Whether the memory is dense and in C order.
+bool in_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t item) {
+  auto expected = static_cast<int64_t>(item);
+  for (size_t axis = dims.size(); axis-- > 0;) {
+    if (dims[axis] != 1 && strides[axis] != expected) return false;
+    expected *= dims[axis];
+  }
+  return true;
+}
+
+// Whether it is dense in some order of the axes, each stride being the product of the extents within. Tells two such
+// orders apart by a number that is not 0.
+bool find_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t item, uint64_t* order) {
+  std::vector<size_t> axes;
+  for (size_t axis = dims.size(); axis-- > 0;) {
+    if (dims[axis] != 1) axes.push_back(axis);
+  }
+  std::stable_sort(axes.begin(), axes.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  auto expected = static_cast<int64_t>(item);
+  *order = 1;
+  for (size_t axis : axes) {
+    if (strides[axis] != expected) return false;
+    expected *= dims[axis];
+    *order = *order * 31 + axis + 1;
+  }
   return true;
 }
 
@@ -198,25 +225,13 @@ void Tensors::add(void* address, DType dtype, std::vector<int64_t> dims, const s
   const size_t item = item_bytes(dtype);
   size_t n_elements = 1;
   for (int64_t dim : dims) n_elements *= static_cast<size_t>(dim);
-  // Dense: in some order of the axes, each stride is the product of the extents within.
-  std::vector<size_t> axes(dims.size());
-  std::iota(axes.begin(), axes.end(), size_t{0});
-  axes.erase(std::remove_if(axes.begin(), axes.end(), [&](size_t d) { return dims[d] == 1; }), axes.end());
-  const std::vector<size_t> c_order(axes.rbegin(), axes.rend());
-  axes = c_order;
-  std::stable_sort(axes.begin(), axes.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
-  bool dense = reinterpret_cast<uintptr_t>(address) % (item > 8 ? 8 : item) == 0;
-  int64_t expected = static_cast<int64_t>(item);
-  for (size_t axis : axes) {
-    dense = dense && strides[axis] == expected;
-    expected *= dims[axis];
-  }
+  // Most are in C order, and steps with a thousand small arrays should not pay for the others.
+  bool dense = reinterpret_cast<uintptr_t>(address) % std::min<size_t>(item, 8) == 0;
   uint64_t order = 0;
   if (n_elements == 0) {
     dense = true;
-  } else if (axes != c_order) {
-    order = 1;
-    for (size_t axis : axes) order = order * 31 + axis + 1;
+  } else if (!in_order(dims, strides, item)) {
+    dense = dense && find_order(dims, strides, item, &order);
   }
   refs_.push_back({address, n_elements, dtype});
   shapes_.push_back({std::move(dims), order, dense});

@@ -730,7 +730,10 @@ class _Staged:
     def __init__(self, arrays: Sequence[Array]) -> None:
         self.arrays = list(arrays)
         self._originals: dict[int, NDArray[Any]] = {}
-        self.tensors = _native.Tensors([_exportable(x) for x in self.arrays])
+        try:
+            self.tensors = _native.Tensors(self.arrays)
+        except (TypeError, BufferError):  # something that needs its adapter, or is wrong
+            self.tensors = _native.Tensors([_exportable(x) for x in self.arrays])
         if strided := self.tensors.strided:
             self._copy(strided)
 
