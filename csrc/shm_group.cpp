@@ -109,7 +109,9 @@ struct alignas(4096) ShmGroup::RankBlock {
   Flag reduced;
   Flag bell;
   std::atomic<uint32_t> state;
-  char label[kTextBytes];   // what this rank does or did last
+  // What this rank does or did last. Peers may read it while it changes: a garbled message is the worst of it, since
+  // the last byte is never written.
+  char label[kTextBytes];
   char reason[kTextBytes];  // why it gave up
   // Two, because a fast rank may enter the next meeting while a slow one still reads this one's headers.
   Header headers[2];
