@@ -214,6 +214,25 @@ def test_every_op_of_every_dtype(
 
 @law
 @given(
+    n_ranks=sizes,
+    op=st.sampled_from(oracle.OPS),
+    dtype=st.sampled_from([np.dtype(np.float16), oracle.bfloat16]),
+    seed=seeds,
+)
+def test_halves_are_rounded_once(n_ranks: int, op: str, dtype: np.dtype[Any], seed: int) -> None:
+    """Whatever bits they are: reduced in float32 in rank order, and only the result is rounded."""
+    random = np.random.default_rng(seed)
+    inputs = []
+    for _ in range(n_ranks):
+        x = random.integers(0, 1 << 16, 1500, np.uint16).view(dtype)
+        inputs.append(np.where(np.isfinite(x), x, dtype.type(1)))
+    expected = rank_order_reference(inputs, op)
+    for out in run_threads(n_ranks, lambda group: group.allreduce(inputs[group.rank], OP_OF[op])):
+        assert same_bits(out, expected)
+
+
+@law
+@given(
     weights=st.lists(st.just(0.0) | st.floats(2.0**-10, 2.0**20, width=32), min_size=1, max_size=5),
     factor=st.sampled_from([0.25, 2.0, 1024.0]),
     wire=wires,
