@@ -371,6 +371,9 @@ def table(jobs: Sequence[dict[str, Any]], which: str) -> str:
             cell = f"{ms[name]:>14.2f}{ms[name] / ms[MEMCPY]:>8.2f}" if name in ms else f"{'-':>22}"
             line += cell
         lines.append(line)
+    # A machine that does something else meanwhile shows here first.
+    spread = [result["quartiles"][MEMCPY] for _, result in columns]
+    lines.append("memcpy's quartiles: " + ", ".join(f"{a:.2f}-{b:.2f} ms" for a, b in spread))
     return "\n".join(lines)
 
 
