@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -112,7 +111,6 @@ struct alignas(4096) ShmGroup::RankBlock {
   Flag reduced;
   Flag bell;
   std::atomic<uint32_t> state;
-  std::atomic<int> cpu;  // where it was when it last signalled
   // What this rank does or did last. Peers may read it while it changes: a garbled message is the worst of it, since
   // the last byte is never written.
   char label[kTextBytes];
@@ -159,7 +157,6 @@ uint8_t* ShmGroup::slot(int rank, size_t chunk) const {
 // ----------------------------------------------------------------------------------------------------------
 
 void ShmGroup::signal(Flag& flag, uint32_t value) {
-  block(rank_).cpu.store(sched_getcpu(), std::memory_order_relaxed);
   flag.value.store(value, std::memory_order_seq_cst);
   if (flag.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(flag.value);
 }
@@ -176,7 +173,6 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     }
     if (oversubscribed_) sched_yield();
   } while (std::chrono::steady_clock::now() < until);
-  spread_out();
   const Waiting waiting(n_waits_);
   while (true) {
     flag.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -193,33 +189,6 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
       throw;
     }
   }
-}
-
-// Linux may leave ranks on one core while another idles: they take turns at sleeping, so it never sees two that want to
-// run. (2 ranks: 7 times slower, for seconds on end.) A rank that finds two more on its core than on some other moves.
-void ShmGroup::spread_out() {
-  const auto now = std::chrono::steady_clock::now();
-  if (now < next_look_) return;
-  next_look_ = now + std::chrono::milliseconds(1);
-  const int here = sched_getcpu();
-  cpu_set_t allowed;
-  if (here < 0 || here >= CPU_SETSIZE || sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  std::array<int, CPU_SETSIZE> n_ranks{};
-  for (int r = 0; r < size_; ++r) {
-    const int cpu = r == rank_ ? here : block(r).cpu.load(std::memory_order_relaxed);
-    if (cpu < 0 || cpu >= CPU_SETSIZE) return;
-    if (cpu == here && r > rank_) return;  // one of them is enough: the last
-    ++n_ranks[cpu];
-  }
-  int best = here;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(cpu, &allowed) && n_ranks[cpu] < n_ranks[best]) best = cpu;
-  }
-  if (n_ranks[here] - n_ranks[best] < 2) return;
-  cpu_set_t only;
-  CPU_ZERO(&only);
-  CPU_SET(best, &only);
-  if (sched_setaffinity(0, sizeof(only), &only) == 0) sched_setaffinity(0, sizeof(allowed), &allowed);
 }
 
 void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value) {

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -99,7 +98,6 @@ class ShmGroup {
   void wait_for_all(Flag RankBlock::* flag, uint32_t value);
   void check_peers(int awaited);
   void set_label(const std::string& label);
-  void spread_out();
   [[noreturn]] void lost(const std::string& what);
   std::string name(int rank) const;
   bool died(int rank);
@@ -112,7 +110,6 @@ class ShmGroup {
   std::vector<std::string> names_;
   std::string broken_;  // why this group can no longer be used
   bool oversubscribed_;
-  std::chrono::steady_clock::time_point next_look_;
   std::atomic<uint64_t> n_waits_{0};
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;
