@@ -363,7 +363,11 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](Layout* self, const Tensors& tensors, const std::string& op, const std::string& wire, size_t chunk_bytes,
-             int n_shares) { new (self) Layout(tensors.refs(), op_of(op), wire_of(wire), chunk_bytes, n_shares); },
+             int n_shares) {
+            const Wire asked = wire_of(wire);
+            const Wire between_hosts = asked == Wire::kNone ? Wire::kBetweenHosts : asked;
+            new (self) Layout(tensors.refs(), op_of(op), between_hosts, chunk_bytes, n_shares);
+          },
           "tensors"_a, "op"_a, "wire"_a, "chunk_bytes"_a, "n_shares"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("n_chunks", &Layout::n_chunks)
       .def_prop_ro("largest_chunk", &Layout::largest_chunk)

@@ -18,7 +18,8 @@ inline constexpr size_t kWireAlignment = 64;
 enum class Op : uint8_t { kSum, kAverage, kMin, kMax, kProduct };
 
 // What the caller would like on the wire. What a tensor gets depends on its dtype: see select_kernels().
-enum class Wire : uint8_t { kNone, kFloat16, kBFloat16 };
+// kBetweenHosts is kNone for what may hold sums of several ranks on its way to others.
+enum class Wire : uint8_t { kNone, kBetweenHosts, kFloat16, kBFloat16 };
 
 // result = (reduced * scale) / divisor. The divisor is kept apart so that an average that is exact stays exact.
 struct Factor {

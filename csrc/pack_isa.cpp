@@ -497,8 +497,8 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
     case DType::kUInt64:
       return integer<uint64_t>(op);
     case DType::kFloat16:
-      // Always scaled: a host's sum on its way to the other hosts may be larger than binary16 can hold.
-      return op == Op::kProduct ? plain<Half, Half, float>(op) : scaled_half<Half>(op);
+      // Between hosts travel sums, which may be larger than binary16 can hold.
+      return wire == Wire::kNone || op == Op::kProduct ? plain<Half, Half, float>(op) : scaled_half<Half>(op);
     case DType::kBFloat16:
       return plain<BFloat16, BFloat16, float>(op);
     case DType::kFloat32:
