@@ -1,0 +1,86 @@
+// A GPU as the transport sees it: the two dozen calls it makes, and nothing else.
+//
+// There are two: the CUDA runtime (device_cuda.cu; no_cuda.cpp where no toolkit was found), and a twin in host memory
+// (device_twin.cpp) whose streams are threads, so that order between streams exists only where it was asked for, as
+// on the real thing. With the twin, everything but the kernels' machine code is tested without a GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace horo {
+
+// The GPU, its driver or NCCL refused; the message says what was asked of it.
+struct DeviceError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+using Stream = void*;  // CUDA's own handle, as frameworks pass it on as an integer
+using Event = void*;
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual int count() = 0;
+  // Equal for two ranks of a host exactly where they use the same GPU (CUDA_VISIBLE_DEVICES numbers them anew).
+  virtual std::string identity(int index) = 0;
+
+  // What follows concerns the GPU `index`; the calling thread's current device is as before.
+  virtual void* allocate(int index, size_t n_bytes) = 0;
+  virtual void release(int index, void* memory) = 0;
+  virtual void* allocate_pinned(size_t n_bytes) = 0;
+  virtual void release_pinned(void* memory) = 0;
+
+  // Of the highest priority, and in no implied order with the legacy default stream.
+  virtual Stream new_stream(int index) = 0;
+  virtual void delete_stream(int index, Stream stream) = 0;
+  virtual bool is_capturing(Stream stream) = 0;
+
+  virtual Event new_event(int index) = 0;
+  virtual void delete_event(Event event) = 0;
+  virtual void record(int index, Event event, Stream stream) = 0;
+  virtual void wait(int index, Stream stream, Event event) = 0;  // later work of `stream` comes after `event`
+  virtual bool is_done(Event event) = 0;
+  virtual void synchronize(Event event) = 0;  // the only call that waits
+
+  // Either side may be device or pinned host memory.
+  virtual void copy(int index, void* to, const void* from, size_t n_bytes, Stream stream) = 0;
+  virtual void clear(int index, void* memory, size_t n_bytes, Stream stream) = 0;
+  virtual void store(int index, double* at, double value, Stream stream) = 0;
+  virtual void run(int index, const KernelCall& call, Stream stream) = 0;
+
+  // Makes the calling thread's current device `index` (NCCL wants that) until it is destroyed.
+  class Current {
+   public:
+    Current(Device& device, int index) : device_(device), previous_(device.exchange_current(index)) {}
+    ~Current() { device_.exchange_current(previous_); }
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+
+   private:
+    Device& device_;
+    int previous_;
+  };
+
+ protected:
+  virtual int exchange_current(int index) = 0;
+};
+
+// The CUDA runtime that was built in. Null where none was, with the reason in `why`.
+Device* cuda_device(std::string* why);
+
+// The twin, with `count` devices; the same one at every call.
+Device& twin_device();
+
+// The beginning of every stream of the twin: how others (a stand-in for NCCL) queue work on it.
+struct TwinStreamHead {
+  void (*enqueue)(TwinStreamHead* stream, void (*work)(void*), void* argument);
+};
+
+}  // namespace horo
