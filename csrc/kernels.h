@@ -26,7 +26,8 @@ struct WireStats {
   uint32_t n_nonfinite;  // how many elements are inf or nan
 };
 
-inline constexpr int32_t kNoExponent = INT32_MIN;  // of a tensor without a finite element other than 0
+// Of a tensor without a finite element other than 0. Its bytes are equal, so that a plain fill of memory makes it.
+inline constexpr int32_t kNoExponent = static_cast<int32_t>(0x80808080u);
 
 struct KernelCall {
   enum Step {
@@ -52,5 +53,7 @@ struct KernelCall {
 
 // Throws std::invalid_argument for a pair of dtypes that has no kernel.
 void run_on_host(const KernelCall& call);
+// The same, queued on a CUDA stream.
+void launch_kernels(const KernelCall& call, void* stream);
 
 }  // namespace horo

@@ -1,0 +1,143 @@
+// The CUDA runtime behind the seam.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+#include "device.h"
+
+namespace horo {
+namespace {
+
+void check(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return;
+  cudaGetLastError();  // it has been told; the next call should not meet it again
+  throw DeviceError(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
+                    cudaGetErrorName(result) + ")");
+}
+
+__global__ void store_value(double* at, double value) { *at = value; }
+
+class CudaDevice : public Device {
+ public:
+  int count() override {
+    int n = 0;
+    check(cudaGetDeviceCount(&n), "count the GPUs");
+    return n;
+  }
+
+  std::string identity(int index) override {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, index), "describe the GPU");
+    // Not the PCI bus id: a GPU divided by MIG is several devices with one bus id.
+    std::string text;
+    for (const char byte : properties.uuid.bytes) {
+      char hex[3];
+      std::snprintf(hex, sizeof(hex), "%02x", static_cast<unsigned char>(byte));
+      text += hex;
+    }
+    return text;
+  }
+
+  void* allocate(int index, size_t n_bytes) override {
+    const Current current(*this, index);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, n_bytes), ("allocate " + std::to_string(n_bytes) + " bytes on the GPU").c_str());
+    return memory;
+  }
+  void release(int index, void* memory) override {
+    const Current current(*this, index);
+    cudaFree(memory);
+  }
+  void* allocate_pinned(size_t n_bytes) override {
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, n_bytes, cudaHostAllocPortable), "allocate pinned host memory");
+    return memory;
+  }
+  void release_pinned(void* memory) override { cudaFreeHost(memory); }
+
+  Stream new_stream(int index) override {
+    const Current current(*this, index);
+    int lowest = 0;
+    int highest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "tell the priorities of streams");
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "create a stream");
+    return stream;
+  }
+  void delete_stream(int index, Stream stream) override {
+    const Current current(*this, index);
+    cudaStreamDestroy(of(stream));
+  }
+  bool is_capturing(Stream stream) override {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(of(stream), &status), "tell whether a graph is being captured");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  Event new_event(int index) override {
+    const Current current(*this, index);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");
+    return event;
+  }
+  void delete_event(Event event) override { cudaEventDestroy(static_cast<cudaEvent_t>(event)); }
+  void record(int index, Event event, Stream stream) override {
+    const Current current(*this, index);
+    check(cudaEventRecord(static_cast<cudaEvent_t>(event), of(stream)), "record an event");
+  }
+  void wait(int index, Stream stream, Event event) override {
+    const Current current(*this, index);
+    check(cudaStreamWaitEvent(of(stream), static_cast<cudaEvent_t>(event), 0), "let a stream wait for an event");
+  }
+  bool is_done(Event event) override {
+    const cudaError_t result = cudaEventQuery(static_cast<cudaEvent_t>(event));
+    if (result == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    check(result, "finish the work before an event");
+    return true;
+  }
+  void synchronize(Event event) override {
+    check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "finish the work before an event");
+  }
+
+  void copy(int index, void* to, const void* from, size_t n_bytes, Stream stream) override {
+    const Current current(*this, index);
+    check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, of(stream)), "copy memory");
+  }
+  void fill(int index, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
+    const Current current(*this, index);
+    check(cudaMemsetAsync(memory, byte, n_bytes, of(stream)), "fill memory");
+  }
+  void store(int index, double* at, double value, Stream stream) override {
+    const Current current(*this, index);
+    store_value<<<1, 1, 0, of(stream)>>>(at, value);
+    check(cudaGetLastError(), "store a number");
+  }
+  void run(int index, const KernelCall& call, Stream stream) override {
+    const Current current(*this, index);
+    launch_kernels(call, stream);
+    check(cudaGetLastError(), "launch a kernel (a driver of version 530 or newer is needed)");
+  }
+
+ protected:
+  int exchange_current(int index) override {
+    int previous = 0;
+    check(cudaGetDevice(&previous), "tell the current GPU");
+    if (previous != index) check(cudaSetDevice(index), "use the GPU");
+    return previous;
+  }
+
+ private:
+  static cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream); }
+};
+
+}  // namespace
+
+Device* cuda_device(std::string*) {
+  static CudaDevice device;
+  return &device;
+}
+
+}  // namespace horo

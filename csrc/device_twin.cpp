@@ -1,0 +1,178 @@
+// The twin of a GPU, in host memory: every stream is a thread that works off a queue.
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+
+#include "device.h"
+
+namespace horo {
+namespace {
+
+struct TwinStream : TwinStreamHead {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> queue;
+  bool stopping = false;
+  std::thread thread;
+
+  TwinStream() {
+    enqueue = [](TwinStreamHead* stream, void (*work)(void*), void* argument) {
+      static_cast<TwinStream*>(stream)->add([work, argument] { work(argument); });
+    };
+    thread = std::thread([this] { loop(); });
+  }
+
+  ~TwinStream() {
+    {
+      const std::lock_guard lock(mutex);
+      stopping = true;
+    }
+    changed.notify_all();
+    thread.join();
+  }
+
+  void add(std::function<void()> work) {
+    {
+      const std::lock_guard lock(mutex);
+      queue.push_back(std::move(work));
+    }
+    changed.notify_all();
+  }
+
+  void loop() {
+    for (;;) {
+      std::function<void()> work;
+      {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [this] { return stopping || !queue.empty(); });
+        if (queue.empty()) return;  // what was queued is done first
+        work = std::move(queue.front());
+        queue.pop_front();
+      }
+      work();
+    }
+  }
+};
+
+// Work that waits for an event waits for the latest recording at the time of the call, as CUDA has it.
+struct TwinEvent {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t recorded = 0;
+  uint64_t reached = 0;
+};
+using SharedEvent = std::shared_ptr<TwinEvent>;  // work that waits in a queue may outlive the handle
+
+class TwinDevice : public Device {
+ public:
+  explicit TwinDevice(int count) : count_(count) {}
+
+  int count() override { return count_; }
+  std::string identity(int index) override {
+    // Ranks of a test that have one GPU each all call it number 0, as with CUDA_VISIBLE_DEVICES.
+    const char* first = std::getenv("HORO_LITE_TEST_FIRST_GPU");
+    return "twin " + std::to_string(index + (first != nullptr ? std::atoi(first) : 0));
+  }
+
+  void* allocate(int, size_t n_bytes) override { return ::operator new(n_bytes, std::align_val_t{256}); }
+  void release(int, void* memory) override { ::operator delete(memory, std::align_val_t{256}); }
+  void* allocate_pinned(size_t n_bytes) override { return allocate(0, n_bytes); }
+  void release_pinned(void* memory) override { release(0, memory); }
+
+  Stream new_stream(int) override { return static_cast<TwinStreamHead*>(new TwinStream); }
+  void delete_stream(int, Stream stream) override { delete of(stream); }
+  bool is_capturing(Stream) override { return false; }
+
+  Event new_event(int) override { return new SharedEvent(std::make_shared<TwinEvent>()); }
+  void delete_event(Event event) override { delete static_cast<SharedEvent*>(event); }
+
+  void record(int, Event event, Stream stream) override {
+    const SharedEvent shared = *static_cast<SharedEvent*>(event);
+    uint64_t number;
+    {
+      const std::lock_guard lock(shared->mutex);
+      number = ++shared->recorded;
+    }
+    of(stream)->add([shared, number] {
+      {
+        const std::lock_guard lock(shared->mutex);
+        shared->reached = std::max(shared->reached, number);
+      }
+      shared->changed.notify_all();
+    });
+  }
+
+  void wait(int, Stream stream, Event event) override {
+    const SharedEvent shared = *static_cast<SharedEvent*>(event);
+    const uint64_t number = latest(*shared);
+    of(stream)->add([shared, number] { wait_for(*shared, number); });
+  }
+
+  bool is_done(Event event) override {
+    TwinEvent& shared = **static_cast<SharedEvent*>(event);
+    const std::lock_guard lock(shared.mutex);
+    return shared.reached == shared.recorded;
+  }
+
+  void synchronize(Event event) override {
+    const SharedEvent shared = *static_cast<SharedEvent*>(event);
+    wait_for(*shared, latest(*shared));
+  }
+
+  void copy(int, void* to, const void* from, size_t n_bytes, Stream stream) override {
+    of(stream)->add([=] { std::memcpy(to, from, n_bytes); });
+  }
+  void fill(int, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
+    of(stream)->add([=] { std::memset(memory, byte, n_bytes); });
+  }
+  void store(int, double* at, double value, Stream stream) override {
+    of(stream)->add([=] { *at = value; });
+  }
+  void run(int, const KernelCall& call, Stream stream) override {
+    auto pieces = std::make_shared<std::vector<GpuPiece>>(call.pieces, call.pieces + call.n_pieces);
+    of(stream)->add([call, pieces]() mutable {
+      call.pieces = pieces->data();
+      run_on_host(call);
+    });
+  }
+
+ protected:
+  int exchange_current(int) override { return 0; }
+
+ private:
+  static uint64_t latest(TwinEvent& event) {
+    const std::lock_guard lock(event.mutex);
+    return event.recorded;
+  }
+  static void wait_for(TwinEvent& event, uint64_t number) {
+    std::unique_lock lock(event.mutex);
+    event.changed.wait(lock, [&] { return event.reached >= number; });
+  }
+  // CUDA's numbers for the legacy default stream are 0 and 1, for the thread's own 2.
+  TwinStream* of(Stream stream) {
+    if (reinterpret_cast<uintptr_t>(stream) > 2) return static_cast<TwinStream*>(static_cast<TwinStreamHead*>(stream));
+    static TwinStream* const legacy = new TwinStream;
+    return legacy;
+  }
+
+  int count_;
+};
+
+}  // namespace
+
+Device* twin_device() {
+  static Device* const device = []() -> Device* {
+    const char* count = std::getenv("HORO_LITE_TEST_GPUS");
+    return count == nullptr ? nullptr : new TwinDevice(std::atoi(count));
+  }();
+  return device;
+}
+
+}  // namespace horo

@@ -1,0 +1,13 @@
+// In place of device_cuda.cu and kernels.cu where no CUDA toolkit was found when the core was built.
+#include "device.h"
+
+namespace horo {
+
+Device* cuda_device(std::string* why) {
+  *why =
+      "this build of horo_lite has no CUDA part: no toolkit was found when it was built. Set CUDA_HOME to one (12.1 or "
+      "newer) and install horo_lite again";
+  return nullptr;
+}
+
+}  // namespace horo
