@@ -1,0 +1,53 @@
+#include "device_queue.h"
+
+namespace horo {
+
+DeviceQueue::DeviceQueue(Device& device, int index)
+    : device_(device),
+      index_(index),
+      stream_(device.new_stream(index)),
+      followed_(device.new_event(index)),
+      led_(device.new_event(index)) {}
+
+DeviceQueue::~DeviceQueue() {
+  try {
+    synchronize();  // held memory is still in use until then
+  } catch (const DeviceError&) {
+  }
+  for (auto& [event, object] : held_) spare_.push_back(event);
+  for (Event event : spare_) device_.delete_event(event);
+  device_.delete_event(led_);
+  device_.delete_event(followed_);
+  device_.delete_stream(index_, stream_);
+}
+
+// An event may be recorded anew at once: a wait means the recording that was the latest when it was queued.
+void DeviceQueue::follow(Stream producer) {
+  device_.record(index_, followed_, producer);
+  device_.wait(index_, stream_, followed_);
+}
+
+void DeviceQueue::lead(Stream consumer) {
+  device_.record(index_, led_, stream_);
+  device_.wait(index_, consumer, led_);
+}
+
+void DeviceQueue::synchronize() {
+  device_.record(index_, led_, stream_);
+  device_.synchronize(led_);
+}
+
+void DeviceQueue::hold(std::shared_ptr<void> object) {
+  if (device_.is_capturing(stream_)) return;
+  while (!held_.empty() && device_.is_done(held_.front().first)) {
+    spare_.push_back(held_.front().first);
+    held_.pop_front();
+  }
+  if (spare_.empty()) spare_.push_back(device_.new_event(index_));
+  const Event event = spare_.back();
+  device_.record(index_, event, stream_);
+  spare_.pop_back();
+  held_.emplace_back(event, std::move(object));
+}
+
+}  // namespace horo
