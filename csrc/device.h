@@ -1,6 +1,6 @@
 // A GPU as the transport sees it: the two dozen calls it makes, and nothing else.
 //
-// There are two: the CUDA runtime (device_cuda.cu; no_cuda.cpp where no toolkit was found), and a twin in host memory
+// There are two: the CUDA runtime (device_cuda.cpp; no_cuda.cpp where no toolkit was found), and a twin in host memory
 // (device_twin.cpp) whose streams are threads, so that order between streams exists only where it was asked for, as
 // on the real thing. With the twin, everything but the kernels' machine code is tested without a GPU.
 #pragma once
@@ -52,7 +52,6 @@ class Device {
   // Either side may be device or pinned host memory.
   virtual void copy(int index, void* to, const void* from, size_t n_bytes, Stream stream) = 0;
   virtual void fill(int index, void* memory, uint8_t byte, size_t n_bytes, Stream stream) = 0;
-  virtual void store(int index, double* at, double value, Stream stream) = 0;
   virtual void run(int index, const KernelCall& call, Stream stream) = 0;
 
   // Makes the calling thread's current device `index` (NCCL wants that) until it is destroyed.

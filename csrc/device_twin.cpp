@@ -132,15 +132,11 @@ class TwinDevice : public Device {
   void fill(int, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
     of(stream)->add([=] { std::memset(memory, byte, n_bytes); });
   }
-  void store(int, double* at, double value, Stream stream) override {
-    of(stream)->add([=] { *at = value; });
-  }
   void run(int, const KernelCall& call, Stream stream) override {
     auto pieces = std::make_shared<std::vector<GpuPiece>>(call.pieces, call.pieces + call.n_pieces);
-    of(stream)->add([call, pieces]() mutable {
-      call.pieces = pieces->data();
-      run_on_host(call);
-    });
+    KernelCall later = call;
+    later.pieces = pieces->data();
+    of(stream)->add([later, pieces] { run_on_host(later); });
   }
 
  protected:

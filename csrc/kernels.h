@@ -43,7 +43,7 @@ struct KernelCall {
   size_t n_pieces;          // any number: several launches, if one cannot hold them
   uint8_t* wire = nullptr;  // device memory, aligned to kWireAlignment
   double prescale = 1.0;    // 0: the elements count as zeros, whatever they are
-  Factor factor;
+  Factor factor{};
   const double* divisor = nullptr;  // device memory; where given, it takes the place of factor.divisor (0 counts as 1)
   // Device memory, one per tensor. Null: k is 0. Otherwise k = 15 - headroom - exponent, 0 for kNoExponent.
   int32_t* exponents = nullptr;

@@ -129,7 +129,11 @@ void NcclGroup::start() {
   const Device::Current current(device_, index_);
   if (nccl_.MemAlloc != nullptr) from_nccl_ = nccl_.MemAlloc(&bucket_, bucket_bytes_) == kNcclSuccess;
   if (!from_nccl_) bucket_ = device_.allocate(index_, bucket_bytes_);
-  weight_ = static_cast<double*>(device_.allocate(index_, sizeof(double)));
+  one_ = static_cast<double*>(device_.allocate(index_, 2 * kWireAlignment));
+  weight_ = one_ + kWireAlignment / sizeof(double);
+  const double one = 1.0;
+  device_.copy(index_, one_, &one, sizeof(one), queue_.stream());
+  queue_.synchronize();
 }
 
 NcclGroup::~NcclGroup() {
@@ -149,7 +153,7 @@ NcclGroup::~NcclGroup() {
     queue_.synchronize();
     if (bucket_ != nullptr && from_nccl_) nccl_.MemFree(bucket_);
     if (bucket_ != nullptr && !from_nccl_) device_.release(index_, bucket_);
-    if (weight_ != nullptr) device_.release(index_, weight_);
+    if (one_ != nullptr) device_.release(index_, one_);
     if (exponents_ != nullptr) device_.release(index_, exponents_);
   } catch (const DeviceError&) {  // the process is losing its GPU
   }
@@ -247,7 +251,11 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
   const double* divisor = nullptr;
   if (weight) {
     prescale *= *weight;
-    device_.store(index_, weight_, *weight, queue_.stream());
+    const GpuPiece piece{one_, 1, 0, 0, 0};
+    KernelCall call{KernelCall::kPack, DType::kFloat64, DType::kFloat64, &piece, 1};
+    call.wire = reinterpret_cast<uint8_t*>(weight_);
+    call.prescale = *weight;
+    device_.run(index_, call, queue_.stream());
     done(nccl_.AllReduce(weight_, weight_, 1, kNcclFloat64, kNcclSum, comm_, queue_.stream()), "add up the weights");
     divisor = weight_;
   }

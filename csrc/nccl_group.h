@@ -90,7 +90,8 @@ class NcclGroup {
   bool from_nccl_ = false;
   void* registration_ = nullptr;
   std::string registered_ = "no";
-  double* weight_ = nullptr;
+  double* one_ = nullptr;     // 1.0, from which a kernel makes this rank's weight,
+  double* weight_ = nullptr;  // here, where it becomes the sum of all ranks'
   int32_t* exponents_ = nullptr;
   size_t n_exponents_ = 0;
 };

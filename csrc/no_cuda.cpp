@@ -1,4 +1,4 @@
-// In place of device_cuda.cu and kernels.cu where no CUDA toolkit was found when the core was built.
+// In place of device_cuda.cpp and kernels.cu where no CUDA toolkit was found when the core was built.
 #include "device.h"
 
 namespace horo {

@@ -1,5 +1,5 @@
 // The CUDA runtime behind the seam.
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 
 #include <cstdio>
 
@@ -14,8 +14,6 @@ void check(cudaError_t result, const char* what) {
   throw DeviceError(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
                     cudaGetErrorName(result) + ")");
 }
-
-__global__ void store_value(double* at, double value) { *at = value; }
 
 class CudaDevice : public Device {
  public:
@@ -110,15 +108,9 @@ class CudaDevice : public Device {
     const Current current(*this, index);
     check(cudaMemsetAsync(memory, byte, n_bytes, of(stream)), "fill memory");
   }
-  void store(int index, double* at, double value, Stream stream) override {
-    const Current current(*this, index);
-    store_value<<<1, 1, 0, of(stream)>>>(at, value);
-    check(cudaGetLastError(), "store a number");
-  }
   void run(int index, const KernelCall& call, Stream stream) override {
     const Current current(*this, index);
     launch_kernels(call, stream);
-    check(cudaGetLastError(), "launch a kernel (a driver of version 530 or newer is needed)");
   }
 
  protected:
