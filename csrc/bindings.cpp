@@ -1,6 +1,7 @@
 // The face towards Python. Everything that may wait releases the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -253,8 +254,16 @@ NB_MODULE(_native, m) {
       },
       "data"_a, "A 63-bit hash that is the same in every process.");
 
-  nb::class_<Tensors>(m, "Tensors", "Addresses of a list of CPU arrays, which are kept alive until this is dropped.")
-      .def(nb::init<nb::sequence, bool>(), "arrays"_a, "writable"_a = true)
+  nb::class_<Tensors>(m, "Tensors", "Addresses of a list of arrays, which are kept alive until this is dropped.")
+      .def(nb::init<nb::sequence, bool, std::optional<intptr_t>>(), "arrays"_a, "writable"_a = true,
+           "stream"_a = nb::none())
+      .def_prop_ro("device", &Tensors::device)
+      .def(
+          "rows",
+          [](nb::object self, int64_t begin, int64_t end) {
+            return new Tensors(nb::cast<const Tensors&>(self), self, begin, end);
+          },
+          "begin"_a, "end"_a, nb::rv_policy::take_ownership, "Part of the only array, along its first dimension.")
       .def("__len__", [](const Tensors& t) { return t.refs().size(); })
       .def_prop_ro("nbytes", &Tensors::n_bytes)
       .def_prop_ro("signature", &Tensors::signature)

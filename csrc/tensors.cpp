@@ -1,8 +1,12 @@
 #include "tensors.h"
 
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace horo {
 namespace {
@@ -99,6 +103,10 @@ bool find_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& st
   return true;
 }
 
+size_t aligned_bytes(const TensorRef& ref) {
+  return (ref.n_elements * item_bytes(ref.dtype) + kWireAlignment - 1) / kWireAlignment * kWireAlignment;
+}
+
 }  // namespace
 
 uint64_t mixed(uint64_t hash, uint64_t value) {
@@ -110,7 +118,7 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
 
 uint64_t digest_of(uint64_t hash) { return hash >> 1; }
 
-Tensors::Tensors(nb::sequence arrays, bool writable) {
+Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> stream) {
   const size_t n = nb::len(arrays);
   refs_.reserve(n);
   shapes_.reserve(n);
@@ -120,8 +128,10 @@ Tensors::Tensors(nb::sequence arrays, bool writable) {
     for (nb::handle array : arrays) {
       if (PyObject_CheckBuffer(array.ptr())) {
         add_buffer(index, array, writable, nullptr);
+      } else if (add_exchanged(index, array, stream.has_value())) {
+        objects_.push_back(nb::borrow(array));
       } else if (nb::hasattr(array, "__dlpack__")) {
-        add_dlpack(index, array, writable);
+        add_dlpack(index, array, writable, stream);
       } else {
         throw nb::type_error((at(index) + "a " + type_of(array) +
                               " gives access to its memory neither through the buffer protocol nor through DLPack")
@@ -135,8 +145,44 @@ Tensors::Tensors(nb::sequence arrays, bool writable) {
   }
 }
 
+Tensors::Tensors(const Tensors& like, uint8_t* memory) : shapes_(like.shapes_), device_(kCpu) {
+  for (const TensorRef& ref : like.refs_) {
+    refs_.push_back({memory, ref.n_elements, ref.dtype});
+    memory += aligned_bytes(ref);
+  }
+}
+
+Tensors::Tensors(const Tensors& whole, nb::object owner, int64_t begin, int64_t end) : device_(whole.device_) {
+  if (whole.refs_.size() != 1 || whole.shapes_[0].dims.empty() || whole.shapes_[0].order != 0) {
+    throw nb::value_error("rows are of one array in C order, with at least one dimension");
+  }
+  Shape shape = whole.shapes_[0];
+  if (begin < 0 || end < begin || end > shape.dims[0]) throw nb::index_error("no such rows");
+  TensorRef ref = whole.refs_[0];
+  const size_t row = shape.dims[0] == 0 ? 0 : ref.n_elements / static_cast<size_t>(shape.dims[0]);
+  ref.address = static_cast<uint8_t*>(ref.address) + static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
+  ref.n_elements = static_cast<size_t>(end - begin) * row;
+  shape.dims[0] = end - begin;
+  refs_.push_back(ref);
+  shapes_.push_back(std::move(shape));
+  objects_.push_back(std::move(owner));
+}
+
 Tensors::~Tensors() {
   for (Py_buffer& view : views_) PyBuffer_Release(&view);
+}
+
+// Tensors of one call go through one transport.
+void Tensors::set_device(size_t index, int device) {
+  if (device_.value_or(device) != device) {
+    const auto place = [](int where) {
+      return where == kCpu ? std::string("the CPU's memory") : "the memory of cuda:" + std::to_string(where);
+    };
+    throw nb::value_error((at(index) + "it lies in " + place(device) + ", and array 0 in " + place(*device_) +
+                           ": what is reduced or sent in one call lies in one memory")
+                              .c_str());
+  }
+  device_ = device;
 }
 
 void Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as) {
@@ -177,18 +223,61 @@ void Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
                               .c_str());
   }
   views_.push_back(view);
+  set_device(index, kCpu);
   const Py_buffer& held = views_.back();
   std::vector<int64_t> dims(held.shape, held.shape + held.ndim);
   std::vector<int64_t> strides(held.strides, held.strides + held.ndim);
   add(held.buf, dtype, std::move(dims), strides);
 }
 
-void Tensors::add_dlpack(size_t index, nb::handle array, bool writable) {
+// DLPack's table of C functions, which newer frameworks (torch) hang on their array types: no Python call per array,
+// and no order between streams, which is then the caller's to make.
+bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_device) {
+  struct Table {
+    uint32_t major, minor;
+    void* previous;
+    void* allocate;
+    void* to_managed;
+    void* from_managed;
+    int (*to_tensor)(void* array, nb::dlpack::dltensor* tensor);
+    int (*current_stream)(int32_t device_type, int32_t device_id, void** stream);
+  };
+  PyTypeObject* type = Py_TYPE(array.ptr());
+  if (type != exchange_type_) {
+    exchange_type_ = type;
+    exchange_ = nullptr;
+    nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", {});
+    if (capsule.is_valid() && PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) {
+      const auto* table = static_cast<const Table*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+      if (table->major == 1) exchange_ = table->to_tensor;
+    }
+  }
+  if (exchange_ == nullptr) return false;
+  nb::dlpack::dltensor tensor{};
+  if (exchange_(array.ptr(), &tensor) != 0) {
+    PyErr_Clear();  // __dlpack__ will say it better
+    return false;
+  }
+  add_tensor(index, tensor, may_be_on_device);
+  return true;
+}
+
+void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::optional<intptr_t> stream) {
+  nb::object exported = nb::borrow(array);
   nb::ndarray<> view;
   try {
-    if (!nb::try_cast<nb::ndarray<>>(array, view)) {
+    const auto place = nb::cast<std::pair<int, int>>(array.attr("__dlpack_device__")());
+    if (place.first == nb::device::cuda::value) {
+      if (!stream) {
+        throw nb::type_error(
+            (at(index) + "it lies in the memory of cuda:" + std::to_string(place.second) + ", not in the CPU's")
+                .c_str());
+      }
+      exported = array.attr("__dlpack__")("stream"_a = *stream);
+    }
+    if (!nb::try_cast<nb::ndarray<>>(exported, view)) {
       nb::ndarray<nb::ro> read_only;
-      if (!nb::try_cast<nb::ndarray<nb::ro>>(array, read_only)) {
+      if (!nb::try_cast<nb::ndarray<nb::ro>>(exported, read_only)) {
         throw nb::type_error(
             (at(index) + "the " + type_of(array) + " refused to export its memory through DLPack").c_str());
       }
@@ -201,24 +290,50 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable) {
   } catch (nb::python_error& error) {
     throw nb::type_error((at(index) + error.what()).c_str());
   }
-  if (view.device_type() != nb::device::cpu::value) {
-    throw nb::type_error(
-        (at(index) + "it lies in the memory of a device; this transport works on CPU memory only").c_str());
+  nb::dlpack::dltensor tensor{};
+  std::vector<int64_t> shape, strides;
+  for (size_t d = 0; d < view.ndim(); ++d) {
+    shape.push_back(static_cast<int64_t>(view.shape(d)));
+    strides.push_back(view.stride(d));
+  }
+  tensor.data = view.data();
+  tensor.device = {view.device_type(), view.device_id()};
+  tensor.ndim = static_cast<int32_t>(view.ndim());
+  tensor.dtype = view.dtype();
+  tensor.shape = shape.data();
+  tensor.strides = strides.data();
+  dlpacks_.push_back(std::move(view));
+  add_tensor(index, tensor, stream.has_value());
+}
+
+void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool may_be_on_device) {
+  const int type = tensor.device.device_type;
+  constexpr int kPinned = 3;  // the host's memory, for our purposes
+  if (type == nb::device::cuda::value && may_be_on_device) {
+    set_device(index, tensor.device.device_id);
+  } else if (type == nb::device::cpu::value || type == kPinned) {
+    set_device(index, kCpu);
+  } else {
+    const std::string where =
+        type == nb::device::cuda::value ? "cuda:" + std::to_string(tensor.device.device_id) : "another kind of device";
+    throw nb::type_error((at(index) + "it lies in the memory of " + where +
+                          ", not in the CPU's: bring it to the CPU, or start with a GPU that this world uses")
+                             .c_str());
   }
   DType dtype;
-  if (!dtype_of_dlpack(view.dtype(), &dtype)) {
+  if (!dtype_of_dlpack(tensor.dtype, &dtype)) {
     throw nb::type_error((at(index) + "its dtype cannot be reduced or sent: use integers, bool, or "
                                       "float16/bfloat16/float32/float64")
                              .c_str());
   }
-  std::vector<int64_t> dims, strides;
-  for (size_t d = 0; d < view.ndim(); ++d) {
-    dims.push_back(static_cast<int64_t>(view.shape(d)));
-    strides.push_back(view.stride(d) * static_cast<int64_t>(item_bytes(dtype)));
+  const auto item = static_cast<int64_t>(item_bytes(dtype));
+  std::vector<int64_t> dims(tensor.shape, tensor.shape + tensor.ndim);
+  std::vector<int64_t> strides(dims.size());
+  int64_t dense = item;
+  for (size_t d = dims.size(); d-- > 0; dense *= dims[d]) {
+    strides[d] = tensor.strides == nullptr ? dense : tensor.strides[d] * item;
   }
-  void* address = view.data();
-  dlpacks_.push_back(std::move(view));
-  add(address, dtype, std::move(dims), strides);
+  add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, std::move(dims), strides);
 }
 
 void Tensors::add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides) {
@@ -244,6 +359,12 @@ std::vector<Buffer> Tensors::buffers() const {
     buffers.push_back({static_cast<uint8_t*>(ref.address), ref.n_elements * item_bytes(ref.dtype)});
   }
   return buffers;
+}
+
+size_t Tensors::n_bytes_aligned() const {
+  size_t total = 0;
+  for (const TensorRef& ref : refs_) total += aligned_bytes(ref);
+  return total;
 }
 
 size_t Tensors::n_bytes() const {

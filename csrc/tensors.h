@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,15 +21,26 @@ uint64_t mixed(uint64_t hash, uint64_t value);
 // Digests go through Python and MPI as signed 64-bit integers: 63 bits are portable.
 uint64_t digest_of(uint64_t hash);
 
+inline constexpr int kCpu = -1;
+
 class Tensors {
  public:
   // Each array comes through the buffer protocol or DLPack and is kept alive until this is dropped. Errors name the
-  // index.
-  Tensors(nanobind::sequence arrays, bool writable);
+  // index. Arrays in a GPU's memory (all, then, and of one GPU) are taken only where a `stream` is given: it is what
+  // their owners are asked to order their work with, as DLPack has it; -1 asks for no order.
+  Tensors(nanobind::sequence arrays, bool writable, std::optional<intptr_t> stream = {});
+  // Other memory for the same tensors, one after the other, each aligned to kWireAlignment.
+  Tensors(const Tensors& like, uint8_t* memory);
+  // Rows [begin, end) of the only array of `whole`, which stays alive with `owner`.
+  Tensors(const Tensors& whole, nanobind::object owner, int64_t begin, int64_t end);
   ~Tensors();
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;
 
+  // The GPU whose memory they lie in, or kCpu.
+  int device() const { return device_.value_or(kCpu); }
+  // What the second constructor needs.
+  size_t n_bytes_aligned() const;
   const std::vector<TensorRef>& refs() const { return refs_; }
   std::vector<Buffer> buffers() const;
   size_t n_bytes() const;
@@ -45,7 +57,10 @@ class Tensors {
     bool dense;
   };
   void add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
-  void add_dlpack(size_t index, nanobind::handle array, bool writable);
+  bool add_exchanged(size_t index, nanobind::handle array, bool may_be_on_device);
+  void add_dlpack(size_t index, nanobind::handle array, bool writable, std::optional<intptr_t> stream);
+  void add_tensor(size_t index, const nanobind::dlpack::dltensor& tensor, bool may_be_on_device);
+  void set_device(size_t index, int device);
   void add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides_bytes);
 
   std::vector<TensorRef> refs_;
@@ -53,6 +68,9 @@ class Tensors {
   std::vector<Py_buffer> views_;
   std::vector<nanobind::object> objects_;
   std::vector<nanobind::ndarray<>> dlpacks_;
+  std::optional<int> device_;
+  PyTypeObject* exchange_type_ = nullptr;  // whose table `exchange_` is
+  int (*exchange_)(void* array, nanobind::dlpack::dltensor* tensor) = nullptr;
 };
 
 }  // namespace horo
