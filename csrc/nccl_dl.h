@@ -3,6 +3,15 @@
 //
 // What follows is NCCL's binary interface, written down from the headers of 2.18.3, 2.19.3, 2.27.7 and 2.32.3, which
 // agree in all that is used here.
+//
+// What the headers do not say about communicators with `blocking = 0`, and whoever calls must know:
+// - A call on one that is in progress is kNcclInvalidArgument. After every call: poll CommGetAsyncError.
+// - From about 2.22 on, *every* operation (or outermost GroupEnd) among several ranks returns kNcclInProgress, and a
+//   thread of NCCL's puts it on the stream. An event recorded before CommGetAsyncError says kNcclSuccess may come before
+//   the operation, and stream capture may miss it. With `blocking = 1` it is on the stream when the call returns; the
+//   first one of each kind waits there for the peers to connect.
+// - CommSplit makes the parent be in progress, and writes *new_comm when the parent is ready again, not before.
+// - CommAbort invalidates the handle, and may return before operations on streams have come to their early end.
 #pragma once
 
 #include <climits>
@@ -109,8 +118,8 @@ struct NcclLibrary {
 };
 
 // The library, opened at the first call of the process that succeeds; later calls ignore the argument. `candidates` are
-// paths that Python knows (the nvidia-nccl wheel's). HORO_LITE_NCCL_LIB names the only one that is tried, if set; else a
-// copy that is already in the process (torch's, CuPy's), then the candidates, then the system's. Throws NcclMissing.
+// paths that Python knows (the nvidia-nccl wheel's). HORO_LITE_NCCL_LIB names the only one that is tried, if set; else
+// a copy that is already in the process (torch's, CuPy's), then the candidates, then the system's. Throws NcclMissing.
 const NcclLibrary& nccl_library(const std::vector<std::string>& candidates);
 
 }  // namespace horo

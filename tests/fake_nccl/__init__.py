@@ -1,0 +1,82 @@
+"""A stand-in for NCCL over host memory: see fake_nccl.cpp for what it does and what steers it."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).with_name("fake_nccl.cpp")
+PROJECT = Path(__file__).resolve().parents[2]
+HEADERS = [PROJECT / "csrc" / "nccl_dl.h", PROJECT / "csrc" / "dtype.h"]
+
+# What came with which version: to be left out together with an older HORO_LITE_FAKE_NCCL_VERSION.
+SINCE_2_27 = ("ncclCommWindowRegister", "ncclCommWindowDeregister")
+SINCE_2_19 = ("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister")
+
+
+def library(without: Sequence[str] = ()) -> str:
+    """The path of a libnccl.so.2 for HORO_LITE_NCCL_LIB, without those symbols; compiled once.
+
+    It lies in the project's build directory, in a folder named by all that went into it.
+    """
+    compiler = shlex.split(os.environ.get("CXX", ""))
+    if not compiler:
+        found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+        if found is None:
+            raise RuntimeError("the stand-in for NCCL needs a C++ compiler: set CXX")
+        compiler = [found]
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread"]
+    flags += ["-fvisibility=hidden", "-ffp-contract=off", "-fwrapv", f"-I{PROJECT / 'csrc'}"]
+    flags += [f"-D{symbol}=without_{symbol}" for symbol in sorted(without)]
+    digest = hashlib.sha256(repr((compiler, flags)).encode())
+    for path in [SOURCE, *HEADERS]:
+        digest.update(path.read_bytes())
+    folder = PROJECT / "build" / "fake_nccl" / digest.hexdigest()[:16]
+    path = folder / "libnccl.so.2"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            unfinished = folder / "unfinished"
+            command = [*compiler, *flags, str(SOURCE), "-o", str(unfinished)]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+            if ended.returncode != 0:
+                raise RuntimeError(f"{shlex.join(command)}\n{ended.stderr}")
+            unfinished.rename(path)
+    return str(path)
+
+
+class Call(NamedTuple):
+    """One line of the log: a call as one process made it."""
+
+    rank: int  # in the communicator of the call; -1 where there is none
+    name: str
+    count: int
+    dtype: str
+    op: str  # of a broadcast the root, of send and recv the peer, of a split color/key
+    stream: int
+    address: int
+
+
+def read_log(prefix: str | Path) -> dict[int, list[Call]]:
+    """The calls of each process that ran with HORO_LITE_FAKE_NCCL_LOG=prefix, by its pid."""
+    calls = {}
+    for path in glob.glob(glob.escape(str(prefix)) + ".*"):
+        pid = re.fullmatch(r".*\.(\d+)", path)
+        if pid is None:
+            continue
+        lines = [line.split(" ") for line in Path(path).read_text().splitlines()]
+        calls[int(pid[1])] = [
+            Call(int(rank), name, int(count), dtype, op, int(stream, 16), int(address, 16))
+            for rank, name, count, dtype, op, stream, address in lines
+        ]
+    return calls
