@@ -7,9 +7,9 @@
 // What the headers do not say about communicators with `blocking = 0`, and whoever calls must know:
 // - A call on one that is in progress is kNcclInvalidArgument. After every call: poll CommGetAsyncError.
 // - From about 2.22 on, *every* operation (or outermost GroupEnd) among several ranks returns kNcclInProgress, and a
-//   thread of NCCL's puts it on the stream. An event recorded before CommGetAsyncError says kNcclSuccess may come before
-//   the operation, and stream capture may miss it. With `blocking = 1` it is on the stream when the call returns; the
-//   first one of each kind waits there for the peers to connect.
+//   thread of NCCL's puts it on the stream. An event recorded before CommGetAsyncError says kNcclSuccess may come
+//   before the operation, and stream capture may miss it. With `blocking = 1` it is on the stream when the call
+//   returns; the first one of each kind waits there for the peers to connect.
 // - CommSplit makes the parent be in progress, and writes *new_comm when the parent is ready again, not before.
 // - CommAbort invalidates the handle, and may return before operations on streams have come to their early end.
 #pragma once
