@@ -11,8 +11,6 @@ def nccl_candidates() -> list[str]:
 
     Nothing is imported. Wheels for CUDA 12 and CUDA 13 have the same path.
     """
-    spec = find_spec(
-        "nvidia"
-    )  # a package without code of its own, shared by all of NVIDIA's wheels
+    spec = find_spec("nvidia")  # shared by all of NVIDIA's wheels
     folders = None if spec is None else spec.submodule_search_locations
     return [str(Path(folder, "nccl", "lib", "libnccl.so.2")) for folder in folders or ()]
