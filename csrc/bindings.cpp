@@ -10,9 +10,11 @@
 
 #include <memory>
 
-#include "cuda_device.h"
+#include "bindings.h"
+#include "device.h"
 #include "engine.h"
 #include "layout.h"
+#include "nccl_dl.h"
 #include "pack.h"
 #include "segment.h"
 #include "shm_group.h"
@@ -23,32 +25,6 @@ using namespace nb::literals;
 using namespace horo;
 
 namespace {
-
-Op op_of(const std::string& name) {
-  if (name == "sum") return Op::kSum;
-  if (name == "average") return Op::kAverage;
-  if (name == "min") return Op::kMin;
-  if (name == "max") return Op::kMax;
-  if (name == "product") return Op::kProduct;
-  throw std::invalid_argument("unknown op '" + name + "'");
-}
-
-Wire wire_of(const std::string& name) {
-  if (name == "none") return Wire::kNone;
-  if (name == "fp16") return Wire::kFloat16;
-  if (name == "bf16") return Wire::kBFloat16;
-  throw std::invalid_argument("unknown wire dtype '" + name + "'");
-}
-
-// A reference to a Python object that may be dropped by any thread, with or without the GIL.
-using Shared = std::shared_ptr<PyObject>;
-Shared shared(nb::handle object) {
-  return Shared(object.inc_ref().ptr(), [](PyObject* held) {
-    if (!Py_IsInitialized()) return;
-    const nb::gil_scoped_acquire gil;
-    Py_DECREF(held);
-  });
-}
 
 void check_signals() {
   const nb::gil_scoped_acquire gil;
@@ -232,6 +208,10 @@ NB_MODULE(_native, m) {
       PyErr_SetString(error_class("PeerLostError").ptr(), e.what());
     } catch (const Mismatch& e) {
       PyErr_SetString(error_class("MismatchError").ptr(), e.what());
+    } catch (const DeviceError& e) {
+      PyErr_SetString(error_class("DeviceError").ptr(), e.what());
+    } catch (const NcclMissing& e) {
+      PyErr_SetString(error_class("DeviceError").ptr(), e.what());
     } catch (const std::system_error& e) {
       PyErr_SetString(PyExc_OSError, e.what());
     }
@@ -239,7 +219,6 @@ NB_MODULE(_native, m) {
 
   m.def("instruction_set", &instruction_set, "Which build of the host kernels runs: avx512, avx2 or portable.");
   m.def("use_instruction_set", [](const std::string& name) { use_instruction_set(name.c_str()); }, "name"_a);
-  m.def("cuda_device_count", &cuda_device_count, nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "hash64",
       [](nb::bytes data) {
@@ -488,4 +467,6 @@ NB_MODULE(_native, m) {
             return job;
           },
           "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a);
+
+  bind_device(m);
 }

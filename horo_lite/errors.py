@@ -29,5 +29,9 @@ class StallError(HoroLiteError):
     """Nobody moved for longer than the job allows."""
 
 
+class DeviceError(HoroLiteError):
+    """A GPU, its driver or NCCL is missing or refused: the message says what to install or change."""
+
+
 class LauncherError(HoroLiteError):
     """The launcher and the MPI library do not fit each other: the message says what to change."""
