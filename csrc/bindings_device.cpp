@@ -51,46 +51,43 @@ std::shared_ptr<T> unlocked(T* object) {
 // Pinned host memory that stands in for a list of GPU tensors.
 class Staging {
  public:
-  explicit Staging(DeviceQueue& queue) : queue_(queue) {}
+  explicit Staging(std::shared_ptr<DeviceQueue> queue) : queue_(std::move(queue)) {}
   ~Staging() {
-    if (memory_ != nullptr) queue_.device().release_pinned(memory_);
+    if (memory_ != nullptr) queue_->device().release_pinned(memory_);
   }
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  // Tensors like `from`, in host memory that the next call uses again, holding what they hold.
-  std::unique_ptr<Tensors> download(const Tensors& from) {
+  // Tensors [first, last) of `from`, in host memory that the next call uses again, holding what they hold.
+  std::unique_ptr<Tensors> download(const Tensors& from, size_t first, size_t last) {
+    auto host = std::make_unique<Tensors>(from, first, last);
     const nb::gil_scoped_release release;
-    const size_t n_bytes = from.n_bytes_aligned();
-    if (n_bytes > n_bytes_) {
-      if (memory_ != nullptr) queue_.device().release_pinned(memory_);
+    if (host->n_bytes_aligned() > n_bytes_) {
+      if (memory_ != nullptr) queue_->device().release_pinned(memory_);
       memory_ = nullptr;
       n_bytes_ = 0;
-      memory_ = queue_.device().allocate_pinned(n_bytes);
-      n_bytes_ = n_bytes;
+      memory_ = queue_->device().allocate_pinned(host->n_bytes_aligned());
+      n_bytes_ = host->n_bytes_aligned();
     }
-    auto host = std::make_unique<Tensors>(from, static_cast<uint8_t*>(memory_));
-    copy(*host, from);
-    queue_.synchronize();
+    host->move_to(static_cast<uint8_t*>(memory_));
+    for (size_t i = first; i < last; ++i) copy(host->refs()[i - first], from.refs()[i]);
+    queue_->synchronize();
     return host;
   }
 
-  void upload(const Tensors& host, const Tensors& to) {
+  void upload(const Tensors& host, const Tensors& to, size_t first) {
     const nb::gil_scoped_release release;
-    copy(to, host);
-    queue_.synchronize();  // the memory is used again
+    for (size_t i = 0; i < host.refs().size(); ++i) copy(to.refs()[first + i], host.refs()[i]);
+    queue_->synchronize();  // the memory is used again
   }
 
  private:
-  void copy(const Tensors& to, const Tensors& from) {
-    for (size_t i = 0; i < from.refs().size(); ++i) {
-      const TensorRef& ref = from.refs()[i];
-      queue_.device().copy(queue_.index(), to.refs()[i].address, ref.address, ref.n_elements * item_bytes(ref.dtype),
-                           queue_.stream());
-    }
+  void copy(const TensorRef& to, const TensorRef& from) {
+    const size_t n_bytes = from.n_elements * item_bytes(from.dtype);
+    queue_->device().copy(queue_->index(), to.address, from.address, n_bytes, queue_->stream());
   }
 
-  DeviceQueue& queue_;
+  std::shared_ptr<DeviceQueue> queue_;
   void* memory_ = nullptr;
   size_t n_bytes_ = 0;
 };
@@ -167,9 +164,9 @@ void bind_device(nb::module_& m) {
           "source"_a, "to"_a);
 
   nb::class_<Staging>(m, "Staging", "Pinned host memory that stands in for GPU tensors.")
-      .def(nb::init<DeviceQueue&>(), "queue"_a, nb::keep_alive<1, 2>())
-      .def("download", &Staging::download, "tensors"_a, nb::keep_alive<0, 1>())
-      .def("upload", &Staging::upload, "host"_a, "tensors"_a);
+      .def(nb::init<std::shared_ptr<DeviceQueue>>(), "queue"_a)
+      .def("download", &Staging::download, "tensors"_a, "first"_a, "last"_a, nb::keep_alive<0, 1>())
+      .def("upload", &Staging::upload, "host"_a, "tensors"_a, "first"_a);
 
   m.def(
       "nccl_library",
@@ -190,15 +187,16 @@ void bind_device(nb::module_& m) {
       "What rank 0 gives the others, so that they find each other.");
 
   nb::class_<NcclGroup>(m, "NcclGroup", "The ranks of a world, each with a GPU of its own, and NCCL between them.")
-      .def(nb::new_([](int index, nb::bytes id, int rank, int size, size_t bucket_bytes, double timeout_s) {
+      .def(nb::new_([](std::shared_ptr<DeviceQueue> queue, nb::bytes id, int rank, int size, size_t bucket_bytes,
+                       double timeout_s) {
              NcclUniqueId unique{};
              if (id.size() != sizeof(unique.bytes)) throw std::invalid_argument("a unique id has 128 bytes");
              std::memcpy(unique.bytes, id.data(), sizeof(unique.bytes));
              const nb::gil_scoped_release release;  // while all ranks connect
              return unlocked(
-                 new NcclGroup(device(), index, nccl_library({}), unique, rank, size, bucket_bytes, timeout_s));
+                 new NcclGroup(std::move(queue), nccl_library({}), unique, rank, size, bucket_bytes, timeout_s));
            }),
-           "index"_a, "id"_a, "rank"_a, "size"_a, "bucket_bytes"_a, "timeout_s"_a)
+           "queue"_a, "id"_a, "rank"_a, "size"_a, "bucket_bytes"_a, "timeout_s"_a)
       .def(
           "split",
           [](NcclGroup& group, int color, int rank, int size) {
@@ -209,7 +207,6 @@ void bind_device(nb::module_& m) {
           "color"_a, "rank"_a, "size"_a)
       .def_prop_ro("rank", &NcclGroup::rank)
       .def_prop_ro("size", &NcclGroup::size)
-      .def_prop_ro("queue", &NcclGroup::queue, nb::rv_policy::reference_internal)
       .def_prop_ro("can_use_windows", &NcclGroup::can_use_windows)
       .def_prop_ro("registered", &NcclGroup::registered)
       .def("register_bucket", &NcclGroup::register_bucket, "windows"_a, Unlocked())

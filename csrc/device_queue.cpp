@@ -23,22 +23,32 @@ DeviceQueue::~DeviceQueue() {
 
 // An event may be recorded anew at once: a wait means the recording that was the latest when it was queued.
 void DeviceQueue::follow(Stream producer) {
+  const std::lock_guard lock(mutex_);
   device_.record(index_, followed_, producer);
   device_.wait(index_, stream_, followed_);
 }
 
 void DeviceQueue::lead(Stream consumer) {
+  const std::lock_guard lock(mutex_);
   device_.record(index_, led_, stream_);
   device_.wait(index_, consumer, led_);
 }
 
 void DeviceQueue::synchronize() {
-  device_.record(index_, led_, stream_);
-  device_.synchronize(led_);
+  const Event event = device_.new_event(index_);
+  try {
+    device_.record(index_, event, stream_);
+    device_.synchronize(event);
+  } catch (const DeviceError&) {
+    device_.delete_event(event);
+    throw;
+  }
+  device_.delete_event(event);
 }
 
 void DeviceQueue::hold(std::shared_ptr<void> object) {
   if (device_.is_capturing(stream_)) return;
+  const std::lock_guard lock(mutex_);
   while (!held_.empty() && device_.is_done(held_.front().first)) {
     spare_.push_back(held_.front().first);
     held_.pop_front();

@@ -3,6 +3,7 @@
 
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -10,6 +11,7 @@
 
 namespace horo {
 
+// Any thread may call; what they queue runs in the order of their calls.
 class DeviceQueue {
  public:
   DeviceQueue(Device& device, int index);
@@ -35,6 +37,7 @@ class DeviceQueue {
   Device& device_;
   int index_;
   Stream stream_;
+  std::mutex mutex_;  // an event is recorded and waited for in one go
   Event followed_;
   Event led_;
   std::deque<std::pair<Event, std::shared_ptr<void>>> held_;

@@ -101,9 +101,9 @@ struct NcclGroup::Bucket {
   size_t n_bytes = 0;
 };
 
-NcclGroup::NcclGroup(Device& device, int index, const NcclLibrary& nccl, const NcclUniqueId& id, int rank, int size,
-                     size_t bucket_bytes, double timeout_s)
-    : NcclGroup(device, index, nccl, nullptr, rank, size, bucket_bytes, timeout_s) {
+NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, const NcclUniqueId& id, int rank,
+                     int size, size_t bucket_bytes, double timeout_s)
+    : NcclGroup(std::move(queue), nccl, nullptr, rank, size, bucket_bytes, timeout_s) {
   NcclConfig config;
   config.blocking = 0;
   {
@@ -113,17 +113,17 @@ NcclGroup::NcclGroup(Device& device, int index, const NcclLibrary& nccl, const N
   start();
 }
 
-NcclGroup::NcclGroup(Device& device, int index, const NcclLibrary& nccl, NcclComm comm, int rank, int size,
+NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, NcclComm comm, int rank, int size,
                      size_t bucket_bytes, double timeout_s)
-    : device_(device),
-      index_(index),
+    : queue_(std::move(queue)),
+      device_(queue_->device()),
+      index_(queue_->index()),
       nccl_(nccl),
       rank_(rank),
       size_(size),
       bucket_bytes_(aligned(std::max<size_t>(bucket_bytes, 1))),
       timeout_s_(timeout_s),
-      comm_(comm),
-      queue_(device, index) {}
+      comm_(comm) {}
 
 void NcclGroup::start() {
   const Device::Current current(device_, index_);
@@ -132,8 +132,8 @@ void NcclGroup::start() {
   one_ = static_cast<double*>(device_.allocate(index_, 2 * kWireAlignment));
   weight_ = one_ + kWireAlignment / sizeof(double);
   const double one = 1.0;
-  device_.copy(index_, one_, &one, sizeof(one), queue_.stream());
-  queue_.synchronize();
+  device_.copy(index_, one_, &one, sizeof(one), queue_->stream());
+  queue_->synchronize();
 }
 
 NcclGroup::~NcclGroup() {
@@ -150,7 +150,7 @@ NcclGroup::~NcclGroup() {
     }
   }
   try {
-    queue_.synchronize();
+    queue_->synchronize();
     if (bucket_ != nullptr && from_nccl_) nccl_.MemFree(bucket_);
     if (bucket_ != nullptr && !from_nccl_) device_.release(index_, bucket_);
     if (one_ != nullptr) device_.release(index_, one_);
@@ -170,7 +170,7 @@ std::unique_ptr<NcclGroup> NcclGroup::split(int color, int rank, int size) {
     done(nccl_.CommSplit(comm_, color < 0 ? kNcclSplitNoColor : color, rank, &comm, &config), "split the group");
   }
   if (color < 0) return nullptr;
-  std::unique_ptr<NcclGroup> group(new NcclGroup(device_, index_, nccl_, comm, rank, size, bucket_bytes_, timeout_s_));
+  std::unique_ptr<NcclGroup> group(new NcclGroup(queue_, nccl_, comm, rank, size, bucket_bytes_, timeout_s_));
   group->wait_until_ready("split the group");
   group->start();
   return group;
@@ -255,8 +255,8 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
     KernelCall call{KernelCall::kPack, DType::kFloat64, DType::kFloat64, &piece, 1};
     call.wire = reinterpret_cast<uint8_t*>(weight_);
     call.prescale = *weight;
-    device_.run(index_, call, queue_.stream());
-    done(nccl_.AllReduce(weight_, weight_, 1, kNcclFloat64, kNcclSum, comm_, queue_.stream()), "add up the weights");
+    device_.run(index_, call, queue_->stream());
+    done(nccl_.AllReduce(weight_, weight_, 1, kNcclFloat64, kNcclSum, comm_, queue_->stream()), "add up the weights");
     divisor = weight_;
   }
   std::vector<Traffic> traffic;
@@ -292,19 +292,19 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
 void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector<Traffic>& traffic, double prescale) {
   if (std::none_of(traffic.begin(), traffic.end(), [](const Traffic& t) { return t.scaled; })) return;
   if (n_exponents_ < tensors.size()) {
-    if (device_.is_capturing(queue_.stream())) {
+    if (device_.is_capturing(queue_->stream())) {
       throw DeviceError(
           "the memory for the scales of " + std::to_string(tensors.size()) +
           " tensors cannot be allocated while a graph is being captured: run one step before the capture");
     }
-    queue_.synchronize();  // once, when there are more tensors than ever before
+    queue_->synchronize();  // once, when there are more tensors than ever before
     if (exponents_ != nullptr) device_.release(index_, exponents_);
     exponents_ = nullptr;
     n_exponents_ = 0;
     exponents_ = static_cast<int32_t*>(device_.allocate(index_, tensors.size() * sizeof(int32_t)));
     n_exponents_ = tensors.size();
   }
-  device_.fill(index_, exponents_, kNoExponent & 0xff, tensors.size() * sizeof(int32_t), queue_.stream());
+  device_.fill(index_, exponents_, kNoExponent & 0xff, tensors.size() * sizeof(int32_t), queue_->stream());
   for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
     std::vector<GpuPiece> pieces;
     for (size_t t = 0; t < tensors.size(); ++t) {
@@ -319,9 +319,9 @@ void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector
     KernelCall call{KernelCall::kMeasure, dtype, dtype, pieces.data(), pieces.size()};
     call.prescale = prescale;
     call.exponents = exponents_;
-    device_.run(index_, call, queue_.stream());
+    device_.run(index_, call, queue_->stream());
   }
-  done(nccl_.AllReduce(exponents_, exponents_, tensors.size(), kNcclInt32, kNcclMax, comm_, queue_.stream()),
+  done(nccl_.AllReduce(exponents_, exponents_, tensors.size(), kNcclInt32, kNcclMax, comm_, queue_->stream()),
        "find the largest magnitudes");
 }
 
@@ -344,19 +344,19 @@ void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const doubl
       bucket.pieces.size() == 1 && traffic.wire == traffic.grad && !traffic.scaled && prescale == 1.0;
   if (travels_as_it_is) {
     void* address = bucket.pieces[0].address;
-    done(nccl_.AllReduce(address, address, bucket.pieces[0].n_elements, type, traffic.op, comm_, queue_.stream()),
+    done(nccl_.AllReduce(address, address, bucket.pieces[0].n_elements, type, traffic.op, comm_, queue_->stream()),
          "reduce a tensor");
     call.step = KernelCall::kScale;
     if (divisor != nullptr || factor.scale != 1.0 || factor.divisor != 1.0) {
-      device_.run(index_, call, queue_.stream());
+      device_.run(index_, call, queue_->stream());
     }
   } else {
-    device_.run(index_, call, queue_.stream());
+    device_.run(index_, call, queue_->stream());
     done(nccl_.AllReduce(bucket_, bucket_, bucket.n_bytes / item_bytes(traffic.wire), type, traffic.op, comm_,
-                         queue_.stream()),
+                         queue_->stream()),
          "reduce a bucket");
     call.step = KernelCall::kUnpack;
-    device_.run(index_, call, queue_.stream());
+    device_.run(index_, call, queue_->stream());
   }
   bucket.pieces.clear();
   bucket.n_bytes = 0;
@@ -370,7 +370,7 @@ void NcclGroup::broadcast(const std::vector<Buffer>& buffers, int root) {
   NcclResult result = kNcclSuccess;
   for (const Buffer& buffer : buffers) {
     if (buffer.n_bytes == 0 || result != kNcclSuccess) continue;
-    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_.stream());
+    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_->stream());
     if (result == kNcclInProgress) result = kNcclSuccess;
   }
   const NcclResult ended = nccl_.GroupEnd();
@@ -386,7 +386,7 @@ void NcclGroup::allgather(const Buffer& send, const std::vector<Buffer>& receive
   for (int root = 0; root < size_; ++root) {
     const Buffer& buffer = root == rank_ ? send : receive[root];
     if (buffer.n_bytes == 0 || result != kNcclSuccess) continue;
-    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_.stream());
+    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_->stream());
     if (result == kNcclInProgress) result = kNcclSuccess;
   }
   const NcclResult ended = nccl_.GroupEnd();
@@ -405,10 +405,10 @@ void NcclGroup::alltoall(const std::vector<Buffer>& send, const std::vector<Buff
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     if (send[peer].n_bytes != 0) {
-      note(nccl_.Send(send[peer].data, send[peer].n_bytes, kNcclUint8, peer, comm_, queue_.stream()));
+      note(nccl_.Send(send[peer].data, send[peer].n_bytes, kNcclUint8, peer, comm_, queue_->stream()));
     }
     if (receive[peer].n_bytes != 0) {
-      note(nccl_.Recv(receive[peer].data, receive[peer].n_bytes, kNcclUint8, peer, comm_, queue_.stream()));
+      note(nccl_.Recv(receive[peer].data, receive[peer].n_bytes, kNcclUint8, peer, comm_, queue_->stream()));
     }
   }
   const NcclResult ended = nccl_.GroupEnd();

@@ -22,20 +22,18 @@ namespace horo {
 class NcclGroup {
  public:
   // Returns when all ranks have called it; throws DeviceError where they do not within `timeout_s`.
-  NcclGroup(Device& device, int index, const NcclLibrary& nccl, const NcclUniqueId& id, int rank, int size,
+  NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, const NcclUniqueId& id, int rank, int size,
             size_t bucket_bytes, double timeout_s);
   ~NcclGroup();
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
 
-  // The ranks that pass the same color, `size` of them, this one `rank` among them: a group of their own. Null with a
-  // color below 0.
+  // The ranks that pass the same color, `size` of them, this one `rank` among them: a group of their own, which
+  // queues its work where this one does. Null with a color below 0.
   std::unique_ptr<NcclGroup> split(int color, int rank, int size);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  DeviceQueue& queue() { return queue_; }
-
   // Whether the bucket came from NCCL's own allocator: on all ranks, or windows cannot be used.
   bool can_use_windows() const { return nccl_.CommWindowRegister != nullptr && from_nccl_; }
   // Lets NCCL prepare the bucket for faster transfers. A failure costs speed only.
@@ -62,8 +60,8 @@ class NcclGroup {
   struct Traffic;
   struct Bucket;
 
-  NcclGroup(Device& device, int index, const NcclLibrary& nccl, NcclComm comm, int rank, int size, size_t bucket_bytes,
-            double timeout_s);
+  NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, NcclComm comm, int rank, int size,
+            size_t bucket_bytes, double timeout_s);
   void start();
   void wait_until_ready(const char* what);
   void done(NcclResult result, const char* what);
@@ -71,6 +69,7 @@ class NcclGroup {
   void measure(const std::vector<TensorRef>& tensors, const std::vector<Traffic>& traffic, double prescale);
   void send(Bucket& bucket, double prescale, Factor factor, const double* divisor);
 
+  std::shared_ptr<DeviceQueue> queue_;
   Device& device_;
   int index_;
   const NcclLibrary& nccl_;
@@ -85,7 +84,6 @@ class NcclGroup {
   std::mutex reason_mutex_;
   std::string reason_;
 
-  DeviceQueue queue_;
   void* bucket_ = nullptr;
   bool from_nccl_ = false;
   void* registration_ = nullptr;

@@ -145,9 +145,15 @@ Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> str
   }
 }
 
-Tensors::Tensors(const Tensors& like, uint8_t* memory) : shapes_(like.shapes_), device_(kCpu) {
-  for (const TensorRef& ref : like.refs_) {
-    refs_.push_back({memory, ref.n_elements, ref.dtype});
+Tensors::Tensors(const Tensors& like, size_t first, size_t last)
+    : refs_(like.refs_.begin() + static_cast<ptrdiff_t>(first), like.refs_.begin() + static_cast<ptrdiff_t>(last)),
+      shapes_(like.shapes_.begin() + static_cast<ptrdiff_t>(first),
+              like.shapes_.begin() + static_cast<ptrdiff_t>(last)),
+      device_(kCpu) {}
+
+void Tensors::move_to(uint8_t* memory) {
+  for (TensorRef& ref : refs_) {
+    ref.address = memory;
     memory += aligned_bytes(ref);
   }
 }

@@ -29,8 +29,8 @@ class Tensors {
   // index. Arrays in a GPU's memory (all, then, and of one GPU) are taken only where a `stream` is given: it is what
   // their owners are asked to order their work with, as DLPack has it; -1 asks for no order.
   Tensors(nanobind::sequence arrays, bool writable, std::optional<intptr_t> stream = {});
-  // Other memory for the same tensors, one after the other, each aligned to kWireAlignment.
-  Tensors(const Tensors& like, uint8_t* memory);
+  // What tensors [first, last) of `like` would be in the CPU's memory, once they have some: see move_to().
+  Tensors(const Tensors& like, size_t first, size_t last);
   // Rows [begin, end) of the only array of `whole`, which stays alive with `owner`.
   Tensors(const Tensors& whole, nanobind::object owner, int64_t begin, int64_t end);
   ~Tensors();
@@ -39,8 +39,9 @@ class Tensors {
 
   // The GPU whose memory they lie in, or kCpu.
   int device() const { return device_.value_or(kCpu); }
-  // What the second constructor needs.
+  // One after the other, each aligned to kWireAlignment.
   size_t n_bytes_aligned() const;
+  void move_to(uint8_t* memory);
   const std::vector<TensorRef>& refs() const { return refs_; }
   std::vector<Buffer> buffers() const;
   size_t n_bytes() const;
