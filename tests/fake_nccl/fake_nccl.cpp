@@ -279,18 +279,16 @@ bool join(Comm& comm) {
   return barrier(comm, kOnHost);
 }
 
-// Runs `work` here, or in a thread of its own while the communicator is in progress. `work` returns the state that the
-// communicator is in afterwards.
+// Runs `work` here, or in a thread of its own while the communicator is in progress: then what it returns is the state
+// afterwards.
 NcclResult run_or_start(const CommPtr& comm, bool in_thread, std::function<NcclResult()> work) {
-  if (!in_thread) {
-    const NcclResult result = work();
-    comm->state = result;
-    return result;
-  }
+  if (!in_thread) return work();
   comm->state = kNcclInProgress;
   ++comm->n_threads;
   std::thread([comm, work = std::move(work)] {
-    comm->state = work();
+    const NcclResult result = work();
+    int in_progress = kNcclInProgress;  // an operation may have failed meanwhile
+    comm->state.compare_exchange_strong(in_progress, result);
     --comm->n_threads;
   }).detach();
   return kNcclInProgress;
@@ -721,7 +719,6 @@ EXPORTED NcclResult ncclCommInitRankConfig(NcclComm* comm, int size, NcclUniqueI
   made->blocking = blocking == 1;
   Address address;
   std::memcpy(&address, id.bytes, sizeof address);
-  made->state = kNcclInProgress;
   *comm = publish(made);
   const NcclResult result = run_or_start(made, blocking == 0, [made, address] { return initialise(made, address); });
   if (blocking == 1 && result != kNcclSuccess) {
