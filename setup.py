@@ -1,4 +1,8 @@
-"""Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml."""
+"""Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml.
+
+Of the environment, csrc/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted) and
+HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native); CMAKE_ARGS are CMake's own.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,9 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dnanobind_DIR={nanobind_dir()}",
+            # What they are not set to is said too: the cache remembers the last time.
+            f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
+            f"-DHORO_LITE_CUDA_ARCHITECTURES={os.environ.get('HORO_LITE_CUDA_ARCHITECTURES', '')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         for command in (configure, [tool("cmake"), "--build", str(tree)]):

@@ -469,4 +469,5 @@ NB_MODULE(_native, m) {
           "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a);
 
   bind_device(m);
+  bind_kernels(m);
 }

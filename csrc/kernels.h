@@ -1,33 +1,23 @@
 // The GPU kernels: packing many tensors into a wire buffer and back, in one launch.
 //
-// What a thread does is written once, as __host__ __device__ templates below; kernels.cu launches them on a GPU,
-// kernels_host.cpp runs them thread by thread on the CPU, with the same bits.
+// What a thread does is written once, in kernel_body.h; kernels.cu compiles it for GPUs, kernels_host.cpp runs it
+// thread by thread on the CPU, with the same bits.
+//
+// Numbers. Arithmetic is float32 (float64 where grad_dtype is), every operation rounds to nearest even, and their order
+// is the one written at each step below. 2^k is exact: only a result too small for a normal number is rounded. A factor
+// whose value as float32 (float64) is 1 changes nothing. What is narrowed to 16 bits is rounded to float32 first, if it
+// was float64. A NaN comes out as the one NaN with all bits but the sign set, whichever went in.
+//
+// Integers and bool are copied as they are: `prescale` 1 (or 0), no other factor, divisor or exponents.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "pack.h"
+#include "pieces.h"
 
 namespace horo {
-
-// A run of one tensor's elements, and where it lies in the wire buffer.
-struct GpuPiece {
-  void* address;         // of the first element; aligned to the item and perhaps to no more
-  uint32_t n_elements;   // 1 or more
-  uint32_t first_block;  // for the launcher, who fills it in: thread blocks that work on earlier pieces
-  uint32_t wire_offset;  // in units of kWireAlignment bytes
-  uint32_t tensor;       // index into `exponents` and `stats`
-};
-
-// Of what one tensor looks like on the wire. Zeroed by the caller beforehand.
-struct WireStats {
-  uint32_t amax_bits;    // largest finite magnitude, as the bits of a float32
-  uint32_t n_nonfinite;  // how many elements are inf or nan
-};
-
-// Of a tensor without a finite element other than 0. Its bytes are equal, so that a plain fill of memory makes it.
-inline constexpr int32_t kNoExponent = static_cast<int32_t>(0x80808080u);
 
 struct KernelCall {
   enum Step {
@@ -51,9 +41,9 @@ struct KernelCall {
   WireStats* stats = nullptr;  // device memory, one per tensor, or null; kPack only
 };
 
-// Throws std::invalid_argument for a pair of dtypes that has no kernel.
+// Throws std::invalid_argument for a pair of dtypes that has no kernel, and for a factor that integers cannot have.
 void run_on_host(const KernelCall& call);
-// The same, queued on a CUDA stream.
+// The same, queued on a CUDA stream of the current device; std::runtime_error if CUDA refuses.
 void launch_kernels(const KernelCall& call, void* stream);
 
 }  // namespace horo

@@ -1,0 +1,29 @@
+// How a call becomes launches; the same for the GPU and for its twin on the host.
+#pragma once
+
+#include <functional>
+
+#include "kernel_body.h"
+#include "kernels.h"
+
+namespace horo {
+
+#define HORO_ENUMERATE(Step, G, W) k##Step##_##G##_##W,
+enum class Kernel : size_t { HORO_KERNELS(HORO_ENUMERATE) };
+#undef HORO_ENUMERATE
+
+struct Launch {
+  Kernel kernel;
+  bool few;  // the table ends after body::kFew pieces
+  uint32_t n_blocks;
+  const body::Table<body::kMany>& table;
+};
+
+// Calls `launch` once for every table full of pieces, in order. Throws as run_on_host() does.
+void for_each_launch(const KernelCall& call, const std::function<void(const Launch&)>& launch);
+
+// The handle that CUDA launches kernel `index` by: every Kernel has two in a row, for few pieces and for many.
+// kernels.cu or kernels_embedded.cpp.
+const void* kernel_symbol(size_t index);
+
+}  // namespace horo
