@@ -14,13 +14,13 @@ import pytest
 CHECKS = Path(fake_nccl.__file__).with_name("checks.py")
 
 
-def launch(check: str, size: int, folder: Path, timeout_s: float = 40, **environment: str) -> None:
-    """All ranks have done what `check` says; `environment` without HORO_LITE_FAKE_NCCL_."""
+def launch(size: int, folder: Path, *checks: str, **environment: str) -> None:
+    """All ranks have done what `checks` say; `environment` without HORO_LITE_FAKE_NCCL_."""
     settings = {f"HORO_LITE_FAKE_NCCL_{name}": value for name, value in environment.items()}
     env = {**os.environ, "HORO_LITE_NCCL_LIB": fake_nccl.library(), **settings}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(CHECKS), check, str(rank), str(size), str(folder)],
+            [sys.executable, str(CHECKS), str(rank), str(size), str(folder), *checks],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -29,7 +29,7 @@ def launch(check: str, size: int, folder: Path, timeout_s: float = 40, **environ
         for rank in range(size)
     ]
     try:
-        output = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
+        output = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -38,39 +38,36 @@ def launch(check: str, size: int, folder: Path, timeout_s: float = 40, **environ
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "check",
-    ["reductions", "broadcasts", "messages", "order", "splits_blocking", "splits_non_blocking"],
-)
-def test_operations(check: str, size: int, tmp_path: Path) -> None:
-    launch(check, size, tmp_path)
+def test_operations(size: int, tmp_path: Path) -> None:
+    operations = ["reductions", "broadcasts", "messages", "order"]
+    launch(size, tmp_path, *operations, "splits_blocking", "splits_non_blocking")
 
 
-@pytest.mark.parametrize("check", ["abort", "mismatch", "leaves_nothing"])
-def test_two_ranks(check: str, tmp_path: Path) -> None:
-    launch(check, 2, tmp_path)
+def test_two_ranks(tmp_path: Path) -> None:
+    launch(2, tmp_path, "leaves_nothing", "abort", "mismatch")
 
 
 @pytest.mark.parametrize("version", ["21803", "22707"])
 def test_a_late_peer(version: str, tmp_path: Path) -> None:
-    launch("late_peer", 2, tmp_path, VERSION=version)
+    launch(2, tmp_path, "late_peer", VERSION=version)
 
 
-def test_failures_on_demand(tmp_path: Path) -> None:
-    for check, environment in {
-        "init_fails": {"INIT_FAILS": "1:1"},
-        "init_hangs": {"INIT_HANGS": "1:1"},
-        "operation_fails": {"FAILS_AT": "1:3"},
-    }.items():
-        folder = tmp_path / check
-        folder.mkdir()
-        launch(check, 2, folder, **environment)
+@pytest.mark.parametrize(
+    ("check", "name", "value"),
+    [
+        ("init_fails", "INIT_FAILS", "1:1"),
+        ("init_hangs", "INIT_HANGS", "1:1"),
+        ("operation_fails", "FAILS_AT", "1:3"),
+    ],
+)
+def test_failures_on_demand(check: str, name: str, value: str, tmp_path: Path) -> None:
+    launch(2, tmp_path, check, **{name: value})
 
 
 @pytest.mark.parametrize("failure", ["", "1", "null"])
 def test_registration(failure: str, tmp_path: Path) -> None:
     settings = {"REGISTER_FAILS": failure} if failure else {}
-    launch("registers", 2, tmp_path, LOG=str(tmp_path / "log"), **settings)
+    launch(2, tmp_path, "registers", LOG=str(tmp_path / "log"), **settings)
     calls = fake_nccl.read_log(tmp_path / "log")
     assert len(calls) == 2
     for rank in calls.values():
@@ -81,7 +78,7 @@ def test_registration(failure: str, tmp_path: Path) -> None:
 
 
 def test_the_log_tells_every_call_in_order(tmp_path: Path) -> None:
-    launch("order", 2, tmp_path, LOG=str(tmp_path / "log"))
+    launch(2, tmp_path, "order", LOG=str(tmp_path / "log"))
     calls = fake_nccl.read_log(tmp_path / "log")
     by_rank = {rank[-1].rank: rank for rank in calls.values()}
     assert sorted(by_rank) == [0, 1]

@@ -1,4 +1,4 @@
-"""What one rank does in a test of the stand-in: `checks.py NAME RANK SIZE FOLDER`, by ctypes alone.
+"""What one rank does to test the stand-in: `checks.py RANK SIZE FOLDER NAME…`, by ctypes alone.
 
 Ranks meet by a unique id in a file of FOLDER. A failed assertion ends the rank with a traceback.
 """
@@ -6,6 +6,7 @@ Ranks meet by a unique id in a file of FOLDER. A failed assertion ends the rank 
 from __future__ import annotations
 
 import ctypes as c
+import faulthandler
 import os
 import queue
 import sys
@@ -395,6 +396,8 @@ def abort(me: Rank) -> None:
         assert result == IN_PROGRESS
         assert half.abort() == SUCCESS
         assert half.abort() == INVALID_ARGUMENT
+    else:
+        me.n_ids += 1
 
 
 def mismatch(me: Rank) -> None:
@@ -500,6 +503,9 @@ def leaves_nothing(me: Rank) -> None:
 
 
 if __name__ == "__main__":
-    _, check, rank, size, folder = sys.argv
-    globals()[check](Rank(int(rank), int(size), Path(folder)))
+    _, rank, size, folder, *checks = sys.argv
+    faulthandler.dump_traceback_later(30, exit=True)  # where it hangs
+    me = Rank(int(rank), int(size), Path(folder))
+    for check in checks:
+        globals()[check](me)
     os._exit(0)  # the streams' threads are still there
