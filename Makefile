@@ -44,13 +44,19 @@ PIP := -m pip -qq --no-input install
 # Without pip's isolation only what has changed is compiled again.
 EDITABLE := $(PIP) --no-build-isolation --editable
 CORE_CXX = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
-PYTHON_FILES = setup.py horo_lite $(wildcard tests examples benchmarks)
+PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*.py tests examples benchmarks)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 TEST_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch) $(if $(MPIEXEC),,$(MPICH)/.test)
 
-.PHONY: help demo test check fix bench examples clean
+WHEEL := .venv-wheel
+# PyPI has no nvcc for CUDA 12, but the same compiler as a library (NVRTC). Of the last 12: what it
+# makes runs with the drivers of CUDA 12 and 13.
+CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
+  nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
+
+.PHONY: help demo test check fix bench examples wheel clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -93,8 +99,18 @@ fix: $(VENV)/.test ## format, and mend what the linters can mend
 bench: $(TEST_READY) ## time the all-reduce against memcpy, MPI and gloo
 	@$(PY) benchmarks/allreduce.py $(ARGS)
 
+wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 13, without a toolkit
+	@echo "==> building a wheel (two minutes)"
+	@rm -rf dist/*.whl
+	@HORO_LITE_CUDA_WHEELS=$(CURDIR)/$$(echo $(WHEEL)/lib/python3*/site-packages/nvidia) \
+	  $(WHEEL)/bin/python -m pip -qq --no-input wheel --no-deps --no-build-isolation -w dist .
+	@$(WHEEL)/bin/python -m zipfile -e dist/*.whl $(WHEEL)/built
+	@cd $(WHEEL) && for what in elf ptx; do \
+	  lib/python3*/site-packages/nvidia/*/bin/cuobjdump -l$$what built/horo_lite/_native*.so; done
+	@ls -s --block-size=K dist/*.whl
+
 clean: ## remove the environments and everything built
-	rm -rf .venv .venv-site .venv-mpich build dist *.egg-info horo_lite/*.so
+	rm -rf .venv .venv-site .venv-mpich .venv-wheel build dist *.egg-info horo_lite/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find horo_lite tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
@@ -120,6 +136,13 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.demo
 $(VENV)/.torch: pyproject.toml | $(VENV)/.test
 	@echo "==> installing $(TORCH)"
 	@$(PY) $(PIP) $(TORCH)
+	@touch $@
+
+$(WHEEL)/.made: pyproject.toml
+	@echo "==> making $(WHEEL) with CUDA's compiler from PyPI"
+	@rm -rf $(WHEEL)
+	@$(PYTHON) -m venv $(WHEEL)
+	@$(WHEEL)/bin/python $(PIP) $(BUILD_NEEDS) $(CUDA_WHEELS)
 	@touch $@
 
 # Both environments import the one core that lies in horo_lite/, so this one follows no sources.

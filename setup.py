@@ -1,7 +1,8 @@
 """Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml.
 
-Of the environment, csrc/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted) and
-HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native); CMAKE_ARGS are CMake's own.
+Of the environment, csrc/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted),
+HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and HORO_LITE_CUDA_WHEELS (`make wheel`:
+the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         # One lasting tree per Python ABI: pip's own build directory is thrown away, and with it
         # every object file that did not have to be compiled again.
-        tree = ROOT / "build" / f"cmake{SUFFIX.removesuffix('.so')}"
+        wheels = os.environ.get("HORO_LITE_CUDA_WHEELS", "")
+        tree = ROOT / "build" / f"{'wheel' if wheels else 'cmake'}{SUFFIX.removesuffix('.so')}"
         cache, home = tree / "CMakeCache.txt", f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}/csrc\n"
         if cache.exists() and home not in cache.read_text():
             shutil.rmtree(tree)  # the checkout was moved or copied, and CMake refuses such a tree
@@ -55,6 +57,7 @@ class CMakeBuild(build_ext):
             # What they are not set to is said too: the cache remembers the last time.
             f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
             f"-DHORO_LITE_CUDA_ARCHITECTURES={os.environ.get('HORO_LITE_CUDA_ARCHITECTURES', '')}",
+            f"-DHORO_LITE_CUDA_WHEELS={wheels}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         for command in (configure, [tool("cmake"), "--build", str(tree)]):

@@ -94,7 +94,8 @@ function(horo_lite_add_cuda target)
     set_source_files_properties(kernels_embedded.cpp PROPERTIES
       OBJECT_DEPENDS ${fatbin} COMPILE_DEFINITIONS HORO_LITE_FATBIN="${fatbin}")
     target_sources(${target} PRIVATE kernels_embedded.cpp)
-    target_include_directories(${target} PRIVATE ${HORO_LITE_CUDA_WHEELS}/cuda_runtime/include)
+    target_include_directories(${target} SYSTEM PRIVATE
+      ${HORO_LITE_CUDA_WHEELS}/cuda_runtime/include ${HORO_LITE_CUDA_WHEELS}/cuda_nvcc/include)
     target_link_libraries(${target} PRIVATE ${HORO_LITE_CUDA_WHEELS}/cuda_runtime/lib/libcudart_static.a)
   endif()
 endfunction()

@@ -7,14 +7,17 @@
 
 #include "kernels_launch.h"
 
+// Where cuobjdump looks.
 asm(R"(
-  .section .rodata
+  .pushsection .nv_fatbin, "a", @progbits
   .balign 64
+  .hidden horo_fatbin
+  .globl horo_fatbin
 horo_fatbin:
   .incbin ")" HORO_LITE_FATBIN R"("
-  .text
+  .popsection
 )");
-extern const char horo_fatbin[] __attribute__((visibility("hidden")));
+extern "C" const char horo_fatbin[];
 
 namespace horo {
 namespace {

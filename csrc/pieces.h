@@ -7,6 +7,7 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using uint64_t = unsigned long long;
 using int32_t = int;
+using uintptr_t = unsigned long long;
 #else
 #include <cstddef>
 #include <cstdint>
