@@ -1,0 +1,150 @@
+"""The kernels as machine code: no spills, 128-bit accesses, every load ahead of the first store."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCHITECTURES = ["80", "90"]
+BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
+BYTES |= {f"Raw{8 * n}": n for n in [1, 2, 4, 8]}
+PAIRS = [(name, name) for name in BYTES]
+PAIRS += [(grad, wire) for grad in ["F32", "F64"] for wire in ["F16", "BF16"]]
+KERNELS = [("Measure", name, name) for name in ["F16", "BF16", "F32", "F64"]]
+KERNELS += [(step, *pair) for step in ["Pack", "Unpack"] for pair in PAIRS]
+
+
+def nvcc() -> str | None:
+    """The toolkit's compiler, from where csrc/cuda.cmake looks for it."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
+
+
+def tool(name: str) -> str:
+    """`name` of the toolkit or of its package on PyPI."""
+    found = shutil.which(name, path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
+    if found:
+        return found
+    try:
+        files = metadata.files(f"nvidia-cuda-{name}") or []
+    except metadata.PackageNotFoundError:
+        pytest.fail(f"no {name} to look at machine code with: pip install nvidia-cuda-{name}")
+    (path,) = (str(file.locate()) for file in files if file.name == name)
+    return path
+
+
+needs_toolkit = pytest.mark.skipif(
+    nvcc() is None, reason="no CUDA toolkit here (CUDA_HOME, nvcc on PATH, /usr/local/cuda)"
+)
+
+
+@dataclass
+class Code:
+    """What a kernel is for one architecture."""
+
+    instructions: list[str]  # opcodes with their suffixes, in order
+    registers: int
+    stack: int
+    spills: int
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Code]:
+    """By architecture and name of the kernel."""
+    fatbin = tmp_path_factory.mktemp("kernels") / "kernels.fatbin"
+    compiler = nvcc()
+    assert compiler
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    options = ["-std=c++17", "-O3", "--fmad=false", "-Xptxas=-v", "-fatbin", "-o", str(fatbin)]
+    command = [compiler, *options, *targets, str(ROOT / "csrc" / "kernels.cu")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for architecture in ARCHITECTURES:
+        listing = disassembled(fatbin, architecture)
+        for name, (stack, spills, registers) in reported(done.stderr, architecture).items():
+            found[architecture, name] = Code(listing[name], registers, stack, spills)
+    return found
+
+
+def reported(text: str, architecture: str) -> dict[str, tuple[int, int, int]]:
+    """Of ptxas's report: bytes of stack, bytes of spills, registers."""
+    pattern = (
+        rf"Compiling entry function '(\w+)' for 'sm_{architecture}'.*?"
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+        r"Used (\d+) registers"
+    )
+    return {
+        name: (int(stack), int(stores) + int(loads), int(registers))
+        for name, stack, stores, loads, registers in re.findall(pattern, text, re.DOTALL)
+    }
+
+
+def disassembled(fatbin: Path, architecture: str) -> dict[str, list[str]]:
+    # cuobjdump calls nvdisasm, and finds it on PATH.
+    path = os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ["PATH"]])
+    command = [tool("cuobjdump"), "-sass", "-arch", f"sm_{architecture}", str(fatbin)]
+    environment = os.environ | {"PATH": path}
+    text = subprocess.check_output(command, text=True, env=environment)
+    _, *functions = re.split(r"Function : (\w+)\n", text)
+    instruction = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9_.]*)")
+    return {
+        name: instruction.findall(body)
+        for name, body in zip(functions[::2], functions[1::2], strict=True)
+    }
+
+
+def each(compiled: dict[tuple[str, str], Code]) -> list[tuple[str, str, str, str, str, Code]]:
+    """Architecture, name, step, format of the tensor, format on the wire, code."""
+    sizes = ["few", "many"]
+    return [
+        (a, f"horo_{step}_{g}_{w}_{size}", step, g, w, compiled[a, f"horo_{step}_{g}_{w}_{size}"])
+        for a, (step, g, w), size in itertools.product(ARCHITECTURES, KERNELS, sizes)
+    ]
+
+
+@needs_toolkit
+@pytest.mark.timeout(300)
+def test_registers_suffice(compiled: dict[tuple[str, str], Code]) -> None:
+    """Nothing is spilled, and five blocks of 256 threads fit on a multiprocessor.
+
+    Four where the tensor is float64: of 65,536 registers, 48 and 64 a thread.
+    """
+    for architecture, name, _, grad, _, code in each(compiled):
+        assert (code.stack, code.spills) == (0, 0), (architecture, name)
+        assert code.registers <= (64 if grad == "F64" else 48), (architecture, name)
+        assert not {"LDL", "STL"} & {i.split(".")[0] for i in code.instructions}, name
+
+
+@needs_toolkit
+@pytest.mark.timeout(300)
+def test_accesses_are_128_bits_wide(compiled: dict[tuple[str, str], Code]) -> None:
+    """64 bytes of the tensor a thread, the loads all under way before the first store."""
+    for architecture, name, step, grad, wire, code in each(compiled):
+        wide = [i for i in code.instructions if re.match(r"(LDG|STG)\.E\.128", i)]
+        ratio = BYTES[grad] // BYTES[wire]
+        n_loads = 4 // ratio if step == "Unpack" else 4
+        n_stores = {"Measure": 0, "Pack": 4 // ratio, "Unpack": 4}[step]
+        expected = ["LDG"] * n_loads + ["STG"] * n_stores
+        assert [i.split(".")[0] for i in wide] == expected, (architecture, name)
+
+
+@needs_toolkit
+@pytest.mark.timeout(300)
+def test_halves_are_converted_in_pairs(compiled: dict[tuple[str, str], Code]) -> None:
+    """By the hardware, two an instruction, but for those of the tail."""
+    written = {"F16": r"F2FP(\.F16\.F32)?\.PACK_AB", "BF16": r"F2FP\.BF16(\.F32)?\.PACK_AB"}
+    for architecture, name, step, grad, wire, code in each(compiled):
+        to = {"Measure": "", "Pack": wire, "Unpack": grad}[step]
+        if to in written:
+            pairs = [i for i in code.instructions if re.match(written[to], i)]
+            assert len(pairs) >= 64 // BYTES[grad] // 2, (architecture, name)
