@@ -258,7 +258,21 @@ NB_MODULE(_native, m) {
             return buffers;
           },
           "Address and size in bytes of each.")
-      .def("describe", &Tensors::describe, "index"_a);
+      .def("describe", &Tensors::describe, "index"_a)
+      .def("shape", &Tensors::shape, "index"_a)
+      .def("itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
+      .def(
+          "copy_to",
+          [](const Tensors& from, const Tensors& to) {
+            const nb::gil_scoped_release release;
+            const std::vector<Buffer> source = from.buffers();
+            const std::vector<Buffer> target = to.buffers();
+            for (size_t i = 0; i < source.size(); ++i) {
+              if (source[i].n_bytes != target.at(i).n_bytes) throw std::invalid_argument("the sizes differ");
+              if (source[i].n_bytes != 0) std::memcpy(target[i].data, source[i].data, source[i].n_bytes);
+            }
+          },
+          "other"_a, "The host's memory only.");
 
   m.def(
       "check_reducible",
@@ -457,7 +471,8 @@ NB_MODULE(_native, m) {
                 nb::object value = nb::handle(held.get())(weights);
                 if (const auto strong = weak.lock()) strong->value = shared(value);
               } catch (nb::python_error& error) {
-                if (error.matches(error_class("MismatchError")) || error.matches(PyExc_ValueError)) {
+                if (error.matches(error_class("MismatchError")) || error.matches(error_class("DeviceError")) ||
+                    error.matches(PyExc_ValueError)) {
                   throw Recoverable{std::current_exception()};
                 }
                 throw;

@@ -32,10 +32,10 @@ Device& device() {
   throw DeviceError(why);
 }
 
-std::tuple<int, int, std::string> gpus() {
-  if (Device* twin = twin_device()) return {99000, twin->count(), ""};
+std::tuple<int, std::vector<std::string>, std::string> gpus() {
+  if (twin_device() != nullptr) return {99000, twin_gpus(), ""};
   const CudaDriver driver = cuda_driver();
-  return {driver.version, driver.n_devices, driver.problem};
+  return {driver.version, driver.uuids, driver.problem};
 }
 
 // Python drops its objects with the GIL in hand, and what waits for a stream's end must not have it: the stream may be
@@ -128,10 +128,8 @@ struct TwinStream {
 }  // namespace
 
 void bind_device(nb::module_& m) {
-  m.def("gpus", &gpus, Unlocked(), "The driver's version (0: none), how many GPUs this process sees, and why none.");
-  m.def(
-      "gpu_identity", [](int index) { return device().identity(index); }, "index"_a, Unlocked(),
-      "Equal for two ranks of a host exactly where they use the same GPU.");
+  m.def("gpus", &gpus, Unlocked(),
+        "The driver's version (13000 is CUDA 13.0, 0 none), the GPUs this process may use by unique names, why none.");
   m.def(
       "dlpack_capsule",
       [](uintptr_t address, const std::vector<size_t>& shape, const std::string& dtype, int index, nb::object owner) {

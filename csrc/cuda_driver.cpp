@@ -14,20 +14,34 @@ CudaDriver cuda_driver() {
   const auto initialise = reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
   const auto version = reinterpret_cast<int (*)(int*)>(dlsym(library, "cuDriverGetVersion"));
   const auto count = reinterpret_cast<int (*)(int*)>(dlsym(library, "cuDeviceGetCount"));
+  // The second version tells the parts of a GPU that MIG has divided apart.
+  const auto uuid = reinterpret_cast<int (*)(unsigned char*, int)>(dlsym(library, "cuDeviceGetUuid_v2"));
   const auto describe = reinterpret_cast<int (*)(int, const char**)>(dlsym(library, "cuGetErrorString"));
-  if (initialise == nullptr || version == nullptr || count == nullptr || describe == nullptr) {
-    found.problem = "libcuda.so.1 is not NVIDIA's driver, or damaged";
+  if (initialise == nullptr || version == nullptr || count == nullptr || uuid == nullptr ||
+      describe == nullptr) {
+    found.problem = "libcuda.so.1 is not NVIDIA's driver, or one that is too old";
     return found;
   }
   version(&found.version);
+  int n = 0;
   int result = initialise(0);
-  if (result == 0) result = count(&found.n_devices);
+  if (result == 0) result = count(&n);
+  for (int index = 0; result == 0 && index < n; ++index) {
+    unsigned char bytes[16];
+    result = uuid(bytes, index);  // a device's handle is its number
+    std::string text;
+    for (const unsigned char byte : bytes) {
+      text += "0123456789abcdef"[byte >> 4];
+      text += "0123456789abcdef"[byte & 15];
+    }
+    found.uuids.push_back(text);
+  }
   if (result != 0) {
     const char* text = nullptr;
     describe(result, &text);
-    found.n_devices = 0;
+    found.uuids.clear();
     found.problem = std::string("the NVIDIA driver found no GPU to use (") + (text != nullptr ? text : "?") + ")";
-  } else if (found.n_devices == 0) {
+  } else if (found.uuids.empty()) {
     found.problem = "the NVIDIA driver is there, but shows no GPU";
   }
   return found;

@@ -27,10 +27,6 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  virtual int count() = 0;
-  // Equal for two ranks of a host exactly where they use the same GPU (CUDA_VISIBLE_DEVICES numbers them anew).
-  virtual std::string identity(int index) = 0;
-
   // What follows concerns the GPU `index`; the calling thread's current device is as before.
   virtual void* allocate(int index, size_t n_bytes) = 0;
   virtual void release(int index, void* memory) = 0;
@@ -79,8 +75,10 @@ class Device {
 // The CUDA runtime that was built in. Null where none was, with the reason in `why`.
 Device* cuda_device(std::string* why);
 
-// The twin, with as many GPUs as HORO_LITE_TEST_GPUS says. Null without that variable.
+// The twin. Null unless HORO_LITE_TEST_GPUS gives the names of its GPUs, as in "a,b": two ranks that have one with the
+// same name share it.
 Device* twin_device();
+std::vector<std::string> twin_gpus();
 
 // The beginning of every stream of the twin: how others (a stand-in for NCCL) queue work on it.
 struct TwinStreamHead {

@@ -1,8 +1,6 @@
 // The CUDA runtime behind the seam.
 #include <cuda_runtime_api.h>
 
-#include <cstdio>
-
 #include "device.h"
 
 namespace horo {
@@ -17,25 +15,6 @@ void check(cudaError_t result, const char* what) {
 
 class CudaDevice : public Device {
  public:
-  int count() override {
-    int n = 0;
-    check(cudaGetDeviceCount(&n), "count the GPUs");
-    return n;
-  }
-
-  std::string identity(int index) override {
-    cudaDeviceProp properties;
-    check(cudaGetDeviceProperties(&properties, index), "describe the GPU");
-    // Not the PCI bus id: a GPU divided by MIG is several devices with one bus id.
-    std::string text;
-    for (const char byte : properties.uuid.bytes) {
-      char hex[3];
-      std::snprintf(hex, sizeof(hex), "%02x", static_cast<unsigned char>(byte));
-      text += hex;
-    }
-    return text;
-  }
-
   void* allocate(int index, size_t n_bytes) override {
     const Current current(*this, index);
     void* memory = nullptr;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <sstream>
 #include <thread>
 
 #include "device.h"
@@ -72,15 +73,6 @@ using SharedEvent = std::shared_ptr<TwinEvent>;  // work that waits in a queue m
 
 class TwinDevice : public Device {
  public:
-  explicit TwinDevice(int count) : count_(count) {}
-
-  int count() override { return count_; }
-  std::string identity(int index) override {
-    // Ranks of a test that have one GPU each all call it number 0, as with CUDA_VISIBLE_DEVICES.
-    const char* first = std::getenv("HORO_LITE_TEST_FIRST_GPU");
-    return "twin " + std::to_string(index + (first != nullptr ? std::atoi(first) : 0));
-  }
-
   void* allocate(int, size_t n_bytes) override { return ::operator new(n_bytes, std::align_val_t{256}); }
   void release(int, void* memory) override { ::operator delete(memory, std::align_val_t{256}); }
   void* allocate_pinned(size_t n_bytes) override { return allocate(0, n_bytes); }
@@ -157,17 +149,21 @@ class TwinDevice : public Device {
     static TwinStream* const legacy = new TwinStream;
     return legacy;
   }
-
-  int count_;
 };
 
 }  // namespace
 
+std::vector<std::string> twin_gpus() {
+  const char* names = std::getenv("HORO_LITE_TEST_GPUS");
+  std::vector<std::string> gpus;
+  if (names == nullptr) return gpus;
+  std::istringstream list(names);
+  for (std::string name; std::getline(list, name, ',');) gpus.push_back(name);
+  return gpus;
+}
+
 Device* twin_device() {
-  static Device* const device = []() -> Device* {
-    const char* count = std::getenv("HORO_LITE_TEST_GPUS");
-    return count == nullptr ? nullptr : new TwinDevice(std::atoi(count));
-  }();
+  static TwinDevice* const device = twin_gpus().empty() ? nullptr : new TwinDevice;
   return device;
 }
 

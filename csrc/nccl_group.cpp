@@ -7,6 +7,7 @@
 namespace horo {
 namespace {
 
+constexpr double kGoodbyeSeconds = 5.0;        // for ranks that end at different times
 constexpr size_t kLargestPiece = size_t{1} << 30;  // elements; the kernels count in 32 bits
 
 bool is_float(DType dtype) {
@@ -137,8 +138,9 @@ void NcclGroup::start() {
 }
 
 NcclGroup::~NcclGroup() {
-  // Destroying waits for what is queued; what has failed would wait for ever, and is aborted already.
+  // Destroying waits for what is queued, and for the other ranks; what has failed is aborted already.
   if (comm_ != nullptr && !failed_) {
+    timeout_s_ = std::min(timeout_s_, kGoodbyeSeconds);
     try {
       if (registration_ != nullptr) {
         if (registered_ == "window") nccl_.CommWindowDeregister(comm_, registration_);

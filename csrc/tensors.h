@@ -50,6 +50,7 @@ class Tensors {
   std::vector<size_t> strided() const;
   std::vector<uintptr_t> addresses() const;
   std::string describe(size_t index) const;
+  const std::vector<int64_t>& shape(size_t index) const { return shapes_.at(index).dims; }
 
  private:
   struct Shape {

@@ -6,14 +6,20 @@ def instruction_set() -> str:
     """Which build of the host kernels runs: avx512, avx2 or portable."""
 
 def use_instruction_set(name: str) -> None: ...
-def cuda_device_count() -> int: ...
 def hash64(data: bytes) -> int:
     """A 63-bit hash that is the same in every process."""
 
 class Tensors:
-    """Addresses of a list of CPU arrays, which are kept alive until this is dropped."""
+    """Addresses of a list of arrays, which are kept alive until this is dropped."""
 
-    def __init__(self, arrays: Sequence[object], writable: bool = True) -> None: ...
+    def __init__(
+        self, arrays: Sequence[object], writable: bool = True, stream: int | None = None
+    ) -> None: ...
+    @property
+    def device(self) -> int: ...
+    def rows(self, begin: int, end: int) -> Tensors:
+        """Part of the only array, along its first dimension."""
+
     def __len__(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
@@ -29,6 +35,10 @@ class Tensors:
         """Address and size in bytes of each."""
 
     def describe(self, index: int) -> str: ...
+    def shape(self, index: int) -> list[int]: ...
+    def itemsize(self, index: int) -> int: ...
+    def copy_to(self, other: Tensors) -> None:
+        """The host's memory only."""
 
 def check_reducible(tensors: Tensors, op: str) -> None:
     """Raises ValueError for a dtype for which the op has no meaning."""
@@ -159,3 +169,93 @@ class Engine:
         weight: float,
         describe: Callable[[], str],
     ) -> Job: ...
+
+def gpus() -> tuple[int, list[str], str]:
+    """The driver's version (13000 is CUDA 13.0, 0 none), the GPUs by unique names, why none."""
+
+def dlpack_capsule(
+    address: int, shape: Sequence[int], dtype: str, index: int, owner: object
+) -> object:
+    """GPU memory for others to import; `owner` lives as long as they need it."""
+
+class DeviceQueue:
+    """A stream on one GPU, and its order with everybody else's."""
+
+    def __init__(self, index: int) -> None: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def stream(self) -> int: ...
+    def follow(self, producer: int) -> None:
+        """What is queued here from now on comes after what the producer's stream was given."""
+
+    def lead(self, consumer: int) -> None:
+        """What the consumer's stream is given from now on comes after what is queued here."""
+
+    def synchronize(self) -> None: ...
+    def hold(self, object: object) -> None: ...
+    def copy(self, source: Tensors, to: Tensors) -> None: ...
+
+class Staging:
+    """Pinned host memory that stands in for GPU tensors."""
+
+    def __init__(self, queue: DeviceQueue) -> None: ...
+    def download(self, tensors: Tensors, first: int, last: int) -> Tensors: ...
+    def upload(self, host: Tensors, tensors: Tensors, first: int) -> None: ...
+
+def nccl_library(candidates: Sequence[str]) -> tuple[str, int]:
+    """Path and version (22105 is 2.21.5) of the NCCL that is used. DeviceError if there is none."""
+
+def nccl_unique_id() -> bytes:
+    """What rank 0 gives the others, so that they find each other."""
+
+class NcclGroup:
+    """The ranks of a world, each with a GPU of its own, and NCCL between them."""
+
+    def __init__(
+        self,
+        queue: DeviceQueue,
+        id: bytes,
+        rank: int,
+        size: int,
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None: ...
+    def split(self, color: int, rank: int, size: int) -> NcclGroup | None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def can_use_windows(self) -> bool: ...
+    @property
+    def registered(self) -> str: ...
+    def register_bucket(self, windows: bool) -> None: ...
+    @staticmethod
+    def can_reduce(
+        tensors: Tensors, op: str, prescale: float, scale: float, divisor: float
+    ) -> bool: ...
+    def allreduce(
+        self,
+        tensors: Tensors,
+        op: str,
+        wire: str,
+        prescale: float,
+        scale: float,
+        divisor: float,
+        weight: float | None = None,
+    ) -> None: ...
+    def broadcast(self, tensors: Tensors, root: int) -> None: ...
+    def allgather(self, send: Tensors, receive: list[Tensors]) -> None: ...
+    def alltoall(self, send: list[Tensors], receive: list[Tensors]) -> None: ...
+    def fail(self, reason: str) -> None: ...
+    def check(self) -> None: ...
+
+class TwinStream:
+    """A stream of the GPUs' twin in host memory, for tests."""
+
+    def __init__(self) -> None: ...
+    @property
+    def handle(self) -> int: ...
+    def call(self, function: Callable[[], object]) -> None:
+        """Queues a call."""

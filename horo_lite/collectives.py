@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import array
 import enum
 import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import prod
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite import _native, adapters
+from horo_lite import _native
+from horo_lite.agreement import agree, digest_of, exchange_bytes, explain
+from horo_lite.arrays import Array, GpuArrays, HostArrays, copy_of, gpu_of
 from horo_lite.compression import Compression, Compressor
-from horo_lite.errors import MismatchError, NotInitializedError
+from horo_lite.errors import DeviceError, NotInitializedError
 
 if TYPE_CHECKING:
-    from horo_lite.transports import Header, Transport
+    from horo_lite.transports import Transport
+    from horo_lite.transports.nccl import Lane, NcclTransport
+    from horo_lite.transports.watch import Watch
 
 T = TypeVar("T")
 P = ParamSpec("P")
-Array = Any
-"""A NumPy array, or anything that gives CPU memory through DLPack or the buffer protocol."""
 
 
 class Op(enum.Enum):
@@ -38,9 +40,6 @@ class Op(enum.Enum):
 
 
 Average, Sum, Min, Max, Product = Op.Average, Op.Sum, Op.Min, Op.Max, Op.Product
-
-bytes_copied = 0
-"""Bytes that were copied outside the core so far, because an array's memory was not dense."""
 
 
 class Handle:
@@ -71,11 +70,19 @@ class Group:
     PeerLostError, after which the group is of no more use.
     """
 
-    def __init__(self, transport: Transport, async_transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        async_transport: Transport | None = None,
+        watch_transport: Transport | None = None,
+    ) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
         self._async_transport = async_transport
+        self._watch_transport = watch_transport
+        self._watch: Watch | None = None
+        self._lanes: tuple[Lane, Lane] | None = None
         self._lock = threading.RLock()
         self._n_unnamed = 0
         self._pid = os.getpid()
@@ -143,12 +150,13 @@ class Group:
         postscale_factor: float = 1.0,
     ) -> list[Array]:
         """New arrays hold the op over all ranks' `xs`, reduced as one. See `allreduce`."""
-        copies = [_copy(x) for x in xs]
+        copies = [copy_of(x) for x in xs]
+        memory = self._memory(copies, fresh=True)
         reduction = _Reduction(
-            "allreduce", name, copies, op, compression, prescale_factor, postscale_factor
+            "allreduce", name, memory, op, compression, prescale_factor, postscale_factor
         )
-        self._run(lambda transport: reduction.run(self, transport))
-        return [_like(copy, x) for copy, x in zip(copies, xs, strict=True)]
+        self._reduce(reduction)
+        return [memory.result(copy, x) for copy, x in zip(copies, xs, strict=True)]
 
     def grouped_allreduce_(
         self,
@@ -161,10 +169,11 @@ class Group:
         postscale_factor: float = 1.0,
     ) -> list[Array]:
         """`xs` themselves hold the op over all ranks' `xs`, reduced as one. See `allreduce`."""
+        memory = self._memory(xs)
         reduction = _Reduction(
-            "allreduce", name, xs, op, compression, prescale_factor, postscale_factor
+            "allreduce", name, memory, op, compression, prescale_factor, postscale_factor
         )
-        self._run(lambda transport: reduction.run(self, transport))
+        self._reduce(reduction)
         return list(xs)
 
     def reducescatter(
@@ -181,13 +190,14 @@ class Group:
 
         The first `len(x) % size` ranks get one row more than the others.
         """
-        copy = _copy(x)
+        copy = copy_of(x)
         part = self._part_of(copy)
+        memory = self._memory([copy], fresh=True)
         reduction = _Reduction(
-            "reducescatter", name, [copy], op, compression, prescale_factor, postscale_factor
+            "reducescatter", name, memory, op, compression, prescale_factor, postscale_factor
         )
-        self._run(lambda transport: reduction.run(self, transport))
-        return _like(copy[part].copy(), x)
+        self._reduce(reduction)
+        return memory.part(copy, part, x)
 
     def exchange(
         self,
@@ -197,17 +207,33 @@ class Group:
         label: str,
         op: Op = Average,
         compression: Compressor = Compression.none,
-        weight: float = 1.0,
-    ) -> None:
+        weight: float | None = None,
+        follows: bool = True,
+    ) -> bool:
         """Every array holds, in place, the op over all ranks; called by every rank.
 
         `names` are compared, and messages use them; `label` says what this exchange is. With op
-        Average, what a rank contributes is multiplied by its `weight` and the sum divided by the
-        sum of all weights; a rank of weight 0 contributes nothing, whatever its arrays hold.
+        Average, what a rank contributes is multiplied by its `weight` (given on every rank or on
+        none) and the sum divided by the sum of all weights; a rank of weight 0 contributes nothing,
+        whatever its arrays hold.
+
+        A rank that passes `follows=False`, where `compares_later`, waits to hear what the others
+        do. If all pass it, nothing is exchanged, and the result is False.
         """
-        reduction = _Reduction("exchange", label, arrays, op, compression, names=names)
+        reduction = _Reduction(
+            "exchange", label, self._memory(arrays), op, compression, names=names
+        )
         reduction.weight = weight
-        self._run(lambda transport: reduction.run(self, transport))
+        return self._reduce(reduction, follows)
+
+    def compares_later(self, gpu: int | None) -> bool:
+        """Whether reductions of that GPU's arrays return before the ranks have been compared."""
+        lane = self._lane(gpu)
+        if lane is None or self._watch is None:
+            return False
+        from horo_lite.transports.nccl import NcclTransport
+
+        return self._run(lambda transport: isinstance(transport, NcclTransport), lane)
 
     # Moving data.
 
@@ -217,24 +243,27 @@ class Group:
         Called by every rank; only the first dimension may differ between ranks. A number or a
         zero-dimensional array counts as one row.
         """
-        return self._run(lambda transport: self._allgather(transport, x, name))
+        lane = self._lane(gpu_of(x))
+        return self._run(lambda transport: self._allgather(transport, x, name, lane), lane)
 
     def broadcast(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Array:
         """A new array of what `x` is on rank `root_rank`; same shape and dtype on every rank."""
-        copy = _copy(x)
-        self._run(lambda transport: self._broadcast(transport, [copy], root_rank, name))
-        return _like(copy, x)
+        memory = self._memory([copy := copy_of(x)], fresh=True)
+        self._run(lambda t: self._broadcast(t, memory, root_rank, name), memory.lane)
+        return memory.result(copy, x)
 
     def broadcast_(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Array:
         """`x` itself holds what it is on rank `root_rank`, and is returned."""
-        self._run(lambda transport: self._broadcast(transport, [x], root_rank, name))
+        memory = self._memory([x])
+        self._run(lambda t: self._broadcast(t, memory, root_rank, name), memory.lane)
         return x
 
     def grouped_broadcast_(
         self, xs: Sequence[Array], root_rank: int = 0, *, names: Sequence[str] = ()
     ) -> list[Array]:
         """`xs` themselves hold what they are on rank `root_rank`; `names`, if given, are alike."""
-        self._run(lambda transport: self._broadcast(transport, xs, root_rank, None, names))
+        memory = self._memory(xs)
+        self._run(lambda t: self._broadcast(t, memory, root_rank, None, names), memory.lane)
         return list(xs)
 
     def alltoall(
@@ -249,12 +278,13 @@ class Group:
         `splits[r]` rows of `x`, in order, go to rank r; without `splits` each gets as many, and the
         array alone is returned. With `splits` the result is (array, rows received from each rank).
         """
-        return self._run(lambda transport: self._alltoall(transport, x, splits, name))
+        lane = self._lane(gpu_of(x))
+        return self._run(lambda transport: self._alltoall(transport, x, splits, name, lane), lane)
 
     def barrier(self) -> None:
         """All ranks have called this."""
         label = "barrier"
-        self._run(lambda transport: self._agree(transport, label, label, lambda: label))
+        self._run(lambda transport: agree(transport, label, label, lambda: label))
 
     def broadcast_object(self, obj: T, root_rank: int = 0, *, name: str | None = None) -> T:
         """What `obj` is on rank `root_rank`: any picklable object; other ranks' is ignored."""
@@ -273,38 +303,42 @@ class Group:
 
     def allreduce_async(self, /, x: Array, op: Op = Average, **options: Any) -> Handle:
         """`synchronize(handle)` returns what `allreduce` would. See `allreduce`."""
-        copy = _copy(x)
-        return self._reduce_async("allreduce", [copy], op, options, lambda: _like(copy, x))
+        memory = self._memory([copy := copy_of(x)], fresh=True, asynchronous=True)
+        return self._reduce_async("allreduce", memory, op, options, lambda: memory.result(copy, x))
 
     def allreduce_async_(self, /, x: Array, op: Op = Average, **options: Any) -> Handle:
         """`synchronize(handle)` returns `x`, changed; not to be touched until then."""
-        return self._reduce_async("allreduce", [x], op, options, lambda: x)
+        memory = self._memory([x], asynchronous=True)
+        return self._reduce_async("allreduce", memory, op, options, lambda: x)
 
     def grouped_allreduce_async(
         self, /, xs: Sequence[Array], op: Op = Average, **options: Any
     ) -> Handle:
         """`synchronize(handle)` returns what `grouped_allreduce` would."""
-        copies = [_copy(x) for x in xs]
+        copies = [copy_of(x) for x in xs]
+        memory = self._memory(copies, fresh=True, asynchronous=True)
         return self._reduce_async(
             "allreduce",
-            copies,
+            memory,
             op,
             options,
-            lambda: [_like(copy, x) for copy, x in zip(copies, xs, strict=True)],
+            lambda: [memory.result(copy, x) for copy, x in zip(copies, xs, strict=True)],
         )
 
     def grouped_allreduce_async_(
         self, /, xs: Sequence[Array], op: Op = Average, **options: Any
     ) -> Handle:
         """`synchronize(handle)` returns `xs`, changed; not to be touched until then."""
-        return self._reduce_async("allreduce", xs, op, options, lambda: list(xs))
+        memory = self._memory(xs, asynchronous=True)
+        return self._reduce_async("allreduce", memory, op, options, lambda: list(xs))
 
     def reducescatter_async(self, /, x: Array, op: Op = Average, **options: Any) -> Handle:
         """`synchronize(handle)` returns what `reducescatter` would."""
-        copy = _copy(x)
+        copy = copy_of(x)
         part = self._part_of(copy)
+        memory = self._memory([copy], fresh=True, asynchronous=True)
         return self._reduce_async(
-            "reducescatter", [copy], op, options, lambda: _like(copy[part].copy(), x)
+            "reducescatter", memory, op, options, lambda: memory.part(copy, part, x)
         )
 
     def exchange_async(
@@ -315,37 +349,40 @@ class Group:
         label: str,
         op: Op = Average,
         compression: Compressor = Compression.none,
-        weight: float = 1.0,
+        weight: float | None = None,
     ) -> Handle:
         """As `exchange`, matched by `label`; hands off the arrays until it is synchronized."""
-        reduction = _Reduction("exchange", label, arrays, op, compression, names=names)
+        memory = self._memory(arrays, asynchronous=True)
+        reduction = _Reduction("exchange", label, memory, op, compression, names=names)
         reduction.weight = weight
         return self._submit_reduction(reduction, lambda: None)
 
     def allgather_async(self, x: Array, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns what `allgather` would."""
+        lane = self._lane(gpu_of(x), asynchronous=True)
         return self._submit(
-            "allgather", name, lambda transport, name: self._allgather(transport, x, name)
+            "allgather", name, lambda t, name: self._allgather(t, x, name, lane), lane
         )
 
     def broadcast_async(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns what `broadcast` would."""
-        copy = _copy(x)
+        memory = self._memory([copy := copy_of(x)], fresh=True, asynchronous=True)
 
         def run(transport: Transport, name: str) -> Array:
-            self._broadcast(transport, [copy], root_rank, name)
-            return _like(copy, x)
+            self._broadcast(transport, memory, root_rank, name)
+            return memory.result(copy, x)
 
-        return self._submit("broadcast", name, run)
+        return self._submit("broadcast", name, run, memory.lane)
 
     def broadcast_async_(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns `x`, changed; not to be touched until then."""
+        memory = self._memory([x], asynchronous=True)
 
         def run(transport: Transport, name: str) -> Array:
-            self._broadcast(transport, [x], root_rank, name)
+            self._broadcast(transport, memory, root_rank, name)
             return x
 
-        return self._submit("broadcast", name, run)
+        return self._submit("broadcast", name, run, memory.lane)
 
     def alltoall_async(
         self,
@@ -355,9 +392,10 @@ class Group:
         name: str | None = None,
     ) -> Handle:
         """`synchronize(handle)` returns what `alltoall` would."""
-        _splits(x, splits, self.size)
+        lane = self._lane(gpu_of(x), asynchronous=True)
+        _splits(_n_rows(x), splits, self.size)
         return self._submit(
-            "alltoall", name, lambda transport, name: self._alltoall(transport, x, splits, name)
+            "alltoall", name, lambda t, name: self._alltoall(t, x, splits, name, lane), lane
         )
 
     def synchronize(self, handle: Handle) -> Any:
@@ -377,10 +415,16 @@ class Group:
         self._closed = True
         if self._engine is not None:
             self._engine.drain()
-        for transport in (self.transport, self._async_transport):
-            if transport is not None:
-                transport.leave()
-                transport.close()
+        try:
+            if self._watch is not None:
+                self._watch.close()
+        finally:
+            for lane in self._lanes or ():
+                lane.reset()
+            for transport in (self.transport, self._async_transport, self._watch_transport):
+                if transport is not None:
+                    transport.leave()
+                    transport.close()
 
     # How direct calls run.
 
@@ -396,33 +440,57 @@ class Group:
                 "the world was shut down: call horo_lite.init() again before using it"
             )
 
-    def _run(self, operation: Callable[[Transport], T]) -> T:
+    def _run(self, operation: Callable[[Transport], T], lane: Lane | None = None) -> T:
         self.check_usable()
         with self._lock:
-            return operation(self.transport)
+            if lane is None:
+                return operation(self.transport)
+            if self._watch is not None:
+                self._watch.check()
+            try:
+                return operation(lane.transport())
+            except DeviceError:
+                if self._watch is not None:
+                    self._watch.check()  # it may be the consequence of something else
+                raise
 
-    def _agree(
-        self,
-        transport: Transport,
-        label: str,
-        contract: object,
-        describe: Callable[[], str],
-        count: int = 0,
-        weight: float = 1.0,
-    ) -> list[Header]:
-        """Everyone's header, once all ranks have been found to do the same thing."""
-        digest = _native.hash64(repr(contract).encode())
-        headers = transport.agree(digest, count, weight, label=label)
-        if any(header.digest != digest for header in headers):
-            sizes_differ = transport.agree(0, len(text := describe().encode()), label=label)
-            texts = exchange_bytes(transport, text, [header.count for header in sizes_differ])
-            raise MismatchError(explain(label, [text.decode() for text in texts]))
-        return headers
+    def _lane(self, gpu: int | None, asynchronous: bool = False) -> Lane | None:
+        """How a GPU takes part in this group; None for arrays in the host's memory."""
+        if gpu is None:
+            return None
+        if self._lanes is None:
+            from horo_lite.transports.nccl import Lane
+            from horo_lite.transports.watch import Watch
+
+            allowed = self._watch_transport is not None
+            other = self._async_transport or self.transport
+            lanes = Lane(self.transport, gpu, allowed), Lane(other, gpu, allowed)
+            if self._watch_transport is not None:
+                self._watch = Watch(self._watch_transport, lanes)
+            self._lanes = lanes
+        lane = self._lanes[asynchronous]
+        if lane.index != gpu:
+            raise ValueError(
+                f"the arrays lie on cuda:{gpu}, but rank {self.rank} has exchanged arrays of "
+                f"cuda:{lane.index} before: a rank uses one GPU"
+            )
+        return lane
+
+    def _memory(
+        self, arrays: Sequence[Array], *, fresh: bool = False, asynchronous: bool = False
+    ) -> HostArrays | GpuArrays:
+        lane = self._lane(gpu_of(arrays[0]) if len(arrays) else None, asynchronous)
+        return HostArrays(arrays) if lane is None else GpuArrays(arrays, lane, fresh=fresh)
+
+    def _reduce(self, reduction: _Reduction, follows: bool = True) -> bool:
+        return self._run(
+            lambda transport: reduction.run(transport, self._watch, follows), reduction.memory.lane
+        )
 
     def _gather_bytes(
         self, transport: Transport, label: str, data: bytes, describe: Callable[[], str]
     ) -> list[bytes]:
-        headers = self._agree(transport, label, label, describe, count=len(data))
+        headers = agree(transport, label, label, describe, count=len(data))
         return exchange_bytes(transport, data, [header.count for header in headers])
 
     def _check_root(self, root_rank: int) -> None:
@@ -438,46 +506,46 @@ class Group:
         begin = self.rank * rows + min(self.rank, more)
         return slice(begin, begin + rows + (self.rank < more))
 
-    def _allgather(self, transport: Transport, x: Array, name: str | None) -> Array:
+    def _allgather(
+        self, transport: Transport, x: Array, name: str | None, lane: Lane | None
+    ) -> Array:
         label = _label("allgather", name)
-        mine = _rows(x)
-        (own,) = _tensors([mine], writable=False)
-        row = f"{own.describe(0).split('[')[0]} rows of {list(mine.shape[1:])}"
-        headers = self._agree(
-            transport, label, (label, row), lambda: f"{label}\n{row}", count=len(mine)
-        )
+        rows = HostArrays.of_rows(x) if lane is None else GpuArrays.of_rows(x, lane)
+        n_rows, row = _rows_and_row(rows)
+        headers = agree(transport, label, (label, row), lambda: f"{label}\n{row}", count=n_rows)
         ends = np.cumsum([header.count for header in headers]).tolist()
-        everyone = np.empty((ends[-1], *mine.shape[1:]), mine.dtype)
+        everyone, whole = rows.empty(ends[-1])
         parts = [
-            everyone[end - header.count : end] for header, end in zip(headers, ends, strict=True)
+            whole.rows(end - header.count, end) for header, end in zip(headers, ends, strict=True)
         ]
-        parts[self.rank][...] = mine
-        transport.allgather(
-            _native.Tensors([parts[self.rank]]), [_native.Tensors([part]) for part in parts]
-        )
-        return _like(everyone, x)
+        rows.begin()
+        rows.copy(rows.tensors, parts[self.rank])
+        transport.allgather(rows.tensors, parts)
+        rows.end()
+        return rows.result(everyone, x)
 
     def _broadcast(
         self,
         transport: Transport,
-        xs: Sequence[Array],
+        memory: HostArrays | GpuArrays,
         root_rank: int,
         name: str | None,
         names: Sequence[str] = (),
     ) -> None:
         self._check_root(root_rank)
         label = _label("broadcast", name)
-        staged = _Staged(xs)
 
         def describe() -> str:
-            return "\n".join([label, f"root_rank {root_rank}", *staged.describe(names)])
+            return "\n".join([label, f"root_rank {root_rank}", *memory.describe(names)])
 
-        contract = (label, root_rank, staged.tensors.signature, tuple(names))
-        headers = self._agree(transport, label, contract, describe, count=staged.tensors.layout)
+        contract = (label, root_rank, memory.tensors.signature, tuple(names))
+        headers = agree(transport, label, contract, describe, count=memory.tensors.layout)
         if any(header.count != headers[0].count for header in headers):
-            staged.use_c_order()
-        transport.broadcast(staged.tensors, root_rank)
-        staged.write_back()
+            memory.use_c_order()
+        memory.begin()
+        transport.broadcast(memory.tensors, root_rank)
+        memory.end()
+        memory.write_back()
 
     def _alltoall(
         self,
@@ -485,29 +553,26 @@ class Group:
         x: Array,
         splits: Sequence[int] | NDArray[Any] | None,
         name: str | None,
+        lane: Lane | None,
     ) -> Any:
         label = _label("alltoall", name)
-        counts = _splits(x, splits, self.size)
-        mine = _rows(x)
-        (own,) = _tensors([mine], writable=False)
-        row = f"{own.describe(0).split('[')[0]} rows of {list(mine.shape[1:])}"
-        self._agree(transport, label, (label, row), lambda: f"{label}\n{row}")
+        counts = _splits(_n_rows(x), splits, self.size)
+        rows = HostArrays.of_rows(x) if lane is None else GpuArrays.of_rows(x, lane)
+        _, row = _rows_and_row(rows)
+        agree(transport, label, (label, row), lambda: f"{label}\n{row}")
         everyone = exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * self.size)
         table = np.array([np.frombuffer(one, np.int64) for one in everyone])
         received = table[:, self.rank]
-        result = np.empty((int(received.sum()), *mine.shape[1:]), mine.dtype)
-        outgoing = np.split(mine, np.cumsum(counts)[:-1])
-        incoming = np.split(result, np.cumsum(received)[:-1])
-        incoming[self.rank][...] = outgoing[self.rank]
-        row_bytes = int(np.prod(mine.shape[1:], dtype=np.int64)) * mine.dtype.itemsize
-        transport.alltoall(
-            [_native.Tensors([part], writable=False) for part in outgoing],
-            [_native.Tensors([part]) for part in incoming],
-            (table * row_bytes).tolist(),
-        )
-        if splits is None:
-            return _like(result, x)
-        return _like(result, x), received.copy()
+        result, whole = rows.empty(int(received.sum()))
+        outgoing = _cut(rows.tensors, counts)
+        incoming = _cut(whole, received)
+        rows.begin()
+        rows.copy(outgoing[self.rank], incoming[self.rank])
+        row_bytes = prod(rows.tensors.shape(0)[1:]) * rows.tensors.itemsize(0)
+        transport.alltoall(outgoing, incoming, (table * row_bytes).tolist())
+        rows.end()
+        answer = rows.result(result, x)
+        return answer if splits is None else (answer, received.copy())
 
     def _broadcast_object(
         self, transport: Transport, obj: T, root_rank: int, name: str | None
@@ -515,7 +580,7 @@ class Group:
         self._check_root(root_rank)
         label = _label("broadcast_object", name)
         data = pickle.dumps(obj) if self.rank == root_rank else b""
-        headers = self._agree(
+        headers = agree(
             transport,
             label,
             (label, root_rank),
@@ -556,71 +621,92 @@ class Group:
     def _reduce_async(
         self,
         kind: str,
-        arrays: Sequence[Array],
+        memory: HostArrays | GpuArrays,
         op: Op,
         options: dict[str, Any],
         finish: Callable[[], Any],
     ) -> Handle:
         name = self._new_name(kind, options.pop("name", None))
         return self._submit_reduction(
-            _Reduction(kind, None, arrays, op, label=name, **options), finish
+            _Reduction(kind, None, memory, op, label=name, **options), finish
         )
 
     def _submit_reduction(self, reduction: _Reduction, finish: Callable[[], Any]) -> Handle:
         self.check_usable()
-        reduction.prepare()
-        layout = reduction.staged.tensors.layout
+        memory = reduction.memory
         transport = self._async_transport
         if self._engine is None or transport is None:
-            self._run(lambda transport: reduction.run(self, transport))
+            self._reduce(reduction)
             return Handle(reduction.label, None, finish)
-        digest = _native.hash64(repr((reduction.contract(), layout)).encode())
+        reduction.prepare()
+        layout = memory.tensors.layout
+        digest = digest_of((reduction.contract(), layout))
 
         def describe() -> str:
             order = "C order" if layout == 0 else f"another order than C ({layout:x})"
             return f"{reduction.describe()}\nmemory in {order}"
 
-        from horo_lite.transports.shm import ShmTransport
-
-        if isinstance(transport, ShmTransport):
-            job = self._engine.submit_allreduce(
-                transport.group,
-                reduction.label,
-                digest,
-                reduction.staged.tensors,
-                reduction.op.value,
-                reduction.compression.wire,
-                *reduction.factors(None),
-                reduction.op is Average,
-                reduction.weight,
-                describe,
-            )
-        else:
-            job = self._engine.submit_call(
-                reduction.label,
-                digest,
-                lambda weights: reduction.move(transport, weights),
-                reduction.weight,
-                describe,
-            )
-
         def complete() -> Any:
             reduction.complete()
             return finish()
 
+        from horo_lite.transports.shm import ShmTransport
+
+        weight = 1.0 if reduction.weight is None else reduction.weight
+        if memory.lane is None and isinstance(transport, ShmTransport):
+            job = self._engine.submit_allreduce(
+                transport.group,
+                reduction.label,
+                digest,
+                memory.tensors,
+                reduction.op.value,
+                reduction.compression.wire,
+                *reduction.factors(None),
+                reduction.op is Average,
+                weight,
+                describe,
+            )
+            return Handle(reduction.label, job, complete)
+        memory.begin()
+        job = self._engine.submit_call(
+            reduction.label,
+            digest,
+            lambda weights: reduction.move(_ready(transport, memory.lane), weights),
+            weight,
+            describe,
+        )
         return Handle(reduction.label, job, complete)
 
-    def _submit(self, kind: str, name: str | None, run: Callable[[Transport, str], Any]) -> Handle:
+    def _submit(
+        self,
+        kind: str,
+        name: str | None,
+        run: Callable[[Transport, str], Any],
+        lane: Lane | None,
+    ) -> Handle:
         self.check_usable()
         if self._engine is None or self._async_transport is None:
-            result = self._run(lambda transport: run(transport, name or kind))
+            result = self._run(lambda transport: run(transport, name or kind), lane)
             return Handle(kind, None, lambda: result)
         transport = self._async_transport
         label = self._new_name(kind, name)
         job = self._engine.submit_call(
-            label, 0, lambda weights: run(transport, name or label), 1.0, lambda: label
+            label,
+            0,
+            lambda weights: run(_ready(transport, lane), name or label),
+            1.0,
+            lambda: label,
         )
         return Handle(label, job, job.value)
+
+
+def _ready(transport: Transport, lane: Lane | None) -> Transport:
+    """On the engine's thread, where all ranks are: the transport for the GPU's arrays or these."""
+    if lane is None:
+        return transport
+    found = lane.transport()
+    transport.agree(0, label="arrays on a GPU")  # what passes through the host begins with one
+    return found
 
 
 class _Reduction:
@@ -630,7 +716,7 @@ class _Reduction:
         self,
         kind: str,
         name: str | None,
-        arrays: Sequence[Array],
+        memory: HostArrays | GpuArrays,
         op: Op,
         compression: Compressor = Compression.none,
         prescale_factor: float = 1.0,
@@ -652,8 +738,8 @@ class _Reduction:
         self.compression = compression
         self.prescale = float(prescale_factor)
         self.postscale = float(postscale_factor)
-        self.weight = 1.0
-        self.staged = _Staged(arrays)
+        self.weight: float | None = None
+        self.memory = memory
 
     def contract(self) -> object:
         """Everything that must be alike on all ranks."""
@@ -664,7 +750,7 @@ class _Reduction:
             self.compression.wire,
             self.prescale,
             self.postscale,
-            self.staged.tensors.signature,
+            self.memory.tensors.signature,
             tuple(self.names),
         )
 
@@ -674,35 +760,70 @@ class _Reduction:
             f"compression {self.compression.name}",
             f"prescale_factor {self.prescale}, postscale_factor {self.postscale}",
         ]
-        return "\n".join([self.label, *options, *self.staged.describe(self.names)])
+        return "\n".join([self.label, *options, *self.memory.describe(self.names)])
 
-    def run(self, group: Group, transport: Transport) -> None:
+    def run(self, transport: Transport, watch: Watch | None, follows: bool) -> bool:
+        """The arrays hold the result; see Group.exchange about `follows`."""
+        from horo_lite.transports.nccl import NcclTransport
+
         self.prepare()
-        tensors = self.staged.tensors
-        headers = group._agree(
-            transport,
-            self.label,
-            self.contract(),
-            self.describe,
-            count=tensors.layout,
+        if watch is not None and isinstance(transport, NcclTransport):
+            if not self._queue(transport, watch, follows):
+                return False
+        else:
+            headers = agree(
+                transport,
+                self.label,
+                self.contract(),
+                self.describe,
+                count=self.memory.tensors.layout,
+                weight=1.0 if self.weight is None else self.weight,
+            )
+            if any(header.count != headers[0].count for header in headers):
+                self.memory.use_c_order()
+            self.memory.begin()
+            self.move(transport, [header.weight for header in headers])
+        self.complete()
+        return True
+
+    def _queue(self, transport: NcclTransport, watch: Watch, follows: bool) -> bool:
+        """The work is queued on the GPU; whether the ranks agree is found out beside it."""
+        layout, weighted = self.memory.tensors.layout, self.weight is not None
+
+        def describe() -> str:
+            order = "C order" if layout == 0 else f"another order than C ({layout:x})"
+            return f"{self.describe()}\nmemory in {order}\nweighted: {weighted}"
+
+        digest = digest_of((self.contract(), layout, weighted))
+        notice = watch.announce(self.label, digest, describe, follows=follows)
+        if not follows:
+            notice.wait()
+            watch.check()
+            if notice.nobody_follows:
+                return False
+        self.memory.begin()
+        transport.reduce(
+            self.memory.tensors,
+            op=self.op.value,
+            wire=self.compression.wire,
+            prescale=self.prescale,
+            scale=self.postscale,
             weight=self.weight,
         )
-        if any(header.count != headers[0].count for header in headers):
-            self.staged.use_c_order()
-        self.move(transport, [header.weight for header in headers])
-        self.complete()
+        return True
 
     def prepare(self) -> None:
         self._hook(type(self.compression).prepare, Compressor.prepare)
 
     def complete(self) -> None:
+        self.memory.end()
         self._hook(type(self.compression).restore, Compressor.restore)
-        self.staged.write_back()
+        self.memory.write_back()
 
     def move(self, transport: Transport, weights: Sequence[float]) -> None:
         prescale, scale, divisor = self.factors(weights)
         transport.allreduce(
-            self.staged.tensors,
+            self.memory.tensors,
             op=self.op.value,
             wire=self.compression.wire,
             prescale=prescale,
@@ -715,127 +836,37 @@ class _Reduction:
         if self.op is not Average:
             return self.prescale, self.postscale, 1.0
         total = 1.0 if weights is None else sum(weights)
-        return self.prescale * self.weight, self.postscale, total or 1.0
+        mine = 1.0 if self.weight is None else self.weight
+        return self.prescale * mine, self.postscale, total or 1.0
 
     def _hook(self, method: Callable[..., None], default: Callable[..., None]) -> None:
         if method is not default:
-            for i, x in enumerate(self.staged.arrays):
+            for i, x in enumerate(self.memory.seen()):
                 name = self.names[i] if self.names else f"{self.label}[{i}]"
-                method(self.compression, name, _view(x))
-
-
-class _Staged:
-    """A list of arrays as dense memory: themselves, or copies where they are not dense."""
-
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self.arrays = list(arrays)
-        self._originals: dict[int, NDArray[Any]] = {}
-        try:
-            self.tensors = _native.Tensors(self.arrays)
-        except (TypeError, BufferError):  # something that needs its adapter, or is wrong
-            self.tensors = _native.Tensors([_exportable(x) for x in self.arrays])
-        if strided := self.tensors.strided:
-            self._copy(strided)
-
-    def use_c_order(self) -> None:
-        """Ranks whose memory orders differ meet in C order."""
-        self._copy([i for i, x in enumerate(self.arrays) if not _view(x).flags.c_contiguous])
-
-    def _copy(self, indices: Sequence[int]) -> None:
-        global bytes_copied
-        for i in indices:
-            original = _view(self.arrays[i])
-            self._originals.setdefault(i, original)
-            self.arrays[i] = np.array(original, order="C")
-            bytes_copied += original.nbytes
-        self.tensors = _native.Tensors([_exportable(x) for x in self.arrays])
-
-    def write_back(self) -> None:
-        for i, original in self._originals.items():
-            original[...] = self.arrays[i]
-
-    def describe(self, names: Sequence[str]) -> list[str]:
-        return [
-            f"tensor {repr(names[i]) if i < len(names) else i}: {self.tensors.describe(i)}"
-            for i in range(len(self.arrays))
-        ]
-
-
-def explain(label: str, descriptions: Sequence[str]) -> str:
-    """The text of a MismatchError, from one description a rank: the first line that differs."""
-    lines = [description.split("\n") for description in descriptions]
-    longest = max(map(len, lines))
-    for i in range(longest):
-        said = [line[i] if i < len(line) else "nothing more" for line in lines]
-        if len(set(said)) > 1:
-            break
-    whose: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
-        whose.setdefault(text, []).append(rank)
-    who = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in whose.items()
-    )
-    return (
-        f"the ranks do not agree in {label}. First difference: {who}. "
-        "Every rank must make the same calls in the same order with the same options."
-    )
+                method(self.compression, name, x)
 
 
 def _label(kind: str, name: str | None) -> str:
     return kind if name is None else f"{kind} '{name}'"
 
 
-def _exportable(x: Array) -> Array:
-    """`x` as something whose memory the core can read."""
-    if isinstance(x, (np.ndarray, memoryview, array.array, bytearray)):
-        return x
-    return adapters.to_host(x)
+def _rows_and_row(rows: HostArrays | GpuArrays) -> tuple[int, str]:
+    """How many rows there are, and what each looks like, in words."""
+    n_rows, *row = rows.tensors.shape(0)
+    return n_rows, f"{rows.tensors.describe(0).split('[')[0]} rows of {row}"
 
 
-def _view(x: Array) -> NDArray[Any]:
-    """`x` as a NumPy array over the same memory."""
-    host = _exportable(x)
-    if isinstance(host, (np.ndarray, np.generic)) or not hasattr(host, "__dlpack__"):
-        return np.asarray(host)
-    return np.from_dlpack(host)
+def _n_rows(x: Array) -> int:
+    shape = np.shape(x) if isinstance(x, (bool, int, float, list, tuple)) else x.shape
+    return int(shape[0]) if len(shape) else 1
 
 
-def _copy(x: Array) -> Array:
-    """A writable, dense copy, to be reduced in place and given back through `_like`."""
-    if isinstance(x, (bool, int, float)):
-        return np.array(x, np.float64)
-    host = _exportable(x)
-    if isinstance(host, (np.ndarray, np.generic)):
-        return np.array(host, order="C")
-    if hasattr(host, "clone"):  # torch, where NumPy has no such dtype
-        return host.clone(memory_format=_contiguous_format(host))
-    return np.array(_view(host), order="C")
+def _cut(tensors: _native.Tensors, n_rows: Sequence[int] | NDArray[Any]) -> list[_native.Tensors]:
+    ends = np.cumsum(n_rows).tolist()
+    return [tensors.rows(end - int(n), end) for n, end in zip(n_rows, ends, strict=True)]
 
 
-def _contiguous_format(tensor: Any) -> Any:
-    import sys
-
-    return sys.modules["torch"].contiguous_format
-
-
-def _like(result: Array, x: Array) -> Array:
-    if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
-        return float(result) if result.ndim == 0 else result
-    return adapters.from_numpy(result, x) if isinstance(result, np.ndarray) else result
-
-
-def _rows(x: Array) -> NDArray[Any]:
-    rows = np.asarray(x, np.float64) if isinstance(x, (bool, int, float)) else _view(x)
-    return np.ascontiguousarray(rows.reshape(1) if rows.ndim == 0 else rows)
-
-
-def _tensors(arrays: Sequence[Array], writable: bool) -> tuple[_native.Tensors]:
-    return (_native.Tensors(arrays, writable=writable),)
-
-
-def _splits(x: Array, splits: Sequence[int] | NDArray[Any] | None, size: int) -> NDArray[np.int64]:
-    rows = len(_rows(x))
+def _splits(rows: int, splits: Sequence[int] | NDArray[Any] | None, size: int) -> NDArray[np.int64]:
     if splits is None:
         if rows % size:
             raise ValueError(f"alltoall without splits needs a multiple of {size} rows, not {rows}")
@@ -847,15 +878,6 @@ def _splits(x: Array, splits: Sequence[int] | NDArray[Any] | None, size: int) ->
             f"they are {np.asarray(splits).tolist()}"
         )
     return counts
-
-
-def exchange_bytes(transport: Transport, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """What every rank has to say, in rank order; all know the sizes."""
-    parts = [np.empty(size, np.uint8) for size in sizes]
-    parts[transport.rank] = np.frombuffer(mine, np.uint8)
-    tensors = [_native.Tensors([part], writable=False) for part in parts]
-    transport.allgather(tensors[transport.rank], tensors)
-    return [part.tobytes() for part in parts]
 
 
 def _unpickled(data: Sequence[bytes]) -> list[Any]:

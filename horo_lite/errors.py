@@ -30,7 +30,7 @@ class StallError(HoroLiteError):
 
 
 class DeviceError(HoroLiteError):
-    """A GPU, its driver or NCCL is missing or refused: the message says what to install or change."""
+    """A GPU, its driver or NCCL is missing or failed: the message says what to do."""
 
 
 class LauncherError(HoroLiteError):

@@ -19,12 +19,11 @@ from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import name_leaves
 from horo_lite.collectives import Average, Op, Sum
 from horo_lite.compression import Compression, Compressor
+from horo_lite.plan import DEFAULT_BUCKET_BYTES
 from horo_lite.reducer import Reducer
 
 if TYPE_CHECKING:
     from horo_lite.collectives import Group
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
 class DistributedOptimizer:
@@ -314,6 +313,7 @@ class _Own:
                 compression=self.compression,
                 bucket_bytes=self.bucket_bytes,
                 passes=self.passes,
+                streams=False,
             )
         else:
             self.reducer.bind(self.named())
@@ -336,7 +336,7 @@ class _Own:
                 names=["the closure's loss"],
                 label="the closure's loss",
                 op=self.op,
-                weight=1.0 if weight is None else weight,
+                weight=weight,
             )
             return from_numpy(value, loss)
 

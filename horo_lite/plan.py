@@ -9,6 +9,8 @@ from math import prod
 
 from horo_lite.errors import MismatchError
 
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -65,6 +67,27 @@ class Plan:
         entry = self.entries[i]
         narrow = self.wire != "none" and entry.dtype.startswith("float")
         return entry.n_elements * (min(entry.itemsize, 2) if narrow else entry.itemsize)
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the gradients lie in the memory of a GPU."""
+        return ("memory", "GPU") in self.options
+
+    def lacks_only_some_of(self, other: Plan) -> bool:
+        """Whether zeros in place of some missing gradients make it `other`."""
+        return (
+            (self.bucket_bytes, self.wire, self.options)
+            == (other.bucket_bytes, other.wire, other.options)
+            and len(self.entries) == len(other.entries)
+            and all(
+                other.present[i]
+                and self.entries[i] == other.entries[i]
+                and self.owners[i] == other.owners[i]
+                for i, present in enumerate(self.present)
+                if present
+            )
+            and all(a.name == b.name for a, b in zip(self.entries, other.entries, strict=True))
+        )
 
     def _fill_buckets(self) -> tuple[tuple[int, ...], ...]:
         buckets: list[tuple[int, ...]] = []

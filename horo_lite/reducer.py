@@ -13,15 +13,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from horo_lite._native import Tensors
-from horo_lite.collectives import Average, Op, exchange_bytes, explain
+from horo_lite.agreement import explain, told
+from horo_lite.arrays import NO_ORDER, gpu_of
+from horo_lite.collectives import Average, Handle, Op
 from horo_lite.compression import Compression, Compressor
 from horo_lite.errors import MismatchError
 from horo_lite.plan import Entry, Plan, hash63, merge, who_has
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
-    from horo_lite.collectives import Group, Handle
-    from horo_lite.transports import Transport
+    from horo_lite.collectives import Group
 
 _numbers: WeakKeyDictionary[Group, itertools.count[int]] = WeakKeyDictionary()
 
@@ -63,6 +64,7 @@ class Reducer:
         compression: Compressor = Compression.none,
         bucket_bytes: int = 25 * 2**20,
         passes: int = 1,
+        streams: bool = True,
     ) -> None:
         self.group = group
         self._adapter = adapter
@@ -70,6 +72,7 @@ class Reducer:
         self._compression = compression
         self._bucket_bytes = bucket_bytes
         self._passes = passes
+        self._streams = streams
         self._options = (
             ("op", op.name),
             ("compression", str(compression.name)),
@@ -130,7 +133,7 @@ class Reducer:
                 f"with backward_passes_per_step={self._passes}, call step() after every "
                 f"{self._passes} backward passes"
             )
-        if self._n_ready[i] == self._passes and self._agreed is not None:
+        if self._n_ready[i] == self._passes and self._agreed is not None and self._streams:
             bucket = self._bucket_of.get(i)
             if bucket is not None:
                 self._n_awaited[bucket] -= 1
@@ -146,12 +149,11 @@ class Reducer:
         try:
             arrays, copied = self._look()
             mine = self._describe(arrays)
+            if self._compares_later() and self._follow(mine, arrays, copied):
+                return
             plan, n_begun = self._agree(mine)
             if plan is not mine:
-                for i in plan.travelling:
-                    if arrays[i] is None:
-                        entry = plan.entries[i]
-                        arrays[i] = copied[i] = self._adapter.zeros(entry.dtype, entry.shape)
+                self._fill(plan, arrays, copied)
             rest = plan.travelling
             if n_begun and self._agreed is not None:
                 early = {i for bucket in self._agreed.buckets[:n_begun] for i in bucket}
@@ -165,7 +167,7 @@ class Reducer:
                     label=self._label,
                     op=self._op,
                     compression=self._compression,
-                    weight=self._own_weight,
+                    weight=self._weight,
                 )
             for handle in self._handles:
                 self.group.synchronize(handle)
@@ -191,26 +193,26 @@ class Reducer:
 
     def _writable(self, arrays: list[Any], copied: dict[int, Any]) -> Tensors:
         try:
-            return Tensors([array for array in arrays if array is not None])
+            return _tensors(arrays)
         except (TypeError, ValueError, BufferError):
             pass  # one by one, to find the names
         for i, array in enumerate(arrays):
             if array is None:
                 continue
             try:
-                Tensors([array])
+                _tensors([array])
             except (ValueError, BufferError):
                 arrays[i] = copied[i] = np.array(array)
             except TypeError as error:
                 text = str(error).removeprefix("array 0: ")
                 raise TypeError(f"the gradient of {self._parameters[i][0]!r}: {text}") from error
-        return Tensors([array for array in arrays if array is not None])
+        return _tensors(arrays)
 
     def _describe(self, arrays: list[Any]) -> Plan:
         present = tuple(array is not None for array in arrays)
         addresses = self._tensors.addresses
         shared = tuple(addresses) if len(set(addresses)) < len(addresses) else ()
-        key = (present, self._tensors.signature, shared, self._weight is None)
+        key = (present, self._tensors.signature, shared, self._weight is None, self._tensors.device)
         if self._plan is None or key != self._key:
             self._key = key
             self._plan = Plan(
@@ -222,7 +224,11 @@ class Reducer:
                 owners=self._owners(arrays, addresses),
                 bucket_bytes=self._bucket_bytes,
                 wire=self._compression.wire,
-                options=(*self._options, ("weighted", str(self._weight is not None))),
+                options=(
+                    *self._options,
+                    ("weighted", str(self._weight is not None)),
+                    ("memory", "host" if self._gpu() is None else "GPU"),
+                ),
             )
         return self._plan
 
@@ -242,6 +248,58 @@ class Reducer:
                     "they overlap, and one of them would be averaged twice"
                 )
         return tuple(owners)
+
+    def _fill(self, plan: Plan, arrays: list[Any], copied: dict[int, Any]) -> None:
+        """Zeros where `plan` has a gradient and this rank has none."""
+        for i in plan.travelling:
+            if arrays[i] is not None:
+                continue
+            parameter = self._parameters[i][1]
+            value = self._adapter.value(parameter) if plan.gpu else None
+            if value is not None and gpu_of(value) is not None:
+                arrays[i] = self._adapter.zeros_like(value)
+            else:
+                arrays[i] = self._adapter.zeros(plan.entries[i].dtype, plan.entries[i].shape)
+            copied[i] = arrays[i]
+
+    # On a GPU with NCCL, where a step does not wait for the other ranks' programs.
+
+    def _compares_later(self) -> bool:
+        agreed = self._agreed
+        return agreed is not None and agreed.gpu and self.group.compares_later(self._gpu())
+
+    def _gpu(self) -> int | None:
+        if len(self._tensors):
+            return self._tensors.device if self._tensors.device >= 0 else None
+        # No gradient here: it would lie where its parameter does.
+        return gpu_of(self._adapter.value(self._parameters[0][1])) if self._parameters else None
+
+    def _follow(self, mine: Plan, arrays: list[Any], copied: dict[int, Any]) -> bool:
+        """The exchange is queued under the plan of an earlier step; False if no rank can do that.
+
+        A rank whose gradients fit that plan waits for nobody. One whose do not waits to hear of the
+        others: if it only lacks some and others follow the plan, zeros go in their place; if nobody
+        follows, the ranks come to agree on a new plan; anything else is a MismatchError.
+        """
+        plan = self._agreed
+        assert plan is not None
+        follows = mine == plan
+        begun = len(self._handles)
+        if follows or mine.lacks_only_some_of(plan):
+            full, zeros = list(arrays), dict(copied)
+            self._fill(plan, full, zeros)
+            batches = list(plan.buckets[begun:]) if self._streams else [plan.travelling]
+        else:
+            early = {i for bucket in plan.buckets[:begun] for i in bucket}
+            batches = [tuple(i for i in mine.travelling if i not in early)]
+            full, zeros = arrays, copied
+        for batch in filter(None, batches):
+            if not self._send(plan, batch, [full[i] for i in batch], follows):
+                return False
+            follows = True
+        if zeros:
+            self._write_back(plan, zeros)
+        return True
 
     # What all ranks have.
 
@@ -272,7 +330,7 @@ class Reducer:
         """The plan of all ranks where they came with different ones, if it is possible."""
         offer = Offer(mine, self._agreed, len(self._handles), self._label)
         # Peers may be in another call altogether: the first line is for them, as in all such texts.
-        texts = _told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
+        texts = told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
         if not all(text.startswith("gradients of optimizer ") for text in texts):
             raise MismatchError(explain("DistributedOptimizer", texts))
         offers = [pickle.loads(bytes.fromhex(text.partition("\n")[2])) for text in texts]
@@ -319,23 +377,41 @@ class Reducer:
         # A gradient that is not what was agreed on waits for finish(), and all after it: there,
         # ranks find out whether it changed on all of them.
         try:
-            self._changed = Tensors(arrays).signature != self._signatures[number]
+            self._changed = _tensors(arrays).signature != self._signatures[number]
         except (TypeError, ValueError, BufferError):
             self._changed = True
         if not self._changed:
             self._send(self._agreed, bucket, arrays)
 
-    def _send(self, plan: Plan, bucket: tuple[int, ...], arrays: list[Any]) -> None:
-        number = len(self._handles) + 1
+    def _send(
+        self, plan: Plan, bucket: tuple[int, ...], arrays: list[Any], follows: bool = True
+    ) -> bool:
+        names = [plan.entries[i].name for i in bucket]
+        label = f"{self._label}, bucket {len(self._handles) + 1} of {len(plan.buckets)}"
+        if plan.gpu and self._compares_later():
+            # A stream keeps order by itself: no need to match names.
+            sent = self.group.exchange(
+                arrays,
+                names=names,
+                label=label,
+                op=self._op,
+                compression=self._compression,
+                weight=self._weight,
+                follows=follows,
+            )
+            if sent:
+                self._handles.append(Handle(label, None, lambda: None))
+            return sent
         handle = self.group.exchange_async(
             arrays,
-            names=[plan.entries[i].name for i in bucket],
-            label=f"{self._label}, bucket {number} of {len(plan.buckets)}",
+            names=names,
+            label=label,
             op=self._op,
             compression=self._compression,
-            weight=self._own_weight,
+            weight=self._weight,
         )
         self._handles.append(handle)
+        return True
 
     def _write_back(self, plan: Plan, copied: dict[int, Any]) -> None:
         for i, owner in enumerate(plan.owners):
@@ -347,7 +423,7 @@ class Reducer:
         if self._agreed == plan:
             return
         self._agreed = plan
-        self._signatures = [Tensors([arrays[i] for i in b]).signature for b in plan.buckets]
+        self._signatures = [_tensors([arrays[i] for i in b]).signature for b in plan.buckets]
         # Memory shared by several parameters is complete when all of them are ready.
         of_owner = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket}
         self._bucket_of = {
@@ -369,14 +445,9 @@ class Reducer:
         return 1.0 if self._weight is None else self._weight
 
 
-def _told(transport: Transport, text: str) -> list[str]:
-    """What every rank says after digests differed: the way all collectives of a Group do it."""
-    mine = text.encode()
-    headers = transport.agree(0, len(mine), label="an explanation")
-    return [
-        told.decode()
-        for told in exchange_bytes(transport, mine, [header.count for header in headers])
-    ]
+def _tensors(arrays: Sequence[Any]) -> Tensors:
+    """Those that are there, to be looked at: nobody's stream waits for another's."""
+    return Tensors([array for array in arrays if array is not None], stream=NO_ORDER)
 
 
 def _entry(name: str, array: Any) -> Entry:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from horo_lite.transports import Transport
 
 
+OLDEST_DRIVER = 12010  # the first that takes kernels with 32 KiB of parameters
+
+
 @dataclass(frozen=True)
 class Device:
     """Where a rank computes; prints as `cpu` or `cuda:1`, which torch and others understand."""
@@ -147,9 +150,13 @@ def _join(given: dict[str, Any]) -> _Session:
 
     host_of_rank = _numbered([(each["host"], each["pretended"]) for each in everyone])
     local_rank, local_size, cross_rank, cross_size = place_of(rank, host_of_rank)
-    kind, index, n_gpus = mine["device"]
-    if index is None:
-        index = local_rank % n_gpus if n_gpus else 0
+    kind, index = mine["device"]
+    if kind == "cuda":
+        indices = [_gpu_of(r, everyone, host_of_rank) for r in range(size)]
+        index = indices[rank]
+        if rank == 0:
+            _warn_of_shared_gpus(everyone, host_of_rank, indices)
+        _use_gpu(index)
 
     here = [r for r, host in enumerate(host_of_rank) if host == host_of_rank[rank]]
     restore_threads = _take_cores(mine, everyone, rank, here)
@@ -159,7 +166,8 @@ def _join(given: dict[str, Any]) -> _Session:
             "MPI was initialised without THREAD_MULTIPLE: asynchronous operations progress only "
             "inside calls. Let horo_lite.init() initialise MPI, or ask for MPI.THREAD_MULTIPLE."
         )
-    transports = connect(comm, host_of_rank)
+    # The third compares what the ranks queue on their GPUs.
+    transports = connect(comm, host_of_rank, n_transports=3 if kind == "cuda" else 2)
     if comm is not None and _ending is not None:
         _ending.transports = transports
     group = Group(*transports)
@@ -170,7 +178,7 @@ def _join(given: dict[str, Any]) -> _Session:
         local_size=local_size,
         cross_rank=cross_rank,
         cross_size=cross_size,
-        device=Device(kind, index),
+        device=Device(kind, index or 0),
         transport=transports[0].name,
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,
@@ -220,24 +228,67 @@ def _checked(given: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
             raise ValueError(f"test_hosts {hosts} are {sum(hosts)} ranks, but the world has {size}")
         pretended = next(i for i in range(size) if rank < sum(hosts[: i + 1]))
 
-    n_gpus = _native.cuda_device_count()
+    driver, gpus, why = _native.gpus()
+    n_gpus = len(gpus)
     wanted = str(given["device"] or ("cuda" if n_gpus else "cpu"))
     kind, colon, index = wanted.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdigit())):
         raise ValueError(f"device must be 'cpu', 'cuda' or like 'cuda:1', not {wanted!r}")
-    if kind == "cuda" and int(index or 0) >= n_gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        raise ValueError(
-            f"device is {wanted!r}, but this process sees {n_gpus} GPUs (CUDA_VISIBLE_DEVICES is "
-            f"{visible}): pass device='cpu', or look for the missing ones"
-        )
+    if kind == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = f"CUDA_VISIBLE_DEVICES is {visible!r}" if visible is not None else "all are visible"
+        if not n_gpus:
+            raise ValueError(f"device is {wanted!r}, but {why}; {shown}. Pass device='cpu'?")
+        if int(index or 0) >= n_gpus:
+            raise ValueError(
+                f"device is {wanted!r}, but this process sees only {n_gpus} GPU(s), numbered from "
+                f"0 ({shown})"
+            )
+        if driver < OLDEST_DRIVER:
+            raise ValueError(
+                f"the NVIDIA driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, and "
+                "horo_lite needs one for CUDA 12.1 or newer (530): update it, or pass device='cpu'"
+            )
     return {
         "threads": None if threads is None else int(threads),
         "binding": binding,
         "test_hosts": hosts,
         "pretended": pretended,
-        "device": (kind, int(index) if index else None, n_gpus if kind == "cuda" else 0),
+        "device": (kind, int(index) if index else None),
+        "gpus": gpus,
     }
+
+
+def _gpu_of(rank: int, everyone: Sequence[dict[str, Any]], host_of_rank: Sequence[int]) -> int:
+    """The GPU of a rank, as that rank counts them: what it asked for, or its turn among them."""
+    index: int | None = everyone[rank]["device"][1]
+    local_rank = place_of(rank, host_of_rank)[0]
+    return local_rank % len(everyone[rank]["gpus"]) if index is None else index
+
+
+def _warn_of_shared_gpus(
+    everyone: Sequence[dict[str, Any]], host_of_rank: Sequence[int], indices: Sequence[int]
+) -> None:
+    first_with: dict[tuple[int, str], int] = {}
+    for rank, (host, index) in enumerate(zip(host_of_rank, indices, strict=True)):
+        other = first_with.setdefault((host, everyone[rank]["gpus"][index]), rank)
+        if other != rank:
+            _warn(
+                f"{len(everyone)} ranks, but ranks {other} and {rank} on "
+                f"{everyone[rank]['host'][0]} have to share a GPU, and NCCL needs one each: arrays "
+                "on GPUs will go through the host's memory, which is slow. Start one rank a GPU, "
+                "or look at CUDA_VISIBLE_DEVICES"
+            )
+            return
+
+
+def _use_gpu(index: int) -> None:
+    """Frameworks that are imported already put new arrays on this GPU."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.set_device(index)
+    if cupy is not None:
+        cupy.cuda.Device(index).use()
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> None:

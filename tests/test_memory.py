@@ -10,7 +10,7 @@ import pytest
 from launch import run_ranks, run_threads
 
 import horo_lite as hvd
-from horo_lite import collectives
+from horo_lite import arrays
 
 MIB = 1 << 20
 
@@ -62,8 +62,8 @@ for way, run in ways.items():
         check()
     else:
         assert all(np.all(x == 2) for x in arrays)
-from horo_lite import collectives
-print("copied", collectives.bytes_copied, flush=True)
+from horo_lite import arrays
+print("copied", arrays.bytes_copied, flush=True)
 hvd.shutdown()
 """
 
@@ -83,7 +83,7 @@ def test_only_what_is_not_dense_is_copied() -> None:
     def count(group: hvd.Group) -> list[int]:
         dense = [np.ones((30, 40)), np.ones((30, 40), order="F"), np.ones(7), np.array(1.0)]
         strided = np.ones((30, 80))[:, ::2]
-        counts = [collectives.bytes_copied]
+        counts = [arrays.bytes_copied]
         for x in (*dense, strided):
             group.barrier()
             group.allreduce_(x)
@@ -91,7 +91,7 @@ def test_only_what_is_not_dense_is_copied() -> None:
             group.exchange([x], names=["x"], label="x")
             group.synchronize(group.allreduce_async_(x, name="x"))
             group.barrier()
-            counts.append(collectives.bytes_copied)
+            counts.append(arrays.bytes_copied)
         return np.diff(counts).tolist()
 
     for counts in run_threads(2, count):

@@ -239,7 +239,7 @@ def test_hosts_that_do_not_add_up_fail_on_every_rank() -> None:
         ("hvd.__version__ = '99'", "version is"),
         ("os.environ['HORO_LITE_DEVICE'] = 'cuda:99'", "init() failed on rank 1 of 2: device"),
         (
-            "import horo_lite._native as n; n.cuda_device_count = lambda: 1",
+            "import horo_lite._native as n; n.gpus = lambda: (13000, ['a'], '')",
             "the kind of device is cpu on rank 0",
         ),
     ],
@@ -250,7 +250,7 @@ def test_ranks_that_differ_all_hear_of_it(odd: str, words: str) -> None:
         import os
         import horo_lite as hvd
         import horo_lite._native as native
-        native.cuda_device_count = lambda: 0
+        native.gpus = lambda: (0, [], 'there is no NVIDIA driver here')
         if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":
             {odd}
         try:
@@ -273,7 +273,7 @@ def test_gpus_by_local_rank() -> None:
         """
         import horo_lite as hvd
         import horo_lite._native as native
-        native.cuda_device_count = lambda: 2
+        native.gpus = lambda: (13000, ['a', 'b'], '')
         devices = [hvd.init().device]
         for wanted in ("cuda:1", "cpu", "cuda"):
             hvd.shutdown()

@@ -13,14 +13,23 @@ from horo_lite.adapters.object import Adapter, Array, Named
 class NumpyAdapter(Adapter):
     """Two lists of arrays, or two dicts with the same keys: `params[k]` goes with `grads[k]`."""
 
+    array: type = np.ndarray
+
     def matches(self, obj: object) -> bool:
         params, grads = getattr(obj, "params", None), getattr(obj, "grads", None)
         if isinstance(params, dict) and isinstance(grads, dict):
-            return bool(params) and _are_arrays(params.values()) and _are_arrays(grads.values())
+            return (
+                bool(params)
+                and self._are_arrays(params.values())
+                and self._are_arrays(grads.values())
+            )
         if isinstance(params, list) and isinstance(grads, list):
             aligned = len(grads) in (0, len(params))
-            return bool(params) and aligned and _are_arrays(params) and _are_arrays(grads)
+            return bool(params) and aligned and self._are_arrays(params) and self._are_arrays(grads)
         return False
+
+    def _are_arrays(self, items: Any) -> bool:
+        return all(item is None or isinstance(item, self.array) for item in items)
 
     def parameters(self, owner: Any) -> Named:
         if isinstance(owner.params, Mapping):
@@ -54,10 +63,6 @@ class Slot:
         if isinstance(self.owner.grads, list) and not self.owner.grads:
             self.owner.grads.extend([None] * len(self.owner.params))
         self.owner.grads[self.key] = array
-
-
-def _are_arrays(items: Any) -> bool:
-    return all(item is None or isinstance(item, np.ndarray) for item in items)
 
 
 ADAPTER = NumpyAdapter()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import horo_lite.adapters as adapters
+
+if TYPE_CHECKING:
+    from horo_lite._native import DeviceQueue
 
 Array = Any  # NumPy, DLPack or buffer protocol, with .dtype and .shape
 Parameter = Any
@@ -26,6 +29,9 @@ class Adapter:
 
     steps: tuple[str, ...] = ("step", "update")
     """The methods of an optimizer that apply gradients."""
+
+    mutable: bool = True
+    """Whether arrays in a GPU's memory may be written in place."""
 
     def matches(self, obj: object) -> bool:
         """Whether `obj` (an optimizer, a module, a parameter or an array) is this framework's."""
@@ -76,10 +82,40 @@ class Adapter:
             setattr(holder, attribute, adapters.from_numpy(array, old))
 
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        """A new writable array of zeros, for a gradient that this rank does not have."""
+        """A new writable array of zeros, for a gradient that this rank does not have.
+
+        In the host's memory; on a GPU it is `zeros_like(value(parameter))`.
+        """
         if dtype == "bfloat16":
             import ml_dtypes  # noqa: F401 (gives NumPy the name)
         return np.zeros(shape, np.dtype(dtype))
+
+    # Arrays in a GPU's memory.
+
+    def zeros_like(self, x: Array) -> Array:
+        """A new dense array of zeros, otherwise like `x`."""
+        zeros = self.copy(x)
+        zeros[...] = 0
+        return zeros
+
+    def stream(self, x: Array) -> int | None:
+        """The CUDA stream that work on `x` is given to just now; None: only its owner can say."""
+        return None
+
+    def copy(self, x: Array) -> Array:
+        """A new dense array in C order that holds what `x` holds."""
+        raise TypeError(
+            f"horo_lite cannot make a {type(x).__name__} in a GPU's memory: reduce it in place "
+            "(allreduce_), or tell how with horo_lite.register_adapter (copy, empty, stream)"
+        )
+
+    def empty(self, x: Array, shape: Sequence[int]) -> Array:
+        """A new dense array like `x`, on the same GPU, with another shape and any contents."""
+        return self.copy(x)  # says what is missing
+
+    def finished(self, x: Array, queue: DeviceQueue) -> Array:
+        """`x`, which copy() or empty() made and work on `queue` has filled, for its new owner."""
+        return x
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
         """`array` as the kind of array that `like` is, sharing memory where possible."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from horo_lite.adapters.object import Adapter, Array, Named
 
 
 class TorchAdapter(Adapter):
-    """torch.optim optimizers, torch.nn modules and tensors on the CPU."""
+    """torch.optim optimizers, torch.nn modules and tensors."""
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module))
@@ -60,6 +61,18 @@ class TorchAdapter(Adapter):
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
+    def stream(self, x: Any) -> int | None:
+        return int(torch.cuda.current_stream(x.device).cuda_stream)
+
+    def copy(self, x: Any) -> Array:
+        return x.detach().clone(memory_format=torch.contiguous_format)
+
+    def empty(self, x: Any, shape: Sequence[int]) -> Array:
+        return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+
+    def zeros_like(self, x: Any) -> Array:
+        return torch.zeros_like(x.detach(), memory_format=torch.contiguous_format)
+
     def from_numpy(self, array: Any, like: Any) -> Any:
         if isinstance(array, torch.Tensor):
             return array
@@ -71,7 +84,7 @@ class TorchAdapter(Adapter):
 def _memory(tensor: Any) -> Array:
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.device.type != "cpu":
-        return tensor  # the core's to judge
+        return tensor
     # NumPy's view of the same memory: torch takes four times as long over a DLPack capsule.
     if tensor.dtype is not torch.bfloat16:
         return tensor.numpy()

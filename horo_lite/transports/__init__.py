@@ -38,6 +38,10 @@ class Transport(Protocol):
     rank: int
     size: int
 
+    @property
+    def host(self) -> Transport:
+        """The transport for tensors in the host's memory: this one, unless it is for a GPU's."""
+
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
@@ -89,9 +93,10 @@ class Local(NamedTuple):
     segment: _native.Segment
     group_bytes: int
     scratch_bytes: int
-    """For each of the two transports; 0 where all ranks are on one host."""
+    """For each of the transports; 0 where all ranks are on one host."""
     pids: list[int]
     names: list[str]
+    n_transports: int
 
     def group(self, which: int) -> _native.ShmGroup:
         return _native.ShmGroup(
@@ -105,12 +110,14 @@ class Local(NamedTuple):
 
     def scratch(self, which: int) -> int:
         """The address of memory that all ranks of this host see."""
-        offset = 2 * self.group_bytes + which * self.scratch_bytes
+        offset = self.n_transports * self.group_bytes + which * self.scratch_bytes
         return self.segment.address + offset
 
 
-def connect(comm: MPI.Comm | None, host_of_rank: Sequence[int]) -> tuple[Transport, Transport]:
-    """Two independent transports over the ranks of `comm`: for direct calls and for the engine.
+def connect(
+    comm: MPI.Comm | None, host_of_rank: Sequence[int], n_transports: int = 2
+) -> list[Transport]:
+    """Independent transports over the ranks of `comm`: for direct calls, for the engine, and more.
 
     Collective over `comm`. `host_of_rank[r]` numbers the host that rank r runs on; ranks with equal
     numbers share memory. `comm` None is a world of one.
@@ -118,9 +125,10 @@ def connect(comm: MPI.Comm | None, host_of_rank: Sequence[int]) -> tuple[Transpo
     if comm is None or comm.size == 1:
         from horo_lite.transports.solo import SoloTransport
 
-        return SoloTransport(), SoloTransport()
+        return [SoloTransport() for _ in range(n_transports)]
     hosts = sorted(set(host_of_rank))
-    local = _local(comm, hosts.index(host_of_rank[comm.rank]), len(hosts))
+    host = hosts.index(host_of_rank[comm.rank])
+    local = _local(comm, host, len(hosts), n_transports)
     if local is None:
         warnings.warn(
             "horo_lite: the ranks of a host cannot open each other's memory through /proc "
@@ -129,21 +137,21 @@ def connect(comm: MPI.Comm | None, host_of_rank: Sequence[int]) -> tuple[Transpo
             stacklevel=3,
         )
         hosts = list(range(comm.size))
-        local = _local(comm, comm.rank, len(hosts))
+        local = _local(comm, comm.rank, len(hosts), n_transports)
         if local is None:
             raise OSError("shared memory could not be made on this host: see the system's limits")
     if len(hosts) == 1:
         from horo_lite.transports.shm import ShmTransport
 
-        direct, other = ShmTransport(local.group(0)), ShmTransport(local.group(1))
+        transports: list[Transport] = [ShmTransport(local.group(i)) for i in range(n_transports)]
         local.comm.Free()  # MPI has done its part
-        return direct, other
+        return transports
     from horo_lite.transports.mpi import MpiTransport
 
-    return MpiTransport(comm, local, 0), MpiTransport(comm, local, 1)
+    return [MpiTransport(comm, local, i) for i in range(n_transports)]
 
 
-def _local(comm: MPI.Comm, host: int, n_hosts: int) -> Local | None:
+def _local(comm: MPI.Comm, host: int, n_hosts: int, n_transports: int) -> Local | None:
     """This rank's host; None, on every rank, if some host's ranks cannot share memory."""
     from horo_lite.transports.mpi import scratch_bytes
 
@@ -151,7 +159,7 @@ def _local(comm: MPI.Comm, host: int, n_hosts: int) -> Local | None:
     neighbours = comm.Split(host, comm.rank)
     group_bytes = _native.ShmGroup.memory_bytes(neighbours.size)
     scratch = scratch_bytes(neighbours.size) if n_hosts > 1 else 0
-    n_bytes = 2 * (group_bytes + scratch)
+    n_bytes = n_transports * (group_bytes + scratch)
     segment = None
     opened = True
     where: tuple[int, int, int] | None = None
@@ -181,4 +189,5 @@ def _local(comm: MPI.Comm, host: int, n_hosts: int) -> Local | None:
         scratch,
         [pid for pid, _ in people],
         [name for _, name in people],
+        n_transports,
     )

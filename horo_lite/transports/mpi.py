@@ -71,6 +71,10 @@ class MpiTransport:
 
     # Meeting and reducing.
 
+    @property
+    def host(self) -> MpiTransport:
+        return self
+
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:

@@ -18,6 +18,10 @@ class ShmTransport:
         self.rank = group.rank
         self.size = group.size
 
+    @property
+    def host(self) -> ShmTransport:
+        return self
+
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:

@@ -15,6 +15,10 @@ class SoloTransport:
     rank = 0
     size = 1
 
+    @property
+    def host(self) -> SoloTransport:
+        return self
+
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:

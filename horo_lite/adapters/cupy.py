@@ -1,0 +1,40 @@
+"""CuPy: arrays on a GPU, in optimizers like those of NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from horo_lite.adapters.numpy import NumpyAdapter
+from horo_lite.adapters.object import Array
+
+
+class CupyAdapter(NumpyAdapter):
+    """cupy.ndarray, and optimizers that keep lists or dicts of them in `params` and `grads`."""
+
+    array = cupy.ndarray
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, cupy.ndarray) or super().matches(obj)
+
+    def stream(self, x: Any) -> int | None:
+        return int(cupy.cuda.get_current_stream(x.device.id).ptr)
+
+    def copy(self, x: Any) -> Array:
+        return cupy.array(x, order="C")
+
+    def empty(self, x: Any, shape: Sequence[int]) -> Array:
+        with x.device:
+            return cupy.empty(tuple(shape), x.dtype)
+
+    def zeros_like(self, x: Any) -> Array:
+        return cupy.zeros_like(x, order="C")
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
+        return cupy.asarray(array)
+
+
+ADAPTER = CupyAdapter()

@@ -1,0 +1,105 @@
+"""GPU memory without NCCL: through pinned memory of the host, and another transport from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from horo_lite import _native
+from horo_lite.transports import Header, Transport
+
+
+class StagedTransport:
+    """Any transport, for tensors on a GPU. Waits for the GPU, twice a call.
+
+    Reductions take `stage_bytes` of pinned memory, or what the largest tensor needs; other
+    operations take what they move.
+    """
+
+    name = "staged"
+
+    def __init__(self, host: Transport, queue: _native.DeviceQueue, stage_bytes: int) -> None:
+        self.rank = host.rank
+        self.size = host.size
+        self.host = host
+        self._queue = queue
+        self._stage_bytes = stage_bytes
+        self._staging = _native.Staging(queue)
+
+    def agree(
+        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
+    ) -> list[Header]:
+        return self.host.agree(digest, count, weight, label=label)
+
+    def allreduce(
+        self,
+        tensors: _native.Tensors,
+        *,
+        op: str,
+        wire: str,
+        prescale: float,
+        scale: float,
+        divisor: float,
+    ) -> None:
+        for part, host in self._parts(tensors):
+            self.host.allreduce(
+                host, op=op, wire=wire, prescale=prescale, scale=scale, divisor=divisor
+            )
+            self._staging.upload(host, tensors, part.start)
+
+    def broadcast(self, tensors: _native.Tensors, root: int) -> None:
+        for part, host in self._parts(tensors):
+            self.host.broadcast(host, root)
+            if self.rank != root:
+                self._staging.upload(host, tensors, part.start)
+
+    def _parts(self, tensors: _native.Tensors) -> Iterator[tuple[range, _native.Tensors]]:
+        """Runs of tensors that fit the stage, in pinned memory; each is agreed on by itself."""
+        sizes = [n_bytes for _, n_bytes in tensors.buffers()]
+        first = filled = 0
+        parts = []
+        for i, size in enumerate(sizes):
+            if i > first and filled + size > self._stage_bytes:
+                parts.append(range(first, i))
+                first, filled = i, 0
+            filled += size
+        parts.append(range(first, len(sizes)))
+        for part in parts:
+            if part.start:  # an operation begins with a meeting; the first one's has been
+                self.host.agree(0, label="another part of an exchange")
+            yield part, self._staging.download(tensors, part.start, part.stop)
+
+    def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
+        stages, hosts = self._stage([send, *receive])
+        self.host.allgather(hosts[0], hosts[1:])
+        for r, into in enumerate(receive):
+            if r != self.rank:
+                stages[1 + r].upload(hosts[1 + r], into, 0)
+
+    def alltoall(
+        self,
+        send: Sequence[_native.Tensors],
+        receive: Sequence[_native.Tensors],
+        n_bytes: Sequence[Sequence[int]],
+    ) -> None:
+        _, outgoing = self._stage(send)
+        stages, incoming = self._stage(receive)
+        self.host.alltoall(outgoing, incoming, n_bytes)
+        for r, into in enumerate(receive):
+            if r != self.rank:
+                stages[r].upload(incoming[r], into, 0)
+
+    def _stage(
+        self, tensors: Sequence[_native.Tensors]
+    ) -> tuple[list[_native.Staging], list[_native.Tensors]]:
+        stages = [_native.Staging(self._queue) for _ in tensors]
+        pairs = zip(stages, tensors, strict=True)
+        return stages, [stage.download(one, 0, len(one)) for stage, one in pairs]
+
+    def abandon(self, reason: str) -> None:
+        self.host.abandon(reason)
+
+    def leave(self) -> None:
+        self.host.leave()
+
+    def close(self) -> None:
+        pass
