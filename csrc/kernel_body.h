@@ -15,6 +15,7 @@
 
 #ifndef __CUDACC_RTC__
 #include <cstring>
+#include <stdexcept>
 
 #include "dtype.h"
 #endif
@@ -177,9 +178,8 @@ HORO_BOTH Quotient<Real<G>> divided_by(double divisor) {
   using Format = typename RealOf<G>::Format;
   using Bits = typename Format::Bits;
   const auto d = static_cast<Real<G>>(divisor);
-  const Bits magnitude = __builtin_bit_cast(Bits, d) << 1 >> 1;
-  const bool normal = magnitude >= (Bits{1} << Format::kMantissa) && magnitude < Format::kInfinity;
-  const bool divide = !normal || (magnitude & ((Bits{1} << Format::kMantissa) - 1)) != 0;
+  // Subnormal powers of two have such bits as well, and are divided by.
+  const bool divide = (__builtin_bit_cast(Bits, d) & ((Bits{1} << Format::kMantissa) - 1)) != 0;
   return {d, 1 / d, divide};
 }
 
@@ -225,12 +225,20 @@ HORO_BOTH void store_item(void* to, uint32_t i, Bits bits) {
   static_cast<Bits*>(to)[i] = bits;
 }
 #else
+// Where a GPU would stop with an error.
+HORO_BOTH void check_alignment(const void* address) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) throw std::logic_error("16 bytes accessed at an odd address");
+}
 HORO_BOTH Vector load_vector(const void* from) {
+  check_alignment(from);
   Vector v;
   std::memcpy(&v, from, sizeof(v));
   return v;
 }
-HORO_BOTH void store_vector(void* to, const Vector& v) { std::memcpy(to, &v, sizeof(v)); }
+HORO_BOTH void store_vector(void* to, const Vector& v) {
+  check_alignment(to);
+  std::memcpy(to, &v, sizeof(v));
+}
 template <class Bits>
 HORO_BOTH Bits load_item(const void* from, uint32_t i) {
   Bits bits;

@@ -115,13 +115,13 @@ def each(compiled: dict[tuple[str, str], Code]) -> list[tuple[str, str, str, str
 @needs_toolkit
 @pytest.mark.timeout(300)
 def test_registers_suffice(compiled: dict[tuple[str, str], Code]) -> None:
-    """Nothing is spilled, and five blocks of 256 threads fit on a multiprocessor.
+    """Nothing is spilled, and four blocks of 256 threads fit on a multiprocessor.
 
-    Four where the tensor is float64: of 65,536 registers, 48 and 64 a thread.
+    With 64 bytes a thread under way, that is more than twice what hides an H100's latency.
     """
-    for architecture, name, _, grad, _, code in each(compiled):
+    for architecture, name, *_, code in each(compiled):
         assert (code.stack, code.spills) == (0, 0), (architecture, name)
-        assert code.registers <= (64 if grad == "F64" else 48), (architecture, name)
+        assert code.registers <= 65536 // (4 * 256), (architecture, name)
         assert not {"LDL", "STL"} & {i.split(".")[0] for i in code.instructions}, name
 
 

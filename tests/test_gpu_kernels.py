@@ -187,12 +187,14 @@ def hard(n: int, dtype: np.dtype[Any], seed: int = 0) -> Array:
 
 
 def at_scales(dtype: np.dtype[Any]) -> list[Array]:
-    """Tensors from the smallest numbers there are to the largest."""
+    """Tensors from the smallest numbers there are to the largest, each with much smaller ones."""
     limit = 1023 if dtype == np.float64 else 15 if dtype == np.float16 else 127
     tensors = []
     for exponent in range(-limit - 60, limit + 1, max(1, limit // 9)):
+        random = np.random.default_rng([limit, exponent + 2000])
         with np.errstate(all="ignore"):
-            x = np.ldexp(np.random.default_rng(limit).uniform(-2, 2, 700), exponent).astype(dtype)
+            x = np.ldexp(random.uniform(-2, 2, 1000), exponent - random.integers(0, 45, 1000))
+            x = x.astype(dtype)
         tensors.append(x)
     tensors.append(np.array([np.nan, np.inf, 0.0, -np.inf] * 3, dtype))
     tensors.append(np.zeros(5, dtype))
