@@ -296,6 +296,24 @@ def test_every_magnitude(grad: str, wire: str, headroom: int) -> None:
         check_everything(inputs, dtype_of(wire), factors=(prescale, 1.0, 3.0), headroom=headroom)
 
 
+@pytest.mark.parametrize(("grad", "wire"), PAIRS)
+def test_any_wire_under_any_exponent(grad: str, wire: str) -> None:
+    """What comes back need not be what was sent: sums, and other ranks' exponents."""
+    dtype = dtype_of(grad)
+    exponents = np.arange(*((-1073, 1025, 5) if grad == "float64" else (-148, 129)), dtype=np.int32)
+    wires = [hard(700, dtype_of(wire), seed) for seed in range(exponents.size)]
+    tensors = Tensors([np.ones(700, dtype)] * exponents.size, dtype_of(wire))
+    for view, w in zip(tensors.wires, wires, strict=True):
+        view[:] = w
+    outputs = [
+        unpack_reference(w, dtype, k_of(e, 1), 1.0, 1.0)
+        for w, e in zip(wires, exponents, strict=True)
+    ]
+    expected = tensors.expected(outputs)
+    run("unpack", tensors, exponents=exponents, headroom=1)
+    assert_same(tensors.memory.bytes, expected, tensors.views, outputs)
+
+
 @pytest.mark.parametrize("grad", ["float32", "float64"])
 def test_scaled_halves_use_what_room_there_is(grad: str) -> None:
     """The largest magnitude lands in [2^14, 2^15) less the headroom, and nothing overflows."""
