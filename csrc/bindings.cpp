@@ -81,6 +81,7 @@ class ShmChannel : public Channel {
   }
   void wait(double timeout_s) override { group_->shm.wait_for_bell(timeout_s); }
   void wake() override { group_->shm.ring_bell(rank()); }
+  void stop() override { wake(); }
   bool peer_is_ahead() override { return group_->shm.peer_is_ahead(); }
   void check(int rank, const std::string& name) override { group_->shm.check_peers(rank, name); }
   void abandon(const std::string& reason) override { group_->shm.abandon(reason); }
@@ -114,6 +115,10 @@ class PythonChannel : public Channel {
   void wake() override {
     const nb::gil_scoped_acquire gil;
     call("wake");
+  }
+  void stop() override {
+    const nb::gil_scoped_acquire gil;
+    call("stop");
   }
   bool peer_is_ahead() override {
     const nb::gil_scoped_acquire gil;
@@ -156,8 +161,7 @@ struct PyJob {
       while (!job->done()) {
         {
           const nb::gil_scoped_release release;
-          if (engine->threaded()) job->wait(0.05);
-          else engine->pump(0.05);
+          engine->wait(*job);
         }
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
       }
@@ -183,12 +187,12 @@ std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std:
   return job;
 }
 
-std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, nb::callable explain, bool thread) {
+std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, nb::callable explain) {
   auto text = [held = shared(explain)](const std::string& label, const std::vector<std::string>& descriptions) {
     const nb::gil_scoped_acquire gil;
     return nb::cast<std::string>(nb::handle(held.get())(label, descriptions));
   };
-  return std::shared_ptr<Engine>(new Engine(std::move(channel), text, thread), [](Engine* engine) {
+  return std::shared_ptr<Engine>(new Engine(std::move(channel), text), [](Engine* engine) {
     const nb::gil_scoped_release release;  // its thread may want the GIL to end
     delete engine;
   });
@@ -413,11 +417,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("name", [](const PyJob& job) { return job.job->entry.name; })
       .def("done",
            [](PyJob& job) {
-             if (!job.job->done() && !job.engine->threaded()) {
-               const nb::gil_scoped_release release;
-               job.engine->pump(0.0);
-             }
-             return job.job->done();
+             if (job.job->done()) return true;
+             const nb::gil_scoped_release release;
+             return job.engine->poll(*job.job);
            })
       .def("wait", &PyJob::wait)
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
@@ -426,17 +428,25 @@ NB_MODULE(_native, m) {
       .def_static(
           "over_shm",
           [](std::shared_ptr<Group> group, std::shared_ptr<Group> direct, nb::callable explain) {
-            auto engine = new_engine(std::make_unique<ShmChannel>(std::move(group)), explain, true);
+            auto engine = new_engine(std::make_unique<ShmChannel>(std::move(group)), explain);
             engine->direct_waits = [direct] { return direct->shm.n_waits(); };
             return engine;
           },
           "group"_a, "direct"_a, "explain"_a)
       .def_static(
           "over_channel",
-          [](nb::object channel, nb::callable explain, bool thread) {
-            return new_engine(std::make_unique<PythonChannel>(channel), explain, thread);
+          [](nb::object channel, nb::callable explain, nb::object serve) {
+            auto engine = new_engine(std::make_unique<PythonChannel>(channel), explain);
+            if (!serve.is_none()) {
+              engine->serve = [held = shared(serve)](double timeout_s) {
+                const nb::gil_scoped_acquire gil;
+                return nb::cast<bool>(nb::handle(held.get())(timeout_s));
+              };
+            }
+            return engine;
           },
-          "channel"_a, "explain"_a, "thread"_a)
+          "channel"_a, "explain"_a, "serve"_a = nb::none(),
+          "`serve(timeout_s)`, where MPI allows one thread only: runs what the channel asks of it.")
       .def("n_in_flight", &Engine::n_in_flight)
       .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
       .def(

@@ -15,6 +15,10 @@ namespace {
 // How long the training thread waits before its engine tells the others that it does, and how often it repeats it.
 constexpr double kBlockedSeconds = 0.05;
 constexpr double kForeverSeconds = 3600.0;
+// Without THREAD_MULTIPLE: how soon the engine is back with its next call of MPI, unless it waits for a peer, and how
+// many of those one poll() serves at most.
+constexpr double kNextCallSeconds = 100e-6;
+constexpr int kCallsPerPoll = 100;
 
 // What a rank says in a round: which wait it is in, then its news.
 class Writer {
@@ -76,9 +80,8 @@ void Job::finish(std::exception_ptr error) {
 }
 
 Engine::Engine(std::unique_ptr<Channel> channel,
-               std::function<std::string(const std::string&, const std::vector<std::string>&)> explain, bool thread)
-    : channel_(std::move(channel)), explain_(std::move(explain)), threaded_(thread), pid_(getpid()) {
-  if (!threaded_) return;
+               std::function<std::string(const std::string&, const std::vector<std::string>&)> explain)
+    : channel_(std::move(channel)), explain_(std::move(explain)), pid_(getpid()) {
   // Signals are the training thread's business.
   sigset_t all, old;
   sigfillset(&all);
@@ -98,7 +101,7 @@ Engine::~Engine() {
     stopped_ = true;
   }
   try {
-    channel_->wake();
+    channel_->stop();
   } catch (...) {  // Python is ending; the thread looks round by itself
   }
   thread_.join();
@@ -146,6 +149,17 @@ uint64_t Engine::waiting() {
   return std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait;
 }
 
+void Engine::wait(Job& job) {
+  if (serve) serve(kBlockedSeconds);
+  else job.wait(kBlockedSeconds);
+}
+
+bool Engine::poll(const Job& job) {
+  for (int i = 0; serve && i < kCallsPerPoll && !job.done() && serve(kNextCallSeconds); ++i) {
+  }
+  return job.done();
+}
+
 size_t Engine::n_in_flight() {
   const std::lock_guard lock(mutex_);
   return jobs_.size();
@@ -156,11 +170,12 @@ void Engine::loop() {
     size_t n_jobs;
     {
       const std::lock_guard lock(mutex_);
-      if (stopped_ || broken_ || (stopping_ && jobs_.empty())) return;
+      if (stopped_ || broken_ || (stopping_ && jobs_.empty())) break;
       n_jobs = jobs_.size();
     }
     pump(n_jobs != 0 ? kBlockedSeconds : kForeverSeconds);
   }
+  ended_ = true;
 }
 
 void Engine::pump(double timeout_s) {
@@ -324,7 +339,10 @@ void Engine::fail_all(std::exception_ptr error) {
     reason = e.what();
   } catch (...) {
   }
-  channel_->abandon(reason);
+  try {
+    channel_->abandon(reason);
+  } catch (...) {  // peers will have to find out by themselves
+  }
   for (auto& [name, job] : jobs) job->finish(error);
 }
 
@@ -334,17 +352,7 @@ void Engine::drain() {
     stopping_ = true;
   }
   channel_->wake();
-  while (true) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (jobs_.empty() || broken_) break;
-    }
-    if (threaded_) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    } else {
-      pump(kBlockedSeconds);
-    }
-  }
+  while (serve && !ended_) serve(1e-3);
   if (thread_.joinable()) thread_.join();
 }
 

@@ -43,6 +43,8 @@ class Channel {
   // Returns when `wake` was called, when a peer has entered a round this rank has not, or after the time-out.
   virtual void wait(double timeout_s) = 0;
   virtual void wake() = 0;
+  // The engine ends: it must not go on waiting, where that can be helped.
+  virtual void stop() = 0;
   virtual bool peer_is_ahead() = 0;
   // Throws if `rank`, which has not submitted `name`, never will: it has left or died.
   virtual void check(int rank, const std::string& name) = 0;
@@ -81,24 +83,28 @@ class Job {
 
 class Engine {
  public:
-  // `explain(label, description of every rank)` makes the text of a MismatchError. Without a `thread`, rounds happen
-  // inside pump(), for MPI libraries that allow one thread only.
+  // `explain(label, description of every rank)` makes the text of a MismatchError.
   Engine(std::unique_ptr<Channel> channel,
-         std::function<std::string(const std::string&, const std::vector<std::string>&)> explain, bool thread);
+         std::function<std::string(const std::string&, const std::vector<std::string>&)> explain);
   ~Engine();
 
   // Whether the training thread waits in a direct call: a number that changes whenever that begins or ends, odd while
   // it lasts. To be set before the first submission, or not at all.
   std::function<uint64_t()> direct_waits = [] { return uint64_t{0}; };
 
+  // Where the channel needs the training thread to call MPI: does that for up to so many seconds, and returns whether
+  // there was anything to do. To be set at once, or not at all.
+  std::function<bool(double timeout_s)> serve;
+
   // Throws std::invalid_argument where the name is in flight already.
   void submit(std::shared_ptr<Job> job);
   // The training thread waits for this job (null: for none). When all ranks wait and nothing can run, that is a
   // mismatch.
   void set_awaited(std::shared_ptr<Job> job);
-  bool threaded() const { return threaded_; }
-  // One look at what there is to do; for engines without a thread.
-  void pump(double timeout_s);
+  // Lets the engine go on; returns when the job is done, and before that once in a while.
+  void wait(Job& job);
+  // Whether the job is done; lets the engine go on a little, if that needs this thread.
+  bool poll(const Job& job);
   size_t n_in_flight();
   // Completes what all ranks have submitted, then stops. Errors stay with their jobs.
   void drain();
@@ -111,6 +117,7 @@ class Engine {
   };
 
   void loop();
+  void pump(double timeout_s);  // one look at what there is to do
   void round();
   void run(const std::string& name, const std::vector<Entry>& entries);
   uint64_t waiting();
@@ -121,9 +128,9 @@ class Engine {
 
   std::unique_ptr<Channel> channel_;
   std::function<std::string(const std::string&, const std::vector<std::string>&)> explain_;
-  bool threaded_;
   int pid_;
   std::thread thread_;
+  std::atomic<bool> ended_{false};
 
   // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want
   // this.

@@ -616,7 +616,8 @@ class Group:
         from horo_lite.transports.mpi import MpiChannel, MpiTransport
 
         assert isinstance(other, MpiTransport)
-        return _native.Engine.over_channel(MpiChannel(other), explain, other.thread_multiple)
+        channel = MpiChannel(other)
+        return _native.Engine.over_channel(channel, explain, channel.serve)
 
     def _reduce_async(
         self,

@@ -164,7 +164,8 @@ def _join(given: dict[str, Any]) -> _Session:
     if not thread_multiple and rank == 0:
         _warn(
             "MPI was initialised without THREAD_MULTIPLE: asynchronous operations progress only "
-            "inside calls. Let horo_lite.init() initialise MPI, or ask for MPI.THREAD_MULTIPLE."
+            "inside calls, which must come from this thread. Let horo_lite.init() initialise MPI, "
+            "or ask for MPI.THREAD_MULTIPLE."
         )
     # The third compares what the ranks queue on their GPUs.
     transports = connect(comm, host_of_rank, n_transports=3 if kind == "cuda" else 2)

@@ -146,9 +146,13 @@ def connect(
         transports: list[Transport] = [ShmTransport(local.group(i)) for i in range(n_transports)]
         local.comm.Free()  # MPI has done its part
         return transports
-    from horo_lite.transports.mpi import MpiTransport
+    from horo_lite.transports.mpi import Funnel, Lines, MpiTransport
 
-    return [MpiTransport(comm, local, i) for i in range(n_transports)]
+    Lines.free_closed(comm)
+    funnel = Funnel.if_needed()
+    transports = [MpiTransport(comm, local, i, funnel) for i in range(n_transports)]
+    local.comm.Free()
+    return transports
 
 
 def _local(comm: MPI.Comm, host: int, n_hosts: int, n_transports: int) -> Local | None:

@@ -8,21 +8,26 @@ one rank does the same with nobody to wait for.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
 from horo_lite import _native
-from horo_lite.errors import PeerLostError
+from horo_lite.errors import HoroLiteError, PeerLostError
 from horo_lite.transports import Header
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from horo_lite.transports import Local
+
+T = TypeVar("T")
 
 WINDOW_BYTES = 1 << 20
 # MPI counts are 32 bits wide in libraries older than MPI 4.
@@ -32,6 +37,7 @@ GRACE_S = 1.0
 
 _HEADER = np.dtype([("digest", "u8"), ("count", "i8"), ("weight", "f8")])
 _LEFT, _GAVE_UP = 1, 2  # tags of messages about the end
+_TOLD_BYTES = 480
 
 
 def scratch_bytes(local_size: int) -> int:
@@ -39,18 +45,190 @@ def scratch_bytes(local_size: int) -> int:
     return (local_size + 2) * WINDOW_BYTES
 
 
+class Funnel:
+    """How other threads call MPI without THREAD_MULTIPLE: the thread that called init() does it.
+
+    It does so while it is in a call of ours: while a direct call waits, in poll, synchronize and
+    shutdown. Only calls that return at once go through here; whoever waits repeats them. So no
+    deadlock comes of it: a direct call waits for the same direct call on its peers and for nothing
+    that an engine does; and engines wait for engines, which are served wherever a thread waits, so
+    they get as far as engines that call MPI themselves. (Neighbours in a direct call also meet in
+    shared memory, without serving, but only once all ranks have entered that call.)
+    """
+
+    def __init__(self) -> None:
+        self._owner = threading.get_ident()
+        self._closed = False
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
+        self._asked = queue.SimpleQueue()
+
+    @staticmethod
+    def if_needed() -> Funnel | None:
+        """A funnel for the calling thread, unless MPI grants THREAD_MULTIPLE."""
+        from mpi4py import MPI
+
+        return None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else Funnel()
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """What `function(*args)` returned to the thread that may call MPI."""
+        if threading.get_ident() == self._owner:
+            return function(*args)
+        answers: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
+        self._asked.put((partial(function, *args), answers))
+        if self._closed:
+            raise HoroLiteError("shutdown() has ended what was under way")
+        value, error = answers.get()
+        if error is not None:
+            raise error
+        return value
+
+    def serve(self, timeout_s: float) -> bool:
+        """Whether another thread asked for something within that time; it has been done."""
+        if threading.get_ident() != self._owner:
+            raise HoroLiteError(
+                "MPI was initialised without THREAD_MULTIPLE, so only the thread that called "
+                "horo_lite.init() may make this call"
+            )
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            function, answers = self._asked.get(timeout_s > 0, timeout_s)
+        except queue.Empty:
+            return False
+        try:
+            value = function()
+        except BaseException as raised:
+            error = raised
+        answers.put((value, error))
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for this thread too
+        return True
+
+    def close(self) -> None:
+        """Whoever asks for something, now or later, gets an error."""
+        self._closed = True
+        with suppress(queue.Empty):
+            while True:
+                _, answers = self._asked.get_nowait()
+                answers.put((None, HoroLiteError("shutdown() has ended what was under way")))
+
+
+class Post:
+    """Short messages to all peers that nobody waits for, over a communicator of their own."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.comm = comm.Dup()
+        self.n_told = 0
+        self._n_heard = [0] * comm.size
+        self._under_way: list[Any] = []
+
+    def tell(self, text: bytes, tag: int) -> None:
+        """All peers can hear this."""
+        self._under_way = [sent for sent in self._under_way if not sent[0].Test()]
+        self.n_told += 1
+        data = np.frombuffer(text[:_TOLD_BYTES], np.uint8)
+        for peer in range(self.comm.size):
+            if peer != self.comm.rank:
+                request = self.comm.Isend([data, self._mpi.BYTE], peer, tag)
+                self._under_way.append((request, data))
+
+    def hear(self) -> list[tuple[int, int, bytes]]:
+        """What has come: peer, tag, text."""
+        heard = []
+        status = self._mpi.Status()
+        while self.comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
+            heard.append(self._receive(status.Get_source()))
+        return heard
+
+    def _receive(self, peer: int) -> tuple[int, int, bytes]:
+        status = self._mpi.Status()
+        text = np.empty(_TOLD_BYTES, np.uint8)
+        self.comm.Recv([text, self._mpi.BYTE], peer, self._mpi.ANY_TAG, status)
+        self._n_heard[peer] += 1
+        return peer, status.Get_tag(), text[: status.Get_count(self._mpi.BYTE)].tobytes()
+
+    def free(self, n_told: Sequence[int]) -> None:
+        """The communicator is given back; `n_told` is how many messages each rank has sent.
+
+        All are received first: else they would turn up in the next communicator, which may well be
+        given the same number.
+        """
+        for peer, n in enumerate(n_told):
+            while peer != self.comm.rank and self._n_heard[peer] < n:
+                self._receive(peer)
+        self._mpi.Request.Waitall([request for request, _ in self._under_way])
+        self.comm.Free()
+
+
+class Lines:
+    """The communicators of one transport."""
+
+    made: ClassVar[list[Lines]] = []
+    """All that have not been given back, in the order in which they were made."""
+
+    def __init__(self, comm: MPI.Comm, leads: bool) -> None:
+        from mpi4py import MPI
+
+        self.comm = comm.Dup()
+        self.posts: list[Post] = []
+        across = comm.Split(0 if leads else MPI.UNDEFINED, comm.rank)
+        self.across: MPI.Comm | None = across if leads else None
+        self.closed = False  # nothing was interrupted, and this rank needs them no more
+        Lines.made.append(self)
+
+    def post(self) -> Post:
+        self.posts.append(Post(self.comm))
+        return self.posts[-1]
+
+    def free(self, n_told: Sequence[Sequence[int]]) -> None:
+        for i, post in enumerate(self.posts):
+            post.free([each[i] for each in n_told])
+        if self.across is not None:
+            self.across.Free()
+        self.comm.Free()
+
+    @staticmethod
+    def free_closed(comm: MPI.Comm) -> None:
+        """Communicators of former worlds over the same ranks are given back; collective.
+
+        Not earlier: to do it in shutdown() a rank would have to wait for all others. What some rank
+        did not close in good order is left to the end of MPI.
+        """
+        from mpi4py import MPI
+
+        alike = (MPI.IDENT, MPI.CONGRUENT)
+        former = [lines for lines in Lines.made if MPI.Comm.Compare(lines.comm, comm) in alike]
+        mine = [(lines.closed, [post.n_told for post in lines.posts]) for lines in former]
+        everyone = comm.allgather(mine)
+        Lines.made = [lines for lines in Lines.made if lines not in former]
+        if len({len(offers) for offers in everyone}) == 1:
+            for i, lines in enumerate(former):
+                if all(offers[i][0] for offers in everyone):
+                    lines.free([offers[i][1] for offers in everyone])
+
+
+def _at_once(function: Callable[..., T], *args: Any) -> T:
+    return function(*args)
+
+
 class MpiTransport:
     """A transport over MPI for ranks on several hosts."""
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Comm, local: Local, which: int) -> None:
+    def __init__(
+        self, comm: MPI.Comm, local: Local, which: int, funnel: Funnel | None = None
+    ) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
-        self.thread_multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._comm = comm.Dup()
-        self._control = comm.Dup()
+        self.funnel = funnel
+        self._call: Callable[..., Any] = _at_once if funnel is None or which == 0 else funnel.call
+        # The first transport is for direct calls: who waits in one lets the others go on.
+        self._serve = None if funnel is None or which != 0 else funnel.serve
         self.rank = comm.rank
         self.size = comm.size
         self._local = local.group(which)
@@ -61,13 +239,14 @@ class MpiTransport:
         self._sum = scratch + n_local * WINDOW_BYTES
         self._total = scratch + (n_local + 1) * WINDOW_BYTES
         self._leads = self._local.rank == 0
-        across = comm.Split(0 if self._leads else MPI.UNDEFINED, comm.rank)
-        self._across: MPI.Comm | None = across if self._leads else None
+        self._lines = Lines(comm, self._leads)
+        self._comm, self._across = self._lines.comm, self._lines.across
+        self._control = self._lines.post()
         self.n_hosts: int = comm.allreduce(int(self._leads))
         self._broken = ""
         self._label = ""
         self._left: dict[int, float] = {}
-        self._goodbyes: list[Any] = []
+        self._goodbyes: set[int] = set()
 
     # Meeting and reducing.
 
@@ -80,11 +259,13 @@ class MpiTransport:
     ) -> list[Header]:
         if self._broken:
             raise PeerLostError(f"the world can no longer be used: {self._broken}")
+        if self._serve is not None:
+            self._serve(0.0)  # even if this call never waits
         mine = np.array([(digest, count, weight)], _HEADER)
         everyone = np.empty(self.size, _HEADER)
         byte = self._mpi.BYTE
         self._label = label
-        self._wait([self._comm.Iallgather([mine, byte], [everyone, byte])])
+        self._wait([self._call(self._comm.Iallgather, [mine, byte], [everyone, byte])])
         return [Header(int(h["digest"]), int(h["count"]), float(h["weight"])) for h in everyone]
 
     def allreduce(
@@ -131,7 +312,8 @@ class MpiTransport:
         arrivals = [h * own_size for h in range(self.n_hosts)]
         self._wait(
             [
-                across.Ialltoallv(
+                self._call(
+                    across.Ialltoallv,
                     [sums, (sizes, begins), byte],
                     [inbox, ([own_size] * self.n_hosts, arrivals), byte],
                 )
@@ -141,7 +323,7 @@ class MpiTransport:
         images = [inbox.ctypes.data + arrival - own_begin for arrival in arrivals]
         layout.reduce(window, host, images, scale, divisor, self._total)
         in_place = self._mpi.IN_PLACE
-        self._wait([across.Iallgatherv(in_place, [total, (sizes, begins), byte])])
+        self._wait([self._call(across.Iallgatherv, in_place, [total, (sizes, begins), byte])])
 
     def _meet_locally(self) -> None:
         if self._local.size > 1:
@@ -151,7 +333,7 @@ class MpiTransport:
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         for piece in self._pieces(tensors):
-            self._wait([self._comm.Ibcast([piece, self._mpi.BYTE], root)])
+            self._wait([self._call(self._comm.Ibcast, [piece, self._mpi.BYTE], root)])
 
     def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
         self.alltoall([send] * self.size, receive, ())
@@ -163,16 +345,20 @@ class MpiTransport:
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
         byte = self._mpi.BYTE
-        requests = []
-        for peer in range(self.size):
-            if peer != self.rank:
-                for piece in self._pieces(receive[peer]):
-                    requests.append(self._comm.Irecv([piece, byte], peer))
-        for step in range(1, self.size):  # not all to rank 0 first
-            peer = (self.rank + step) % self.size
-            for piece in self._pieces(send[peer]):
-                requests.append(self._comm.Isend([piece, byte], peer))
-        self._wait(requests)
+
+        def start() -> list[Any]:
+            requests = []
+            for peer in range(self.size):
+                if peer != self.rank:
+                    for piece in self._pieces(receive[peer]):
+                        requests.append(self._comm.Irecv([piece, byte], peer))
+            for step in range(1, self.size):  # not all to rank 0 first
+                peer = (self.rank + step) % self.size
+                for piece in self._pieces(send[peer]):
+                    requests.append(self._comm.Isend([piece, byte], peer))
+            return requests
+
+        self._wait(self._call(start))
 
     def _pieces(self, tensors: _native.Tensors) -> Iterator[Any]:
         for address, n_bytes in tensors.buffers():
@@ -186,7 +372,10 @@ class MpiTransport:
 
     def _wait(self, requests: list[Any]) -> None:
         """All requests are complete. MPI itself would wait for ever, at full speed, and deaf."""
-        test = self._mpi.Request.Testall
+        test: Callable[[list[Any]], bool] = self._mpi.Request.Testall
+        if self._call is not _at_once:
+            test = partial(self._call, test)
+        pause = self._serve or time.sleep
         started = time.monotonic()
         n_looks = 0
         try:
@@ -194,7 +383,7 @@ class MpiTransport:
                 n_looks += 1
                 if n_looks < 200:
                     continue
-                time.sleep(min(1e-3, 20e-6 * (n_looks - 199)))
+                pause(min(1e-3, 20e-6 * (n_looks - 199)))
                 if n_looks % 20 == 0:
                     self._check_peers(started)
         except PeerLostError as error:
@@ -221,13 +410,9 @@ class MpiTransport:
 
     def _hear(self) -> None:
         """What peers said about their end has been heard."""
-        status = self._mpi.Status()
-        while self._control.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
-            text = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-            peer, tag = status.Get_source(), status.Get_tag()
-            self._control.Recv([text, self._mpi.BYTE], peer, tag)
+        for peer, tag, text in self._call(self._control.hear):
             if tag == _GAVE_UP:
-                reason = text.tobytes().decode(errors="replace")
+                reason = text.decode(errors="replace")
                 raise PeerLostError(f"rank {peer} gave up while {self._doing()}: {reason}")
             self._left[peer] = time.monotonic()
 
@@ -251,16 +436,13 @@ class MpiTransport:
         self._tell(b"", _LEFT)
 
     def _tell(self, text: bytes, tag: int) -> None:
-        if any(tag == told for told, _ in self._goodbyes) or self._mpi.Is_finalized():
-            return
-        data = np.frombuffer(text[:480], np.uint8)
-        for peer in range(self.size):
-            if peer != self.rank:
-                request = self._control.Isend([data, self._mpi.BYTE], peer, tag)
-                self._goodbyes.append((tag, (request, data)))
+        if tag not in self._goodbyes and not self._mpi.Is_finalized():
+            self._goodbyes.add(tag)
+            self._call(self._control.tell, text, tag)
 
     def close(self) -> None:
-        pass  # MPI frees communicators when it ends; until then late messages may still arrive
+        """Its communicators can be given back: see Lines.free_closed."""
+        self._lines.closed = not self._broken
 
 
 class MpiChannel:
@@ -276,19 +458,17 @@ class MpiChannel:
         self.rank = transport.rank
         self.size = transport.size
         self._transport = transport
-        self._bells = transport._comm.Dup()
+        self._funnel = transport.funnel
+        # How a thread that waits lets the engine go on; None where the engine needs nobody.
+        self.serve = None if self._funnel is None else self._funnel.serve
+        self._bells = transport._lines.post()
         self._round = 0
         self._is_rung = False
         self._woken = threading.Event()
-        self._sent: list[Any] = []
 
     def meet(self, mine: bytes) -> list[bytes]:
-        number = np.array([self._round], np.int64)
-        mpi = self._transport._mpi
-        self._sent = [request for request in self._sent if not request[0].Test()]
-        for peer in range(self.size):
-            if peer != self.rank:
-                self._sent.append((self._bells.Isend([number, mpi.BYTE], peer, self._BELL), number))
+        number = self._round.to_bytes(8, "little")
+        self._transport._call(self._bells.tell, number, self._BELL)
         self._round += 1
         self._is_rung = False
         headers = self._transport.agree(
@@ -301,13 +481,9 @@ class MpiChannel:
         return [array.tobytes() for array in received]
 
     def peer_is_ahead(self) -> bool:
-        mpi = self._transport._mpi
-        status = mpi.Status()
-        while self._bells.Iprobe(mpi.ANY_SOURCE, self._BELL, status):
-            number = np.empty(1, np.int64)
-            self._bells.Recv([number, mpi.BYTE], status.Get_source(), self._BELL)
+        for _, _, number in self._transport._call(self._bells.hear):
             # Bells of rounds that this rank has entered by itself come late.
-            self._is_rung = self._is_rung or int(number[0]) >= self._round
+            self._is_rung = self._is_rung or int.from_bytes(number, "little") >= self._round
         return self._is_rung
 
     def wait(self, timeout_s: float) -> None:
@@ -321,6 +497,11 @@ class MpiChannel:
 
     def wake(self) -> None:
         self._woken.set()
+
+    def stop(self) -> None:
+        self._woken.set()
+        if self._funnel is not None:
+            self._funnel.close()
 
     def check(self, rank: int, name: str) -> None:
         self._transport.check(rank, name)
