@@ -51,7 +51,7 @@ needs_toolkit = pytest.mark.skipif(
 class Code:
     """What a kernel is for one architecture."""
 
-    instructions: list[str]  # opcodes with their suffixes, in order
+    instructions: list[str]  # opcode and operands, in order
     registers: int
     stack: int
     spills: int
@@ -96,7 +96,7 @@ def disassembled(fatbin: Path, architecture: str) -> dict[str, list[str]]:
     environment = os.environ | {"PATH": path}
     text = subprocess.check_output(command, text=True, env=environment)
     _, *functions = re.split(r"Function : (\w+)\n", text)
-    instruction = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9_.]*)")
+    instruction = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][^;]*)")
     return {
         name: instruction.findall(body)
         for name, body in zip(functions[::2], functions[1::2], strict=True)
@@ -122,7 +122,7 @@ def test_registers_suffice(compiled: dict[tuple[str, str], Code]) -> None:
     for architecture, name, *_, code in each(compiled):
         assert (code.stack, code.spills) == (0, 0), (architecture, name)
         assert code.registers <= 65536 // (4 * 256), (architecture, name)
-        assert not {"LDL", "STL"} & {i.split(".")[0] for i in code.instructions}, name
+        assert not [i for i in code.instructions if i.startswith(("LDL", "STL"))], name
 
 
 @needs_toolkit
@@ -135,7 +135,7 @@ def test_accesses_are_128_bits_wide(compiled: dict[tuple[str, str], Code]) -> No
         n_loads = 4 // ratio if step == "Unpack" else 4
         n_stores = {"Measure": 0, "Pack": 4 // ratio, "Unpack": 4}[step]
         expected = ["LDG"] * n_loads + ["STG"] * n_stores
-        assert [i.split(".")[0] for i in wide] == expected, (architecture, name)
+        assert [i[:3] for i in wide] == expected, (architecture, name)
 
 
 @needs_toolkit
@@ -146,5 +146,6 @@ def test_halves_are_converted_in_pairs(compiled: dict[tuple[str, str], Code]) ->
     for architecture, name, step, grad, wire, code in each(compiled):
         to = {"Measure": "", "Pack": wire, "Unpack": grad}[step]
         if to in written:
-            pairs = [i for i in code.instructions if re.match(written[to], i)]
+            found = [i for i in code.instructions if re.match(written[to], i)]
+            pairs = [i for i in found if "RZ" not in i]  # one alone goes with a zero
             assert len(pairs) >= 64 // BYTES[grad] // 2, (architecture, name)
