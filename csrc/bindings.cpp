@@ -264,7 +264,8 @@ NB_MODULE(_native, m) {
           "Address and size in bytes of each.")
       .def("describe", &Tensors::describe, "index"_a)
       .def("shape", &Tensors::shape, "index"_a)
-      .def("itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
+      .def(
+          "itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
       .def(
           "copy_to",
           [](const Tensors& from, const Tensors& to) {

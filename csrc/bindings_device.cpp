@@ -132,13 +132,15 @@ void bind_device(nb::module_& m) {
         "The driver's version (13000 is CUDA 13.0, 0 none), the GPUs this process may use by unique names, why none.");
   m.def(
       "dlpack_capsule",
-      [](uintptr_t address, const std::vector<size_t>& shape, const std::string& dtype, int index, nb::object owner) {
-        const nb::ndarray<> array(reinterpret_cast<void*>(address), shape.size(), shape.data(), owner, nullptr,
-                                  dlpack_dtype(dtype), nb::device::cuda::value, index);
-        return nb::cast(array).attr("__dlpack__")();
+      [](uintptr_t address, const std::vector<size_t>& shape, const std::string& dtype, int index, nb::object owner,
+         std::optional<std::vector<int64_t>> strides) {
+        const nb::ndarray<> array(reinterpret_cast<void*>(address), shape.size(), shape.data(), owner,
+                                  strides ? strides->data() : nullptr, dlpack_dtype(dtype), nb::device::cuda::value,
+                                  index);
+        return nb::cast(array);
       },
-      "address"_a, "shape"_a, "dtype"_a, "index"_a, "owner"_a,
-      "GPU memory for others to import; `owner` lives as long as they need it.");
+      "address"_a, "shape"_a, "dtype"_a, "index"_a, "owner"_a, "strides"_a = nb::none(),
+      "GPU memory for others to import; `owner` lives as long as they need it. Strides count elements.");
 
   nb::class_<DeviceQueue>(m, "DeviceQueue", "A stream on one GPU, and its order with everybody else's.")
       .def(nb::new_([](int index) { return unlocked(new DeviceQueue(device(), index)); }), "index"_a)
@@ -152,7 +154,12 @@ void bind_device(nb::module_& m) {
           "consumer"_a, "What the consumer's stream is given from now on comes after what is queued here.")
       .def("synchronize", &DeviceQueue::synchronize, Unlocked())
       .def(
-          "hold", [](DeviceQueue& queue, nb::object object) { queue.hold(shared(object)); }, "object"_a)
+          "hold",
+          [](DeviceQueue& queue, nb::object object, std::optional<uintptr_t> stream) {
+            queue.hold(shared(object), stream ? reinterpret_cast<Stream>(*stream) : queue.stream());
+          },
+          "object"_a, "stream"_a = nb::none(),
+          "Keeps it until what is queued here, or was given to that stream, is done.")
       .def(
           "copy",
           [](DeviceQueue& queue, const Tensors& from, const Tensors& to) {
@@ -263,7 +270,16 @@ void bind_device(nb::module_& m) {
                 },
                 held);
           },
-          "function"_a, "Queues a call.");
+          "function"_a, "Queues a call.")
+      .def(
+          "lead",
+          [](TwinStream& twin, uintptr_t consumer) {
+            const Event event = device().new_event(0);
+            device().record(0, event, twin.stream);
+            device().wait(0, reinterpret_cast<Stream>(consumer), event);
+            device().delete_event(event);
+          },
+          "consumer"_a, "Its later work comes after what is queued here.");
 }
 
 }  // namespace horo

@@ -46,8 +46,8 @@ void DeviceQueue::synchronize() {
   device_.delete_event(event);
 }
 
-void DeviceQueue::hold(std::shared_ptr<void> object) {
-  if (device_.is_capturing(stream_)) return;
+void DeviceQueue::hold(std::shared_ptr<void> object, Stream stream) {
+  if (device_.is_capturing(stream)) return;
   const std::lock_guard lock(mutex_);
   while (!held_.empty() && device_.is_done(held_.front().first)) {
     spare_.push_back(held_.front().first);
@@ -55,7 +55,7 @@ void DeviceQueue::hold(std::shared_ptr<void> object) {
   }
   if (spare_.empty()) spare_.push_back(device_.new_event(index_));
   const Event event = spare_.back();
-  device_.record(index_, event, stream_);
+  device_.record(index_, event, stream);
   spare_.pop_back();
   held_.emplace_back(event, std::move(object));
 }

@@ -29,9 +29,9 @@ class DeviceQueue {
   void lead(Stream consumer);
   // All that is queued here is done.
   void synchronize();
-  // Keeps `object` until what is queued here so far is done, and drops earlier ones that need no longer be kept. Inside
-  // a graph capture nothing is kept: there, memory belongs to the graph.
-  void hold(std::shared_ptr<void> object);
+  // Keeps `object` until what `stream` has been given so far is done, and drops earlier ones that need no longer be kept.
+  // Inside a graph capture nothing is kept: there, memory belongs to the graph.
+  void hold(std::shared_ptr<void> object, Stream stream);
 
  private:
   Device& device_;

@@ -7,7 +7,7 @@
 namespace horo {
 namespace {
 
-constexpr double kGoodbyeSeconds = 5.0;        // for ranks that end at different times
+constexpr double kGoodbyeSeconds = 5.0;            // for ranks that end at different times
 constexpr size_t kLargestPiece = size_t{1} << 30;  // elements; the kernels count in 32 bits
 
 bool is_float(DType dtype) {
@@ -342,16 +342,15 @@ void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const doubl
     call.exponents = exponents_;
     call.headroom = traffic.op == kNcclSum ? bits_for(size_) : 0;
   }
-  const bool travels_as_it_is =
-      bucket.pieces.size() == 1 && traffic.wire == traffic.grad && !traffic.scaled && prescale == 1.0;
+  // Decided alike on every rank, whatever their weights are.
+  const bool travels_as_it_is = bucket.pieces.size() == 1 && traffic.wire == traffic.grad && !traffic.scaled &&
+                                prescale == 1.0 && divisor == nullptr;
   if (travels_as_it_is) {
     void* address = bucket.pieces[0].address;
     done(nccl_.AllReduce(address, address, bucket.pieces[0].n_elements, type, traffic.op, comm_, queue_->stream()),
          "reduce a tensor");
     call.step = KernelCall::kScale;
-    if (divisor != nullptr || factor.scale != 1.0 || factor.divisor != 1.0) {
-      device_.run(index_, call, queue_->stream());
-    }
+    if (factor.scale != 1.0 || factor.divisor != 1.0) device_.run(index_, call, queue_->stream());
   } else {
     device_.run(index_, call, queue_->stream());
     done(nccl_.AllReduce(bucket_, bucket_, bucket.n_bytes / item_bytes(traffic.wire), type, traffic.op, comm_,

@@ -176,7 +176,12 @@ def gpus() -> tuple[int, list[str], str]:
     """The driver's version (13000 is CUDA 13.0, 0 none), the GPUs by unique names, why none."""
 
 def dlpack_capsule(
-    address: int, shape: Sequence[int], dtype: str, index: int, owner: object
+    address: int,
+    shape: Sequence[int],
+    dtype: str,
+    index: int,
+    owner: object,
+    strides: Sequence[int] | None = None,
 ) -> object:
     """GPU memory for others to import; `owner` lives as long as they need it."""
 
@@ -195,7 +200,9 @@ class DeviceQueue:
         """What the consumer's stream is given from now on comes after what is queued here."""
 
     def synchronize(self) -> None: ...
-    def hold(self, object: object) -> None: ...
+    def hold(self, object: object, stream: int | None = None) -> None:
+        """Keeps it until what is queued here, or was given to that stream, is done."""
+
     def copy(self, source: Tensors, to: Tensors) -> None: ...
 
 class Staging:
@@ -261,3 +268,6 @@ class TwinStream:
     def handle(self) -> int: ...
     def call(self, function: Callable[[], object]) -> None:
         """Queues a call."""
+
+    def lead(self, consumer: int) -> None:
+        """Its later work comes after what is queued here."""

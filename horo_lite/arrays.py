@@ -116,8 +116,10 @@ class HostArrays:
 class GpuArrays:
     """The same for arrays of one GPU, in stream order: nothing here waits for the GPU.
 
-    `fresh` arrays are nobody's yet, so that even those of a framework whose arrays cannot be
-    changed may be written.
+    Made, begun and ended by the caller's thread, since every thread has a current stream of its
+    own. `begin` marks the place in it after which the memory is ours; for an asynchronous call that
+    is its submission, however late its work is queued. `fresh` arrays are nobody's yet, so that
+    even those of a framework whose arrays cannot be changed may be written.
     """
 
     def __init__(self, arrays: Sequence[Array], lane: Lane, *, fresh: bool = False) -> None:
@@ -125,6 +127,8 @@ class GpuArrays:
         self.lane = lane
         self._queue = lane.queue
         self._fresh = fresh
+        self._begun = False
+        self._is_ours = False
         self._originals: dict[int, Array] = {}
         self._adapters: dict[type, tuple[Adapter, Array]] = {}
         for x in self.arrays:
@@ -165,6 +169,9 @@ class GpuArrays:
 
     def begin(self) -> None:
         """What is queued from now on comes after all that the arrays' owners have been given."""
+        if self._begun:
+            return
+        self._begun = True
         for stream in self._streams():
             if stream is None:  # then the owner is to make the queue wait
                 self._read(self._queue.stream)
@@ -196,15 +203,31 @@ class GpuArrays:
 
     def empty(self, n_rows: int) -> tuple[Array, _native.Tensors]:
         ((adapter, x),) = self._adapters.values()
-        array = adapter.empty(x, (n_rows, *self.tensors.shape(0)[1:]))
-        order = NO_ORDER if adapter.stream(x) is not None else self._queue.stream
-        return array, _native.Tensors([array], stream=order)
+        shape = (n_rows, *self.tensors.shape(0)[1:])
+        if self._begun:
+            # The call was submitted earlier, and its place in the caller's stream has passed: what
+            # an allocator hands out now may be in use there until later.
+            self._is_ours = True
+            with adapter.on_stream(x, self._queue.stream):
+                array = adapter.empty(x, shape)
+        else:
+            array = adapter.empty(x, shape)
+        known = self._is_ours or adapter.stream(x) is not None
+        return array, _native.Tensors([array], stream=NO_ORDER if known else self._queue.stream)
 
     def copy(self, source: _native.Tensors, to: _native.Tensors) -> None:
         self._queue.copy(source, to)
 
     def result(self, array: Array, x: Array) -> Array:
-        return adapters.adapter_of(x).finished(array, self._queue)
+        adapter = adapters.adapter_of(x)
+        result = adapter.finished(array, self._queue)
+        stream = adapter.stream(x)
+        if not self._is_ours or stream is None:
+            return result
+        # Memory of our stream must not go back there while the caller's may still read it.
+        copy = adapter.copy(result)
+        self._queue.hold(result, stream)
+        return copy
 
     def part(self, array: Array, rows: slice, x: Array) -> Array:
         return adapters.adapter_of(x).copy(self.result(array, x)[rows])

@@ -11,6 +11,7 @@ import numpy as np
 from horo_lite._native import Tensors
 from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import is_array, join, keyed
+from horo_lite.arrays import NO_ORDER, gpu_of
 from horo_lite.optimizer import DistributedOptimizer
 
 if TYPE_CHECKING:
@@ -45,7 +46,13 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
     arrays = [(name, leaf) for name, leaf in leaves if leaf is not None and type(leaf) is not str]
     values = [_value(name, leaf) for name, leaf in arrays]
     targets = [value if _is_writable(value) else np.array(value) for value in values]
-    group.grouped_broadcast_(targets, root_rank, names=[name for name, _ in arrays])
+    # A number's copy is in the host's memory, where its neighbours may be on a GPU.
+    for here in (None, *sorted({gpu for gpu in map(gpu_of, targets) if gpu is not None})):
+        chosen = [i for i, target in enumerate(targets) if gpu_of(target) == here]
+        if chosen or here is None:
+            group.grouped_broadcast_(
+                [targets[i] for i in chosen], root_rank, names=[arrays[i][0] for i in chosen]
+            )
     is_root = group.rank == root_rank
     received = iter(
         [
@@ -151,7 +158,7 @@ def _value(name: str, leaf: Any) -> Any:
 
 def _is_writable(value: Any) -> bool:
     try:
-        Tensors([value])
+        Tensors([value], stream=NO_ORDER)
     except (ValueError, BufferError):
         return False
     return True

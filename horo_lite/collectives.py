@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,19 +243,19 @@ class Group:
         Called by every rank; only the first dimension may differ between ranks. A number or a
         zero-dimensional array counts as one row.
         """
-        lane = self._lane(gpu_of(x))
-        return self._run(lambda transport: self._allgather(transport, x, name, lane), lane)
+        rows = self._rows(x)
+        return self._run(lambda t: self._allgather(t, rows, x, name), rows.lane)()
 
     def broadcast(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Array:
         """A new array of what `x` is on rank `root_rank`; same shape and dtype on every rank."""
         memory = self._memory([copy := copy_of(x)], fresh=True)
-        self._run(lambda t: self._broadcast(t, memory, root_rank, name), memory.lane)
+        self._run(lambda t: self._broadcast(t, memory, root_rank, name), memory.lane)()
         return memory.result(copy, x)
 
     def broadcast_(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Array:
         """`x` itself holds what it is on rank `root_rank`, and is returned."""
         memory = self._memory([x])
-        self._run(lambda t: self._broadcast(t, memory, root_rank, name), memory.lane)
+        self._run(lambda t: self._broadcast(t, memory, root_rank, name), memory.lane)()
         return x
 
     def grouped_broadcast_(
@@ -263,7 +263,7 @@ class Group:
     ) -> list[Array]:
         """`xs` themselves hold what they are on rank `root_rank`; `names`, if given, are alike."""
         memory = self._memory(xs)
-        self._run(lambda t: self._broadcast(t, memory, root_rank, None, names), memory.lane)
+        self._run(lambda t: self._broadcast(t, memory, root_rank, None, names), memory.lane)()
         return list(xs)
 
     def alltoall(
@@ -278,8 +278,11 @@ class Group:
         `splits[r]` rows of `x`, in order, go to rank r; without `splits` each gets as many, and the
         array alone is returned. With `splits` the result is (array, rows received from each rank).
         """
-        lane = self._lane(gpu_of(x))
-        return self._run(lambda transport: self._alltoall(transport, x, splits, name, lane), lane)
+        counts = _splits(_n_rows(x), splits, self.size)
+        rows = self._rows(x)
+        finish = self._run(lambda t: self._alltoall(t, rows, x, counts, name), rows.lane)
+        result, received = finish()
+        return result if splits is None else (result, received)
 
     def barrier(self) -> None:
         """All ranks have called this."""
@@ -359,30 +362,30 @@ class Group:
 
     def allgather_async(self, x: Array, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns what `allgather` would."""
-        lane = self._lane(gpu_of(x), asynchronous=True)
+        rows = self._rows(x, asynchronous=True)
         return self._submit(
-            "allgather", name, lambda t, name: self._allgather(t, x, name, lane), lane
+            "allgather", name, rows, lambda t, name: self._allgather(t, rows, x, name)
         )
 
     def broadcast_async(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns what `broadcast` would."""
         memory = self._memory([copy := copy_of(x)], fresh=True, asynchronous=True)
 
-        def run(transport: Transport, name: str) -> Array:
-            self._broadcast(transport, memory, root_rank, name)
-            return memory.result(copy, x)
+        def run(transport: Transport, name: str) -> Callable[[], Array]:
+            finish = self._broadcast(transport, memory, root_rank, name)
+            return lambda: (finish(), memory.result(copy, x))[1]
 
-        return self._submit("broadcast", name, run, memory.lane)
+        return self._submit("broadcast", name, memory, run)
 
     def broadcast_async_(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns `x`, changed; not to be touched until then."""
         memory = self._memory([x], asynchronous=True)
 
-        def run(transport: Transport, name: str) -> Array:
-            self._broadcast(transport, memory, root_rank, name)
-            return x
+        def run(transport: Transport, name: str) -> Callable[[], Array]:
+            finish = self._broadcast(transport, memory, root_rank, name)
+            return lambda: (finish(), x)[1]
 
-        return self._submit("broadcast", name, run, memory.lane)
+        return self._submit("broadcast", name, memory, run)
 
     def alltoall_async(
         self,
@@ -392,11 +395,14 @@ class Group:
         name: str | None = None,
     ) -> Handle:
         """`synchronize(handle)` returns what `alltoall` would."""
-        lane = self._lane(gpu_of(x), asynchronous=True)
-        _splits(_n_rows(x), splits, self.size)
-        return self._submit(
-            "alltoall", name, lambda t, name: self._alltoall(t, x, splits, name, lane), lane
-        )
+        counts = _splits(_n_rows(x), splits, self.size)
+        rows = self._rows(x, asynchronous=True)
+
+        def run(transport: Transport, name: str) -> Callable[[], Any]:
+            finish = self._alltoall(transport, rows, x, counts, name)
+            return finish if splits is not None else lambda: finish()[0]
+
+        return self._submit("alltoall", name, rows, run)
 
     def synchronize(self, handle: Handle) -> Any:
         """The operation is complete; its result, or what went wrong."""
@@ -465,7 +471,7 @@ class Group:
             allowed = self._watch_transport is not None
             other = self._async_transport or self.transport
             lanes = Lane(self.transport, gpu, allowed), Lane(other, gpu, allowed)
-            if self._watch_transport is not None:
+            if self._watch_transport is not None and self.size > 1:
                 self._watch = Watch(self._watch_transport, lanes)
             self._lanes = lanes
         lane = self._lanes[asynchronous]
@@ -481,6 +487,10 @@ class Group:
     ) -> HostArrays | GpuArrays:
         lane = self._lane(gpu_of(arrays[0]) if len(arrays) else None, asynchronous)
         return HostArrays(arrays) if lane is None else GpuArrays(arrays, lane, fresh=fresh)
+
+    def _rows(self, x: Array, asynchronous: bool = False) -> HostArrays | GpuArrays:
+        lane = self._lane(gpu_of(x), asynchronous)
+        return HostArrays.of_rows(x) if lane is None else GpuArrays.of_rows(x, lane)
 
     def _reduce(self, reduction: _Reduction, follows: bool = True) -> bool:
         return self._run(
@@ -506,11 +516,12 @@ class Group:
         begin = self.rank * rows + min(self.rank, more)
         return slice(begin, begin + rows + (self.rank < more))
 
+    # Each of these queues its work and returns what the caller's thread does once it is there.
+
     def _allgather(
-        self, transport: Transport, x: Array, name: str | None, lane: Lane | None
-    ) -> Array:
+        self, transport: Transport, rows: HostArrays | GpuArrays, x: Array, name: str | None
+    ) -> Callable[[], Array]:
         label = _label("allgather", name)
-        rows = HostArrays.of_rows(x) if lane is None else GpuArrays.of_rows(x, lane)
         n_rows, row = _rows_and_row(rows)
         headers = agree(transport, label, (label, row), lambda: f"{label}\n{row}", count=n_rows)
         ends = np.cumsum([header.count for header in headers]).tolist()
@@ -520,9 +531,13 @@ class Group:
         ]
         rows.begin()
         rows.copy(rows.tensors, parts[self.rank])
-        transport.allgather(rows.tensors, parts)
-        rows.end()
-        return rows.result(everyone, x)
+        transport.allgather(parts[self.rank], parts)
+
+        def finish() -> Array:
+            rows.end()
+            return rows.result(everyone, x)
+
+        return finish
 
     def _broadcast(
         self,
@@ -531,7 +546,7 @@ class Group:
         root_rank: int,
         name: str | None,
         names: Sequence[str] = (),
-    ) -> None:
+    ) -> Callable[[], None]:
         self._check_root(root_rank)
         label = _label("broadcast", name)
 
@@ -544,25 +559,27 @@ class Group:
             memory.use_c_order()
         memory.begin()
         transport.broadcast(memory.tensors, root_rank)
-        memory.end()
-        memory.write_back()
+
+        def finish() -> None:
+            memory.end()
+            memory.write_back()
+
+        return finish
 
     def _alltoall(
         self,
         transport: Transport,
+        rows: HostArrays | GpuArrays,
         x: Array,
-        splits: Sequence[int] | NDArray[Any] | None,
+        counts: NDArray[np.int64],
         name: str | None,
-        lane: Lane | None,
-    ) -> Any:
+    ) -> Callable[[], tuple[Array, NDArray[np.int64]]]:
         label = _label("alltoall", name)
-        counts = _splits(_n_rows(x), splits, self.size)
-        rows = HostArrays.of_rows(x) if lane is None else GpuArrays.of_rows(x, lane)
         _, row = _rows_and_row(rows)
         agree(transport, label, (label, row), lambda: f"{label}\n{row}")
         everyone = exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * self.size)
         table = np.array([np.frombuffer(one, np.int64) for one in everyone])
-        received = table[:, self.rank]
+        received = table[:, self.rank].copy()
         result, whole = rows.empty(int(received.sum()))
         outgoing = _cut(rows.tensors, counts)
         incoming = _cut(whole, received)
@@ -570,9 +587,12 @@ class Group:
         rows.copy(outgoing[self.rank], incoming[self.rank])
         row_bytes = prod(rows.tensors.shape(0)[1:]) * rows.tensors.itemsize(0)
         transport.alltoall(outgoing, incoming, (table * row_bytes).tolist())
-        rows.end()
-        answer = rows.result(result, x)
-        return answer if splits is None else (answer, received.copy())
+
+        def finish() -> tuple[Array, NDArray[np.int64]]:
+            rows.end()
+            return rows.result(result, x), received
+
+        return finish
 
     def _broadcast_object(
         self, transport: Transport, obj: T, root_rank: int, name: str | None
@@ -640,6 +660,8 @@ class Group:
             self._reduce(reduction)
             return Handle(reduction.label, None, finish)
         reduction.prepare()
+        if memory.lane is not None:
+            memory.use_c_order()
         layout = memory.tensors.layout
         digest = digest_of((reduction.contract(), layout))
 
@@ -682,23 +704,26 @@ class Group:
         self,
         kind: str,
         name: str | None,
-        run: Callable[[Transport, str], Any],
-        lane: Lane | None,
+        memory: HostArrays | GpuArrays,
+        run: Callable[[Transport, str], Callable[[], Any]],
     ) -> Handle:
         self.check_usable()
         if self._engine is None or self._async_transport is None:
-            result = self._run(lambda transport: run(transport, name or kind), lane)
-            return Handle(kind, None, lambda: result)
+            finish = self._run(lambda transport: run(transport, name or kind), memory.lane)
+            return Handle(kind, None, finish)
         transport = self._async_transport
         label = self._new_name(kind, name)
+        if memory.lane is not None:
+            memory.use_c_order()
+            memory.begin()
         job = self._engine.submit_call(
             label,
             0,
-            lambda weights: run(_ready(transport, lane), name or label),
+            lambda weights: run(_ready(transport, memory.lane), name or label),
             1.0,
             lambda: label,
         )
-        return Handle(label, job, job.value)
+        return Handle(label, job, lambda: cast("Callable[[], Any]", job.value())())
 
 
 def _ready(transport: Transport, lane: Lane | None) -> Transport:

@@ -546,7 +546,7 @@ def test_one_rank_whose_init_fails_ends_the_job() -> None:
         import horo_lite.transports as transports
         from mpi4py import MPI
         if MPI.COMM_WORLD.rank == 1:
-            def connect(*_):
+            def connect(*_, **__):
                 raise OSError("no memory for this rank")
             transports.connect = connect
         hvd.init()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
@@ -22,6 +23,10 @@ class CupyAdapter(NumpyAdapter):
 
     def stream(self, x: Any) -> int | None:
         return int(cupy.cuda.get_current_stream(x.device.id).ptr)
+
+    def on_stream(self, x: Any, stream: int) -> AbstractContextManager[Any]:
+        theirs: AbstractContextManager[Any] = cupy.cuda.ExternalStream(stream, x.device.id)
+        return theirs
 
     def copy(self, x: Any) -> Array:
         return cupy.array(x, order="C")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,10 @@ class Adapter:
     def stream(self, x: Array) -> int | None:
         """The CUDA stream that work on `x` is given to just now; None: only its owner can say."""
         return None
+
+    def on_stream(self, x: Array, stream: int) -> AbstractContextManager[Any]:
+        """Inside, this thread's work on the GPU of `x`, and its memory, belong to that stream."""
+        return nullcontext()
 
     def copy(self, x: Array) -> Array:
         """A new dense array in C order that holds what `x` holds."""

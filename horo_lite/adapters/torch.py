@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,12 @@ class TorchAdapter(Adapter):
 
     def stream(self, x: Any) -> int | None:
         return int(torch.cuda.current_stream(x.device).cuda_stream)
+
+    def on_stream(self, x: Any, stream: int) -> AbstractContextManager[Any]:
+        theirs: AbstractContextManager[Any] = torch.cuda.stream(
+            torch.cuda.ExternalStream(stream, device=x.device)
+        )
+        return theirs
 
     def copy(self, x: Any) -> Array:
         return x.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,468 @@
+"""What holds for arrays in GPU memory, in whatever world this is run; see checks.py for the host's.
+
+Arrays are the twin's, so this needs no GPU. Nothing here waits for a stream but `numpy()`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import twin
+from oracle import allgather_reference, allreduce_reference, alltoall_reference, share_of
+
+import horo_lite as hvd
+from horo_lite.adapters.object import Adapter
+from horo_lite.collectives import Average, Group, Max, Min, Product, Sum
+from horo_lite.reducer import Reducer
+
+DEVICE = 0
+DTYPES = "float32 float64 float16 int8 uint8 int16 int32 uint32 int64 uint64 bool bfloat16".split()
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def on_gpu(values: Any, dtype: Any = None) -> twin.TwinArray:
+    return twin.array(values, dtype, DEVICE)
+
+
+def whole(rank: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Small whole numbers, other ones on each rank; sums of four are exact in every dtype."""
+    n = int(np.prod(shape))
+    values = (np.arange(n) * (rank + 1) + rank) % 5 + 1
+    return (values % 2 if dtype == np.bool_ else values).reshape(shape).astype(dtype)
+
+
+def everyone(group: Group, shape: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
+    return [whole(r, shape, dtype) for r in range(group.size)]
+
+
+def check_every_dtype_and_op(group: Group) -> None:
+    for name in DTYPES:
+        dtype = dtype_of(name)
+        for op in (Average, Sum, Min, Max, Product):
+            if name == "bool" and op is Average:
+                continue
+            for shape in ((5,), (3, 1000), ()):
+                inputs = everyone(group, shape, dtype)
+                x = on_gpu(inputs[group.rank])
+                got = group.allreduce(x, op)
+                expected = allreduce_reference(inputs, op.value)
+                assert got is not x
+                assert got.dtype == dtype
+                assert np.allclose(
+                    got.numpy().astype(np.float64), expected.astype(np.float64), rtol=1e-2, atol=0
+                ), (name, op, shape)
+                if op is not Average:
+                    assert np.array_equal(got.numpy(), expected), (name, op)
+                assert np.array_equal(x.numpy(), inputs[group.rank])
+
+
+def check_order_with_the_current_stream(group: Group) -> None:
+    """What was queued before is seen, what comes after sees the result, and nobody waits."""
+    total = sum(range(1, group.size + 1))
+    for _ in range(3):
+        x = on_gpu(np.zeros(1000), np.float32)
+        x.fill(np.full(1000, group.rank + 1))  # late
+        group.allreduce_(x, Sum)
+        y = group.allreduce(x.add(1), Sum)
+        with twin.another_stream():
+            z = group.allreduce(y, Sum)
+            z.add(1)
+        assert np.all(z.numpy() == (total + 1) * group.size**2 + 1)
+
+
+def check_memory_may_go_at_once(group: Group) -> None:
+    """An array that nobody refers to any more is its allocator's again, in stream order."""
+    for k in range(3):
+        results = [
+            group.allreduce(on_gpu(np.full(10_000, group.rank + k + i), np.float32), Sum)
+            for i in range(4)
+        ]
+        gc.collect()
+        for i, result in enumerate(results):
+            assert np.all(result.numpy() == sum(r + k + i for r in range(group.size)))
+
+
+def check_in_place_and_grouped(group: Group) -> None:
+    shapes = [(7,), (0,), (40, 50), (), (3, 5, 2)]
+    for dtypes in (["float32"] * 5, ["float32", "int64", "float64", "float16", "int32"]):
+        inputs = [everyone(group, s, np.dtype(d)) for s, d in zip(shapes, dtypes, strict=True)]
+        xs = [on_gpu(each[group.rank]) for each in inputs]
+        got = group.grouped_allreduce(xs, Sum)
+        assert group.grouped_allreduce_(xs, Sum) == xs
+        for x, y, each in zip(xs, got, inputs, strict=True):
+            assert np.array_equal(x.numpy(), allreduce_reference(each, "sum"))
+            assert np.array_equal(y.numpy(), x.numpy())
+
+
+def check_layouts(group: Group) -> None:
+    for cut in (np.s_[::2], np.s_[:, 1:3], np.s_[1]):
+        base = on_gpu(np.full((6, 8), group.rank + 1), np.float32)
+        view = base[cut]
+        group.allreduce_(view, Sum)
+        total = sum(range(1, group.size + 1))
+        expected = np.full((6, 8), group.rank + 1.0)
+        expected[cut] = total
+        assert np.array_equal(base.numpy(), expected)
+    values = everyone(group, (4, 6), np.dtype(np.float32))
+    fortran = twin.TwinArray(np.empty((6, 4), np.float32).T, DEVICE).fill(values[group.rank])
+    group.allreduce_(fortran, Sum)
+    assert np.array_equal(fortran.numpy(), allreduce_reference(values, "sum"))
+
+
+def check_scaling(group: Group) -> None:
+    inputs = everyone(group, (1000,), np.dtype(np.float32))
+    for op, pre, post in ((Sum, 0.5, 2.0), (Average, 2.0, 0.25), (Sum, 1.0, 3.0)):
+        for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+            got = group.allreduce(
+                on_gpu(inputs[group.rank]),
+                op,
+                compression=compression,
+                prescale_factor=pre,
+                postscale_factor=post,
+            )
+            expected = allreduce_reference(inputs, op.value).astype(np.float64) * pre * post
+            assert np.allclose(got.numpy(), expected, rtol=1e-6), (op, pre, post, compression)
+
+
+def check_fp16_neither_overflows_nor_vanishes(group: Group) -> None:
+    """In one exchange, in different tensors: 6e4, 2e-7, 1e30, 1e-7; an inf and a nan stay alone."""
+    magnitudes = [6e4, 2e-7, 1e30, 1e-7, 1.0]
+    xs = [on_gpu(np.full(1500, m), np.float32) for m in magnitudes]
+    odd = np.ones(1500, np.float32)
+    if group.rank == group.size - 1:
+        odd[3], odd[700] = np.inf, np.nan
+    xs.append(on_gpu(odd))
+    group.grouped_allreduce_(xs, Average, compression=hvd.Compression.fp16)
+    for x, m in zip(xs, magnitudes, strict=False):
+        assert np.allclose(x.numpy(), m, rtol=2e-3, atol=0), m
+    got = xs[-1].numpy()
+    assert not np.isfinite(got[[3, 700]]).any()
+    assert np.all(np.delete(got, [3, 700]) == 1)
+    half = on_gpu(np.full(100, 6e4), np.float16)
+    assert np.allclose(group.allreduce(half).numpy().astype(float), 6e4, rtol=2e-3)
+    travelled = group.allreduce(on_gpu(np.full(10, 1 / 3)), compression=hvd.Compression.fp16)
+    rounded = travelled.numpy() != 1 / 3
+    assert np.all(rounded) if group.size > 1 else not np.any(rounded)
+
+
+def check_weights(group: Group) -> None:
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        for weights in ([1.0, 3.0, 0.0, 2.0], [0.0, 2.0, 1.0, 1.0]):
+            mine = weights[: group.size]
+            if not sum(mine):
+                continue
+            x = on_gpu(np.full(300, group.rank + 1), np.float32)
+            if mine[group.rank] == 0:
+                x = on_gpu(np.full(300, np.nan), np.float32)
+            group.exchange(
+                [x],
+                names=["x"],
+                label="weighted",
+                compression=compression,
+                weight=mine[group.rank],
+            )
+            expected = sum(w * (r + 1) for r, w in enumerate(mine)) / sum(mine)
+            assert np.allclose(x.numpy(), expected, rtol=2e-3 if compression.wire != "none" else 0)
+
+
+def check_moving_data(group: Group) -> None:
+    rank, size = group.rank, group.size
+    for dtype in (np.float32, np.int16):
+        parts = [whole(r, (r + 1, 3), np.dtype(dtype)) for r in range(size)]
+        got = group.allgather(on_gpu(parts[rank]))
+        assert isinstance(got, twin.TwinArray)
+        assert np.array_equal(got.numpy(), allgather_reference(parts))
+    none = [np.zeros((0 if r == 0 else 2, 2), np.float32) + r for r in range(size)]
+    assert np.array_equal(group.allgather(on_gpu(none[rank])).numpy(), allgather_reference(none))
+    scalars = group.allgather(on_gpu(np.float32(rank))).numpy()
+    assert np.array_equal(scalars, np.arange(size))
+    for root in range(size):
+        values = everyone(group, (5, 2), np.dtype(np.float64))
+        x = on_gpu(values[rank])
+        assert np.array_equal(group.broadcast(x, root).numpy(), values[root])
+        assert np.array_equal(x.numpy(), values[rank])
+        y, z = on_gpu(values[rank]), on_gpu(np.full(3, rank))
+        group.grouped_broadcast_([y, z], root)
+        assert np.array_equal(y.numpy(), values[root])
+        assert np.all(z.numpy() == root)
+    rows = everyone(group, (2 * size + 1, 3), np.dtype(np.float32))
+    got = group.reducescatter(on_gpu(rows[rank]), Sum)
+    expected = allreduce_reference(rows, "sum")[share_of(2 * size + 1, size, rank)]
+    assert np.array_equal(got.numpy(), expected)
+    splits = [[(s + d) % 3 for d in range(size)] for s in range(size)]
+    inputs = [whole(r, (sum(splits[r]), 2), np.dtype(np.int32)) for r in range(size)]
+    result, received = group.alltoall(on_gpu(inputs[rank]), splits[rank])
+    assert np.array_equal(result.numpy(), alltoall_reference(inputs, splits, rank))
+    assert received.tolist() == [splits[s][rank] for s in range(size)]
+    even = group.alltoall(on_gpu(np.arange(size) + 10 * rank))
+    assert np.array_equal(even.numpy(), [10 * r + rank for r in range(size)])
+
+
+def check_async_in_any_order(group: Group) -> None:
+    names = [f"t{i}" for i in range(6)]
+    order = names[group.rank :] + names[: group.rank]
+    handles = {}
+    for name in order:
+        x = on_gpu(np.full(500, int(name[1]) + group.rank), np.float32)
+        handles[name] = group.allreduce_async(x, Sum, name=name)
+        del x
+    for name in reversed(order):
+        got = group.synchronize(handles[name])
+        assert np.all(got.numpy() == sum(int(name[1]) + r for r in range(group.size)))
+    gathered = group.allgather_async(on_gpu(np.full(2, group.rank)), name="g")
+    sent = group.broadcast_async_(on_gpu(np.full(2, group.rank)), 0, name="b")
+    assert np.all(group.synchronize(sent).numpy() == 0)
+    assert np.array_equal(group.synchronize(gathered).numpy(), np.repeat(np.arange(group.size), 2))
+    x = on_gpu(np.full(9, group.rank), np.float32)
+    group.synchronize(group.reducescatter_async(x, Sum, name="r"))
+
+
+def check_host_and_gpu_side_by_side(group: Group) -> None:
+    for k in range(3):
+        handle = group.allreduce_async(np.full(5, group.rank + k), Sum, name="host")
+        got = group.allreduce(on_gpu(np.full(5, group.rank + k), np.float32), Sum)
+        on_host = group.allreduce(np.full(5, group.rank + k, np.float32), Sum)
+        assert np.array_equal(got.numpy(), on_host)
+        assert np.array_equal(group.synchronize(handle), on_host)
+    with pytest.raises(ValueError, match="memory"):
+        group.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)])
+
+
+def check_wrong_arguments_stay_here(group: Group) -> None:
+    with pytest.raises(ValueError, match="one GPU"):
+        group.allreduce(twin.array(np.ones(3), device=DEVICE + 7))
+    x = Foreign(on_gpu(np.ones(3)))
+    with pytest.raises(TypeError, match="register_adapter"):
+        group.allreduce(x)
+    if group.size > 1:
+        with pytest.raises(ValueError, match="root_rank"):
+            group.broadcast(on_gpu(np.ones(3)), group.size)
+    usable(group)
+
+
+def usable(group: Group) -> None:
+    got = group.allreduce(on_gpu(np.full(10, group.rank + 1), np.float32), Sum)
+    assert np.all(got.numpy() == sum(range(1, group.size + 1)))
+
+
+def settles(group: Group, call: Callable[[], object], error: type[Exception]) -> str:
+    """Calls until the comparison beside the step has come to its end; the text of the error."""
+    for _ in range(200):
+        try:
+            call()
+        except error as found:
+            return str(found)
+        time.sleep(0.01)
+    raise AssertionError("nobody noticed")
+
+
+def check_mismatches_are_told_to_all(group: Group) -> None:
+    """And the world can be used afterwards, with the GPUs connected anew."""
+    if group.size == 1:
+        return
+    odd = group.rank == group.size - 1
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: group.allreduce(on_gpu(np.ones(7 + odd), np.float32)), "float32[7]"),
+        (lambda: group.allreduce(on_gpu(np.ones(7), "f4" if odd else "f8")), "float64[7]"),
+        (lambda: group.allreduce(on_gpu(np.ones(7)), Sum if odd else Average), "op Sum"),
+        (lambda: group.allreduce(on_gpu(np.ones(7)), name="x" if odd else "y"), "'y'"),
+        (
+            lambda: group.exchange(
+                [on_gpu(np.ones(7), "f4")], names=["w"], label="e", weight=1.0 if odd else None
+            ),
+            "weighted: True",
+        ),
+    ]
+    for call, words in calls:
+        text = settles(group, call, hvd.MismatchError)
+        assert words in text, text
+        assert f"rank {group.size - 1}" in text
+        usable(group)
+
+
+def check_foreign_arrays(group: Group) -> None:
+    """Of a framework that nobody has heard of, in place: DLPack makes the order."""
+    x = on_gpu(np.zeros(100), np.float32).fill(np.full(100, group.rank + 1))
+    group.allreduce_(Foreign(x), Sum)
+    assert np.all(x.numpy() == sum(range(1, group.size + 1)))
+
+
+class Foreign:
+    """What exports through DLPack, and that is all."""
+
+    def __init__(self, array: twin.TwinArray) -> None:
+        self._array = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+
+class Descent:
+    """An optimizer as one writes it over such arrays."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+        self.grads: list[Any] = [None] * len(params)
+
+    def step(self) -> None:
+        for param, grad in zip(self.params, self.grads, strict=True):
+            if grad is not None:
+                param.subtract(grad, 0.5)
+
+
+SHAPES = [(300, 40), (40,), (), (1000,)]
+
+
+def gradient(rank: int, i: int, step: int) -> np.ndarray:
+    return np.full(SHAPES[i], rank + 2 * i + 4 * step, np.float32)
+
+
+def check_optimizer(group: Group) -> None:
+    """Steps on shards are steps on the whole batch; parameters start from the root's."""
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        params = [on_gpu(np.full(shape, group.rank + 1.0), np.float32) for shape in SHAPES]
+        root = group.size - 1
+        hvd.broadcast_parameters(params, root, group=group)
+        inner = Descent(params)
+        optimizer = hvd.DistributedOptimizer(inner, group=group, compression=compression)
+        for step in range(4):
+            inner.grads = [on_gpu(gradient(group.rank, i, step)) for i in range(len(SHAPES))]
+            optimizer.step()
+        for i, param in enumerate(params):
+            mean = [
+                np.mean([gradient(r, i, step) for r in range(group.size)], axis=0)
+                for step in range(4)
+            ]
+            expected, got = root + 1 - 0.5 * sum(mean), param.numpy()
+            assert np.allclose(got, expected, rtol=1e-3), (compression, i, got, expected)
+
+
+def check_missing_gradients(group: Group) -> None:
+    """Missing on some ranks is zeros there; missing everywhere stays None; then all are back."""
+    params = [on_gpu(np.zeros(shape), np.float32) for shape in SHAPES]
+    inner = Descent(params)
+    optimizer = hvd.DistributedOptimizer(inner, group=group)
+    size, last = group.size, group.size - 1
+    #      step: which gradients which ranks lack
+    lacks = [(), (1,), (1,), (), "all 2", "all 2", (), (0,)]
+    for step, lack in enumerate(lacks):
+        inner.grads = [on_gpu(gradient(group.rank, i, step)) for i in range(len(SHAPES))]
+        for i in (2,) if lack == "all 2" else lack if group.rank == last else ():
+            inner.grads[i] = None
+        optimizer.synchronize()
+        for i, grad in enumerate(inner.grads):
+            if lack == "all 2" and i == 2:
+                assert grad is None
+                continue
+            givers = [r for r in range(size) if lack == "all 2" or not (i in lack and r == last)]
+            if not givers:
+                assert grad is None
+                continue
+            expected = sum(gradient(r, i, step) for r in givers) / size
+            assert np.allclose(grad.numpy(), expected), (step, i)
+        optimizer.zero_grad if hasattr(inner, "zero_grad") else None
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def check_gradients_that_change_on_some_ranks_only(group: Group) -> None:
+    if group.size == 1:
+        return
+    inner = Descent([on_gpu(np.zeros(5), np.float32) for _ in range(2)])
+    optimizer = hvd.DistributedOptimizer(inner, group=group)
+    inner.grads = [on_gpu(np.ones(5), np.float32) for _ in range(2)]
+    optimizer.step()
+
+    def step() -> None:
+        n = 6 if group.rank == 0 else 5
+        inner.grads = [on_gpu(np.ones(5), np.float32), on_gpu(np.ones(n), np.float32)]
+        optimizer.step()
+
+    text = settles(group, step, hvd.MismatchError)
+    assert "float32[6]" in text, text
+    usable(group)
+
+
+class Slot:
+    def __init__(self) -> None:
+        self.grad: Any = None
+
+
+def check_streaming(group: Group) -> None:
+    """Buckets leave as they fill, in plan order, whatever order gradients become ready in."""
+    slots = [(f"p{i}", Slot()) for i in range(6)]
+    reducer = Reducer(group, Adapter(), slots, bucket_bytes=4000)
+    for step in range(4):
+        for i, (_, slot) in enumerate(slots):
+            slot.grad = on_gpu(np.full(900, group.rank + i + step), np.float32)
+        order = [5, 4, 3, 2, 1, 0] if group.rank % 2 else [4, 5, 2, 3, 0, 1]
+        for i in order:
+            reducer.ready(i)
+        reducer.finish()
+        for i, (_, slot) in enumerate(slots):
+            expected = np.mean([r + i + step for r in range(group.size)])
+            assert np.allclose(slot.grad.numpy(), expected)
+
+
+CHECKS: dict[str, Callable[[Group], None]] = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def run_all(group: Group) -> int:
+    """How many checks this rank has passed; AssertionError with the first that failed."""
+    only = os.environ.get("HORO_LITE_TEST_ONLY")
+    for name, check in CHECKS.items():
+        if only and name != only:
+            continue
+        try:
+            check(group)
+            group.barrier()
+        except BaseException:
+            print(f"rank {group.rank} failed in {name}:\n{traceback.format_exc()}", file=sys.stderr)
+            raise
+    return len(CHECKS)
+
+
+def main() -> None:
+    """Runs everything in the world that `init()` finds, and says how its GPU arrays travelled."""
+    global DEVICE
+    faulthandler.dump_traceback_later(50)
+    world = hvd.init()
+    assert world.device.kind == "cuda", world
+    assert world.size == int(os.environ["HORO_LITE_TEST_SIZE"])
+    DEVICE = world.device.index
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        n_passed = run_all(world.group)
+    n_slow = sum("go through the host's memory" in str(w.message) for w in caught)
+    assert n_slow <= 1, [str(w.message) for w in caught]
+    lane = world.group._lane(DEVICE)
+    assert lane is not None
+    name = lane.transport().name
+    hvd.shutdown()
+    print(f"{n_passed} checks passed over {name}, told {n_slow} times", flush=True)
+
+
+if __name__ == "__main__":
+    main()

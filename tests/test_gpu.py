@@ -1,0 +1,55 @@
+"""Arrays in GPU memory, without a GPU: the twin of one, and the stand-in for NCCL."""
+
+from __future__ import annotations
+
+import fake_nccl
+import gpu_checks
+import pytest
+from launch import run_ranks
+
+NAMES = ["a", "a,b", "a,b,c", "a,b,c,d"]
+
+
+def environment(ranks: int, hosts: str = "", gpus: str = "") -> dict[str, str]:
+    return {
+        "HORO_LITE_TEST_SIZE": str(ranks),
+        "HORO_LITE_TEST_HOSTS": hosts,
+        "HORO_LITE_TEST_GPUS": gpus or NAMES[ranks - 1],
+        "HORO_LITE_NCCL_LIB": fake_nccl.library(),
+        "HORO_LITE_BUCKET_BYTES": "65536",
+    }
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "gpus", "transport"),
+    [
+        (2, "", "", "nccl"),
+        (3, "", "", "nccl"),
+        (4, "", "", "nccl"),
+        (3, "2,1", "", "nccl"),
+        (2, "", "a", "staged"),
+        (3, "1,2", "a", "staged"),
+    ],
+)
+def test_processes(ranks: int, hosts: str, gpus: str, transport: str) -> None:
+    result = run_ranks(
+        "import gpu_checks; gpu_checks.main()",
+        ranks,
+        env=environment(ranks, hosts, gpus),
+        timeout_s=100,
+    ).check()
+    words = f"{len(gpu_checks.CHECKS)} checks passed over {transport}"
+    assert result.stdout.count(words) == ranks
+    assert result.stdout.count("told 1 times") == (transport == "staged")
+
+
+def test_one_process() -> None:
+    result = run_ranks(
+        "import gpu_checks; gpu_checks.main()",
+        1,
+        env=environment(1),
+        launcher=False,
+        timeout_s=60,
+    ).check()
+    assert "checks passed over staged, told 0 times" in result.stdout

@@ -1,0 +1,185 @@
+"""An array library on the twin of a GPU (HORO_LITE_TEST_GPUS): what CuPy is on the real one.
+
+Work is queued on a stream and done by a thread, some of it late; memory that nobody refers to any
+more is spoiled in the order of the stream it was made for, as an allocator would reuse it. Whoever
+reads or writes without having made an order with the current stream gets garbage.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from horo_lite import _native, register_adapter
+from horo_lite.adapters.numpy import NumpyAdapter
+
+LATE_S = 0.01
+
+_local = threading.local()
+_streams: list[_native.TwinStream] = []
+
+
+def new_stream() -> _native.TwinStream:
+    _streams.append(_native.TwinStream())
+    return _streams[-1]
+
+
+def stream() -> _native.TwinStream:
+    """The current stream of this thread."""
+    if not hasattr(_local, "stream"):
+        _local.stream = new_stream()
+    return _local.stream
+
+
+@atexit.register
+def end() -> None:
+    """The streams' threads are gone before the interpreter is, whose calls they make."""
+    TwinArray.alive = False
+    vars(_local).clear()
+    _streams.clear()
+
+
+@contextlib.contextmanager
+def another_stream() -> Iterator[None]:
+    """Inside, work goes to a new stream, which follows the current one; afterwards, the reverse."""
+    outer, inner = stream(), new_stream()
+    outer.lead(inner.handle)
+    _local.stream = inner
+    try:
+        yield
+    finally:
+        inner.lead(outer.handle)
+        _local.stream = outer
+
+
+class TwinArray:
+    """NumPy's memory, reached only through a stream. `device` is what cuda:N would be."""
+
+    alive = True
+
+    def __init__(self, memory: np.ndarray, device: int = 0, owner: TwinArray | None = None) -> None:
+        self._memory = memory
+        self._owner = owner  # of whose memory this is a view
+        self._stream = stream()
+        self.device = device
+        self.shape = memory.shape
+        self.dtype = memory.dtype
+
+    def __del__(self) -> None:
+        if self.alive and self._owner is None:
+            memory = self._memory
+            self._stream.call(lambda: spoil(memory))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        assert stream is not None, "the consumer says which stream it means"
+        if stream != -1:
+            globals()["stream"]().lead(stream)
+        memory, name = self._memory, self.dtype.name
+        strides = [step // memory.itemsize for step in memory.strides]
+        address = memory.__array_interface__["data"][0]
+        return _native.dlpack_capsule(address, self.shape, name, self.device, self, strides)
+
+    def queue(self, work: Callable[[np.ndarray], object], *, late: bool = False) -> TwinArray:
+        memory = self._memory
+
+        def run() -> None:
+            if late:
+                time.sleep(LATE_S)
+            work(memory)
+
+        stream().call(run)
+        return self
+
+    def fill(self, values: Any) -> TwinArray:
+        """Late, so that whoever does not wait for it misses it."""
+        values = np.array(values)
+        return self.queue(lambda memory: np.copyto(memory, values, casting="unsafe"), late=True)
+
+    def add(self, number: float) -> TwinArray:
+        return self.queue(lambda memory: np.add(memory, number, out=memory, casting="unsafe"))
+
+    def subtract(self, other: TwinArray, factor: float) -> TwinArray:
+        theirs = other._memory
+        return self.queue(lambda memory: np.subtract(memory, factor * theirs, out=memory))
+
+    def copy(self) -> TwinArray:
+        return empty(self.shape, self.dtype, self.device)._take(self)
+
+    def _take(self, other: TwinArray) -> TwinArray:
+        theirs = other._memory
+        return self.queue(lambda memory: np.copyto(memory, theirs))
+
+    def reshape(self, shape: tuple[int, ...]) -> TwinArray:
+        return TwinArray(self._memory.reshape(shape), self.device, self._owner or self)
+
+    def __getitem__(self, key: Any) -> TwinArray:
+        return TwinArray(self._memory[key], self.device, self._owner or self)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, TwinArray):
+            self[key]._take(value)
+        else:
+            self[key].queue(lambda memory: np.copyto(memory, value, casting="unsafe"))
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def numpy(self) -> np.ndarray:
+        """What the array holds once its stream has done all it was given."""
+        done = threading.Event()
+        result: list[np.ndarray] = []
+        memory = self._memory
+        stream().call(lambda: (result.append(memory.copy()), done.set()))
+        assert done.wait(20), "the stream is stuck"
+        return result[0]
+
+
+def spoil(memory: np.ndarray) -> None:
+    memory[...] = np.frombuffer(b"\xa5" * memory.itemsize, memory.dtype)[0]
+
+
+def empty(shape: Any, dtype: Any, device: int = 0) -> TwinArray:
+    memory = np.empty(shape, dtype)
+    spoil(memory)
+    return TwinArray(memory, device)
+
+
+def array(values: Any, dtype: Any = None, device: int = 0) -> TwinArray:
+    """Holds `values`, soon."""
+    values = np.asarray(values, dtype)
+    return empty(values.shape, values.dtype, device).fill(values)
+
+
+class TwinAdapter(NumpyAdapter):
+    """What the adapter for CuPy is to CuPy."""
+
+    array = TwinArray
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, TwinArray) or super().matches(obj)
+
+    def stream(self, x: Any) -> int | None:
+        return stream().handle
+
+    def copy(self, x: Any) -> Any:
+        return x.copy()
+
+    def empty(self, x: Any, shape: Any) -> Any:
+        return empty(tuple(shape), x.dtype, x.device)
+
+    def from_numpy(self, array: Any, like: Any) -> Any:
+        if isinstance(array, TwinArray):
+            return array
+        return empty(array.shape, array.dtype, like.device).fill(array)
+
+
+register_adapter(TwinAdapter())
