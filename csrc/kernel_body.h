@@ -302,8 +302,7 @@ struct Geometry {
   static constexpr int kVectorItems = 16 / sizeof(typename G::Bits);  // in a vector of the tensor
   static constexpr int kSlotWords = 4 / kRatio;                       // that they take on the wire
   static constexpr int kTileItems = kWarp * kRatio * kVectorItems;
-  static constexpr int kTurns =
-      4 / kRatio;  // tiles a warp moves, all loads ahead of the first store: 64 bytes a thread
+  static constexpr int kTurns = 4 / kRatio;         // tiles a warp moves: 64 bytes of the tensor a thread
   static constexpr int kStride = kThreads / kWarp;  // tiles that a block moves at once
   static constexpr uint32_t kBlockItems = kTileItems * kStride * kTurns;
 };
