@@ -7,14 +7,12 @@ import gpu_checks
 import pytest
 from launch import run_ranks
 
-NAMES = ["a", "a,b", "a,b,c", "a,b,c,d"]
 
-
-def environment(ranks: int, hosts: str = "", gpus: str = "") -> dict[str, str]:
+def environment(ranks: int, hosts: str = "", gpus: str = "own") -> dict[str, str]:
     return {
         "HORO_LITE_TEST_SIZE": str(ranks),
         "HORO_LITE_TEST_HOSTS": hosts,
-        "HORO_LITE_TEST_GPUS": gpus or NAMES[ranks - 1],
+        "HORO_LITE_TEST_GPUS": gpus,
         "HORO_LITE_NCCL_LIB": fake_nccl.library(),
         "HORO_LITE_BUCKET_BYTES": "65536",
     }
@@ -24,10 +22,10 @@ def environment(ranks: int, hosts: str = "", gpus: str = "") -> dict[str, str]:
 @pytest.mark.parametrize(
     ("ranks", "hosts", "gpus", "transport"),
     [
-        (2, "", "", "nccl"),
-        (3, "", "", "nccl"),
-        (4, "", "", "nccl"),
-        (3, "2,1", "", "nccl"),
+        (2, "", "a,b", "nccl"),
+        (3, "", "own", "nccl"),
+        (4, "", "own", "nccl"),
+        (3, "2,1", "own", "nccl"),
         (2, "", "a", "staged"),
         (3, "1,2", "a", "staged"),
     ],
@@ -48,7 +46,7 @@ def test_one_process() -> None:
     result = run_ranks(
         "import gpu_checks; gpu_checks.main()",
         1,
-        env=environment(1),
+        env=environment(1, gpus="a"),
         launcher=False,
         timeout_s=60,
     ).check()

@@ -16,6 +16,8 @@ from horo_lite.transports import Header, Transport
 from horo_lite.transports.nccl_library import nccl_candidates
 from horo_lite.transports.staged import StagedTransport
 
+_told: set[str] = set()  # why it is slow, once for each reason
+
 
 class NcclTransport:
     """A transport for tensors on a GPU. Calls return when the work is queued.
@@ -156,7 +158,8 @@ def connect(
     everyone = [pickle.loads(one) for one in exchange_bytes(host, pickle.dumps(mine), sizes)]
     obstacle = _obstacle(everyone)
     if obstacle:
-        if host.rank == 0:
+        if host.rank == 0 and obstacle not in _told:
+            _told.add(obstacle)
             warnings.warn(
                 f"horo_lite: GPU arrays go through the host's memory, which is slow: {obstacle}",
                 RuntimeWarning,
