@@ -823,7 +823,7 @@ class _Reduction:
         digest = digest_of((self.contract(), layout, weighted))
         notice = watch.announce(self.label, digest, describe, follows=follows)
         if not follows:
-            notice.wait()
+            watch.wait(notice)
             watch.check()
             if notice.nobody_follows:
                 return False

@@ -42,6 +42,23 @@ def test_processes(ranks: int, hosts: str, gpus: str, transport: str) -> None:
     assert result.stdout.count("told 1 times") == (transport == "staged")
 
 
+@pytest.mark.mpi
+def test_mpi_that_takes_calls_from_one_thread_only() -> None:
+    """The comparison beside the step then speaks whenever the training thread calls."""
+    result = run_ranks(
+        """
+        import mpi4py
+        mpi4py.rc.thread_level = "single"
+        import gpu_checks
+        gpu_checks.main()
+        """,
+        2,
+        env=environment(2, "1,1"),
+        timeout_s=100,
+    ).check()
+    assert result.stdout.count("checks passed over nccl") == 2
+
+
 def test_one_process() -> None:
     result = run_ranks(
         "import gpu_checks; gpu_checks.main()",

@@ -12,10 +12,12 @@ from horo_lite.errors import DeviceError, MismatchError
 from horo_lite.transports import Transport
 
 if TYPE_CHECKING:
+    from horo_lite.transports.mpi import Funnel
     from horo_lite.transports.nccl import Lane
 
 _DIFFERS, _FOLLOWS, _FAILED = range(3)
 POLL_S = 0.2
+MAX_BEHIND = 8
 
 
 class Notice:
@@ -31,11 +33,6 @@ class Notice:
         self.generation = generation
         self.nobody_follows = False
         self.settled = threading.Event()
-
-    def wait(self) -> None:
-        """All ranks have said theirs, or that will not be."""
-        while not self.settled.wait(0.1):  # a time-out, so that Ctrl-C works
-            pass
 
 
 class Watch:
@@ -53,6 +50,7 @@ class Watch:
 
     def __init__(self, transport: Transport, lanes: Sequence[Lane]) -> None:
         self._transport = transport
+        self._funnel: Funnel | None = getattr(transport, "funnel", None)
         self._lanes = lanes
         self._error: Exception | None = None
         self._generation = 0
@@ -68,7 +66,13 @@ class Watch:
         state = _FOLLOWS if follows else _DIFFERS
         notice = Notice(label, digest, describe, state, self._generation)
         self._notices.put(notice)
+        if self._funnel is not None:  # nobody else lets the thread speak
+            self._serve_until(lambda _: self._notices.qsize() < MAX_BEHIND)
         return notice
+
+    def wait(self, notice: Notice) -> None:
+        """All ranks have said theirs, or that will not be."""
+        self._serve_until(notice.settled.wait)
 
     def check(self) -> None:
         """Raises what the comparison of earlier notices led to."""
@@ -85,8 +89,19 @@ class Watch:
     def close(self) -> None:
         """All that was announced has been compared; raises if there was a difference."""
         self._notices.put(None)
-        self._thread.join()
+
+        def has_ended(timeout_s: float) -> bool:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+
+        self._serve_until(has_ended)
         self.check()
+
+    def _serve_until(self, is_over: Callable[[float], bool]) -> None:
+        """Waits. Where MPI takes calls from one thread only, this one makes the other's."""
+        while not is_over(0.1 if self._funnel is None else 0.0):  # in turns, so that Ctrl-C works
+            if self._funnel is not None:
+                self._funnel.serve(0.05)
 
     def _loop(self) -> None:
         while True:
