@@ -6,6 +6,7 @@
 #   ARGS      more arguments for the demo, the benchmark, or (make test) pytest
 #   TORCH     what the tests with PyTorch install; TORCH= leaves PyTorch, and those tests, out
 #   CUDA_HOME a CUDA toolkit
+#   OUT       of `make gpu-check`: a file for what it prints
 PYTHON ?= python3
 NP ?= 2
 TORCH ?= torch==2.13.0
@@ -56,11 +57,11 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo test check fix bench examples wheel clean
+.PHONY: help demo test check fix bench examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the exchange cost
 	@echo "==> $(NP) ranks, digits_numpy.py"
@@ -68,11 +69,10 @@ demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the 
 	@echo "==> the same on one process, for comparison"
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
 
-examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example on 2 ranks
-	@for example in examples/my_framework.py examples/digits_*.py; do \
-	  if [ -z "$(TORCH)" ] && [ $$example = examples/digits_torch.py ]; then continue; fi; \
-	  echo "==> $(NP) ranks, $$example"; \
-	  $(LAUNCH) -n $(NP) $(PY) $$example $(ARGS) || exit; \
+examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
+	@for example in my_framework digits_numpy $(if $(TORCH),digits_torch); do \
+	  echo "==> $(NP) ranks, $$example.py"; \
+	  $(LAUNCH) -n $(NP) $(PY) examples/$$example.py $(ARGS) || exit; \
 	done
 
 test: $(TEST_READY) ## run the tests under Open MPI, and those that launch ranks again under MPICH
@@ -108,6 +108,11 @@ wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 1
 	@cd $(WHEEL) && for what in elf ptx; do \
 	  lib/python3*/site-packages/nvidia/*/bin/cuobjdump -l$$what built/horo_lite/_native*.so; done
 	@ls -s --block-size=K dist/*.whl
+
+# With $(PYTHON) as it is, and what it has.
+gpu-check: export PATH := $(patsubst $(CURDIR)/$(VENV)/bin:%,%,$(PATH))
+gpu-check: ## prove on a GPU what only a GPU can prove; builds for it, downloads nothing (8 minutes)
+	@OUT="$(OUT)" $(PYTHON) tests/gpu/check.py
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .venv-site .venv-mpich .venv-wheel build dist *.egg-info horo_lite/*.so

@@ -17,7 +17,7 @@ from report import Report, arguments
 
 import horo_lite as hvd
 
-xp = numpy  # The array module: with `import cupy`, `xp = cupy` computes on a GPU.
+xp = numpy  # The array module. In digits_cupy.py it is CuPy, and all this happens on a GPU.
 Array = Any
 
 

@@ -1,0 +1,21 @@
+"""Handwritten digits with the network of digits_numpy.py on GPUs: its array module is CuPy.
+
+python digits_cupy.py                        one GPU
+mpiexec -n 2 python digits_cupy.py           two GPUs, the same result
+"""
+
+from __future__ import annotations
+
+import digits_numpy
+
+try:
+    import cupy
+
+    cupy.cuda.runtime.getDeviceCount()
+except Exception as error:  # no CuPy, no GPU, or a driver that is too old
+    raise SystemExit(f"this example needs CuPy and an NVIDIA GPU: {error}") from None
+
+if __name__ == "__main__":
+    digits_numpy.__doc__ = __doc__  # what --help says
+    digits_numpy.xp = cupy
+    digits_numpy.main()

@@ -1,0 +1,94 @@
+"""Ranks of one machine, started without MPI: whoever starts them makes the memory they share.
+
+The starter writes one line of JSON to each rank's standard input (`invite`), and the rank makes a
+world of it (`join`), of which `hvd.init()` knows afterwards. All else is as under a launcher.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from horo_lite import _native
+from horo_lite.collectives import Group
+from horo_lite.transports.nccl import Lane, NcclTransport
+from horo_lite.transports.shm import ShmTransport
+from horo_lite.transports.staged import StagedTransport
+
+worlds: Any = import_module("horo_lite.world")  # horo_lite.world itself is a function
+N_GROUPS = 4  # direct calls, asynchronous ones, the watch, and the checks' own
+
+
+def invite(ranks: Sequence[subprocess.Popen[str]]) -> _native.Segment | None:
+    """The ranks know each other. What is returned is theirs: to be kept while they run."""
+    size = len(ranks)
+    pids = [rank.pid for rank in ranks]
+    segment = None
+    where: tuple[int, int, int] | None = None
+    if size > 1:
+        segment = _native.Segment.create(N_GROUPS * _native.ShmGroup.memory_bytes(size))
+        where = os.getpid(), segment.fd, segment.token
+    for number, rank in enumerate(ranks):
+        assert rank.stdin is not None
+        rank.stdin.write(json.dumps({"rank": number, "pids": pids, "where": where}) + "\n")
+        rank.stdin.close()
+    return segment
+
+
+def join() -> tuple[Any, Group]:
+    """This process's world, and a group of the same ranks beside it, over the host's memory."""
+    told = json.loads(sys.stdin.readline())
+    rank, pids = told["rank"], told["pids"]
+    size = len(pids)
+    if size == 1:
+        world = worlds.init()
+        assert world.device.kind == "cuda", world
+        return world, world.group
+    owner, descriptor, token = told["where"]
+    group_bytes = _native.ShmGroup.memory_bytes(size)
+    segment = _native.Segment.open(owner, descriptor, N_GROUPS * group_bytes, token)
+    names = [f"rank {r} (pid {pid})" for r, pid in enumerate(pids)]
+    transports = [
+        ShmTransport(_native.ShmGroup(segment, i * group_bytes, rank, size, pids, names))
+        for i in range(N_GROUPS)
+    ]
+    world = worlds.World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        cross_rank=0,
+        cross_size=1,
+        device=worlds.Device("cuda", rank % len(_native.gpus()[1])),
+        transport="shm",
+        homogeneous=True,
+        thread_multiple=True,
+        group=Group(*transports[:3]),
+    )
+    given = dict.fromkeys(("device", "threads", "binding", "test_hosts", "comm"))
+    worlds._session = worlds._Session(given, world, None, lambda: None)
+    worlds._use_gpu(world.device.index)
+    atexit.register(worlds._at_exit)
+    return world, Group(transports[3])
+
+
+def use_nccl_alone(world: Any) -> None:
+    """A world of one, which needs no NCCL, does its GPU's exchanges through one all the same."""
+    from horo_lite.plan import DEFAULT_BUCKET_BYTES
+    from horo_lite.transports.nccl_library import nccl_candidates
+
+    _native.nccl_library(nccl_candidates())
+    for asynchronous in (False, True):
+        lane = world.group._lane(world.device.index, asynchronous)
+        assert isinstance(lane, Lane)
+        meeting = _native.nccl_unique_id()
+        nccl = _native.NcclGroup(lane.queue, meeting, 0, 1, DEFAULT_BUCKET_BYTES, 60.0)
+        nccl.register_bucket(windows=nccl.can_use_windows)
+        staged = StagedTransport(lane.host, lane.queue, DEFAULT_BUCKET_BYTES)
+        lane._transport = NcclTransport(lane.host, nccl, staged)

@@ -1,0 +1,45 @@
+"""The checks of `make gpu-check`, tried on the twin of a GPU, so that they work when there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+def check(only: str, **env: str) -> subprocess.CompletedProcess[str]:
+    import horo_lite
+
+    package = Path(horo_lite.__file__).parent.parent
+    given = {"HORO_LITE_CHECK_PACKAGE": str(package), "HORO_LITE_CHECK_ONLY": only, **env}
+    return subprocess.run(
+        [sys.executable, str(HERE / "check.py")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, **given},
+    )
+
+
+@pytest.mark.parametrize("only", ["twin, 1 rank;twin, 2 ranks", "a killed peer"])
+def test_on_the_twin(only: str, tmp_path: Path) -> None:
+    out = tmp_path / "table"
+    ended = check(only, HORO_LITE_TEST_GPUS="a", OUT=str(out))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    passed, failed = ended.stdout.splitlines()[-1].removesuffix(" failed").split(" passed, ")
+    assert int(passed) == (38 if "twin" in only else 1)
+    assert int(failed) == 0
+    assert out.read_text() == ended.stdout
+
+
+def test_what_fails_is_counted_and_shown() -> None:
+    """Here NCCL cannot be found, and no check of a world over it can pass."""
+    ended = check("twin, 1 rank", HORO_LITE_TEST_GPUS="a", HORO_LITE_NCCL_LIB="/nowhere")
+    assert ended.returncode == 1
+    assert "FAILED:" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "0 passed, 1 failed"
