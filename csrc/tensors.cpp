@@ -259,6 +259,13 @@ bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_devic
     }
   }
   if (exchange_ == nullptr) return false;
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  nb::object negated = nb::steal(PyObject_CallMethodNoArgs(array.ptr(), is_neg));
+  if (!negated.is_valid()) {
+    PyErr_Clear();
+  } else if (negated.ptr() == Py_True) {  // DLPack does not tell
+    throw nb::value_error((at(index) + "a tensor that is yet to be negated: pass x.resolve_neg()").c_str());
+  }
   nb::dlpack::dltensor tensor{};
   if (exchange_(array.ptr(), &tensor) != 0) {
     PyErr_Clear();  // __dlpack__ will say it better

@@ -386,3 +386,15 @@ def test_from_numpy_and_to_host() -> None:
     made = adapters.from_numpy(np.array([1.5, 2], ml_dtypes.bfloat16), like)
     assert made.dtype is torch.bfloat16
     assert made.tolist() == [1.5, 2.0]
+
+
+def test_lazily_negated_tensors_are_refused() -> None:
+    """Their memory holds the opposite of what they say."""
+
+    def reduce(group: Group) -> None:
+        x = torch._neg_view(torch.ones(3))
+        with pytest.raises(ValueError, match="resolve_neg"):
+            group.allreduce_(x)
+        assert torch.equal(group.allreduce(x.resolve_neg(), Sum), torch.full((3,), -2.0))
+
+    run_threads(2, reduce)

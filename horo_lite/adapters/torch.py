@@ -12,6 +12,10 @@ import torch
 from horo_lite.adapters.object import Adapter, Array, Named
 
 
+# The core reads tensors through DLPack's table of C functions, ten times as fast as by way of NumPy.
+HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
 class TorchAdapter(Adapter):
     """torch.optim optimizers, torch.nn modules and tensors."""
 
@@ -38,16 +42,12 @@ class TorchAdapter(Adapter):
         gradient = parameter.grad
         if gradient is None:
             return None
-        try:
-            return gradient.numpy()
-        except (RuntimeError, TypeError):
-            pass  # asking first would cost more than all else, for thousands of parameters
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"it is sparse ({gradient.layout}), and only dense gradients are exchanged: make "
                 "the layer with sparse=False, or the gradient with .to_dense() before step()"
             )
-        return _memory(gradient)
+        return gradient if HAS_TABLE else _memory(gradient)
 
     def set_gradient(self, parameter: Any, array: Array) -> None:
         parameter.grad = self.from_numpy(array, parameter)
