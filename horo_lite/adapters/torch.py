@@ -11,8 +11,7 @@ import torch
 
 from horo_lite.adapters.object import Adapter, Array, Named
 
-
-# The core reads tensors through DLPack's table of C functions, ten times as fast as by way of NumPy.
+# The core reads tensors through DLPack's table of C functions, many times faster than NumPy's way.
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
