@@ -2,6 +2,8 @@
 
 python digits_cupy.py                        one GPU
 mpiexec -n 2 python digits_cupy.py           two GPUs, the same result
+
+All else is as it is there: the flags, the table, the check at the end.
 """
 
 from __future__ import annotations

@@ -77,12 +77,12 @@ class Torch(Library):
         torch.zeros(1, device="cuda")  # an error here says what is wrong
 
     def make(self, values: Host) -> Any:
-        values = np.ascontiguousarray(values)
+        shape, values = values.shape, np.ascontiguousarray(values)
         if values.dtype.name == "bfloat16":
             host = self.torch.from_numpy(values.view(np.int16)).view(self.torch.bfloat16)
         else:
             host = self.torch.from_numpy(values)
-        x = host.to("cuda").reshape(values.shape)
+        x = host.to("cuda").reshape(shape)
         self.torch.cuda.synchronize()
         return x
 

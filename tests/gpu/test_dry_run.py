@@ -1,4 +1,4 @@
-"""The checks of `make gpu-check`, tried on the twin of a GPU, so that they work when there is one."""
+"""The checks of `make gpu-check`, tried on the twin of a GPU: they work when there is a GPU."""
 
 from __future__ import annotations
 
