@@ -108,6 +108,34 @@ def test_a_forgotten_broadcast_is_noticed() -> None:
     assert "bit-identical" not in result.stdout
 
 
+def cupy_and_a_gpu() -> bool:
+    try:
+        import cupy
+
+        return bool(cupy.cuda.runtime.getDeviceCount())
+    except Exception:
+        return False
+
+
+@pytest.mark.skipif(cupy_and_a_gpu(), reason="CuPy and a GPU are here: make gpu-check runs it")
+def test_without_cupy_or_a_gpu_the_example_says_so() -> None:
+    result = run("digits_cupy.py", 1)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("this example needs CuPy and an NVIDIA GPU: ")
+
+
+# What is of NumPy in the example, and was seen in CuPy 14.2, which is too large to install for this.
+IN_CUPY = {"arange", "asarray", "exp", "float32", "log", "pad", "zeros", "zeros_like"}
+IN_CUPY |= {"lib.stride_tricks.sliding_window_view"}
+
+
+def test_the_network_asks_nothing_of_its_array_module_that_cupy_lacks() -> None:
+    code = (EXAMPLES / "digits_numpy.py").read_text()
+    assert set(re.findall(r"\bxp\.([\w.]*\w)", code)) == IN_CUPY
+
+
 @pytest.mark.mpi
 def test_a_framework_of_ones_own() -> None:
     result = run("my_framework.py", 2).check()
