@@ -126,7 +126,7 @@ def test_without_cupy_or_a_gpu_the_example_says_so() -> None:
     assert line.startswith("this example needs CuPy and an NVIDIA GPU: ")
 
 
-# What is of NumPy in the example, and was seen in CuPy 14.2, which is too large to install for this.
+# What the example uses of NumPy, seen in CuPy 14.2, which is too large to install for this.
 IN_CUPY = {"arange", "asarray", "exp", "float32", "log", "pad", "zeros", "zeros_like"}
 IN_CUPY |= {"lib.stride_tricks.sliding_window_view"}
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from allreduce import resnet50_shapes
 from libraries import Torch, Twin
 from ranks import join, use_nccl_alone
 from torch._utils import _flatten_dense_tensors as flatten
@@ -256,31 +257,14 @@ def one_launch(gradients: Gradients, shape: str) -> None:
 # --- host time ------------------------------------------------------------------------------------
 
 
-def resnet50() -> list[tuple[int, ...]]:
-    """The shapes of its 161 parameters."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
-    channels = 64
-    for planes, n_blocks in [(64, 3), (128, 4), (256, 6), (512, 3)]:
-        for block in range(n_blocks):
-            kernels = [
-                (planes, channels, 1, 1),
-                (planes, planes, 3, 3),
-                (4 * planes, planes, 1, 1),
-                *([(4 * planes, channels, 1, 1)] if block == 0 else []),
-            ]
-            for kernel in kernels:
-                shapes += [kernel, (kernel[0],), (kernel[0],)]
-            channels = 4 * planes
-    return [*shapes, (1000, 2048), (1000,)]
-
-
 def host_time(how: str) -> None:
     library: Any = Twin() if TWIN else Torch()
     world, _ = join()
     if how == "alone":
         use_nccl_alone(world)
-    shapes = [tuple(max(1, n // 8) for n in s) for s in resnet50()] if TWIN else resnet50()
-    assert len(shapes) == 161
+    shapes = resnet50_shapes()
+    if TWIN:
+        shapes = [tuple(max(1, n // 8) for n in shape) for shape in shapes]
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
         what = f"a step of ResNet-50's 161 gradients, {world.size} ranks over NCCL, {compression!r}"
         if world.rank == 0:

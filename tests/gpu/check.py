@@ -177,7 +177,8 @@ def program(name: str) -> str | None:
 
 def environment(step: Step, rank: int, limit_s: float) -> dict[str, str]:
     env = dict(os.environ)
-    places = [PACKAGE, HERE, TESTS, PROJECT / "examples", env.get("PYTHONPATH", "")]
+    places = [PACKAGE, HERE, TESTS, PROJECT / "examples", PROJECT / "benchmarks"]
+    places.append(env.get("PYTHONPATH", ""))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, places)))
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     env["PYTHONUNBUFFERED"] = "1"
