@@ -140,7 +140,9 @@ class GpuArrays:
                         "the underscore, which returns a new array"
                     )
                 self._adapters[type(x)] = adapter, x
-        self._read(NO_ORDER)
+        # JAX takes whatever it is given for a stream, NO_ORDER too.
+        self._at_sight = self._queue.stream if None in self._streams() else NO_ORDER
+        self._read(self._at_sight)
         if strided := self.tensors.strided:
             self._copy(strided)
 
@@ -152,7 +154,7 @@ class GpuArrays:
 
     def use_c_order(self) -> None:
         if self.tensors.layout:
-            orders = [_native.Tensors([x], stream=NO_ORDER).layout for x in self.arrays]
+            orders = [_native.Tensors([x], stream=self._at_sight).layout for x in self.arrays]
             self._copy([i for i, order in enumerate(orders) if order])
 
     def _copy(self, indices: Sequence[int]) -> None:
@@ -161,8 +163,8 @@ class GpuArrays:
             x = self.arrays[i]
             self._originals.setdefault(i, x)
             self.arrays[i] = self._adapters[type(x)][0].copy(x)
-            bytes_copied += _native.Tensors([self.arrays[i]], stream=NO_ORDER).nbytes
-        self._read(NO_ORDER)
+            bytes_copied += _native.Tensors([self.arrays[i]], stream=self._at_sight).nbytes
+        self._read(self._at_sight)
 
     def _read(self, stream: int) -> None:
         self.tensors = _native.Tensors(self.arrays, stream=stream)
@@ -212,8 +214,7 @@ class GpuArrays:
                 array = adapter.empty(x, shape)
         else:
             array = adapter.empty(x, shape)
-        known = self._is_ours or adapter.stream(x) is not None
-        return array, _native.Tensors([array], stream=NO_ORDER if known else self._queue.stream)
+        return array, _native.Tensors([array], stream=self._at_sight)
 
     def copy(self, source: _native.Tensors, to: _native.Tensors) -> None:
         self._queue.copy(source, to)
@@ -246,7 +247,7 @@ class GpuView:
     def __init__(self, x: Array, queue: _native.DeviceQueue) -> None:
         self._queue = queue
         self._x = x
-        self._tensors = _native.Tensors([x], stream=NO_ORDER)
+        self._tensors = _native.Tensors([x], stream=queue.stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self._queue.index
