@@ -440,7 +440,7 @@ def main() -> int:
     if why:
         table.line(f"no GPU to be used: {why}")
         return 2
-    sys.path[:0] = [str(PACKAGE), str(TESTS)]
+    sys.path[:0] = [str(PACKAGE), str(HERE), str(TESTS)]
     only = os.environ.get("HORO_LITE_CHECK_ONLY", "").split(";")
     for step in steps():
         if not any(part in step.name for part in only):
