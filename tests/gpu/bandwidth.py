@@ -268,7 +268,8 @@ def host_time(how: str) -> None:
     if TWIN:
         shapes = [tuple(max(1, n // 8) for n in shape) for shape in shapes]
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
-        what = f"a step of ResNet-50's 161 gradients, {world.size} rank{'s' * (world.size > 1)}, {compression!r}"
+        who = f"{world.size} rank{'s' * (world.size > 1)}"
+        what = f"a step of ResNet-50's 161 gradients, {who}, {compression!r}"
         if world.rank == 0:
             print(f"begin {what}", flush=True)
         inner, _ = library.optimizer([np.zeros(s, np.float32) for s in shapes])
