@@ -31,7 +31,7 @@ def agree(
     digest = digest_of(contract)
     headers = transport.agree(digest, count, weight, label=label)
     if any(header.digest != digest for header in headers):
-        raise MismatchError(explain(label, told(transport, describe())))
+        raise MismatchError(explain(label, told(transport, describe()), transport.ranks))
     return headers
 
 
@@ -52,8 +52,11 @@ def exchange_bytes(transport: Transport, mine: bytes, sizes: Sequence[int]) -> l
     return [part.tobytes() for part in parts]
 
 
-def explain(label: str, descriptions: Sequence[str]) -> str:
-    """The text of a MismatchError, from one description a rank: the first line that differs."""
+def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) -> str:
+    """The text of a MismatchError, from one description a rank: the first line that differs.
+
+    `ranks` are the world's numbers of the ranks, where not all of them take part.
+    """
     lines = [description.split("\n") for description in descriptions]
     longest = max(map(len, lines))
     for i in range(longest):
@@ -62,7 +65,7 @@ def explain(label: str, descriptions: Sequence[str]) -> str:
             break
     whose: dict[str, list[int]] = {}
     for rank, text in enumerate(said):
-        whose.setdefault(text, []).append(rank)
+        whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
     who = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in whose.items()

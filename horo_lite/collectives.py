@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -79,6 +79,7 @@ class Group:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
+        self._number = transport.ranks[transport.rank]
         self._async_transport = async_transport
         self._watch_transport = watch_transport
         self._watch: Watch | None = None
@@ -286,8 +287,11 @@ class Group:
 
     def barrier(self) -> None:
         """All ranks have called this."""
-        label = "barrier"
-        self._run(lambda transport: agree(transport, label, label, lambda: label))
+        self.agree("barrier", "barrier")
+
+    def agree(self, label: str, what: str) -> None:
+        """All ranks have called this with the same texts; MismatchError if they were not."""
+        self._run(lambda transport: agree(transport, label, (label, what), lambda: what))
 
     def broadcast_object(self, obj: T, root_rank: int = 0, *, name: str | None = None) -> T:
         """What `obj` is on rank `root_rank`: any picklable object; other ranks' is ignored."""
@@ -427,10 +431,14 @@ class Group:
         finally:
             for lane in self._lanes or ():
                 lane.reset()
-            for transport in (self.transport, self._async_transport, self._watch_transport):
-                if transport is not None:
-                    transport.leave()
-                    transport.close()
+            for transport in self.transports():
+                transport.leave()
+                transport.close()
+
+    def transports(self) -> list[Transport]:
+        """All that it was made of."""
+        own = (self.transport, self._async_transport, self._watch_transport)
+        return [transport for transport in own if transport is not None]
 
     # How direct calls run.
 
@@ -438,8 +446,8 @@ class Group:
         """Nothing, if this process may use the group; NotInitializedError otherwise."""
         if os.getpid() != self._pid:
             raise NotInitializedError(
-                f"process {os.getpid()} is a forked child of rank {self.rank} (a data loader?) and "
-                "takes no part in the world: call collectives in the parent only"
+                f"process {os.getpid()} is a forked child of rank {self._number} (a data loader?) "
+                "and takes no part in the world: call collectives in the parent only"
             )
         if self._closed:
             raise NotInitializedError(
@@ -477,7 +485,7 @@ class Group:
         lane = self._lanes[asynchronous]
         if lane.index != gpu:
             raise ValueError(
-                f"the arrays lie on cuda:{gpu}, but rank {self.rank} has exchanged arrays of "
+                f"the arrays lie on cuda:{gpu}, but rank {self._number} has exchanged arrays of "
                 f"cuda:{lane.index} before: a rank uses one GPU"
             )
         return lane
@@ -631,13 +639,14 @@ class Group:
             return None
         from horo_lite.transports.shm import ShmTransport
 
+        text = partial(explain, ranks=direct.ranks)
         if isinstance(direct, ShmTransport) and isinstance(other, ShmTransport):
-            return _native.Engine.over_shm(other.group, direct.group, explain)
+            return _native.Engine.over_shm(other.group, direct.group, text)
         from horo_lite.transports.mpi import MpiChannel, MpiTransport
 
         assert isinstance(other, MpiTransport)
         channel = MpiChannel(other)
-        return _native.Engine.over_channel(channel, explain, channel.serve)
+        return _native.Engine.over_channel(channel, text, channel.serve)
 
     def _reduce_async(
         self,

@@ -67,7 +67,16 @@ class _Session(NamedTuple):
     given: dict[str, Any]
     world: World
     comm: Any
+    host_of_rank: list[int]
     restore_threads: Callable[[], None]
+    parts: list[Group]  # that new_group() made and free_group() has not closed
+
+    def close(self) -> None:
+        """This rank has left the world and all its parts."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.world.group.close)
+            for group in self.parts:
+                stack.callback(group.close)
 
 
 _session: _Session | None = None
@@ -187,7 +196,7 @@ def _join(given: dict[str, Any]) -> _Session:
     )
     # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)
-    return _Session(given, world, comm, restore_threads)
+    return _Session(given, world, comm, host_of_rank, restore_threads, [])
 
 
 def _communicator(comm: Any, launch: launcher.Launch | None) -> tuple[Any, Any]:
@@ -372,6 +381,66 @@ def world() -> World:
     return _session.world
 
 
+def new_group(ranks: Sequence[int]) -> Group | None:
+    """A group over some of the world's ranks; None on a rank that is not one of them.
+
+    Every rank of the world calls it, with the same numbers; the new group counts its ranks from 0,
+    in that order. Groups may overlap. `shutdown()` closes what `free_group` did not.
+    """
+    from horo_lite.collectives import Group
+    from horo_lite.transports import connect
+
+    world_ = world()
+    ranks = [int(rank) for rank in ranks]
+    world_.group.agree("new_group", f"ranks {ranks}")
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_.size)):
+        raise ValueError(
+            f"the ranks of a group must be different numbers from 0 to {world_.size - 1}, and at "
+            f"least one, not {ranks}"
+        )
+    assert _session is not None
+    comm, is_member = None, world_.rank in ranks
+    if _session.comm is not None:
+        # Ranks outside take part in this and in nothing else.
+        place = ranks.index(world_.rank) if is_member else 0
+        comm = _session.comm.Split(0 if is_member else _undefined(), place)
+    if not is_member:
+        return None
+    transports = connect(
+        comm,
+        [_session.host_of_rank[rank] for rank in ranks],
+        n_transports=len(world_.group.transports()),
+        ranks=ranks,
+        beside=world_.group.transport,
+    )
+    if comm is not None:
+        comm.Free()
+    if _ending is not None:
+        _ending.transports = [*_ending.transports, *transports]
+    group = Group(*transports)
+    _session.parts.append(group)
+    return group
+
+
+def free_group(group: Group) -> None:
+    """What all ranks of a group of `new_group` have submitted is complete, and this rank left it.
+
+    Called by its ranks; who goes on using it finds PeerLostError.
+    """
+    if _session is not None and group in _session.parts:
+        _session.parts.remove(group)
+    group.close()
+    if _ending is not None:
+        gone = group.transports()
+        _ending.transports = [one for one in _ending.transports if one not in gone]
+
+
+def _undefined() -> int:
+    from mpi4py import MPI
+
+    return int(MPI.UNDEFINED)
+
+
 def is_initialized() -> bool:
     """True between init() and shutdown()."""
     return _session is not None
@@ -391,7 +460,7 @@ def shutdown() -> None:
     _session, _ending, _was_shut_down = None, None, True
     atexit.unregister(_at_exit)
     try:
-        session.world.group.close()
+        session.close()
         if session.comm is not None:
             session.comm.Free()
     finally:
@@ -503,7 +572,7 @@ def _at_exit() -> None:
     if _session is None or _forked:
         return
     try:
-        _session.world.group.close()
+        _session.close()
     except BaseException as error:
         # An exception raised here is printed and forgotten, and the exit code stays 0.
         if _ending is not None:

@@ -37,6 +37,8 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
+    ranks: Sequence[int]
+    """What messages call each rank: its number in the world."""
 
     @property
     def host(self) -> Transport:
@@ -90,6 +92,8 @@ class Local(NamedTuple):
     """The ranks of this host, and the memory they share."""
 
     comm: MPI.Comm
+    ranks: Sequence[int]
+    """Of all of `connect`'s ranks, their numbers in the world."""
     segment: _native.Segment
     group_bytes: int
     scratch_bytes: int
@@ -115,20 +119,29 @@ class Local(NamedTuple):
 
 
 def connect(
-    comm: MPI.Comm | None, host_of_rank: Sequence[int], n_transports: int = 2
+    comm: MPI.Comm | None,
+    host_of_rank: Sequence[int],
+    n_transports: int = 2,
+    ranks: Sequence[int] | None = None,
+    beside: Transport | None = None,
 ) -> list[Transport]:
     """Independent transports over the ranks of `comm`: for direct calls, for the engine, and more.
 
     Collective over `comm`. `host_of_rank[r]` numbers the host that rank r runs on; ranks with equal
-    numbers share memory. `comm` None is a world of one.
+    numbers share memory. `comm` None is a world of one. For a part of a world, `ranks` are its
+    ranks' numbers there, and `beside` is a transport of that world.
     """
+    if ranks is None:
+        ranks = range(len(host_of_rank))
     if comm is None or comm.size == 1:
         from horo_lite.transports.solo import SoloTransport
 
-        return [SoloTransport() for _ in range(n_transports)]
+        return [SoloTransport(ranks) for _ in range(n_transports)]
+    # Who waits in a part of a world must let the world's engine go on: see Funnel.
+    funnel = getattr(beside, "funnel", None)
     hosts = sorted(set(host_of_rank))
-    host = hosts.index(host_of_rank[comm.rank])
-    local = _local(comm, host, len(hosts), n_transports)
+    over_mpi = len(hosts) > 1 or funnel is not None
+    local = _local(comm, hosts.index(host_of_rank[comm.rank]), over_mpi, n_transports, ranks)
     if local is None:
         warnings.warn(
             "horo_lite: the ranks of a host cannot open each other's memory through /proc "
@@ -136,33 +149,37 @@ def connect(
             "through MPI instead, which is slower",
             stacklevel=3,
         )
-        hosts = list(range(comm.size))
-        local = _local(comm, comm.rank, len(hosts), n_transports)
+        over_mpi = True
+        local = _local(comm, comm.rank, over_mpi, n_transports, ranks)
         if local is None:
             raise OSError("shared memory could not be made on this host: see the system's limits")
-    if len(hosts) == 1:
+    if not over_mpi:
         from horo_lite.transports.shm import ShmTransport
 
-        transports: list[Transport] = [ShmTransport(local.group(i)) for i in range(n_transports)]
+        transports: list[Transport] = [
+            ShmTransport(local.group(i), ranks) for i in range(n_transports)
+        ]
         local.comm.Free()  # MPI has done its part
         return transports
     from horo_lite.transports.mpi import Funnel, Lines, MpiTransport
 
     Lines.free_closed(comm)
-    funnel = Funnel.if_needed()
+    funnel = Funnel.if_needed(funnel)
     transports = [MpiTransport(comm, local, i, funnel) for i in range(n_transports)]
     local.comm.Free()
     return transports
 
 
-def _local(comm: MPI.Comm, host: int, n_hosts: int, n_transports: int) -> Local | None:
+def _local(
+    comm: MPI.Comm, host: int, over_mpi: bool, n_transports: int, ranks: Sequence[int]
+) -> Local | None:
     """This rank's host; None, on every rank, if some host's ranks cannot share memory."""
     from horo_lite.transports.mpi import scratch_bytes
 
     # As `comm` numbers them: ranks of a host keep their order.
     neighbours = comm.Split(host, comm.rank)
     group_bytes = _native.ShmGroup.memory_bytes(neighbours.size)
-    scratch = scratch_bytes(neighbours.size) if n_hosts > 1 else 0
+    scratch = scratch_bytes(neighbours.size) if over_mpi else 0
     n_bytes = n_transports * (group_bytes + scratch)
     segment = None
     opened = True
@@ -184,10 +201,12 @@ def _local(comm: MPI.Comm, host: int, n_hosts: int, n_transports: int) -> Local 
         return None
     assert segment is not None
     segment.close_descriptor()
-    pid, name = os.getpid(), f"rank {comm.rank} (pid {os.getpid()} on {socket.gethostname()})"
+    pid = os.getpid()
+    name = f"rank {ranks[comm.rank]} (pid {pid} on {socket.gethostname()})"
     people: list[tuple[int, str]] = neighbours.allgather((pid, name))
     return Local(
         neighbours,
+        ranks,
         segment,
         group_bytes,
         scratch,

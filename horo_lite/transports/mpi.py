@@ -53,28 +53,29 @@ class Funnel:
     deadlock comes of it: a direct call waits for the same direct call on its peers and for nothing
     that an engine does; and engines wait for engines, which are served wherever a thread waits, so
     they get as far as engines that call MPI themselves. (Neighbours in a direct call also meet in
-    shared memory, without serving, but only once all ranks have entered that call.)
+    shared memory, without serving, but only once all ranks have entered that call.) A part of the
+    world has a funnel of its own `beside` the world's: whoever waits in one serves both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Funnel | None = None) -> None:
         self._owner = threading.get_ident()
         self._closed = False
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
-        self._asked = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Funnel, Callable[[], Any], queue.SimpleQueue[Any]]]
+        self._asked = queue.SimpleQueue() if beside is None else beside._asked
 
     @staticmethod
-    def if_needed() -> Funnel | None:
+    def if_needed(beside: Funnel | None = None) -> Funnel | None:
         """A funnel for the calling thread, unless MPI grants THREAD_MULTIPLE."""
         from mpi4py import MPI
 
-        return None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else Funnel()
+        return None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else Funnel(beside)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """What `function(*args)` returned to the thread that may call MPI."""
         if threading.get_ident() == self._owner:
             return function(*args)
         answers: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
-        self._asked.put((partial(function, *args), answers))
+        self._asked.put((self, partial(function, *args), answers))
         if self._closed:
             raise HoroLiteError("shutdown() has ended what was under way")
         value, error = answers.get()
@@ -92,10 +93,12 @@ class Funnel:
         value: Any = None
         error: BaseException | None = None
         try:
-            function, answers = self._asked.get(timeout_s > 0, timeout_s)
+            whose, function, answers = self._asked.get(timeout_s > 0, timeout_s)
         except queue.Empty:
             return False
         try:
+            if whose._closed:
+                raise HoroLiteError("shutdown() has ended what was under way")
             value = function()
         except BaseException as raised:
             error = raised
@@ -107,10 +110,16 @@ class Funnel:
     def close(self) -> None:
         """Whoever asks for something, now or later, gets an error."""
         self._closed = True
+        others = []
         with suppress(queue.Empty):
             while True:
-                _, answers = self._asked.get_nowait()
-                answers.put((None, HoroLiteError("shutdown() has ended what was under way")))
+                asked = self._asked.get_nowait()
+                if asked[0] is self:
+                    asked[2].put((None, HoroLiteError("shutdown() has ended what was under way")))
+                else:
+                    others.append(asked)
+        for asked in others:
+            self._asked.put(asked)
 
 
 class Post:
@@ -195,7 +204,7 @@ class Lines:
         """Communicators of former worlds over the same ranks are given back; collective.
 
         Not earlier: to do it in shutdown() a rank would have to wait for all others. What some rank
-        did not close in good order is left to the end of MPI.
+        did not close in good order is left to the end of MPI, as is what it still uses.
         """
         from mpi4py import MPI
 
@@ -208,6 +217,8 @@ class Lines:
             for i, lines in enumerate(former):
                 if all(offers[i][0] for offers in everyone):
                     lines.free([offers[i][1] for offers in everyone])
+                else:
+                    Lines.made.append(lines)
 
 
 def _at_once(function: Callable[..., T], *args: Any) -> T:
@@ -231,6 +242,7 @@ class MpiTransport:
         self._serve = None if funnel is None or which != 0 else funnel.serve
         self.rank = comm.rank
         self.size = comm.size
+        self.ranks = local.ranks
         self._local = local.group(which)
         self._segment = local.segment
         n_local = local.comm.size
@@ -405,7 +417,7 @@ class MpiTransport:
         """PeerLostError if `peer`, which this rank needs for `name`, has left or given up."""
         self._hear()
         if peer in self._left:
-            self._check_left(peer, 0.0, f"rank {self.rank} waited for it in {name}")
+            self._check_left(peer, 0.0, f"rank {self.ranks[self.rank]} waited for it in {name}")
         self._local.check_peers(name)
 
     def _hear(self) -> None:
@@ -413,18 +425,20 @@ class MpiTransport:
         for peer, tag, text in self._call(self._control.hear):
             if tag == _GAVE_UP:
                 reason = text.decode(errors="replace")
-                raise PeerLostError(f"rank {peer} gave up while {self._doing()}: {reason}")
+                raise PeerLostError(
+                    f"rank {self.ranks[peer]} gave up while {self._doing()}: {reason}"
+                )
             self._left[peer] = time.monotonic()
 
     def _check_left(self, peer: int, started: float, doing: str) -> None:
         if time.monotonic() - max(self._left[peer], started) > GRACE_S:
             raise PeerLostError(
-                f"rank {peer} has left the job (its program ended, or it called shutdown) "
-                f"while {doing}"
+                f"rank {self.ranks[peer]} has left the job (its program ended, or it called "
+                f"shutdown) while {doing}"
             )
 
     def _doing(self) -> str:
-        return f"rank {self.rank} waited in {self._label or 'an operation'}"
+        return f"rank {self.ranks[self.rank]} waited in {self._label or 'an operation'}"
 
     def abandon(self, reason: str) -> None:
         self._broken = self._broken or f"this rank gave up: {reason}"

@@ -31,6 +31,7 @@ class NcclTransport:
     def __init__(self, host: Transport, group: _native.NcclGroup, staged: StagedTransport) -> None:
         self.rank = host.rank
         self.size = host.size
+        self.ranks = host.ranks
         self.group = group
         self.host = host
         self._staged = staged

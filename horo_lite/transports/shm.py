@@ -13,10 +13,11 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, group: _native.ShmGroup) -> None:
+    def __init__(self, group: _native.ShmGroup, ranks: Sequence[int] | None = None) -> None:
         self.group = group
         self.rank = group.rank
         self.size = group.size
+        self.ranks = range(group.size) if ranks is None else ranks
 
     @property
     def host(self) -> ShmTransport:

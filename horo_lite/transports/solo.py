@@ -15,6 +15,9 @@ class SoloTransport:
     rank = 0
     size = 1
 
+    def __init__(self, ranks: Sequence[int] = (0,)) -> None:
+        self.ranks = ranks
+
     @property
     def host(self) -> SoloTransport:
         return self

@@ -20,6 +20,7 @@ class StagedTransport:
     def __init__(self, host: Transport, queue: _native.DeviceQueue, stage_bytes: int) -> None:
         self.rank = host.rank
         self.size = host.size
+        self.ranks = host.ranks
         self.host = host
         self._queue = queue
         self._stage_bytes = stage_bytes

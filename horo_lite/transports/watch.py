@@ -156,4 +156,5 @@ class Watch:
         if not any(states):
             notice.nobody_follows = True
         elif any(header.digest != notice.digest for header in headers):
-            raise MismatchError(explain(notice.label, told(self._transport, notice.describe())))
+            texts = told(self._transport, notice.describe())
+            raise MismatchError(explain(notice.label, texts, self._transport.ranks))
