@@ -71,8 +71,15 @@ def join() -> tuple[Any, Group]:
         thread_multiple=True,
         group=Group(*transports[:3]),
     )
-    given = dict.fromkeys(("device", "threads", "binding", "test_hosts", "comm"))
-    worlds._session = worlds._Session(given, world, None, lambda: None)
+    session = {
+        "given": dict.fromkeys(("device", "threads", "binding", "test_hosts", "comm")),
+        "world": world,
+        "comm": None,
+        "host_of_rank": [0] * size,
+        "restore_threads": lambda: None,
+        "parts": [],
+    }
+    worlds._session = worlds._Session(**{name: session[name] for name in worlds._Session._fields})
     worlds._use_gpu(world.device.index)
     atexit.register(worlds._at_exit)
     return world, Group(transports[3])
