@@ -208,6 +208,8 @@ class Group:
         label: str,
         op: Op = Average,
         compression: Compressor = Compression.none,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
         weight: float | None = None,
         follows: bool = True,
     ) -> bool:
@@ -221,8 +223,16 @@ class Group:
         A rank that passes `follows=False`, where `compares_later`, waits to hear what the others
         do. If all pass it, nothing is exchanged, and the result is False.
         """
+        memory = self._memory(arrays)
         reduction = _Reduction(
-            "exchange", label, self._memory(arrays), op, compression, names=names
+            "exchange",
+            label,
+            memory,
+            op,
+            compression,
+            prescale_factor,
+            postscale_factor,
+            names=names,
         )
         reduction.weight = weight
         return self._reduce(reduction, follows)
@@ -356,11 +366,22 @@ class Group:
         label: str,
         op: Op = Average,
         compression: Compressor = Compression.none,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
         weight: float | None = None,
     ) -> Handle:
         """As `exchange`, matched by `label`; hands off the arrays until it is synchronized."""
         memory = self._memory(arrays, asynchronous=True)
-        reduction = _Reduction("exchange", label, memory, op, compression, names=names)
+        reduction = _Reduction(
+            "exchange",
+            label,
+            memory,
+            op,
+            compression,
+            prescale_factor,
+            postscale_factor,
+            names=names,
+        )
         reduction.weight = weight
         return self._submit_reduction(reduction, lambda: None)
 
@@ -439,6 +460,12 @@ class Group:
         """All that it was made of."""
         own = (self.transport, self._async_transport, self._watch_transport)
         return [transport for transport in own if transport is not None]
+
+    @property
+    def carrier(self) -> str:
+        """The name of the transport that arrays take: a GPU's, once one is connected."""
+        found = self._lanes[0].found if self._lanes is not None else None
+        return self.transport.name if found is None else found.name
 
     # How direct calls run.
 

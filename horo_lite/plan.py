@@ -38,7 +38,8 @@ class Plan:
     memory (i itself for an ordinary one), so that memory shared by two parameters travels once.
     `buckets` are the indices that travel together, the last parameters first, because backward
     passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
-    bucket of its own. `travelling` are all of them in that order. `digest` has 63 bits and is the
+    bucket of its own. `together` numbers the group of each parameter, or is empty: gradients of one
+    group, unless it is -1, are a bucket whatever their size. `travelling` are all of them in that order. `digest` has 63 bits and is the
     same in every process.
     """
 
@@ -48,6 +49,7 @@ class Plan:
     bucket_bytes: int
     wire: str
     options: tuple[tuple[str, str], ...] = ()
+    together: tuple[int, ...] = ()
     buckets: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
     travelling: tuple[int, ...] = field(init=False, compare=False, repr=False)
     digest: int = field(init=False, compare=False)
@@ -76,8 +78,8 @@ class Plan:
     def lacks_only_some_of(self, other: Plan) -> bool:
         """Whether zeros in place of some missing gradients make it `other`."""
         return (
-            (self.bucket_bytes, self.wire, self.options)
-            == (other.bucket_bytes, other.wire, other.options)
+            (self.bucket_bytes, self.wire, self.options, self.together)
+            == (other.bucket_bytes, other.wire, other.options, other.together)
             and len(self.entries) == len(other.entries)
             and all(
                 other.present[i]
@@ -93,8 +95,12 @@ class Plan:
         buckets: list[tuple[int, ...]] = []
         current: list[int] = []
         filled = 0
+        grouped: dict[int, list[int]] = {}
         for i in reversed(range(len(self.entries))):
             if not self.present[i] or self.owners[i] != i:
+                continue
+            if self.together and self.together[i] >= 0:
+                grouped.setdefault(self.together[i], []).append(i)
                 continue
             size = self.wire_bytes(i)
             if current and filled + size > self.bucket_bytes:
@@ -102,7 +108,10 @@ class Plan:
                 current, filled = [], 0
             current.append(i)
             filled += size
-        return (*buckets, tuple(current)) if current else tuple(buckets)
+        buckets += [tuple(current)] if current else []
+        if grouped:  # a bucket is complete with its first parameter, the last one reached
+            buckets = sorted([*buckets, *map(tuple, grouped.values())], key=min, reverse=True)
+        return tuple(buckets)
 
     def _hash(self) -> int:
         # A missing gradient has only a name here: what it looks like is the other ranks' to say.
@@ -110,7 +119,7 @@ class Plan:
             (e.name, e.dtype, e.shape, owner) if here else (e.name,)
             for e, here, owner in zip(self.entries, self.present, self.owners, strict=True)
         ]
-        return hash63(repr((self.bucket_bytes, self.wire, self.options, seen)))
+        return hash63(repr((self.bucket_bytes, self.wire, self.options, self.together, seen)))
 
 
 def hash63(text: str) -> int:
@@ -140,6 +149,7 @@ def merge(plans: Sequence[Plan]) -> Plan:
         bucket_bytes=plans[0].bucket_bytes,
         wire=plans[0].wire,
         options=plans[0].options,
+        together=plans[0].together,
     )
 
 
@@ -149,7 +159,12 @@ def first_difference(plans: Sequence[Plan]) -> str | None:
     None if they can be carried out together: a gradient missing on some ranks is no difference.
     """
     settings = [
-        {"bucket_bytes": str(plan.bucket_bytes), "compression": plan.wire, **dict(plan.options)}
+        {
+            "bucket_bytes": str(plan.bucket_bytes),
+            "compression": plan.wire,
+            **dict(plan.options),
+            "groups": str(plan.together),
+        }
         for plan in plans
     ]
     for key in dict.fromkeys(key for setting in settings for key in setting):

@@ -34,6 +34,7 @@ class Offer(NamedTuple):
     agreed: Plan | None  # under which buckets may have left
     n_begun: int  # how many have
     label: str
+    note: str
 
 
 class Reducer:
@@ -65,6 +66,9 @@ class Reducer:
         bucket_bytes: int = 25 * 2**20,
         passes: int = 1,
         streams: bool = True,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        options: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.group = group
         self._adapter = adapter
@@ -73,19 +77,28 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._passes = passes
         self._streams = streams
-        self._options = (
-            ("op", op.name),
-            ("compression", str(compression.name)),
-            ("backward_passes_per_step", str(passes)),
-        )
+        self._factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+        self.options = {
+            "op": op.name,
+            "compression": str(compression.name),
+            "backward_passes_per_step": str(passes),
+            **dict(options),
+        }
+        self.note = ""
+        self.notes: list[str] = []
+        self._number = 0
+        self._position = ""
         self._label = ""
         self._weight: float | None = None
         self._parameters: list[tuple[str, Any]] = []
         self._handles: list[Handle] = []
         self.bind(parameters)
 
-    def bind(self, parameters: Sequence[tuple[str, Any]]) -> None:
-        """From the next step on, these named parameters are meant; cheap if nothing changed."""
+    def bind(self, parameters: Sequence[tuple[str, Any]], together: Sequence[int] = ()) -> None:
+        """From the next step on, these named parameters are meant; cheap if nothing changed.
+
+        `together` as in `Plan`.
+        """
         if len(parameters) == len(self._parameters) and all(
             new is old and name == known
             for (name, new), (known, old) in zip(parameters, self._parameters, strict=True)
@@ -94,8 +107,8 @@ class Reducer:
         if self._handles:
             raise RuntimeError("the parameters changed between ready() and finish()")
         self._parameters = list(parameters)
-        self._plan: Plan | None = None
-        self._key: object = None
+        self._together = tuple(together)
+        self._plans: dict[object, Plan] = {}
         self._agreed: Plan | None = None
         self._signatures: list[int] = []
         self._bucket_of: dict[int, int] = {}
@@ -122,6 +135,20 @@ class Reducer:
             raise RuntimeError("the weight must be set before the first ready() of the step")
         self._weight = weight
 
+    @property
+    def position(self) -> str:
+        """Which exchange the next one is, in the owner's words: the same on every rank."""
+        return self._position
+
+    @position.setter
+    def position(self, position: str) -> None:
+        self._position = position
+        self._relabel()
+
+    def _relabel(self) -> None:
+        if self._number:
+            self._label = f"gradients of optimizer {self._number}{self._position}"
+
     def ready(self, i: int) -> None:
         """Parameter i has its gradient of one backward pass; not to be touched until `finish()`."""
         self._n_ready[i] += 1
@@ -145,8 +172,12 @@ class Reducer:
                 self._leave_early()
 
     def finish(self) -> None:
-        """All gradients hold the result. Every rank calls it; MismatchError where plans differ."""
+        """All gradients hold the result. Every rank calls it; MismatchError where plans differ.
+
+        What each rank had in `note` is in `notes` then.
+        """
         try:
+            self.notes = [self.note] * self.group.size
             arrays, copied = self._look()
             mine = self._describe(arrays)
             if self._compares_later() and self._follow(mine, arrays, copied):
@@ -168,6 +199,7 @@ class Reducer:
                     op=self._op,
                     compression=self._compression,
                     weight=self._weight,
+                    **self._factors,
                 )
             for handle in self._handles:
                 self.group.synchronize(handle)
@@ -176,6 +208,13 @@ class Reducer:
             self._adopt(plan, arrays)
         finally:
             self._reset()
+
+    def abandon(self) -> None:
+        """Nothing of this step is in flight any more, and no gradient of it is announced."""
+        for handle in self._handles:
+            with suppress(MismatchError, ValueError):
+                self.group.synchronize(handle)
+        self._reset()
 
     # What this rank has.
 
@@ -212,10 +251,16 @@ class Reducer:
         present = tuple(array is not None for array in arrays)
         addresses = self._tensors.addresses
         shared = tuple(addresses) if len(set(addresses)) < len(addresses) else ()
-        key = (present, self._tensors.signature, shared, self._weight is None, self._tensors.device)
-        if self._plan is None or key != self._key:
-            self._key = key
-            self._plan = Plan(
+        options = (
+            *self.options.items(),
+            ("weighted", str(self._weight is not None)),
+            ("memory", "host" if self._gpu() is None else "GPU"),
+        )
+        key = (present, self._tensors.signature, shared, options)
+        if key not in self._plans:
+            if len(self._plans) == 8:  # which gradients there are changes all the time
+                self._plans.clear()
+            self._plans[key] = Plan(
                 entries=tuple(
                     _entry(name, None if array is None else array)
                     for (name, _), array in zip(self._parameters, arrays, strict=True)
@@ -224,13 +269,10 @@ class Reducer:
                 owners=self._owners(arrays, addresses),
                 bucket_bytes=self._bucket_bytes,
                 wire=self._compression.wire,
-                options=(
-                    *self._options,
-                    ("weighted", str(self._weight is not None)),
-                    ("memory", "host" if self._gpu() is None else "GPU"),
-                ),
+                options=options,
+                together=self._together,
             )
-        return self._plan
+        return self._plans[key]
 
     def _owners(self, arrays: list[Any], addresses: list[int]) -> tuple[int, ...]:
         owners = list(range(len(arrays)))
@@ -259,7 +301,8 @@ class Reducer:
             if value is not None and gpu_of(value) is not None:
                 arrays[i] = self._adapter.zeros_like(value)
             else:
-                arrays[i] = self._adapter.zeros(plan.entries[i].dtype, plan.entries[i].shape)
+                entry = plan.entries[i]
+                arrays[i] = self._adapter.missing(parameter, entry.dtype, entry.shape)
             copied[i] = arrays[i]
 
     # On a GPU with NCCL, where a step does not wait for the other ranks' programs.
@@ -305,14 +348,14 @@ class Reducer:
 
     def _agree(self, mine: Plan) -> tuple[Plan, int]:
         """The plan of all ranks, and how many buckets of the last one some rank has begun."""
-        if not self._label:
-            number = next(_numbers.setdefault(self.group, itertools.count(1)))
-            self._label = f"gradients of optimizer {number}"
+        if not self._number:
+            self._number = next(_numbers.setdefault(self.group, itertools.count(1)))
+            self._relabel()
         agreed = 0 if self._agreed is None else self._agreed.digest
         transport = self.group.transport
         self.group.check_usable()
         headers = transport.agree(
-            hash63(f"{self._label} {agreed} {mine.digest}"),
+            hash63(f"{self._label} {agreed} {mine.digest} {self.note}"),
             count=len(self._handles),
             weight=self._own_weight,
             label=self._label,
@@ -322,25 +365,27 @@ class Reducer:
         else:
             plan, n_begun = self._settle(mine)
         if sum(header.weight for header in headers) <= 0:
-            self._complete(Offer(mine, self._agreed, n_begun, self._label))
+            self._complete(Offer(mine, self._agreed, n_begun, self._label, self.note))
             raise ValueError("every rank gave weight 0 for this step: at least one needs samples")
         return plan, n_begun
 
     def _settle(self, mine: Plan) -> tuple[Plan, int]:
         """The plan of all ranks where they came with different ones, if it is possible."""
-        offer = Offer(mine, self._agreed, len(self._handles), self._label)
+        offer = Offer(mine, self._agreed, len(self._handles), self._label, self.note)
         # Peers may be in another call altogether: the first line is for them, as in all such texts.
         texts = told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
         if not all(text.startswith("gradients of optimizer ") for text in texts):
             raise MismatchError(explain("DistributedOptimizer", texts))
         offers = [pickle.loads(bytes.fromhex(text.partition("\n")[2])) for text in texts]
+        self.notes = [offer.note for offer in offers]
         n_begun = max(offer.n_begun for offer in offers)
         try:
             labels = [offer.label for offer in offers]
             if len(set(labels)) > 1:
                 raise MismatchError(
-                    f"The ranks step different optimizers: {who_has(labels)} (counted in the order "
-                    "of their first step). Step them in the same order on every rank."
+                    f"The ranks exchange different gradients: {who_has(labels)} (optimizers are "
+                    "counted in the order of their first step). Step the same ones, after the same "
+                    "backward passes, on every rank."
                 )
             plan = merge([offer.plan for offer in offers])
             if n_begun and len({offer.agreed for offer in offers}) > 1:
@@ -398,6 +443,7 @@ class Reducer:
                 compression=self._compression,
                 weight=self._weight,
                 follows=follows,
+                **self._factors,
             )
             if sent:
                 self._handles.append(Handle(label, None, lambda: None))
@@ -409,6 +455,7 @@ class Reducer:
             op=self._op,
             compression=self._compression,
             weight=self._weight,
+            **self._factors,
         )
         self._handles.append(handle)
         return True
@@ -436,6 +483,7 @@ class Reducer:
         """A new step begins: nothing is ready, nothing in flight."""
         self._weight = None
         self._changed = False
+        self._relabel()  # another rank's may have been completed
         self._handles = []
         self._n_ready: Counter[int] = Counter()
         self._n_awaited = list(self._n_members)

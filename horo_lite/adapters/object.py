@@ -91,6 +91,10 @@ class Adapter:
             import ml_dtypes  # noqa: F401 (gives NumPy the name)
         return np.zeros(shape, np.dtype(dtype))
 
+    def missing(self, parameter: Parameter, dtype: str, shape: tuple[int, ...]) -> Array:
+        """Zeros for the gradient of `parameter`, which other ranks have; then set_gradient()."""
+        return self.zeros(dtype, shape)
+
     # Arrays in a GPU's memory.
 
     def zeros_like(self, x: Array) -> Array:
