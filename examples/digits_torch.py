@@ -20,7 +20,8 @@ def main() -> None:
     args = arguments(__doc__, lr=0.05)
     world = hvd.init()
 
-    arrays = [torch.from_numpy(array) for array in load_digits(args.data)]
+    device = str(world.device)
+    arrays = [torch.from_numpy(array).to(device) for array in load_digits(args.data)]
     train_images, train_labels, test_images, test_labels = arrays
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
@@ -28,7 +29,7 @@ def main() -> None:
     # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
     torch.manual_seed(args.seed + world.rank)
     height, width = train_images.shape[1:3]
-    net = lenet(height, width)
+    net = lenet(height, width).to(device)
     hvd.broadcast_parameters(net)
     opt = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
     opt = hvd.DistributedOptimizer(opt, compression=args.compression)
@@ -63,7 +64,7 @@ def main() -> None:
                 n_correct += int((net(images).argmax(dim=1) == labels).sum())
                 n_tested += len(labels)
         report.epoch(loss_sum, n_seen, n_correct, n_tested)
-    report.finish({name: p.detach().numpy() for name, p in net.named_parameters()})
+    report.finish({name: p.detach().cpu().numpy() for name, p in net.named_parameters()})
 
 
 def lenet(height: int, width: int) -> nn.Module:

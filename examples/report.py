@@ -19,7 +19,12 @@ import horo_lite as hvd
 
 T = TypeVar("T")
 WIRE_DTYPES = {"none": "float32", "fp16": "float16", "bf16": "bfloat16"}
-TRANSPORTS = {"shm": "shared memory", "mpi": "MPI", "nccl": "NCCL"}
+TRANSPORTS = {
+    "shm": "shared memory",
+    "mpi": "MPI",
+    "nccl": "NCCL",
+    "staged": "the host's memory",
+}
 
 
 def arguments(description: str | None, *, lr: float) -> argparse.Namespace:

@@ -57,8 +57,11 @@ class HostArrays:
     def of_rows(cls, x: Array) -> HostArrays:
         """`x`, only to be read, as rows along its first dimension; a number is one row."""
         rows = cls.__new__(cls)
-        array = np.asarray(x, np.float64) if isinstance(x, (bool, int, float)) else view(x)
-        rows.arrays = [np.ascontiguousarray(array.reshape(1) if array.ndim == 0 else array)]
+        if hasattr(host := exportable(x), "clone"):  # torch, where NumPy has no such dtype
+            rows.arrays = [(host.reshape(1) if host.ndim == 0 else host).contiguous()]
+        else:
+            array = np.asarray(x, np.float64) if isinstance(x, (bool, int, float)) else view(x)
+            rows.arrays = [np.ascontiguousarray(array.reshape(1) if array.ndim == 0 else array)]
         rows._originals = {}
         rows.tensors = _native.Tensors(rows.arrays, writable=False)
         return rows
@@ -98,7 +101,11 @@ class HostArrays:
 
     def empty(self, n_rows: int) -> tuple[Array, _native.Tensors]:
         """An array of so many rows like these, to be filled."""
-        array = np.empty((n_rows, *self.arrays[0].shape[1:]), self.arrays[0].dtype)
+        like, shape = self.arrays[0], (n_rows, *self.arrays[0].shape[1:])
+        if isinstance(like, np.ndarray):
+            array = np.empty(shape, like.dtype)
+        else:
+            array = adapters.adapter_of(like).empty(like, shape)
         return array, _native.Tensors([array])
 
     def copy(self, source: _native.Tensors, to: _native.Tensors) -> None:
@@ -135,9 +142,9 @@ class GpuArrays:
             if type(x) not in self._adapters:
                 adapter = adapters.adapter_of(x)
                 if not (fresh or adapter.mutable):
-                    raise TypeError(
-                        f"a {type(x).__name__} cannot be changed in place: use the call without "
-                        "the underscore, which returns a new array"
+                    raise ValueError(
+                        f"a {type(x).__name__} cannot be changed in place: use the out-of-place "
+                        "call, which returns a new array"
                     )
                 self._adapters[type(x)] = adapter, x
         # JAX takes whatever it is given for a stream, NO_ORDER too.

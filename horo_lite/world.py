@@ -52,13 +52,17 @@ class World:
     cross_rank: int
     cross_size: int
     device: Device
-    transport: str
     homogeneous: bool  # every host has as many ranks
     thread_multiple: bool  # False: MPI makes progress only inside calls
     group: Group = field(repr=False)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.rank, self.device))
+
+    @property
+    def transport(self) -> str:
+        """How arrays travel: solo, shm or mpi; once some of a GPU have, nccl or staged."""
+        return self.group.carrier
 
 
 class _Session(NamedTuple):
@@ -189,7 +193,6 @@ def _join(given: dict[str, Any]) -> _Session:
         cross_rank=cross_rank,
         cross_size=cross_size,
         device=Device(kind, index or 0),
-        transport=transports[0].name,
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,
         group=group,

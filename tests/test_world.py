@@ -81,7 +81,7 @@ def test_an_exception_in_a_world_of_one_is_any_exception() -> None:
         ("device", "gpu", "'cuda:1'"),
         ("device", "cpu:0", "'cuda:1'"),
         ("device", "cuda:x", "'cuda:1'"),
-        ("device", "cuda:99", "sees"),
+        ("device", "cuda:99", "but"),
         ("threads", "none", "positive"),
         ("threads", "0", "positive"),
         ("binding", "core", "'keep'"),

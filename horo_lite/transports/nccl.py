@@ -120,6 +120,11 @@ class Lane:
         self._allowed = allowed
         self._transport: NcclTransport | StagedTransport | None = None
 
+    @property
+    def found(self) -> NcclTransport | StagedTransport | None:
+        """The transport, if there is one yet."""
+        return self._transport
+
     def transport(self) -> NcclTransport | StagedTransport:
         """Collective at the first call, and at the first after `reset`."""
         if self._transport is None:

@@ -11,8 +11,8 @@ from horo_lite.transports import Header, Transport
 class StagedTransport:
     """Any transport, for tensors on a GPU. Waits for the GPU, twice a call.
 
-    Reductions take `stage_bytes` of pinned memory, or what the largest tensor needs; other
-    operations take what they move.
+    A world of one needs nothing moved, and so waits for nothing. Reductions take `stage_bytes` of
+    pinned memory, or what the largest tensor needs; other operations take what they move.
     """
 
     name = "staged"
@@ -41,6 +41,9 @@ class StagedTransport:
         scale: float,
         divisor: float,
     ) -> None:
+        if self.size == 1 and prescale * scale == divisor:
+            _native.check_reducible(tensors, op)
+            return
         for part, host in self._parts(tensors):
             self.host.allreduce(
                 host, op=op, wire=wire, prescale=prescale, scale=scale, divisor=divisor
@@ -48,7 +51,7 @@ class StagedTransport:
             self._staging.upload(host, tensors, part.start)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
-        for part, host in self._parts(tensors):
+        for part, host in self._parts(tensors) if self.size > 1 else ():
             self.host.broadcast(host, root)
             if self.rank != root:
                 self._staging.upload(host, tensors, part.start)
@@ -70,6 +73,8 @@ class StagedTransport:
             yield part, self._staging.download(tensors, part.start, part.stop)
 
     def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
+        if self.size == 1:
+            return
         stages, hosts = self._stage([send, *receive])
         self.host.allgather(hosts[0], hosts[1:])
         for r, into in enumerate(receive):
@@ -82,6 +87,8 @@ class StagedTransport:
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
+        if self.size == 1:
+            return
         _, outgoing = self._stage(send)
         stages, incoming = self._stage(receive)
         self.host.alltoall(outgoing, incoming, n_bytes)

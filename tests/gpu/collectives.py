@@ -113,7 +113,7 @@ def check_views_in_place(group: Group, library: Library) -> None:
 
 def check_arrays_that_cannot_be_written(group: Group, library: Library) -> None:
     x = library.make(full(group))
-    text = raised(TypeError, lambda: group.allreduce_(x, Sum))
+    text = raised(ValueError, lambda: group.allreduce_(x, Sum))
     assert "without the underscore" in text, text
 
 

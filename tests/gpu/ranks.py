@@ -66,7 +66,6 @@ def join() -> tuple[Any, Group]:
         cross_rank=0,
         cross_size=1,
         device=worlds.Device("cuda", rank % len(_native.gpus()[1])),
-        transport="shm",
         homogeneous=True,
         thread_multiple=True,
         group=Group(*transports[:3]),
