@@ -1,0 +1,217 @@
+"""SyncBatchNorm: batch normalization over the samples of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from horo_lite.collectives import Group, Sum
+
+
+class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
+    """What BatchNorm1d to BatchNorm3d are on one process, on the whole batch of all ranks.
+
+    Collective while training: every rank of `process_set` calls the layer equally often, in one
+    order with the others, and runs backward through it equally often. Ranks may have different
+    numbers of samples, some of them none, and images of different sizes; there are two values a
+    channel or more on all ranks together. Outputs, input gradients and running statistics are those
+    of the whole batch; gradients of weight and bias are this rank's part of it, which the optimizer
+    adds up like any other. Evaluating, it is a plain BatchNorm and exchanges nothing.
+
+    Input: `[samples, num_features, ...]`, 2-D to 5-D. Half-precision inputs are normalized in
+    float32. The arguments are BatchNorm's, and `process_set`, the ranks that take part.
+
+    MismatchError on every rank where the ranks come with different layers, numbers of features,
+    dtypes, eps or momentum; ValueError on all where there is one value a channel.
+
+    Costs one exchange of 2 * num_features + 1 float64 a rank forward, and one of 2 * num_features
+    backward. Means and squared deviations, not sums of squares, are exchanged and combined as in
+    Chan, Golub, LeVeque (1979), so that channels far from zero lose no digits.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: Any = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_set = process_set
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected input of at least 2 dimensions, got {input.dim()}")
+        if input.size(1) != self.num_features:
+            raise ValueError(
+                f"expected input with {self.num_features} features, got {input.size(1)}"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(input)
+        group = _group_of(self.process_set)
+        if group.size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        return self._over_ranks(input, group)
+
+    # Which call of which layer this is, is known to Python only.
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def _over_ranks(self, input: torch.Tensor, group: Group) -> torch.Tensor:
+        call = _Call(self, input, group)
+        with torch.no_grad():
+            count, mean, variance = _statistics(input, call)
+            self._track(count, mean, variance)
+            invstd = (variance + self.eps).rsqrt().to(_statistics_dtype(input))
+            mean, variance = mean.to(invstd.dtype), variance.to(invstd.dtype)
+        result: torch.Tensor = _Normalize.apply(
+            input, self.weight, self.bias, count, mean, variance, invstd, call
+        )
+        return result
+
+    def _track(self, count: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """The running statistics know this batch."""
+        if not self.track_running_stats:
+            return
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.running_mean is None or self.running_var is None:
+            return
+        share = self.momentum
+        if share is None:
+            assert self.num_batches_tracked is not None
+            share = 1.0 / float(self.num_batches_tracked)
+        unbiased = variance * (count / (count - 1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+
+
+class _Call:
+    """One call of one layer, the same on all ranks: what its exchanges are named for."""
+
+    def __init__(self, layer: SyncBatchNorm, x: torch.Tensor, group: Group) -> None:
+        self.group = group
+        self.eps = layer.eps
+        calls = _calls.setdefault(group, WeakKeyDictionary())
+        # Layers are counted as they are used for the first time: ranks may have built others, too.
+        number, n_calls = calls.get(layer, (len(calls) + 1, 0))
+        self.label = (
+            f"SyncBatchNorm number {number}, call {n_calls + 1}: {layer.num_features} features of "
+            f"{x.dtype}, eps {layer.eps}, momentum {layer.momentum}"
+        )
+        self._entry = calls, layer, (number, n_calls + 1)
+
+    def add_up(self, x: torch.Tensor, what: str) -> None:
+        """`x` holds the sum over all ranks."""
+        # Not through the engine, where it would wait behind the gradients that are on their way.
+        self.group.exchange([x], names=[what], label=f"{self.label}, {what}", op=Sum)
+
+    def count(self) -> None:
+        """This call counts. After an error none does, on no rank."""
+        calls, layer, entry = self._entry
+        calls[layer] = entry
+
+
+_calls: WeakKeyDictionary[Group, WeakKeyDictionary[SyncBatchNorm, tuple[int, int]]]
+_calls = WeakKeyDictionary()
+
+
+def _statistics(x: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values a channel, mean and (biased) variance over all ranks, in float64."""
+    n, channels = _values_a_channel(x), x.size(1)
+    # Everyone's in a row of its own: adding zeros changes no bit.
+    everyone = torch.zeros(
+        (call.group.size, 1 + 2 * channels), dtype=torch.float64, device=x.device
+    )
+    if n:
+        mine = everyone[call.group.rank]
+        zeros = torch.zeros(channels, dtype=_statistics_dtype(x), device=x.device)
+        mean, variance = torch.batch_norm_update_stats(x, zeros, zeros.clone(), 0.0)
+        mine[0] = n
+        mine[1 : 1 + channels] = mean
+        mine[1 + channels :] = variance
+    call.add_up(everyone, "statistics")
+    counts, means, variances = everyone.split([1, channels, channels], dim=1)
+    count = counts.sum()
+    # Only where there is one or none here can it be too few on all; reading it would stop a GPU.
+    if n < 2 and count < 2:
+        raise ValueError(
+            f"SyncBatchNorm needs more than one value per channel to train, and all "
+            f"{call.group.size} ranks together have {int(count)} (here: {list(x.shape)})"
+        )
+    call.count()
+    mean = (counts * means).sum(0) / count
+    variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
+    return count, mean, variance
+
+
+class _Normalize(torch.autograd.Function):  # type: ignore[misc]
+    """BatchNorm with given statistics, which gradients flow through nevertheless."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        count: torch.Tensor,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        invstd: torch.Tensor,
+        call: _Call,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, count, mean, invstd)
+        ctx.call = call
+        if not x.numel():
+            return torch.empty_like(x)
+        scale, offset = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
+        return torch.nn.functional.batch_norm(
+            x, mean, variance, scale, offset, training=False, eps=call.eps
+        )
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, count, mean, invstd = ctx.saved_tensors
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        # Per channel: the sums of dy * (x - mean) * invstd and of dy, which are weight's and bias's
+        # gradients, too.
+        sums = torch.zeros((2, x.size(1)), dtype=torch.float64, device=x.device)
+        if x.numel():
+            _, sums[0], sums[1] = torch.ops.aten.native_batch_norm_backward(
+                dy, x, None, None, None, mean, invstd, True, ctx.call.eps, [False, True, True]
+            )
+        d_weight = d_bias = dx = None
+        if weight is not None:
+            d_weight, d_bias = sums.to(weight.dtype, copy=True)
+        if ctx.needs_input_grad[0]:
+            ctx.call.add_up(sums, "gradients")
+            means = (sums / count).to(mean.dtype)
+            slope = (-means[0] * invstd).view(shape)
+            scale = invstd if weight is None else invstd * weight
+            dx = torch.addcmul(dy.to(mean.dtype), x - mean.view(shape), slope)
+            dx = dx.sub_(means[1].view(shape)).mul_(scale.view(shape)).to(x.dtype)
+        return dx, d_weight, d_bias, None, None, None, None, None
+
+
+def _group_of(process_set: Any) -> Group:
+    if isinstance(process_set, Group):
+        return process_set
+    from horo_lite.world import world
+
+    return world().group
+
+
+def _values_a_channel(x: torch.Tensor) -> int:
+    return x.numel() // x.size(1) if x.size(1) else 0
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
