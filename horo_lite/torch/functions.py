@@ -1,0 +1,105 @@
+"""Parameters, optimizer state and objects from one rank to all."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, TypeVar
+
+import torch
+
+from horo_lite.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
+from horo_lite.broadcast import broadcast_parameters as _broadcast_parameters
+from horo_lite.torch.mpi_ops import Set, allgather, allgather_async, broadcast_, synchronize
+from horo_lite.torch.process_sets import global_process_set, group_of, root_in
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+T = TypeVar("T")
+
+
+def broadcast_parameters(
+    params: Any, root_rank: int = 0, process_set: Set = global_process_set
+) -> None:
+    """`params` have the values of rank `root_rank`, in place.
+
+    `params`: a `state_dict()`, `named_parameters()`, `parameters()`, a module, or a list of
+    tensors. Called by every rank of the set, in the same order as other broadcasts of this file.
+    MismatchError on every rank, naming the first that differs, where names, shapes or dtypes are
+    not alike; nothing has been written then.
+    """
+    group = group_of(process_set)
+    _broadcast_parameters(params, root_in(group, root_rank), group=group)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, process_set: Set = global_process_set
+) -> None:
+    """`optimizer` goes on as rank `root_rank`'s would: state tensors, step counts, options.
+
+    Called by every rank of the set. No step is taken: where a rank has no state yet, or other
+    state than the root, it gets the root's.
+    """
+    group = group_of(process_set)
+    _broadcast_optimizer_state(optimizer, root_in(group, root_rank), group=group)
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: Set = global_process_set
+) -> T:
+    """What `obj` is on rank `root_rank`: anything that can be pickled. Other ranks' is ignored.
+
+    Matched by `name`. CUDA tensors in it arrive on the CPU.
+    """
+    group = group_of(process_set)
+    is_root = group.rank == root_in(group, root_rank)
+    data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    size = broadcast_(torch.tensor([len(data)]), root_rank, _sub(name, "size"), group)
+    if not is_root:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, _sub(name, "object"), group)
+    return obj if is_root else pickle.loads(data.numpy().tobytes())
+
+
+def allgather_object(
+    obj: T, name: str | None = None, process_set: Set = global_process_set
+) -> list[T]:
+    """All ranks' `obj`, in the set's order: anything that can be pickled.
+
+    Matched by `name`. CUDA tensors in it arrive on the CPU.
+    """
+    data = _pickled(obj)
+    everything = allgather_async(data, _sub(name, "object"), process_set)
+    sizes = allgather(torch.tensor([len(data)]), _sub(name, "size"), process_set)
+    return [
+        pickle.loads(part.numpy().tobytes())
+        for part in synchronize(everything).split(sizes.tolist())
+    ]
+
+
+def _sub(name: str | None, what: str) -> str | None:
+    return None if name is None else f"{name}.{what}"
+
+
+class _Pickler(pickle.Pickler):
+    """CUDA tensors travel as CPU ones: a rank's GPU need not be there, or free, on another."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+            return _tensor, (obj.detach().cpu(), obj.requires_grad)
+        return NotImplemented
+
+
+def _tensor(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    return tensor.requires_grad_(requires_grad)
+
+
+def _pickled(obj: Any) -> torch.Tensor:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)

@@ -1,0 +1,199 @@
+"""Sets of ranks that operate among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from horo_lite.collectives import Group
+from horo_lite.world import World, free_group, is_initialized, new_group, world
+
+
+class ProcessSet:
+    """Some of the world's ranks, for the `process_set` of any operation.
+
+    `ProcessSet([0, 2])`, or `ProcessSet(comm)` of an mpi4py communicator, is given to
+    `init(process_sets=[…])` or `add_process_set` on every rank, and can be used afterwards until it
+    is removed or the world shut down. Sets may overlap. Ranks count from 0 in the world's order.
+    """
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        self._ranks = sorted(_ranks_of(ranks_or_comm))
+        self._entry: _Entry | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """Its number, alike on all ranks; None while it is not registered."""
+        return entry.number if (entry := self._registered()) else None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its ranks, as the world counts them."""
+        return list(self._ranks)
+
+    def included(self) -> bool:
+        """Whether this rank is one of them."""
+        return world().rank in self._ranks
+
+    def rank(self) -> int:
+        """This rank's number in the set. ValueError on a rank outside."""
+        return self.group().rank
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+    def group(self) -> Group:
+        """What its operations go through. ValueError where this rank cannot use it."""
+        here = world()
+        entry = self._registered()
+        if entry is None:
+            raise ValueError(
+                f"{self} is not registered: give it to hvd.init(process_sets=[…]) or to "
+                "hvd.add_process_set, on every rank"
+            )
+        if entry.group is None:
+            raise ValueError(
+                f"rank {here.rank} is not in {self}: only the set's own ranks may call this"
+            )
+        return entry.group
+
+    def _registered(self) -> _Entry | None:
+        entry = self._entry
+        if entry is None or not is_initialized() or entry.world is not world():
+            return None
+        return entry
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({self.ranks})"
+
+
+class _Everyone(ProcessSet):
+    """All ranks of the world, whichever it is."""
+
+    def __init__(self) -> None:
+        self._ranks = []
+        self._entry = None
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(world().size))
+
+    def included(self) -> bool:
+        return world().rank >= 0
+
+    def group(self) -> Group:
+        return world().group
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+class _Entry(NamedTuple):
+    """One registered set: equal sets share it."""
+
+    number: int
+    world: World
+    group: Group | None  # None on ranks outside
+    sets: list[ProcessSet]
+
+
+global_process_set = _Everyone()
+_entries: dict[int, _Entry] = {}
+_n_registered = 0
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """The set can be used; called by every rank of the world, those outside the set too.
+
+    A set with the ranks of one that is registered already shares its number. MismatchError on every
+    rank where the ranks differ in what they ask for.
+    """
+    global _n_registered
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    here = world()
+    if process_set.process_set_id is not None:
+        return process_set
+    for number in [n for n, entry in _entries.items() if entry.world is not here]:
+        del _entries[number]
+    if not _entries:
+        _n_registered = 0
+    ranks = process_set.ranks
+    alike = [entry for entry in _entries.values() if entry.sets[0].ranks == ranks]
+    if alike or ranks == list(range(here.size)):
+        here.group.agree("add_process_set", f"{process_set}, which is known already")
+    if alike:
+        entry = alike[0]
+    elif ranks == list(range(here.size)):
+        entry = _Entry(0, here, here.group, [])
+    else:
+        group = new_group(ranks)
+        _n_registered += 1
+        entry = _entries[_n_registered] = _Entry(_n_registered, here, group, [])
+    entry.sets.append(process_set)
+    process_set._entry = entry
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """The set and all equal to it are gone; called by every rank of the world.
+
+    False, and nothing has changed, for the set of all ranks. ValueError where it is not registered.
+    """
+    here = world()
+    number = process_set.process_set_id
+    if number is None:
+        raise ValueError(f"{process_set} is not registered")
+    here.group.agree("remove_process_set", f"{process_set}, number {number}")
+    if number == 0:
+        return False
+    entry = _entries.pop(number)
+    for each in entry.sets:
+        each._entry = None
+    if entry.group is not None:
+        free_group(entry.group)
+    return True
+
+
+def group_of(process_set: ProcessSet | Group | None) -> Group:
+    """What operations of that set go through; None is the world."""
+    if isinstance(process_set, Group):
+        return process_set
+    if process_set is None:
+        process_set = global_process_set
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set is a ProcessSet, not {process_set!r}")
+    return process_set.group()
+
+
+def root_in(group: Group, root_rank: int) -> int:
+    """The place in the group of a root, which callers name by its number in the world."""
+    ranks = list(group.transport.ranks)
+    if isinstance(root_rank, bool) or root_rank not in ranks:
+        raise ValueError(f"root_rank is {root_rank}, but the ranks are {ranks}")
+    return ranks.index(root_rank)
+
+
+def _ranks_of(ranks_or_comm: Any) -> list[int]:
+    if not hasattr(ranks_or_comm, "Get_group"):
+        try:
+            ranks = list(ranks_or_comm)
+        except TypeError:
+            ranks = [None]
+        if not all(hasattr(rank, "__index__") for rank in ranks):
+            raise ValueError(
+                f"a ProcessSet is made of a list of ranks or an mpi4py communicator, not of "
+                f"{ranks_or_comm!r}"
+            )
+        return [int(rank) for rank in ranks]
+    from mpi4py import MPI
+
+    mine = ranks_or_comm.Get_group()
+    translated: list[int] = mine.Translate_ranks(range(mine.size), MPI.COMM_WORLD.Get_group())
+    mine.Free()
+    return translated

@@ -1,0 +1,156 @@
+"""init() and what can be asked of the world, as Horovod names it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from horo_lite import _native, launcher
+from horo_lite.errors import DeviceError
+from horo_lite.torch import timeline
+from horo_lite.torch.process_sets import ProcessSet, add_process_set
+from horo_lite.world import World, is_initialized, world
+from horo_lite.world import init as _init
+from horo_lite.world import shutdown as _shutdown
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+    "shutdown",
+]
+
+
+def init(
+    comm: Any = None,
+    process_sets: Iterable[ProcessSet | Sequence[int]] | str | None = None,
+    *,
+    device: str | None = None,
+    threads: int | str | None = None,
+    binding: str | None = None,
+    test_hosts: str | Sequence[int] | None = None,
+) -> World:
+    """The world this process belongs to, ready for collectives; its process sets are registered.
+
+    Every rank calls it, with the same `process_sets`: sets or lists of ranks. ("dynamic" is
+    understood and changes nothing: sets can always be added.) `comm`: an mpi4py communicator, or a
+    list of ranks of MPI.COMM_WORLD, which alone call it then. The other arguments are those of
+    `horo_lite.init`. HOROVOD_TIMELINE, if set, is where `start_timeline` writes.
+    """
+    if comm is not None and not hasattr(comm, "Get_group"):
+        comm = _communicator(list(comm))
+    if isinstance(process_sets, str):
+        if process_sets != "dynamic":
+            raise ValueError(f"process_sets is a list of sets or 'dynamic', not {process_sets!r}")
+        process_sets = None
+    first = not is_initialized()
+    # The optimizer reads it under its own name.
+    if threshold := os.environ.get("HOROVOD_FUSION_THRESHOLD"):
+        os.environ.setdefault("HORO_LITE_BUCKET_BYTES", str(max(1, int(threshold))))
+    here = _init(comm, device=device, threads=threads, binding=binding, test_hosts=test_hosts)
+    for process_set in process_sets or ():
+        add_process_set(process_set)
+    path = os.environ.get("HOROVOD_TIMELINE")
+    if first and path and path != "DYNAMIC":
+        timeline.start_timeline(path)
+    return here
+
+
+def _communicator(ranks: list[int]) -> Any:
+    """A communicator over those ranks of all; None for all of them."""
+    launch = launcher.detect(os.environ)
+    if launch is None or launch.size == 1:
+        if ranks != [0]:
+            raise ValueError(f"comm is the list of ranks {ranks}, but there is one process only")
+        return None
+    MPI = launcher.load_mpi(launch)
+    everyone = MPI.COMM_WORLD
+    if ranks == list(range(everyone.size)):
+        return None
+    if everyone.rank not in ranks or not set(ranks) <= set(range(everyone.size)):
+        raise ValueError(
+            f"comm is the list of ranks {ranks}, but this is rank {everyone.rank} of "
+            f"{everyone.size}: only those in the list call init()"
+        )
+    if is_initialized() and tuple(ranks) in _made:
+        return _made[tuple(ranks)]
+    chosen = everyone.Get_group().Incl(ranks)
+    _made[tuple(ranks)] = everyone.Create_group(chosen)
+    return _made[tuple(ranks)]
+
+
+_made: dict[tuple[int, ...], Any] = {}
+
+
+def shutdown() -> None:
+    """The world is left, and a timeline complete. Every rank calls it; see horo_lite.shutdown."""
+    timeline.stop_timeline()
+    _shutdown()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may use MPI at once; else asynchronous operations go on in calls."""
+    return world().thread_multiple
+
+
+def mpi_built() -> bool:
+    """True: ranks on several hosts talk through MPI."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Whether this process is one of several ranks, which MPI connects."""
+    return is_initialized() and world().size > 1
+
+
+def gloo_built() -> bool:
+    """False: there is no Gloo in horo_lite."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """False: there is no Gloo in horo_lite."""
+    return False
+
+
+def nccl_built() -> int:
+    """The version of the NCCL that is found when arrays on GPUs need it (21803 is 2.18.3), or 0."""
+    from horo_lite.transports.nccl_library import nccl_candidates
+
+    try:
+        return int(_native.nccl_library(nccl_candidates())[1])
+    except DeviceError:
+        return 0
+
+
+def cuda_built() -> bool:
+    """Whether the core was built with its part for NVIDIA GPUs."""
+    try:
+        _native.DeviceQueue(0)
+    except DeviceError as error:
+        return "no CUDA part" not in str(error)
+    return True
+
+
+def rocm_built() -> bool:
+    """False: there is nothing for ROCm in horo_lite."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False: there is no DDL in horo_lite."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: there is no oneCCL in horo_lite."""
+    return False
