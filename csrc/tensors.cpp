@@ -15,6 +15,11 @@ std::string at(size_t index) { return "array " + std::to_string(index) + ": "; }
 
 std::string type_of(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
 
+bool lies_on_gpu(nb::handle array) {
+  nb::object place = nb::getattr(array, "__dlpack_device__", nb::none());
+  return !place.is_none() && nb::cast<std::pair<int, int>>(place()).first == nb::device::cuda::value;
+}
+
 bool dtype_of_format(const char* format, size_t n_bytes, DType* dtype) {
   if (format == nullptr) format = "B";
   if (*format == '@' || *format == '=' || *format == '<') ++format;
@@ -126,8 +131,8 @@ Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> str
   size_t index = 0;
   try {
     for (nb::handle array : arrays) {
-      if (PyObject_CheckBuffer(array.ptr())) {
-        add_buffer(index, array, writable, nullptr);
+      if (add_buffer(index, array, writable, nullptr)) {
+        // NumPy, and whatever else lies in the host's memory.
       } else if (add_exchanged(index, array, stream.has_value())) {
         objects_.push_back(nb::borrow(array));
       } else if (nb::hasattr(array, "__dlpack__")) {
@@ -191,10 +196,16 @@ void Tensors::set_device(size_t index, int device) {
   device_ = device;
 }
 
-void Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as) {
+bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as) {
+  if (Py_TYPE(array.ptr()) == bufferless_type_ || !PyObject_CheckBuffer(array.ptr())) return false;
   Py_buffer view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
     PyErr_Clear();
+    // CuPy, from 14 on: meant for memory that host and GPU share, and refused for all other.
+    if (lies_on_gpu(array)) {
+      bufferless_type_ = Py_TYPE(array.ptr());
+      return false;
+    }
     // NumPy cannot export ml_dtypes' types as buffers, but it can export their bits.
     nb::object dtype = nb::getattr(array, "dtype", nb::none());
     const std::string name = nb::cast<std::string>(nb::str(nb::getattr(dtype, "name", dtype)));
@@ -202,8 +213,7 @@ void Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
       const DType bfloat16 = DType::kBFloat16;
       nb::object bits = array.attr("view")("uint16");
       objects_.push_back(bits);
-      add_buffer(index, bits, writable, &bfloat16);
-      return;
+      return add_buffer(index, bits, writable, &bfloat16);
     }
     throw nb::type_error((at(index) + "dtype " + name + " cannot be reduced or sent").c_str());
   }
@@ -234,6 +244,7 @@ void Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
   std::vector<int64_t> dims(held.shape, held.shape + held.ndim);
   std::vector<int64_t> strides(held.strides, held.strides + held.ndim);
   add(held.buf, dtype, std::move(dims), strides);
+  return true;
 }
 
 // DLPack's table of C functions, which newer frameworks (torch) hang on their array types: no Python call per array,

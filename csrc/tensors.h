@@ -58,7 +58,7 @@ class Tensors {
     uint64_t order;  // 0: C-contiguous
     bool dense;
   };
-  void add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
+  bool add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
   bool add_exchanged(size_t index, nanobind::handle array, bool may_be_on_device);
   void add_dlpack(size_t index, nanobind::handle array, bool writable, std::optional<intptr_t> stream);
   void add_tensor(size_t index, const nanobind::dlpack::dltensor& tensor, bool may_be_on_device);
@@ -71,7 +71,8 @@ class Tensors {
   std::vector<nanobind::object> objects_;
   std::vector<nanobind::ndarray<>> dlpacks_;
   std::optional<int> device_;
-  PyTypeObject* exchange_type_ = nullptr;  // whose table `exchange_` is
+  PyTypeObject* bufferless_type_ = nullptr;  // its arrays have the buffer protocol, but no buffers
+  PyTypeObject* exchange_type_ = nullptr;    // whose table `exchange_` is
   int (*exchange_)(void* array, nanobind::dlpack::dltensor* tensor) = nullptr;
 };
 
