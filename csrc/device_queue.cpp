@@ -18,7 +18,10 @@ DeviceQueue::~DeviceQueue() {
   for (Event event : spare_) device_.delete_event(event);
   device_.delete_event(led_);
   device_.delete_event(followed_);
-  device_.delete_stream(index_, stream_);
+  try {
+    device_.delete_stream(index_, stream_);
+  } catch (const DeviceError&) {  // the process is losing its GPU
+  }
 }
 
 // An event may be recorded anew at once: a wait means the recording that was the latest when it was queued.
@@ -48,9 +51,12 @@ void DeviceQueue::synchronize() {
 
 void DeviceQueue::hold(std::shared_ptr<void> object, Stream stream) {
   if (device_.is_capturing(stream)) return;
+  // What is dropped may be Python's, whose end may hand the GIL to a thread that wants the mutex.
+  std::vector<std::shared_ptr<void>> dropped;
   const std::lock_guard lock(mutex_);
   while (!held_.empty() && device_.is_done(held_.front().first)) {
     spare_.push_back(held_.front().first);
+    dropped.push_back(std::move(held_.front().second));
     held_.pop_front();
   }
   if (spare_.empty()) spare_.push_back(device_.new_event(index_));
