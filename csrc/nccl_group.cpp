@@ -8,6 +8,7 @@ namespace horo {
 namespace {
 
 constexpr double kGoodbyeSeconds = 5.0;            // for ranks that end at different times
+constexpr double kBusySeconds = 0.001;             // of asking without a pause: the shortest sleep takes 0.1 ms
 constexpr size_t kLargestPiece = size_t{1} << 30;  // elements; the kernels count in 32 bits
 
 bool is_float(DType dtype) {
@@ -138,10 +139,16 @@ void NcclGroup::start() {
 }
 
 NcclGroup::~NcclGroup() {
-  // Destroying waits for what is queued, and for the other ranks; what has failed is aborted already.
+  // CommFinalize and CommAbort would wait for the end of every graph that holds an operation: for ever, where one lives
+  // as long as the program. So all of it stays.
+  if (captured_) return;
+  // Destroying waits for the other ranks; what has failed is aborted already.
   if (comm_ != nullptr && !failed_) {
     timeout_s_ = std::min(timeout_s_, kGoodbyeSeconds);
     try {
+      // What the communicator knows must not be taken from under its kernels.
+      if (!is_idle_within(timeout_s_)) fail("the last operations did not end");
+      throw_if_failed();
       if (registration_ != nullptr) {
         if (registered_ == "window") nccl_.CommWindowDeregister(comm_, registration_);
         else nccl_.CommDeregister(comm_, registration_);
@@ -185,41 +192,70 @@ void NcclGroup::register_bucket(bool windows) {
   if (windows) {
     const NcclResult result =
         nccl_.CommWindowRegister(comm_, bucket_, bucket_bytes_, &registration_, kNcclWindowCollSymmetric);
-    done(result == kNcclInProgress ? result : kNcclSuccess, "register the bucket");
-    if (result == kNcclSuccess || result == kNcclInProgress) registered_ = registration_ != nullptr ? "window" : "no";
+    if (result == kNcclSuccess || result == kNcclInProgress) {
+      done(result, "register the bucket");
+      if (registration_ != nullptr) registered_ = "window";
+    }
   } else if (nccl_.CommRegister != nullptr) {
     if (nccl_.CommRegister(comm_, bucket_, bucket_bytes_, &registration_) == kNcclSuccess) registered_ = "buffer";
   }
 }
 
-// Success, or an error that ends the group. A communicator that does not block may need a while to connect to peers it
-// has not spoken to before; nothing may be given to it, nor queued behind it, until it has.
+// Success, or an error that ends the group. A communicator that does not block may need a while, to connect to peers it
+// has not spoken to before or to give an operation to the stream; nothing may be given to it, nor queued behind it,
+// until it is ready. CommSplit and CommWindowRegister say kNcclSuccess nevertheless.
 void NcclGroup::done(NcclResult result, const char* what) {
-  if (result == kNcclInProgress) return wait_until_ready(what);
-  if (result == kNcclSuccess) return;
+  if (result == kNcclSuccess || result == kNcclInProgress) wait_until_ready(what);
+  else give_up(result, what);
+}
+
+void NcclGroup::give_up(NcclResult error, const char* what) {
   const char* detail = nccl_.GetLastError != nullptr ? nccl_.GetLastError(comm_) : "";
-  fail(std::string("NCCL could not ") + what + ": " + nccl_.GetErrorString(result) +
+  fail(std::string("NCCL could not ") + what + ": " + nccl_.GetErrorString(error) +
        (detail != nullptr && *detail != 0 ? std::string(" (") + detail + ")" : "") + "; NCCL_DEBUG=INFO tells more");
   throw_if_failed();
 }
 
 void NcclGroup::wait_until_ready(const char* what) {
-  using Clock = std::chrono::steady_clock;
-  const auto until = Clock::now() + std::chrono::duration<double>(timeout_s_);
-  for (auto pause = std::chrono::microseconds(20);; pause = std::min(pause * 2, std::chrono::microseconds(2000))) {
+  using Seconds = std::chrono::duration<double>;
+  const auto start = std::chrono::steady_clock::now();
+  for (auto pause = std::chrono::microseconds(20);;) {
     throw_if_failed();
     NcclResult state = kNcclSuccess;
     const NcclResult asked = nccl_.CommGetAsyncError(comm_, &state);
-    if (asked != kNcclSuccess) return done(asked, what);
-    if (state != kNcclInProgress) return done(state, what);
-    if (Clock::now() > until) {
+    if (asked != kNcclSuccess) return give_up(asked, what);
+    if (state == kNcclSuccess) return;
+    if (state != kNcclInProgress) return give_up(state, what);
+    const Seconds waited = std::chrono::steady_clock::now() - start;
+    if (waited.count() > timeout_s_) {
       fail(std::string("NCCL could not ") + what + " within " + std::to_string(static_cast<int>(timeout_s_)) +
            " s: some rank did not come, or cannot be reached. NCCL_DEBUG=INFO shows how far it got, "
            "NCCL_SOCKET_IFNAME names the network interface to use");
       throw_if_failed();
     }
-    std::this_thread::sleep_for(pause);
+    if (waited.count() < kBusySeconds) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(2000));
+    }
   }
+}
+
+// Whether all that is queued is done, or will be by then.
+bool NcclGroup::is_idle_within(double seconds) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  const Event event = device_.new_event(index_);
+  bool done = false;
+  try {
+    device_.record(index_, event, queue_->stream());
+    while (!(done = device_.is_done(event)) && std::chrono::steady_clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (const DeviceError&) {  // the process is losing its GPU
+  }
+  device_.delete_event(event);
+  return done;
 }
 
 void NcclGroup::throw_if_failed() {
@@ -228,13 +264,19 @@ void NcclGroup::throw_if_failed() {
   throw DeviceError(reason_);
 }
 
+// Of an operation that queues work.
+void NcclGroup::begin() {
+  throw_if_failed();
+  captured_ = captured_ || device_.is_capturing(queue_->stream());
+}
+
 void NcclGroup::check() {
   throw_if_failed();
   const std::lock_guard lock(mutex_);
   throw_if_failed();
   NcclResult state = kNcclSuccess;
   nccl_.CommGetAsyncError(comm_, &state);
-  if (state != kNcclSuccess && state != kNcclInProgress) done(state, "go on");
+  if (state != kNcclSuccess && state != kNcclInProgress) give_up(state, "go on");
 }
 
 bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double prescale, Factor factor) {
@@ -248,7 +290,7 @@ bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double 
 void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, double prescale, Factor factor,
                           std::optional<double> weight) {
   const std::lock_guard lock(mutex_);
-  throw_if_failed();
+  begin();
   const Device::Current current(device_, index_);
   const double* divisor = nullptr;
   if (weight) {
@@ -300,7 +342,7 @@ void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector
           " tensors cannot be allocated while a graph is being captured: run one step before the capture");
     }
     queue_->synchronize();  // once, when there are more tensors than ever before
-    if (exponents_ != nullptr) device_.release(index_, exponents_);
+    if (exponents_ != nullptr && !captured_) device_.release(index_, exponents_);
     exponents_ = nullptr;
     n_exponents_ = 0;
     exponents_ = static_cast<int32_t*>(device_.allocate(index_, tensors.size() * sizeof(int32_t)));
@@ -365,7 +407,7 @@ void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const doubl
 
 void NcclGroup::broadcast(const std::vector<Buffer>& buffers, int root) {
   const std::lock_guard lock(mutex_);
-  throw_if_failed();
+  begin();
   const Device::Current current(device_, index_);
   nccl_.GroupStart();
   NcclResult result = kNcclSuccess;
@@ -380,7 +422,7 @@ void NcclGroup::broadcast(const std::vector<Buffer>& buffers, int root) {
 
 void NcclGroup::allgather(const Buffer& send, const std::vector<Buffer>& receive) {
   const std::lock_guard lock(mutex_);
-  throw_if_failed();
+  begin();
   const Device::Current current(device_, index_);
   nccl_.GroupStart();
   NcclResult result = kNcclSuccess;
@@ -396,7 +438,7 @@ void NcclGroup::allgather(const Buffer& send, const std::vector<Buffer>& receive
 
 void NcclGroup::alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive) {
   const std::lock_guard lock(mutex_);
-  throw_if_failed();
+  begin();
   const Device::Current current(device_, index_);
   nccl_.GroupStart();
   NcclResult result = kNcclSuccess;
@@ -425,7 +467,8 @@ void NcclGroup::fail(const std::string& reason) {
   }
   // Kernels that wait for peers end, and with them whoever waits for this GPU.
   const std::lock_guard lock(mutex_);
-  if (comm_ != nullptr) nccl_.CommAbort(comm_);
+  if (comm_ != nullptr && captured_) std::thread(nccl_.CommAbort, comm_).detach();  // it may never return
+  else if (comm_ != nullptr) nccl_.CommAbort(comm_);
   comm_ = nullptr;
 }
 

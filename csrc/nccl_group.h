@@ -65,7 +65,10 @@ class NcclGroup {
   void start();
   void wait_until_ready(const char* what);
   void done(NcclResult result, const char* what);
+  void give_up(NcclResult error, const char* what);
+  bool is_idle_within(double seconds);
   void throw_if_failed();
+  void begin();
   void measure(const std::vector<TensorRef>& tensors, const std::vector<Traffic>& traffic, double prescale);
   void send(Bucket& bucket, double prescale, Factor factor, const double* divisor);
 
@@ -88,6 +91,7 @@ class NcclGroup {
   bool from_nccl_ = false;
   void* registration_ = nullptr;
   std::string registered_ = "no";
+  bool captured_ = false;     // a CUDA graph may hold operations, and the addresses below
   double* one_ = nullptr;     // 1.0, from which a kernel makes this rank's weight,
   double* weight_ = nullptr;  // here, where it becomes the sum of all ranks'
   int32_t* exponents_ = nullptr;

@@ -7,7 +7,8 @@
 // - With `blocking = 0` every operation among several ranks returns ncclInProgress (from 2.22 on) and is queued on its
 //   stream by a thread of this library a little later: what is to come after it on the stream must wait until
 //   ncclCommGetAsyncError no longer says ncclInProgress.
-// - ncclCommSplit makes the *parent* be in progress; the new communicator is there when the parent is ready again.
+// - ncclCommSplit makes the *parent* be in progress; the new communicator is there when the parent is ready again. It
+//   returns ncclSuccess all the same, and so does ncclCommWindowRegister.
 // - Ranks that do not ask for the same thing hang, until somebody aborts them.
 // - ncclCommAbort returns before work that is queued on streams has come to its (then immediate) end.
 //
@@ -293,6 +294,9 @@ NcclResult run_or_start(const CommPtr& comm, bool in_thread, std::function<NcclR
   }).detach();
   return kNcclInProgress;
 }
+
+// Some calls do not say that they have only begun.
+NcclResult unsaid(NcclResult result) { return result == kNcclInProgress ? kNcclSuccess : result; }
 
 NcclResult ready(const CommPtr& comm) {
   if (comm == nullptr) return refuse(kNcclInvalidArgument, "not a communicator, or no longer one");
@@ -742,7 +746,7 @@ EXPORTED NcclResult ncclCommSplit(NcclComm comm, int color, int key, NcclComm* n
     child->home = parent->home;
     child->blocking = blocking == 1;
   }
-  return run_or_start(parent, !parent->blocking, [=] { return split(parent, child, color, key, new_comm); });
+  return unsaid(run_or_start(parent, !parent->blocking, [=] { return split(parent, child, color, key, new_comm); }));
 }
 
 EXPORTED NcclResult ncclCommFinalize(NcclComm handle) {
@@ -860,11 +864,11 @@ EXPORTED NcclResult ncclCommWindowRegister(NcclComm handle, void* memory, size_t
   if (state != kNcclSuccess) return state;
   if (reinterpret_cast<uintptr_t>(memory) % 4096 != 0) return refuse(kNcclInvalidArgument, "not aligned to 4096 bytes");
   *window = nullptr;
-  return run_or_start(comm, !comm->blocking, [=] {  // collective
+  return unsaid(run_or_start(comm, !comm->blocking, [=] {  // collective
     if (!meet(*comm, kOnHost, hash_of({'w', n_bytes, static_cast<uint64_t>(flags)}))) return kNcclInternalError;
     if (!barrier(*comm, kOnHost)) return kNcclInternalError;
     return register_memory(comm, window);
-  });
+  }));
 }
 
 EXPORTED NcclResult ncclCommWindowDeregister(NcclComm handle, NcclWindow window) {
