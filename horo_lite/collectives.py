@@ -23,7 +23,7 @@ from horo_lite.errors import DeviceError, NotInitializedError
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
     from horo_lite.transports.nccl import Lane, NcclTransport
-    from horo_lite.transports.watch import Watch
+    from horo_lite.transports.watch import Meetings, Watch
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -76,7 +76,15 @@ class Group:
         async_transport: Transport | None = None,
         watch_transport: Transport | None = None,
     ) -> None:
+        own = (transport, async_transport, watch_transport)
+        self._own = [one for one in own if one is not None]
         self.transport = transport
+        self._meetings: Meetings | None = None
+        if watch_transport is not None and transport.size > 1:
+            from horo_lite.transports.watch import Meetings
+
+            self._meetings = Meetings(transport)
+            self.transport = cast("Transport", self._meetings)
         self.rank = transport.rank
         self.size = transport.size
         self._number = transport.ranks[transport.rank]
@@ -88,7 +96,7 @@ class Group:
         self._n_unnamed = 0
         self._pid = os.getpid()
         self._closed = False
-        self._engine = self._new_engine()
+        self._engine = self._new_engine(transport, async_transport)
 
     # Reductions.
 
@@ -432,7 +440,12 @@ class Group:
     def synchronize(self, handle: Handle) -> Any:
         """The operation is complete; its result, or what went wrong."""
         self.check_usable()
-        return handle.wait()
+        try:
+            return handle.wait()
+        except DeviceError:
+            if self._watch is not None:
+                self._watch.raise_common()
+            raise
 
     def poll(self, handle: Handle) -> bool:
         """Whether `synchronize(handle)` would return (or raise) at once."""
@@ -444,9 +457,9 @@ class Group:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self._engine is not None:
-            self._engine.drain()
         try:
+            if self._engine is not None:
+                self._engine.drain()
             if self._watch is not None:
                 self._watch.close()
         finally:
@@ -458,8 +471,7 @@ class Group:
 
     def transports(self) -> list[Transport]:
         """All that it was made of."""
-        own = (self.transport, self._async_transport, self._watch_transport)
-        return [transport for transport in own if transport is not None]
+        return list(self._own)
 
     @property
     def carrier(self) -> str:
@@ -492,7 +504,7 @@ class Group:
                 return operation(lane.transport())
             except DeviceError:
                 if self._watch is not None:
-                    self._watch.check()  # it may be the consequence of something else
+                    self._watch.raise_common()
                 raise
 
     def _lane(self, gpu: int | None, asynchronous: bool = False) -> Lane | None:
@@ -506,8 +518,10 @@ class Group:
             allowed = self._watch_transport is not None
             other = self._async_transport or self.transport
             lanes = Lane(self.transport, gpu, allowed), Lane(other, gpu, allowed)
-            if self._watch_transport is not None and self.size > 1:
-                self._watch = Watch(self._watch_transport, lanes)
+            if self._watch_transport is not None and self._meetings is not None:
+                self._watch = Watch(self._watch_transport, self._meetings, lanes)
+                for lane in lanes:
+                    lane.watch = self._watch
             self._lanes = lanes
         lane = self._lanes[asynchronous]
         if lane.index != gpu:
@@ -659,9 +673,8 @@ class Group:
         self._n_unnamed += 1
         return f"{kind} number {self._n_unnamed}"
 
-    def _new_engine(self) -> _native.Engine | None:
+    def _new_engine(self, direct: Transport, other: Transport | None) -> _native.Engine | None:
         """The thread that runs asynchronous operations; on every rank, since all must meet."""
-        direct, other = self.transport, self._async_transport
         if other is None or self.size == 1:
             return None
         from horo_lite.transports.shm import ShmTransport
@@ -695,6 +708,8 @@ class Group:
         if self._engine is None or transport is None:
             self._reduce(reduction)
             return Handle(reduction.label, None, finish)
+        if memory.lane is not None and self._watch is not None:
+            self._watch.check()
         reduction.prepare()
         if memory.lane is not None:
             memory.use_c_order()
@@ -730,7 +745,7 @@ class Group:
         job = self._engine.submit_call(
             reduction.label,
             digest,
-            lambda weights: reduction.move(_ready(transport, memory.lane), weights),
+            lambda weights: reduction.move(_used_by_all(transport, memory.lane), weights),
             weight,
             describe,
         )
@@ -750,25 +765,23 @@ class Group:
         transport = self._async_transport
         label = self._new_name(kind, name)
         if memory.lane is not None:
+            if self._watch is not None:
+                self._watch.check()
             memory.use_c_order()
             memory.begin()
         job = self._engine.submit_call(
             label,
             0,
-            lambda weights: run(_ready(transport, memory.lane), name or label),
+            lambda weights: run(_used_by_all(transport, memory.lane), name or label),
             1.0,
             lambda: label,
         )
         return Handle(label, job, lambda: cast("Callable[[], Any]", job.value())())
 
 
-def _ready(transport: Transport, lane: Lane | None) -> Transport:
+def _used_by_all(transport: Transport, lane: Lane | None) -> Transport:
     """On the engine's thread, where all ranks are: the transport for the GPU's arrays or these."""
-    if lane is None:
-        return transport
-    found = lane.transport()
-    transport.agree(0, label="arrays on a GPU")  # what passes through the host begins with one
-    return found
+    return transport if lane is None else lane.transport_of_all()
 
 
 class _Reduction:
@@ -858,15 +871,18 @@ class _Reduction:
 
         digest = digest_of((self.contract(), layout, weighted))
         notice = watch.announce(self.label, digest, describe, follows=follows)
-        if not follows:
+        tensors, op = self.memory.tensors, self.op.value
+        if not (
+            follows
+            and transport.only_queues(tensors, op, self.prescale, self.postscale, self.weight)
+        ):
             watch.wait(notice)
-            watch.check()
             if notice.nobody_follows:
                 return False
         self.memory.begin()
         transport.reduce(
-            self.memory.tensors,
-            op=self.op.value,
+            tensors,
+            op=op,
             wire=self.compression.wire,
             prescale=self.prescale,
             scale=self.postscale,

@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horo_lite import _native, launcher
 from horo_lite.agreement import agree, exchange_bytes, told
@@ -15,6 +15,9 @@ from horo_lite.plan import DEFAULT_BUCKET_BYTES
 from horo_lite.transports import Header, Transport
 from horo_lite.transports.nccl_library import nccl_candidates
 from horo_lite.transports.staged import StagedTransport
+
+if TYPE_CHECKING:
+    from horo_lite.transports.watch import Watch
 
 _told: set[str] = set()  # why it is slow, once for each reason
 
@@ -41,6 +44,21 @@ class NcclTransport:
     ) -> list[Header]:
         return self.host.agree(digest, count, weight, label=label)
 
+    def only_queues(
+        self,
+        tensors: _native.Tensors,
+        op: str,
+        prescale: float,
+        scale: float,
+        weight: float | None,
+    ) -> bool:
+        """Whether `reduce` does no more than that. Else the ranks must have agreed on it before."""
+        divisor = self._divisor(op, weight)
+        return self.group.can_reduce(tensors, op, prescale, scale, divisor)
+
+    def _divisor(self, op: str, weight: float | None) -> float:
+        return float(self.size) if op == "average" and weight is None else 1.0
+
     def reduce(
         self,
         tensors: _native.Tensors,
@@ -52,8 +70,7 @@ class NcclTransport:
         weight: float | None,
     ) -> None:
         """As `allreduce`; with op average, divided by the sum of all ranks' weights or by size."""
-        average = op == "average"
-        divisor = float(self.size) if average and weight is None else 1.0
+        average, divisor = op == "average", self._divisor(op, weight)
         if self.group.can_reduce(tensors, op, prescale, scale, divisor):
             self.group.allreduce(tensors, op, wire, prescale, scale, divisor, weight)
             return
@@ -117,6 +134,7 @@ class Lane:
         self.index = index
         self.queue = _native.DeviceQueue(index)
         self.host = host
+        self.watch: Watch | None = None
         self._allowed = allowed
         self._transport: NcclTransport | StagedTransport | None = None
 
@@ -127,19 +145,40 @@ class Lane:
 
     def transport(self) -> NcclTransport | StagedTransport:
         """Collective at the first call, and at the first after `reset`."""
-        if self._transport is None:
-            self._transport = connect(self.host, self.queue, self._allowed)
-        return self._transport
+        found = self._transport  # other threads may reset it
+        if found is None:
+            self._transport = found = connect(self.host, self.queue, self._allowed)
+            if self.watch is not None and isinstance(found, NcclTransport):
+                self.watch.start()
+        return found
+
+    def transport_of_all(self) -> NcclTransport | StagedTransport:
+        """The same where ranks may have reset theirs at different times; collective every time."""
+        label = "arrays on a GPU"
+        found = self._transport
+        headers = self.host.agree(0, found is not None and not self.failure(), label=label)
+        if found is None or not all(header.count for header in headers):
+            self.fail("the ranks connect their GPUs anew")
+            self.reset()
+            found = self.transport()
+            self.host.agree(0, label=label)  # what passes through the host begins with one
+        return found
 
     def fail(self, reason: str) -> None:
         """What waits on the GPU ends. For any thread."""
-        if isinstance(self._transport, NcclTransport):
-            self._transport.group.fail(reason)
+        found = self._transport
+        if isinstance(found, NcclTransport):
+            found.group.fail(reason)
 
-    def poll(self) -> None:
-        """Raises DeviceError if NCCL has failed."""
-        if isinstance(self._transport, NcclTransport):
-            self._transport.group.check()
+    def failure(self) -> str:
+        """What NCCL has failed with, or what was given to `fail`. For any thread."""
+        found = self._transport
+        if isinstance(found, NcclTransport):
+            try:
+                found.group.check()
+            except DeviceError as error:
+                return str(error)
+        return ""
 
     def reset(self) -> None:
         """The ranks connect anew at the next use."""
