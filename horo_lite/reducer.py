@@ -77,7 +77,10 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._passes = passes
         self._streams = streams
-        self._factors = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+        self._factors: dict[str, Any] = {
+            "prescale_factor": prescale_factor,
+            "postscale_factor": postscale_factor,
+        }
         self.options = {
             "op": op.name,
             "compression": str(compression.name),
@@ -170,6 +173,16 @@ class Reducer:
                 and self._n_awaited[len(self._handles)] == 0
             ):
                 self._leave_early()
+
+    def hold(self, i: int) -> bool:
+        """Parameter i's gradient changes after it was ready: nothing leaves before `finish()`.
+
+        False if it has left already.
+        """
+        self._changed = True
+        return self._agreed is None or self._bucket_of.get(i, len(self._handles)) >= len(
+            self._handles
+        )
 
     def finish(self) -> None:
         """All gradients hold the result. Every rank calls it; MismatchError where plans differ.
