@@ -1,0 +1,1016 @@
+"""horo_lite.torch.DistributedOptimizer: ranks as threads against one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+import warnings
+from typing import Any
+
+import pytest
+from launch import RanksFailedError, run_ranks, run_threads
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from horo_lite.collectives import Average, Group, Min, Sum  # noqa: E402
+from horo_lite.compression import Compression  # noqa: E402
+from horo_lite.errors import MismatchError  # noqa: E402
+from horo_lite.torch.adasum import Adasum  # noqa: E402
+from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
+
+nn = torch.nn
+
+
+class Recording:
+    """A group that remembers what left through it, in order."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.left: list[tuple[str, list[str]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def exchange(self, arrays: Any, **options: Any) -> Any:
+        self.left.append(("at the end", list(options["names"])))
+        return self.group.exchange(arrays, **options)
+
+    def exchange_async(self, arrays: Any, **options: Any) -> Any:
+        self.left.append(("early", list(options["names"])))
+        return self.group.exchange_async(arrays, **options)
+
+    def names(self) -> list[str]:
+        return sorted(name for _, names in self.left for name in names)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Wraps, for `process_set`: the group is recorded."""
+    from horo_lite.torch import optimizer
+
+    ordinary = optimizer._group_of
+    monkeypatch.setattr(
+        optimizer, "_group_of", lambda g: g if isinstance(g, Recording) else ordinary(g)
+    )
+    return Recording
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORO_LITE_BUCKET_BYTES", "256")
+
+
+def fill(module: Any, seed: int = 0) -> Any:
+    """`module` in float64; threads share torch's generator, so that values come from another."""
+    generator = torch.Generator().manual_seed(seed)
+    module.double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
+    return module
+
+
+def network(seed: int = 0) -> Any:
+    return fill(
+        nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), seed
+    )
+
+
+def samples(step: int, n: int = 12) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn((n, 5), generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+def loss_of(net: Any, x: Any, y: Any) -> Any:
+    return nn.functional.cross_entropy(net(x), y)
+
+
+def gradients(net: Any) -> list[Any]:
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
+
+
+def assert_same_weights(a: Any, b: Any) -> None:
+    assert_same([p.detach() for p in a.parameters()], [p.detach() for p in b.parameters()])
+
+
+def sgd(net: Any, **options: Any) -> Any:
+    return torch.optim.SGD(net.parameters(), lr=0.1, **options)
+
+
+def wrap(optimizer: Any, group: Any, net: Any = None, **options: Any) -> Any:
+    named = None if net is None else net.named_parameters()
+    return DistributedOptimizer(optimizer, named, process_set=group, **options)
+
+
+def fails_alike(n: int, fn: Any, kind: type[BaseException]) -> str:
+    """The message with which every rank failed."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_threads(n, fn)
+    assert sorted(caught.value.errors) == list(range(n)), caught.value
+    assert all(type(error) is kind for error in caught.value.errors.values()), caught.value
+    (message,) = {str(error) for error in caught.value.errors.values()}
+    return message
+
+
+# Against one process on the whole batch.
+
+
+def train(optimizer: Any, net: Any, rank: int, size: int, kind: str, passes: int) -> list[float]:
+    losses = []
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=kind == "scaler")
+    for step in range(5):
+        batches = [samples(step * passes + k) for k in range(passes)]
+
+        def closure(batches: Any = batches, set_to_none: bool = step % 2 == 0) -> Any:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for x, y in batches:
+                loss = loss_of(net, x[rank::size], y[rank::size])
+                scaler.scale(loss).backward()
+            return loss
+
+        if kind == "lbfgs":
+            losses.append(optimizer.step(closure).item())
+        else:
+            closure()
+            if kind == "clip":
+                losses.append(nn.utils.clip_grad_norm_(net.parameters(), 0.01).item())
+            if kind == "scaler":
+                scaler.unscale_(optimizer)
+                losses.append(nn.utils.clip_grad_norm_(net.parameters(), 0.05).item())
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+    return losses
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "clip": lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
+    "scaler": lambda p: torch.optim.SGD(p, lr=1.0),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5, line_search_fn="strong_wolfe"),
+}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_give_what_one_process_gives_on_the_whole(kind: str, size: int, passes: int) -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(
+            OPTIMIZERS[kind](net.parameters()), group, net, backward_passes_per_step=passes
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # such as a scheduler that finds step() overridden
+            losses = train(optimizer, net, group.rank, size, kind, passes)
+        return net, losses
+
+    alone = network()
+    expected = train(OPTIMIZERS[kind](alone.parameters()), alone, 0, 1, kind, passes)
+    results = run_threads(size, rank)
+    for net, losses in results:
+        assert_same_weights(net, alone)
+        assert losses == pytest.approx(expected, rel=1e-9)
+        # Not only near: equal.
+        assert all(
+            torch.equal(p, q)
+            for p, q in zip(net.parameters(), results[0][0].parameters(), strict=True)
+        )
+
+
+def test_buckets_leave_before_backward_ends_and_all_is_there_when_it_returns(watched: Any) -> None:
+    def rank(group: Group) -> None:
+        net, alone = network(), network()
+        record = watched(group)
+        optimizer = wrap(sgd(net), record, net)
+        when: list[int] = []
+        net[0].weight.register_hook(lambda g: when.append(len(record.left)))
+        for step in range(3):
+            record.left.clear()
+            x, y = samples(step)
+            optimizer.zero_grad()
+            alone.zero_grad()
+            loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
+            loss_of(alone, x, y).backward()
+            assert_same(gradients(net), gradients(alone))
+            # The first step agrees on the plan; then, the last layer leaves before the first's.
+            assert (when[step] > 0) == (step > 0)
+            if step:
+                assert record.left[0] == ("early", ["4.bias", "4.weight"])
+                assert all(how == "early" for how, _ in record.left)
+            assert record.names() == sorted(name for name, _ in net.named_parameters())
+            record.left.clear()
+            with torch.no_grad():
+                for p in alone.parameters():
+                    p -= 0.1 * p.grad
+            optimizer.step()
+            assert record.left == []  # nothing is reduced inside step()
+            assert_same_weights(net, alone)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("op", [Average, Sum])
+def test_op_factor_groups_and_compression(op: Any, watched: Any) -> None:
+    def rank(group: Group) -> None:
+        for options in (
+            {},
+            {"num_groups": 2},
+            {"groups": 3},
+            {"groups": "lists"},
+            {"compression": Compression.fp16},
+            {"gradient_predivide_factor": 4.0} if op is Average else {},
+        ):
+            net = network()
+            record = watched(group)
+            given = dict(options)
+            if given.get("groups") == "lists":
+                given["groups"] = [[net[0].weight, net[4].bias], [net[2].weight]]
+            optimizer = wrap(sgd(net), record, net, op=op, **given)
+            for step in range(3):
+                x, y = samples(step)
+                record.left.clear()
+                optimizer.zero_grad()
+                loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
+                got = gradients(net)
+                alone = copy.deepcopy(net)
+                alone.zero_grad()
+                loss_of(alone, x, y).backward()
+                scale = 2 if op is Sum else 1
+                for g, p in zip(got, alone.parameters(), strict=True):
+                    rough = {"rtol": 1e-2, "atol": 1e-4} if "compression" in options else {}
+                    torch.testing.assert_close(g, scale * p.grad, **rough)
+            buckets = [sorted(names) for how, names in record.left if how == "early"]
+            if "num_groups" in options:
+                assert buckets == [
+                    ["2.bias", "4.bias", "4.weight"],
+                    ["0.bias", "0.weight", "2.weight"],
+                ]
+            if options.get("groups") == 3:
+                assert len(buckets) == 3
+            if options.get("groups") == "lists":
+                assert ["0.weight", "4.bias"] in buckets
+                assert ["2.weight"] in buckets
+
+    run_threads(2, rank)
+
+
+def test_adasum_and_compressors_of_ones_own() -> None:
+    class Halves:
+        @staticmethod
+        def compress(tensor: Any) -> Any:
+            return tensor.to(torch.float32), tensor.dtype
+
+        @staticmethod
+        def decompress(tensor: Any, context: Any) -> Any:
+            assert tensor.dtype is torch.float32
+            return tensor.to(context)
+
+    def rank(group: Group) -> Any:
+        net = network()
+        x, y = samples(group.rank)
+        seen = []
+        for options in ({"op": Adasum}, {"compression": Halves}):
+            optimizer = wrap(sgd(net), group, net, **options)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(net, x, y).backward()
+            seen.append(gradients(net))
+            del optimizer
+        net.zero_grad()
+        loss_of(net, x, y).backward()
+        return *seen, gradients(net)
+
+    (adasum, average, a), (adasum_, average_, b) = run_threads(2, rank)
+    assert all(torch.equal(p, q) for p, q in zip(adasum + average, adasum_ + average_, strict=True))
+    for got, mean, p, q in zip(adasum, average, a, b, strict=True):
+        dot = (p * q).sum()
+        expected = (1 - dot / (2 * (p * p).sum())) * p + (1 - dot / (2 * (q * q).sum())) * q
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(mean, (p + q) / 2, rtol=1e-6, atol=1e-7)
+    with pytest.raises(RanksFailedError, match="must be a power of two, not 3"):
+        run_threads(3, lambda group: wrap(sgd(network()), group, op=Adasum))
+
+
+# What the wrapper is.
+
+
+def test_is_the_users_class_and_shares_its_state() -> None:
+    class Mine(torch.optim.Adam):
+        pass
+
+    def rank(group: Group) -> None:
+        net = network()
+        inner = Mine(net.parameters(), lr=0.1)
+        early = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)  # before it is wrapped
+        optimizer = wrap(inner, group, net)
+        assert isinstance(optimizer, Mine)
+        assert type(optimizer).__name__ == "Mine"
+        assert optimizer.state is inner.state
+        assert optimizer.param_groups is inner.param_groups
+        for step in range(2):
+            x, y = samples(step + group.rank * 9)
+            optimizer.zero_grad()
+            loss_of(net, x, y).backward()
+            optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                early.step()
+        assert optimizer.param_groups[0]["lr"] == 0.025
+        state = copy.deepcopy(optimizer.state_dict())
+        assert state["state"][0]["step"] == 2
+        # A round trip, through bytes, into another of its kind; then both go on alike.
+        other_net = copy.deepcopy(net)
+        other = wrap(Mine(other_net.parameters()), group, other_net)
+        data = io.BytesIO()
+        torch.save(state, data)
+        data.seek(0)
+        other.load_state_dict(torch.load(data))
+        assert other.param_groups[0]["lr"] == 0.025
+        for o, n in ((optimizer, net), (other, other_net)):
+            x, y = samples(7 + group.rank)
+            o.zero_grad()
+            loss_of(n, x, y).backward()
+            o.step()
+        assert_same_weights(net, other_net)
+        optimizer.load_state_dict(state)
+        assert inner.state is optimizer.state  # still one
+        assert "Mine (" in repr(optimizer)
+
+    run_threads(2, rank)
+
+
+def test_copies_wrap_copies() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(sgd(net, momentum=0.9), group, net)
+        loss_of(net, *samples(group.rank)).backward()
+        optimizer.step()
+        net2, optimizer2 = copy.deepcopy([net, optimizer], {id(group): group})
+        for n, o in ((net, optimizer), (net2, optimizer2)):
+            o.zero_grad()
+            loss_of(n, *samples(5 + group.rank)).backward()
+            o.step()
+        assert type(optimizer2) is type(optimizer)
+        assert net2[0].weight is optimizer2.param_groups[0]["params"][0]
+        assert_same_weights(net, net2)
+
+    run_threads(2, rank)
+
+
+def test_wrapping_twice_is_refused_and_hooks_end_with_the_wrapper() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        inner = sgd(net)
+        optimizer = wrap(inner, group)
+        with pytest.raises(ValueError, match="wrap it once"):
+            wrap(optimizer, group)
+        with pytest.raises(ValueError, match="has a DistributedOptimizer already"):
+            wrap(inner, group)
+        with pytest.raises(ValueError, match="belongs to another"):
+            wrap(sgd(net), group)
+        assert all(p._post_accumulate_grad_hooks for p in net.parameters())
+        del optimizer
+        gc.collect()
+        assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+        # Alone again: no rank waits for another.
+        if group.rank == 0:
+            loss_of(net, *samples(0)).backward()
+            inner.step()
+        # And it can be wrapped anew.
+        optimizer = wrap(inner, group)
+        optimizer.zero_grad()
+        loss_of(net, *samples(group.rank)).backward()
+        return net[0].weight.grad
+
+    first, second = run_threads(2, rank)
+    assert torch.equal(first, second)
+
+
+def test_wrong_arguments() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        named = list(net.named_parameters())
+        for error, given in {
+            "more than once": {"named_parameters": [*named, (named[0][0], named[1][1])]},
+            "lacks 1": {"named_parameters": named[1:]},
+            "pairs": {"named_parameters": list(net.parameters())},
+            "not 1 or more": {"backward_passes_per_step": 0},
+            "op=Average, Sum or Adasum": {"op": Min},
+            "needs op=Average": {"op": Sum, "gradient_predivide_factor": 2.0},
+            "more than 0": {"gradient_predivide_factor": 0.0},
+            "0 or more": {"num_groups": -1},
+            "list of lists": {"groups": [net[0].weight]},
+            "two of the groups": {"groups": [[net[0].weight], [net[0].weight]]},
+            "compression is one of": {"compression": "fp16"},
+        }.items():
+            with pytest.raises(ValueError, match=error):
+                DistributedOptimizer(sgd(net), **{"process_set": group, **given})
+        with pytest.raises(ValueError, match=r"no torch\.optim\.Optimizer"):
+            DistributedOptimizer(object(), process_set=group)
+
+    run_threads(1, rank)
+
+
+# Passes.
+
+
+def test_too_many_passes_are_an_error_that_says_what_to_do() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(sgd(net), group, net, backward_passes_per_step=2)
+        x, y = samples(group.rank)
+        for _ in range(2):
+            loss_of(net, x, y).backward()
+        with pytest.raises(RuntimeError, match=r"3 times.*backward_passes_per_step=2, call step"):
+            loss_of(net, x, y).backward()
+        # The next step works.
+        optimizer.zero_grad()
+        for _ in range(2):
+            loss_of(net, x, y).backward()
+        optimizer.step()
+        optimizer.set_backward_passes_per_step(1)
+        optimizer.zero_grad()
+        loss_of(net, x, y).backward()
+        return gradients(net)
+
+    first, second = run_threads(2, rank)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(sgd(net), group, net, backward_passes_per_step=3)
+        seen = []
+        for how in ("step", "synchronize", "skipped"):
+            optimizer.zero_grad()
+            for k in range(2):
+                loss_of(net, *samples(10 * k + group.rank)).backward()
+            local = gradients(net)
+            if how == "step":
+                optimizer.step()
+            elif how == "synchronize":
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                assert_same(local, gradients(net))
+                continue
+            seen.append((local, gradients(net)))
+        # zero_grad() of the module, as after a step that a scaler has skipped: no pass too many.
+        optimizer.set_backward_passes_per_step(1)
+        for step in range(3):
+            net.zero_grad()
+            loss_of(net, *samples(step + group.rank)).backward()
+        return seen
+
+    (first, second) = run_threads(2, rank)
+    for (a, averaged_a), (b, averaged_b) in zip(first, second, strict=True):
+        assert not torch.equal(a[0], b[0])
+        assert_same(averaged_a, [(p + q) / 2 for p, q in zip(a, b, strict=True)])
+        assert_same(averaged_a, averaged_b)
+
+
+def test_retained_graphs_second_derivatives_and_other_threads() -> None:
+    def run(net: Any, optimizer: Any, rank: int, size: int) -> list[Any]:
+        seen = []
+        x, y = samples(0)
+        x, y = x[rank::size].requires_grad_(), y[rank::size]
+        for step in range(3):
+            optimizer.zero_grad()
+            # torch.autograd.grad touches no gradient of a parameter.
+            (slope,) = torch.autograd.grad(loss_of(net, x, y) * len(x), x, create_graph=True)
+            torch.autograd.grad(loss_of(net, x, y), list(net.parameters()))
+            assert all(p.grad is None for p in net.parameters())
+            penalty = slope.pow(2).sum(1).mean()  # its gradient is a double backward
+            if step == 0:
+                (loss_of(net, x, y) + penalty).backward()
+            elif step == 1:  # one graph, twice
+                loss = loss_of(net, x, y) + penalty
+                optimizer.set_backward_passes_per_step(2) if size > 1 else None
+                loss.backward(retain_graph=True)
+                loss.backward()
+                optimizer.set_backward_passes_per_step(1) if size > 1 else None
+            else:
+                thread = threading.Thread(target=(loss_of(net, x, y) + penalty).backward)
+                thread.start()
+                thread.join()
+            seen += gradients(net)
+            optimizer.step()
+        return seen
+
+    def rank(group: Group) -> Any:
+        net = network()
+        return run(net, wrap(sgd(net), group, net), group.rank, group.size)
+
+    alone = network()
+    expected = run(alone, sgd(alone), 0, 1)
+    for seen in run_threads(2, rank):
+        assert_same(seen, expected)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool, deep: bool = False) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.reentrant = reentrant
+        self.deep = deep
+
+    def forward(self, x: Any) -> Any:
+        def run(f: Any, x: Any) -> Any:
+            return checkpoint(f, x, use_reentrant=self.reentrant)
+
+        x = run(self.first, x)
+        for _ in range(2):  # the same parameters in two inner passes
+            x = run(lambda x: self.shared(x).tanh(), x)
+        if self.deep:
+            return run(lambda x: run(self.last, x), x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool, deep: bool, watched: Any) -> None:
+    def rank(group: Group) -> None:
+        net = fill(Checkpointed(reentrant, deep))
+        alone = copy.deepcopy(net)
+        record = watched(group)
+        optimizer, other = wrap(sgd(net), record, net), sgd(alone)
+        for step in range(4):
+            record.left.clear()
+            x, y = samples(step)
+            optimizer.zero_grad()
+            other.zero_grad()
+            loss_of(net, x[group.rank :: 2].requires_grad_(), y[group.rank :: 2]).backward()
+            loss_of(alone, x.requires_grad_(), y).backward()
+            assert_same(gradients(net), gradients(alone))
+            # Once each.
+            assert record.names() == sorted(name for name, _ in net.named_parameters())
+            optimizer.step()
+            other.step()
+        assert_same_weights(net, alone)
+
+    run_threads(2, rank)
+
+
+def test_compiled() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(sgd(net), group, net)
+        for step in range(3):
+            x, y = samples(step)
+            optimizer.zero_grad()
+            compiled[group.rank](net, x[group.rank :: 2], y[group.rank :: 2]).backward()
+            optimizer.step()
+        return net
+
+    # The compiler is not for several threads at once.
+    lock = threading.Lock()
+
+    def under(lock: Any, f: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with lock:
+                return f(*args)
+
+        return call
+
+    compiled = [
+        under(lock, torch.compile(loss_of, backend="aot_eager", dynamic=False)) for _ in range(2)
+    ]
+    alone = network()
+    optimizer = sgd(alone)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(alone, *samples(step)).backward()
+        optimizer.step()
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
+# Which gradients take part.
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Any, head: str = "one") -> Any:
+        return getattr(self, head)(self.body(x).tanh())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_only_what_was_touched_takes_part(set_to_none: bool, watched: Any) -> None:
+    def rank(group: Group) -> None:
+        net = fill(Heads())
+        record = watched(group)
+        net.two.bias.grad = torch.full((3,), 1.0 + group.rank, dtype=torch.float64)  # stale
+        optimizer = wrap(sgd(net), record, net)
+        for step in range(3):
+            record.left.clear()
+            if step:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            loss_of(net, *samples(step + 10 * group.rank)).backward()
+            assert record.names() == ["body.bias", "body.weight", "one.bias", "one.weight"]
+            assert net.unused.weight.grad is None
+            if step == 0:
+                assert torch.equal(net.two.bias.grad, torch.full((3,), 1.0 + group.rank).double())
+            optimizer.step()
+            assert len(record.left) <= 4
+            assert "two.bias" not in record.names()
+
+    run_threads(2, rank)
+
+
+def test_touched_on_some_ranks_only() -> None:
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net), group, net)
+        seen = []
+        for step in range(4):
+            if step < 2:
+                optimizer.zero_grad(set_to_none=True)
+            elif step == 2:
+                optimizer.zero_grad(set_to_none=False)
+            # In the last step, nothing is zeroed: what the others hold must not be added.
+            head = ("one", "two")[(group.rank + step) % 2] if step < 3 else "one"
+            before = gradients(net)
+            if step < 3 or group.rank == 0:
+                x, y = samples(step + 10 * group.rank)
+                nn.functional.cross_entropy(net(x, head), y).backward()
+            optimizer.synchronize()
+            local = fill(Heads())
+            local.load_state_dict(net.state_dict())
+            if step < 3 or group.rank == 0:
+                nn.functional.cross_entropy(local(x, head), y).backward()
+            seen.append((before, gradients(local), gradients(net)))
+            optimizer.step()
+        return seen
+
+    for step, both in enumerate(zip(*run_threads(2, rank), strict=True)):
+        (before_a, local_a, got_a), (_, local_b, got_b) = both
+        for i, (a, b) in enumerate(zip(local_a, local_b, strict=True)):
+            if a is None and b is None:
+                if step < 3:
+                    assert got_a[i] is None
+                continue
+            zeros = torch.zeros_like(a if a is not None else b)
+            total = (zeros if a is None else a) + (zeros if b is None else b)
+            if step == 3:
+                total = total + before_a[i]  # rank 0's pass added to what was there
+            torch.testing.assert_close(got_a[i], total / 2)
+            torch.testing.assert_close(got_b[i], total / 2)
+
+
+def test_losses_with_passes_of_their_own() -> None:
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net), group, net)
+        for step in range(3):
+            optimizer.zero_grad()
+            features = torch.ones(2, 4, dtype=torch.float64) * (group.rank + 1)
+            (net.one(features).pow(2).sum() * (step + 1)).backward()
+            one = net.one.weight.grad.clone()
+            (net.two(features).pow(2).sum() * (step + 1)).backward()
+            assert torch.equal(net.one.weight.grad, one)  # not a second time
+            optimizer.step()
+        return net
+
+    a, b = run_threads(2, rank)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_several_optimizers_on_one_model() -> None:
+    def steps(net: Any, body: Any, head: Any, rank: int, size: int) -> None:
+        for step in range(4):
+            x, y = (a[rank::size] for a in samples(step))
+            body.zero_grad()
+            head.zero_grad()
+            loss_of(net, x, y).backward()
+            if step % 2:
+                head.step()
+            body.step()
+
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        body = wrap(sgd(net.body), group)
+        head = wrap(torch.optim.Adam(net.one.parameters(), lr=0.1), group)
+        steps(net, body, head, group.rank, group.size)
+        return net
+
+    alone = fill(Heads())
+    steps(alone, sgd(alone.body), torch.optim.Adam(alone.one.parameters(), lr=0.1), 0, 1)
+    for net in run_threads(3, rank):
+        assert_same_weights(net, alone)
+
+
+def test_parameters_added_later_unfrozen_and_shared() -> None:
+    def steps(net: Any, optimizer: Any, rank: int, size: int) -> None:
+        for step in range(6):
+            if step == 1:
+                net.body.weight.requires_grad_(True)
+            if step == 2:
+                optimizer.add_param_group({"params": list(net.two.parameters()), "lr": 0.3})
+            if step == 4:
+                net.two.weight = net.one.weight  # tied from now on
+            x, y = (a[rank::size] for a in samples(step))
+            net.zero_grad()
+            (loss_of(net, x, y) + nn.functional.cross_entropy(net(x, "two"), y)).backward()
+            optimizer.step()
+
+    def optimizer_of(net: Any) -> Any:
+        net.body.weight.requires_grad_(False)
+        return torch.optim.SGD([*net.body.parameters(), *net.one.parameters()], lr=0.1)
+
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        steps(net, wrap(optimizer_of(net), group), group.rank, group.size)
+        return net
+
+    alone = fill(Heads())
+    steps(alone, optimizer_of(alone), 0, 1)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
+def test_gradients_assigned_by_hand_are_exchanged_by_step() -> None:
+    def rank(group: Group) -> Any:
+        weight = torch.nn.Parameter(torch.zeros(3))
+        master = torch.zeros(3)  # requires no gradient: no hook can be
+        optimizer = wrap(torch.optim.SGD([weight, master], lr=1.0), group)
+        for step in range(3):
+            weight.grad = torch.full((3,), 1.0 + group.rank + step)
+            if step == 0:
+                master.grad = torch.full((3,), 2.0 + group.rank)
+            else:
+                master.grad.fill_(2.0 + group.rank)
+            optimizer.step()
+        return weight.tolist() + master.tolist()
+
+    assert run_threads(2, rank) == [[-7.5] * 3 + [-7.5] * 3] * 2
+
+
+@pytest.mark.parametrize("as_dense", [True, False])
+def test_sparse_embeddings(as_dense: bool) -> None:
+    def make(sparse: bool) -> Any:
+        table = nn.EmbeddingBag(10, 3, sparse=sparse, mode="sum")
+        return fill(nn.ModuleList([table, nn.Linear(3, 3)]))
+
+    def steps(net: Any, optimizer: Any, rank: int, size: int) -> None:
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            words = torch.randint(0, 10, (6, 4), generator=generator)[rank::size]
+            optimizer.zero_grad()
+            features = net[0](words)
+            if step == 3 and size > 1 and rank == 1:
+                features = features.detach()  # only some ranks have a sparse gradient
+            if step == 3 and size == 1:
+                features = torch.cat([f if i % 2 == 0 else f.detach() for i, f in
+                                      enumerate(features.unbind())]).reshape(-1, 3)  # fmt: skip
+            net[1](features).pow(2).mean().backward()
+            assert net[0].weight.grad.is_sparse == (not as_dense and size > 1)
+            optimizer.step()
+
+    def rank(group: Group) -> Any:
+        net = make(True)
+        steps(net, wrap(sgd(net), group, net, sparse_as_dense=as_dense), group.rank, group.size)
+        return net
+
+    alone = make(False)
+    steps(alone, sgd(alone), 0, 1)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
+def test_all_ranks_skip_the_step_that_overflows_on_one() -> None:
+    def rank(group: Group) -> Any:
+        net = network().float()
+        optimizer = wrap(sgd(net), group, net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        skipped = []
+        for step in range(4):
+            x, y = samples(step + group.rank)
+            optimizer.zero_grad()
+            loss = loss_of(net, x.float(), y)
+            if step == 1 and group.rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            before = net[0].weight.detach().clone()
+            scaler.step(optimizer)
+            skipped.append(torch.equal(before, net[0].weight))
+            scaler.update()
+        return skipped, scaler.get_scale(), net
+
+    (first, scale, a), (second, other_scale, b) = run_threads(2, rank)
+    assert first == second == [False, True, False, False]
+    assert scale == other_scale == 2.0
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# Errors.
+
+
+def test_a_mismatch_reaches_the_caller_of_backward_on_every_rank_and_the_next_step_works() -> None:
+    def rank(group: Group) -> Any:
+        net = nn.Linear(3, 2 + group.rank).double()
+        optimizer = wrap(sgd(net), group, net)
+        net(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    message = fails_alike(2, rank, MismatchError)
+    assert "rank 0 has 'weight' float64[2, 3], rank 1 has 'weight' float64[3, 3]" in message
+
+    def goes_on(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(sgd(net), group, net)
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                optimizer.set_backward_passes_per_step(1 + group.rank)
+                backward = loss_of(net, *samples(step)).backward
+                with pytest.raises(MismatchError, match="backward_passes_per_step=2"):
+                    (backward(), optimizer.step())
+                optimizer.set_backward_passes_per_step(1)
+                optimizer.zero_grad()
+            loss_of(net, *samples(step + group.rank)).backward()
+            optimizer.step()
+        return net
+
+    a, b = run_threads(2, goes_on)
+    assert_same_weights(a, b)
+
+
+def test_a_pass_that_breaks_off_leaves_nothing_behind() -> None:
+    def rank(group: Group) -> Any:
+        net, alone = network(), network()
+        optimizer, other = wrap(sgd(net), group, net), sgd(alone)
+        broken = [False]
+
+        def hook(gradient: Any) -> None:
+            if broken[0]:
+                raise KeyError("mine")
+
+        net[0].weight.register_hook(hook)  # after the first bucket has left
+        for step in range(4):
+            x, y = samples(step)
+            if step == 2:
+                optimizer.zero_grad()
+                broken[0] = True
+                with pytest.raises(KeyError, match="mine"):
+                    loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
+                broken[0] = False
+            for n, o, at in ((net, optimizer, slice(group.rank, None, 2)), (alone, other, ...)):
+                o.zero_grad()
+                loss_of(n, x[at], y[at]).backward()
+                o.step()
+        assert_same_weights(net, alone)
+
+    run_threads(2, rank)
+
+
+def test_exchanges_of_different_steps_are_not_mixed() -> None:
+    def rank(group: Group) -> None:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net), group, net)
+        ones = torch.ones(1, 4, dtype=torch.float64)
+        for _ in range(2):
+            net.one(ones).sum().backward()
+            if group.rank == 0:
+                net.two(ones).sum().backward()  # in one step, rank 1 lacks a whole exchange
+            optimizer.step()
+            optimizer.zero_grad()
+
+    message = fails_alike(2, rank, MismatchError)
+    assert "exchange 2 of step 1, rank 1 has gradients of optimizer 1, exchange 1 of step 2" in (
+        message
+    )
+
+
+def test_a_rank_whose_backward_touches_nothing_takes_part_in_step() -> None:
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net), group, net)
+        for step in range(3):
+            optimizer.zero_grad()
+            if step != 1 or group.rank == 0:
+                loss_of(net, *samples(step + group.rank)).backward()
+            optimizer.step()
+        return net
+
+    a, b = run_threads(2, rank)
+    assert_same_weights(a, b)
+
+
+# Real processes.
+
+SCRIPT = """
+import io, os, pickle, signal, threading
+import torch
+import horo_lite as hvd
+from horo_lite.torch.adasum import Adasum  # noqa: E402
+from horo_lite.torch.optimizer import DistributedOptimizer
+
+world = hvd.init()
+rank, size = world.rank, world.size
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(),
+                          torch.nn.Linear(8 * 16, 4)).double()
+net = net.to(memory_format=torch.channels_last)
+alone = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(),
+                            torch.nn.Linear(8 * 16, 4)).double()
+alone.load_state_dict(net.state_dict())
+optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+                                 net.named_parameters())
+other = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        # A worker may well compute gradients of its own.
+        weight = torch.nn.Parameter(torch.ones(2))
+        net[3].bias.grad = None
+        net[3].bias.sum().backward()
+        generator = torch.Generator().manual_seed(i)
+        return torch.randn((3, 6, 6), generator=generator, dtype=torch.float64), i % 4
+
+
+loader = torch.utils.data.DataLoader(Data(), batch_size=8, num_workers=2)
+for x, y in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(net(x[rank::size]), y[rank::size]).backward()
+    assert net[0].weight.grad.stride() == net[0].weight.stride()
+    optimizer.step()
+    other.zero_grad()
+    torch.nn.functional.cross_entropy(alone(x), y).backward()
+    other.step()
+for p, q in zip(net.parameters(), alone.parameters()):
+    torch.testing.assert_close(p, q)
+
+# Pickled, the optimizer is wrapped again where it is unpickled.
+copies = pickle.loads(pickle.dumps([net, optimizer]))
+torch.save(net, io.BytesIO())
+x, y = next(iter(loader))
+for n, o in ((net, optimizer), copies):
+    o.zero_grad()
+    torch.nn.functional.cross_entropy(n(x[rank::size]), y[rank::size]).backward()
+    o.step()
+for p, q in zip(net.parameters(), copies[0].parameters()):
+    assert torch.equal(p, q)
+
+# Ctrl-C reaches a rank that waits inside backward() for another.
+hvd.barrier()
+if rank == 0:
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        net(x).sum().backward()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        os._exit(3)
+else:
+    import time
+    time.sleep(5)
+"""
+
+
+@pytest.mark.mpi
+def test_processes_with_forked_workers_pickles_and_signals() -> None:
+    result = run_ranks(SCRIPT, 2, timeout_s=60)
+    assert "interrupted" in result.stdout, result
+    assert "Error" not in result.stderr, result
+
+
+def test_a_world_of_one_has_no_hooks(watched: Any) -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(sgd(net), group, net)
+        assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+        assert pickle.loads(pickle.dumps(sgd(net))) is not None
+        for _ in range(2):
+            loss_of(net, *samples(0)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.set_backward_passes_per_step(2)
+
+    run_threads(1, rank)
