@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from horo_lite.collectives import Group, Sum
+from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
 
 
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
@@ -40,7 +41,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_set: Any = None,
+        process_set: ProcessSet | Group | None = global_process_set,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
@@ -56,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(input)
-        group = _group_of(self.process_set)
+        group = group_of(self.process_set)
         if group.size == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -199,14 +200,6 @@ class _Normalize(torch.autograd.Function):  # type: ignore[misc]
             dx = torch.addcmul(dy.to(mean.dtype), x - mean.view(shape), slope)
             dx = dx.sub_(means[1].view(shape)).mul_(scale.view(shape)).to(x.dtype)
         return dx, d_weight, d_bias, None, None, None, None, None
-
-
-def _group_of(process_set: Any) -> Group:
-    if isinstance(process_set, Group):
-        return process_set
-    from horo_lite.world import world
-
-    return world().group
 
 
 def _values_a_channel(x: torch.Tensor) -> int:
