@@ -13,18 +13,24 @@ from horo_lite.errors import HoroLiteError as HorovodInternalError  # noqa: F401
 from horo_lite.torch.compression import Compression as Compression
 from horo_lite.torch.functions import *  # noqa: F403
 from horo_lite.torch.mpi_ops import *  # noqa: F403
+from horo_lite.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from horo_lite.torch.process_sets import (
     ProcessSet as ProcessSet,
 )
+from horo_lite.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from horo_lite.torch.process_sets import (
     add_process_set as add_process_set,
 )
+from horo_lite.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from horo_lite.torch.process_sets import (
     global_process_set as global_process_set,
 )
+from horo_lite.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from horo_lite.torch.process_sets import (
     remove_process_set as remove_process_set,
 )
+from horo_lite.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from horo_lite.torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from horo_lite.torch.timeline import start_timeline as start_timeline
 from horo_lite.torch.timeline import stop_timeline as stop_timeline
 from horo_lite.torch.world import *  # noqa: F403
