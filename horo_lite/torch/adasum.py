@@ -42,9 +42,7 @@ def adasum_(group: Group, tensors: Sequence[torch.Tensor], names: Sequence[str] 
     Called by every rank with tensors of the same floating dtypes and shapes, dense and on one
     device. `names`, if given, are compared, and messages use them.
     """
-    label = (
-        f"of {len(tensors)} tensors" if not names else f"of {names[0]} and {len(names) - 1} more"
-    )
+    label = f"{names[0]} and {len(names) - 1} more" if names else f"{len(tensors)} tensors"
     adasum_async_(group, tensors, names, label).wait()
 
 
@@ -72,7 +70,7 @@ def adasum_async_(
     contract = [
         f"Adasum, prescale_factor {prescale_factor}, postscale_factor {postscale_factor}",
         *(
-            f"tensor {names[i] if names else i}: {str(x.dtype)[6:]}{list(x.shape)}"
+            f"tensor {repr(names[i]) if names else i}: {str(x.dtype)[6:]}{list(x.shape)}"
             for i, x in enumerate(tensors)
         ),
     ]

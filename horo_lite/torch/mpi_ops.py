@@ -29,6 +29,7 @@ from horo_lite import _native, collectives
 from horo_lite import compression as core
 from horo_lite.arrays import NO_ORDER
 from horo_lite.collectives import Average, Group, Max, Min, Op, Product, Sum
+from horo_lite.errors import MismatchError
 from horo_lite.torch import timeline
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.compression import Compression
@@ -77,16 +78,18 @@ AnyOp: TypeAlias = "Op | AdasumOp"
 class Handle:
     """An operation in flight: `synchronize` takes it once, `poll` any number of times before."""
 
-    __slots__ = ("__weakref__", "_event", "_finish", "_group", "_parts", "name")
+    __slots__ = ("__weakref__", "_event", "_finish", "_group", "_parts", "kind", "name")
 
     def __init__(
         self,
+        kind: str,
         name: str,
         group: Group,
         parts: Sequence[collectives.Handle],
         finish: Callable[[list[Any]], Any],
         event: timeline.Event | None = None,
     ) -> None:
+        self.kind = kind
         self.name = name
         self._group = group
         self._parts = parts
@@ -97,7 +100,9 @@ class Handle:
         return synchronize(self)
 
     def __repr__(self) -> str:
-        return f"<{'synchronized' if self._finish is None else 'operation'} {self.name}>"
+        return (
+            f"<{'synchronized' if self._finish is None else 'operation'} {self.kind} {self.name!r}>"
+        )
 
 
 def synchronize(handle: Handle) -> Any:
@@ -116,6 +121,8 @@ def synchronize(handle: Handle) -> Any:
     if handle._event is not None:
         handle._event.end()
     if errors:
+        if isinstance(errors[0], MismatchError):
+            _give_back(handle._group, handle.kind, handle.name)
         raise errors[0]
     try:
         return finish(results)
@@ -133,7 +140,7 @@ def _unfinished(handle: Handle) -> Callable[[list[Any]], Any]:
     if not isinstance(handle, Handle):
         raise ValueError(f"{handle!r} is not a handle of an asynchronous operation")
     if handle._finish is None:
-        raise ValueError(f"the handle of {handle.name} has been synchronized already")
+        raise ValueError(f"the handle of {handle.kind} {handle.name!r} was synchronized already")
     return handle._finish
 
 
@@ -365,7 +372,7 @@ def sparse_allreduce_async(
     local = tensor.detach().coalesce()
     shape = f"{op.name} of {tuple(tensor.shape)}"
     event = timeline.begin("sparse_allreduce", name)
-    with _value_errors():
+    with _submitting(group, "sparse_allreduce", name):
         parts = [
             group.allgather_async(part, name=f"{name}.{what} ({shape})")
             for what, part in (
@@ -381,7 +388,7 @@ def sparse_allreduce_async(
         ).coalesce()
         return total / group.size if op is Average else total
 
-    return Handle(f"sparse_allreduce '{name}'", group, parts, finish, event)
+    return Handle("sparse_allreduce", name, group, parts, finish, event)
 
 
 # Reduce-scatter.
@@ -585,8 +592,8 @@ def alltoall_async(
     counts = _splits(splits)
     name = _name(group, "alltoall", name)
     event = timeline.begin("alltoall", name)
-    with _value_errors():
-        part = group.alltoall_async(source, counts, name=name)
+    with _submitting(group, "alltoall", name):
+        part = group.alltoall_async(source.resolve_neg(), counts, name=name)
 
     def finish(parts: list[Any]) -> Any:
         if counts is None:
@@ -595,16 +602,15 @@ def alltoall_async(
         where = splits.device if isinstance(splits, Tensor) else "cpu"
         return result, torch.tensor(received.tolist(), dtype=torch.int32, device=where)
 
-    return Handle(f"alltoall '{name}'", group, [part], finish, event)
+    return Handle("alltoall", name, group, [part], finish, event)
 
 
 def barrier(process_set: Set = global_process_set) -> None:
     """All ranks of the set have called this."""
     group = group_of(process_set)
-    label = f"barrier '{_name(group, 'barrier', None)}'"
-    event = timeline.begin("barrier", label)
-    part = group.exchange_async([], names=[], label=label)
-    synchronize(Handle(label, group, [part], lambda parts: None, event))
+    event = timeline.begin("barrier", "barrier")
+    part = group.exchange_async([], names=[], label="all ranks")
+    synchronize(Handle("barrier", "barrier", group, [part], lambda parts: None, event))
 
 
 # How they run.
@@ -642,7 +648,7 @@ def _reduce(
     _check_reducible(work, op)
     name = _name(group, kind, name)
     event = timeline.begin(kind, name)
-    with _value_errors():
+    with _submitting(group, kind, name):
         if isinstance(op, AdasumOp):
             part = adasum_async_(group, work, (), name, prescale_factor, postscale_factor, kind)
         else:
@@ -669,7 +675,7 @@ def _reduce(
             results = _written(tensors, results)
         return results[0] if single else results
 
-    return Handle(f"{kind} '{name}'", group, [part], finish, event)
+    return Handle(kind, name, group, [part], finish, event)
 
 
 def _allgather(
@@ -680,13 +686,13 @@ def _allgather(
     name = _name(group, "allgather", name)
     event = timeline.begin("allgather", name)
     several = len(sources) > 1
-    with _value_errors():
+    with _submitting(group, "allgather", name):
         parts = [
-            group.allgather_async(x, name=f"{name}[{i}]" if several else name)
+            group.allgather_async(x.resolve_neg(), name=f"{name}[{i}]" if several else name)
             for i, x in enumerate(sources)
         ]
     return Handle(
-        f"allgather '{name}'", group, parts, lambda all_: all_[0] if single else all_, event
+        "allgather", name, group, parts, lambda results: results[0] if single else results, event
     )
 
 
@@ -704,13 +710,13 @@ def _broadcast(
         work = torch.empty_like(source, memory_format=torch.contiguous_format)
     name = _name(group, "broadcast", name)
     event = timeline.begin("broadcast", name)
-    with _value_errors():
+    with _submitting(group, "broadcast", name):
         part = group.broadcast_async_(work, root, name=name)
 
     def finish(_: list[Any]) -> Tensor:
         return _written([tensor], [work])[0] if in_place else work
 
-    return Handle(f"broadcast '{name}'", group, [part], finish, event)
+    return Handle("broadcast", name, group, [part], finish, event)
 
 
 def _op(average: bool | None, op: AnyOp | None) -> AnyOp:
@@ -757,6 +763,17 @@ def _check_reducible(tensors: Sequence[Tensor], op: AnyOp) -> None:
         native = _native.Tensors(tensors, stream=NO_ORDER)
         if isinstance(op, Op):
             _native.check_reducible(native, op.value)
+
+
+@contextmanager
+def _submitting(group: Group, kind: str, name: str) -> Iterator[None]:
+    """What cannot be submitted is a ValueError, and its number is not used up."""
+    try:
+        with _value_errors():
+            yield
+    except ValueError:
+        _give_back(group, kind, name)
+        raise
 
 
 @contextmanager
@@ -828,6 +845,14 @@ def _name(group: Group, kind: str, name: str | None) -> str:
         counter = _counters.setdefault(group, Counter())
         counter[kind] += 1
         return f"noname.{counter[kind]}"
+
+
+def _give_back(group: Group, kind: str, name: str) -> None:
+    """Ranks that failed and ranks that never submitted it give the next operation one number."""
+    with _counting:
+        counter = _counters.get(group)
+        if counter is not None and name == f"noname.{counter[kind]}":
+            counter[kind] -= 1
 
 
 # Gradients.

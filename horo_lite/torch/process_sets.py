@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from horo_lite.collectives import Group
 from horo_lite.world import World, free_group, is_initialized, new_group, world
 
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
 
 class ProcessSet:
     """Some of the world's ranks, for the `process_set` of any operation.

@@ -9,6 +9,8 @@ from typing import Any
 
 from horo_lite.world import world
 
+__all__ = ["start_timeline", "stop_timeline"]
+
 
 class Event:
     """One operation: from its submission until the caller had its result."""

@@ -10,23 +10,42 @@ from horo_lite import _native, launcher
 from horo_lite.errors import DeviceError
 from horo_lite.torch import timeline
 from horo_lite.torch.process_sets import ProcessSet, add_process_set
-from horo_lite.world import World, is_initialized, world
+from horo_lite.world import (
+    World,
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    size,
+    world,
+)
 from horo_lite.world import init as _init
 from horo_lite.world import shutdown as _shutdown
 
 __all__ = [
     "ccl_built",
+    "cross_rank",
+    "cross_size",
     "cuda_built",
     "ddl_built",
     "gloo_built",
     "gloo_enabled",
     "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "rank",
     "rocm_built",
     "shutdown",
+    "size",
 ]
 
 

@@ -1,0 +1,870 @@
+"""horo_lite.torch: every operation against NumPy, gradients, errors, process sets, real jobs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import run_ranks, run_threads
+
+torch = pytest.importorskip("torch")
+
+import horo_lite.torch as hvd  # noqa: E402
+from horo_lite.collectives import Group  # noqa: E402
+from horo_lite.errors import MismatchError  # noqa: E402
+from horo_lite.torch import compression, mpi_ops  # noqa: E402
+from horo_lite.torch.adasum import adasum_  # noqa: E402
+
+SIZES = [1, 2, 3, 4]
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+OPS = {
+    "Sum": lambda xs: sum(xs),
+    "Min": lambda xs: reduce(np.minimum, xs),
+    "Max": lambda xs: reduce(np.maximum, xs),
+    "Product": lambda xs: reduce(np.multiply, xs),
+    "Average": lambda xs: sum(xs) / len(xs),
+}
+
+
+def values(rank: int, shape: Sequence[int] = (3, 4)) -> np.ndarray:
+    """1 to 3, other on every rank: exact in every dtype, products of four ranks too."""
+    n = int(np.prod(shape))
+    return ((np.arange(n) * (rank + 2) + rank) % 3 + 1.0).reshape(shape)
+
+
+def tensor(rank: int, dtype: str = "float64", shape: Sequence[int] = (3, 4)) -> Any:
+    return torch.from_numpy(values(rank, shape)).to(getattr(torch, dtype))
+
+
+def number(x: Any) -> np.ndarray:
+    return x.double().resolve_neg().numpy()
+
+
+def same(got: Any, expected: np.ndarray, dtype: str = "float64") -> None:
+    assert str(got.dtype) == f"torch.{dtype}"
+    if dtype in INTEGERS:
+        expected = np.trunc(expected)
+    bound = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(dtype, 1e-6)
+    np.testing.assert_allclose(number(got), expected, rtol=bound)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reductions_of_every_dtype(size: int) -> None:
+    def rank(group: Group) -> None:
+        for dtype in INTEGERS + FLOATS:
+            for name, oracle in OPS.items():
+                x = tensor(group.rank, dtype)
+                before = x.clone()
+                expected = oracle([values(r) for r in range(size)])
+                options = {"op": getattr(hvd, name), "process_set": group}
+                same(hvd.allreduce(x, **options), expected, dtype)
+                assert torch.equal(x, before)
+                part = np.array_split(expected, size)[group.rank]
+                same(hvd.reducescatter(x, **options), part, dtype)
+                assert hvd.allreduce_(x, **options) is x
+                same(x, expected, dtype)
+        mask = torch.tensor([group.rank == 0, True, False])
+        assert hvd.allreduce(mask, op=hvd.Sum, process_set=group).tolist() == [True, True, False]
+        anded = hvd.allreduce(mask, op=hvd.Product, process_set=group)
+        assert anded.tolist() == [size == 1, True, False]
+
+    run_threads(size, rank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_factors_compression_and_average(size: int) -> None:
+    total = sum(values(r) for r in range(size))
+
+    def rank(group: Group) -> None:
+        x = tensor(group.rank, "float32")
+        k = {"process_set": group}
+        same(hvd.allreduce(x, **k), total / size, "float32")
+        factors = {"prescale_factor": 2.0, "postscale_factor": 0.25}
+        same(hvd.allreduce(x, op=hvd.Sum, **factors, **k), total / 2, "float32")
+        part = np.array_split(total / 2 / size, size)[group.rank]
+        same(hvd.reducescatter(x, **factors, **k), part, "float32")
+        for wire in (hvd.Compression.fp16, hvd.Compression.bf16):
+            same(hvd.allreduce(x, op=hvd.Sum, compression=wire, **k), total, "float32")
+        with warnings.catch_warnings():  # Python's list of filters is everybody's: one rank asks
+            warnings.simplefilter("ignore", DeprecationWarning)
+            same(hvd.allreduce(x, average=False, **k), total, "float32")
+            same(hvd.allreduce(x, True, **k), total / size, "float32")
+
+    run_threads(size, rank)
+
+
+def test_average_is_deprecated_and_excludes_op() -> None:
+    def rank(group: Group) -> None:
+        with pytest.warns(DeprecationWarning, match="op=hvd"):
+            hvd.allreduce(torch.ones(2), average=True, process_set=group)
+        with pytest.raises(ValueError, match="average and op"):
+            hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum, process_set=group)
+
+    run_threads(1, rank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_groups_layouts_and_odd_shapes(size: int) -> None:
+    def rank(group: Group) -> None:
+        k = {"op": hvd.Sum, "process_set": group}
+        everyone = range(size)
+        shapes = [(3, 4), (), (0, 3), (5,), (2, 1, 3)]
+        xs = [tensor(group.rank, shape=s) for s in shapes]
+        xs.append(tensor(group.rank, "int32"))
+        for got, shape in zip(hvd.grouped_allreduce(xs, **k), [*shapes, (3, 4)], strict=True):
+            same(got.double(), sum(values(r, shape) for r in everyone))
+        own = [x.clone() for x in xs]
+        got = hvd.grouped_allreduce_(own, **k)
+        assert all(a is b for a, b in zip(got, own, strict=True))
+        same(own[0], sum(values(r) for r in everyone))
+        assert hvd.grouped_allreduce([], **k) == []
+
+        # Layouts differ between ranks: the numbers count.
+        for make in (
+            lambda x: x if group.rank else x.t().contiguous().t(),
+            lambda x: torch.stack([x, x], 2)[..., 0],
+            lambda x: torch.cat([x, x], 1)[:, :4],
+            lambda x: torch._neg_view(-x),
+        ):
+            for dtype in ("float64", "bfloat16"):
+                x = make(tensor(group.rank, dtype))
+                expected = sum(values(r) for r in everyone)
+                same(hvd.allreduce(x, **k), expected, dtype)
+                same(
+                    hvd.allgather(x, process_set=group),
+                    np.concatenate([values(r) for r in everyone]),
+                    dtype,
+                )
+                same(hvd.broadcast(x, size - 1, process_set=group), values(size - 1), dtype)
+                address = x.data_ptr()
+                assert hvd.allreduce_(x, **k) is x
+                assert x.data_ptr() == address
+                same(x, expected, dtype)
+                x = make(tensor(group.rank, dtype))
+                hvd.broadcast_(x, size - 1, process_set=group)
+                same(x, values(size - 1), dtype)
+
+    run_threads(size, rank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_moving_every_dtype(size: int) -> None:
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        everyone = range(size)
+        for dtype in [*INTEGERS, *FLOATS, "bool"]:
+
+            def mine(r: int, shape: Sequence[int], dtype: str = dtype) -> Any:
+                return (tensor(r, "float64", shape) - 1).to(getattr(torch, dtype))
+
+            x = mine(group.rank, (group.rank, 2))  # rank 0 has none
+            expected = torch.cat([mine(r, (r, 2)) for r in everyone])
+            assert torch.equal(hvd.allgather(x, **k), expected)
+            one, two = hvd.grouped_allgather([x, x[:1]], **k)
+            assert torch.equal(one, expected)
+            assert torch.equal(two, torch.cat([mine(r, (r, 2))[:1] for r in everyone]))
+            for root in everyone:
+                x = mine(group.rank, (2, 3))
+                assert torch.equal(hvd.broadcast(x, root, **k), mine(root, (2, 3)))
+                assert torch.equal(x, mine(group.rank, (2, 3)))
+                assert hvd.broadcast_(x, root, **k) is x
+                assert torch.equal(x, mine(root, (2, 3)))
+            x = mine(group.rank, (2 * size, 3))
+            expected = torch.cat([mine(r, (2 * size, 3)).split(2)[group.rank] for r in everyone])
+            assert torch.equal(hvd.alltoall(x, **k), expected)
+        # Rank r sends (r + d) % 3 rows to rank d, so some none.
+        rows = [[(s + d) % 3 for d in everyone] for s in everyone]
+        for as_tensor in (False, True):
+            splits: Any = rows[group.rank]
+            x = tensor(group.rank, "float32", (sum(splits), 2))
+            got, received = hvd.alltoall(x, torch.tensor(splits) if as_tensor else splits, **k)
+            parts = [
+                tensor(s, "float32", (sum(rows[s]), 2)).split(rows[s])[group.rank] for s in everyone
+            ]
+            assert torch.equal(got, torch.cat(parts))
+            assert received.tolist() == [rows[s][group.rank] for s in everyone]
+        assert hvd.allgather(torch.tensor(float(group.rank)), **k).tolist() == list(everyone)
+        hvd.barrier(group)
+
+    run_threads(size, rank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sparse_and_objects(size: int) -> None:
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        dense = [values(r, (5, 2)) * (np.arange(5) % (r + 1) == 0)[:, None] for r in range(size)]
+        for op in ("Sum", "Average"):
+            x = torch.from_numpy(dense[group.rank]).to_sparse(1)
+            handle = hvd.sparse_allreduce_async(x, "s", getattr(hvd, op), **k)
+            got = handle()
+            assert got.layout is torch.sparse_coo
+            same(got.to_dense(), OPS[op](dense))
+        empty = torch.zeros(5, 2).to_sparse(1)
+        assert hvd.synchronize(hvd.sparse_allreduce_async(empty, "e", **k)).to_dense().sum() == 0
+
+        root = size - 1
+        thing = {"rank": group.rank, "x": torch.ones(group.rank), "text": "x" * group.rank}
+        got = hvd.broadcast_object(thing, root, **k)
+        assert (got["rank"], len(got["x"]), got["text"]) == (root, root, "x" * root)
+        assert hvd.broadcast_object(None, root, name="none", **k) is None
+        gathered = hvd.allgather_object([group.rank] * group.rank, **k)
+        assert gathered == [[r] * r for r in range(size)]
+
+    run_threads(size, rank)
+
+
+# Asynchronous calls.
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_names_match_whatever_the_order(size: int) -> None:
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        calls: dict[str, Callable[[], Any]] = {
+            "a": lambda: hvd.allreduce_async(tensor(group.rank), name="a", op=hvd.Sum, **k),
+            "b": lambda: hvd.allreduce_async(tensor(group.rank) * 2, name="b", op=hvd.Sum, **k),
+            "g": lambda: hvd.allgather_async(tensor(group.rank), name="g", **k),
+            "t": lambda: hvd.broadcast_async(tensor(group.rank), 0, name="t", **k),
+            "s": lambda: hvd.reducescatter_async(tensor(group.rank), name="s", op=hvd.Sum, **k),
+            "o": lambda: hvd.alltoall_async(tensor(group.rank, shape=(size, 2)), name="o", **k),
+            "l": lambda: hvd.grouped_allreduce_async(
+                [tensor(group.rank)] * 2, name="l", op=hvd.Sum, **k
+            ),
+            "m": lambda: hvd.grouped_reducescatter_async([tensor(group.rank)] * 2, name="m", **k),
+            "n": lambda: hvd.grouped_allgather_async([tensor(group.rank)] * 2, name="n", **k),
+            # The same name for another kind of operation is another name.
+            "c": lambda: hvd.broadcast_async(tensor(group.rank), size - 1, name="a", **k),
+            # Unnamed: numbered by kind, so the two kinds may come in any order.
+            "u": lambda: hvd.allreduce_async(tensor(group.rank) * 3, op=hvd.Max, **k),
+            "v": lambda: hvd.allgather_async(tensor(group.rank), **k),
+        }
+        order = list(calls)
+        np.random.default_rng(group.rank).shuffle(order)
+        handles = {key: calls[key]() for key in order}
+        assert len(set(handles.values())) == len(handles)
+        np.random.default_rng(group.rank + 9).shuffle(order)
+        got = {key: hvd.synchronize(handles[key]) for key in order}
+        total = sum(values(r) for r in range(size))
+        same(got["a"], total)
+        same(got["b"], 2 * total)
+        same(got["l"][1], total)
+        same(got["s"], np.array_split(total, size)[group.rank])
+        same(got["m"][1], np.array_split(total / size, size)[group.rank])
+        same(got["t"], values(0))
+        same(got["c"], values(size - 1))
+        same(got["u"], 3 * OPS["Max"]([values(r) for r in range(size)]))
+        for key in ("g", "v"):
+            same(got[key], np.concatenate([values(r) for r in range(size)]))
+        same(got["n"][0], np.concatenate([values(r) for r in range(size)]))
+
+    run_threads(size, rank)
+
+
+def test_handles_are_taken_once() -> None:
+    def rank(group: Group) -> None:
+        handle = hvd.allreduce_async(torch.ones(3), name="x", process_set=group)
+        while not hvd.poll(handle):
+            pass
+        assert {handle: 1}[handle] == 1
+        assert hvd.synchronize(handle).tolist() == [1, 1, 1]
+        for call in (hvd.synchronize, hvd.poll):
+            with pytest.raises(ValueError, match="was synchronized"):
+                call(handle)
+            with pytest.raises(ValueError, match="not a handle"):
+                call(7)
+
+    run_threads(2, rank)
+
+
+def test_in_place_forms_and_autograd() -> None:
+    def rank(group: Group) -> None:
+        k = {"op": hvd.Sum, "process_set": group}
+        parameter = torch.nn.Parameter(tensor(group.rank))
+        assert hvd.allreduce_(parameter, **k) is parameter
+        assert parameter.is_leaf
+        assert parameter.requires_grad
+        same(parameter.detach(), values(0) + values(1))
+        hvd.broadcast_(parameter, 1, process_set=group)
+        x = tensor(group.rank).requires_grad_()
+        y = x.exp()
+        hvd.allreduce_(y, **k)  # backward() needs y as it was
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        with torch.no_grad():
+            assert not hvd.allreduce(x, **k).requires_grad
+        assert not hvd.synchronize(hvd.allreduce_async(x, **k)).requires_grad
+        with torch.inference_mode():
+            same(hvd.allreduce_(tensor(group.rank), **k), values(0) + values(1))
+
+    run_threads(2, rank)
+
+
+# Gradients.
+
+LINEAR: dict[str, Callable[[Any, dict[str, Any], int], Any]] = {
+    "sum": lambda x, k, n: hvd.allreduce(x, op=hvd.Sum, **k),
+    "average": lambda x, k, n: hvd.allreduce(x, **k),
+    "factors": lambda x, k, n: hvd.allreduce(x, prescale_factor=3.0, postscale_factor=0.5, **k),
+    "grouped": lambda x, k, n: sum(
+        y.sum(0) * i for i, y in enumerate(hvd.grouped_allreduce([x, x * 2, x[0]], **k), 1)
+    ),
+    "allgather": lambda x, k, n: hvd.allgather(x, **k),
+    "uneven": lambda x, k, n: hvd.allgather(x[: k["process_set"].rank + 1], **k),
+    "scalar": lambda x, k, n: hvd.allgather(x.sum(), **k),
+    "grouped gather": lambda x, k, n: torch.cat(hvd.grouped_allgather([x, x[1:] * 2], **k)),
+    "broadcast": lambda x, k, n: hvd.broadcast(x, n - 1, **k),
+    "alltoall": lambda x, k, n: hvd.alltoall(x[:n], **k),
+    "splits": lambda x, k, n: hvd.alltoall(
+        x, [4] + [0] * (n - 1) if k["process_set"].rank else [0] * (n - 1) + [4], **k
+    )[0],
+    "reducescatter": lambda x, k, n: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=0.5, **k),
+    "mean scatter": lambda x, k, n: hvd.reducescatter(x, **k),
+    "grouped scatter": lambda x, k, n: torch.cat(hvd.grouped_reducescatter([x, 2 * x], **k)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_are_differences_over_all_ranks(size: int) -> None:
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        for name, call in LINEAR.items():
+            x = tensor(group.rank, shape=(4, 2)).requires_grad_()
+            y = call(x, k, size)
+            weights = torch.from_numpy(np.random.default_rng(group.rank).random(tuple(y.shape)))
+            (y * weights).sum().backward()
+            for moved in range(size):
+                for i in (0, 3, 6):
+                    totals = []
+                    for step in (1.0, -1.0):
+                        probe = x.detach().clone()
+                        if group.rank == moved:
+                            probe.view(-1)[i] += step
+                        loss = (call(probe, k, size) * weights).sum()
+                        totals.append(hvd.allreduce(loss, op=hvd.Sum, **k))
+                    if group.rank == moved:
+                        numeric = (totals[0] - totals[1]) / 2
+                        torch.testing.assert_close(x.grad.view(-1)[i], numeric, msg=name)
+
+    run_threads(size, rank, timeout_s=60)
+
+
+def test_other_reductions_say_that_they_have_no_gradient() -> None:
+    def rank(group: Group) -> None:
+        x = tensor(group.rank).requires_grad_()
+        for op in (hvd.Max, hvd.Adasum):
+            y = hvd.allreduce(x, op=op, process_set=group)
+            with pytest.raises(RuntimeError, match="no gradient"):
+                y.sum().backward()
+        y = hvd.allreduce(x, process_set=group)
+        (g,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        g.sum().backward()  # of d/dx of the mean's square, summed over ranks: 2 / size * size
+        assert torch.allclose(x.grad, torch.full_like(x, 2.0))
+
+    run_threads(2, rank)
+
+
+# Adasum.
+
+
+def adasum_reference(per_rank: Sequence[np.ndarray]) -> np.ndarray:
+    level = [np.asarray(x, np.float64) for x in per_rank]
+    while len(level) > 1:
+        level = [_pair(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
+
+
+def _pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    dot = float((a * b).sum())
+    share = [dot / (2 * square) if (square := float((x * x).sum())) else 0.0 for x in (a, b)]
+    return (1 - share[0]) * a + (1 - share[1]) * b
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_adasum(size: int) -> None:
+    rng = np.random.default_rng(5)
+    shapes = [(7, 3), (), (0,), (1,), (257,)]
+    data = [[rng.standard_normal(s) for s in shapes] for _ in range(size)]
+    data[-1][0][...] = 0  # nothing to divide by
+    expected = [adasum_reference([data[r][i] for r in range(size)]) for i in range(len(shapes))]
+
+    def rank(group: Group) -> list[bytes]:
+        k = {"op": hvd.Adasum, "process_set": group}
+        mine = [torch.from_numpy(np.array(x)) for x in data[group.rank]]
+        for got, want in zip(hvd.grouped_allreduce(mine, **k), expected, strict=True):
+            np.testing.assert_allclose(got.numpy(), want, rtol=1e-10, atol=1e-12)
+        small = [x.float() for x in mine]
+        adasum_(group, small, [f"p{i}" for i in range(len(small))])
+        np.testing.assert_allclose(small[4].numpy(), expected[4], rtol=2e-5, atol=1e-6)
+        half = hvd.allreduce(mine[4].half(), prescale_factor=2.0, postscale_factor=0.5, **k)
+        np.testing.assert_allclose(half.double().numpy(), expected[4], rtol=2e-2, atol=2e-2)
+        # Two at once, submitted and awaited in other orders.
+        handles = {}
+        for name in ("a", "b") if group.rank % 2 else ("b", "a"):
+            handles[name] = hvd.allreduce_async(mine[4], name=name, **k)
+        for name in ("a", "b") if group.rank % 3 else ("b", "a"):
+            np.testing.assert_allclose(
+                hvd.synchronize(handles[name]).numpy(), expected[4], rtol=1e-9
+            )
+        return [x.numpy().tobytes() for x in small]
+
+    results = run_threads(size, rank)
+    assert all(result == results[0] for result in results)
+
+
+def test_adasum_of_equal_and_of_orthogonal_gradients() -> None:
+    def rank(group: Group) -> None:
+        k = {"op": hvd.Adasum, "process_set": group}
+        assert hvd.allreduce(torch.tensor([3.0, 4.0]), **k).tolist() == [3, 4]
+        with pytest.raises(MismatchError, match="tensor 'p'"):
+            adasum_(group, [torch.ones(2 + group.rank)], ["p"])
+        with pytest.raises(ValueError, match="floating"):
+            hvd.allreduce(torch.tensor([1, 2]), **k)
+        one_hot = torch.eye(4)[group.rank]
+        assert hvd.allreduce(one_hot, **k).tolist() == [1, 1, 1, 1]
+
+    run_threads(4, rank)
+
+
+# Errors.
+
+
+def test_what_ranks_do_not_agree_on_is_an_error_on_all() -> None:
+    def rank(group: Group) -> None:
+        r = group.rank
+        k = {"process_set": group}
+        cases: dict[str, Callable[[], Any]] = {
+            "shape": lambda: hvd.allreduce(torch.ones(2 + r), **k),
+            "dtype": lambda: hvd.allreduce(
+                torch.ones(2, dtype=[torch.int32, torch.float32][r > 0]), op=hvd.Sum, **k
+            ),
+            "op": lambda: hvd.allreduce(torch.ones(2), op=[hvd.Sum, hvd.Max][r > 0], **k),
+            "factor": lambda: hvd.allreduce(torch.ones(2), prescale_factor=1.0 + r, **k),
+            "wire": lambda: hvd.allreduce(
+                torch.ones(2), compression=[hvd.Compression.none, hvd.Compression.fp16][r > 0], **k
+            ),
+            "number": lambda: hvd.grouped_allreduce([torch.ones(2)] * (1 + r), **k),
+            "name": lambda: hvd.allreduce(torch.ones(2), name=f"n{r > 0}", **k),
+            "kind": lambda: (
+                hvd.allreduce(torch.ones(2), name="x", **k)
+                if r
+                else hvd.broadcast(torch.ones(2), 0, name="x", **k)
+            ),
+            "root": lambda: hvd.broadcast(torch.ones(2), min(r, 1), **k),
+            "broadcast": lambda: hvd.broadcast(torch.ones(2 + r), 0, **k),
+            "broadcast dtype": lambda: hvd.broadcast(
+                torch.ones(2).to([torch.int16, torch.bfloat16][r > 0]), 0, **k
+            ),
+            "rows": lambda: hvd.allgather(torch.ones(2, 2 + r), **k),
+            "rows dtype": lambda: hvd.allgather(
+                torch.ones(2).to([torch.int16, torch.bfloat16][r > 0]), **k
+            ),
+            "dimensions": lambda: hvd.allgather(torch.ones((2,) * (1 + r)), **k),
+            "alltoall": lambda: hvd.alltoall(torch.ones(3, 1 + r), **k),
+            "scatter": lambda: hvd.reducescatter(torch.ones(3 + r), **k),
+            "sparse": lambda: hvd.sparse_allreduce_async(torch.ones(3 + r).to_sparse(), "s", **k)(),
+            "in place": lambda: hvd.allreduce_(torch.ones(2 + r), **k),
+            "gradient": lambda: hvd.allreduce(torch.ones(2 + r, requires_grad=True), **k),
+        }
+        for what, call in cases.items():
+            with pytest.raises(MismatchError) as error:
+                call()
+            assert isinstance(error.value, hvd.HorovodInternalError)
+            assert "rank" in str(error.value), what
+            same(hvd.allreduce(tensor(r), op=hvd.Sum, **k), sum(values(i) for i in range(3)))
+
+    run_threads(3, rank, timeout_s=60)
+
+
+def test_wrong_arguments_are_value_errors_at_the_call() -> None:
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        one = torch.ones(3)
+        cases: list[tuple[str, Callable[[], Any]]] = [
+            ("dtype", lambda: hvd.allreduce_async(one.to(torch.complex64), **k)),
+            ("dtype", lambda: hvd.allgather_async(one.to(torch.complex64), **k)),
+            ("bool", lambda: hvd.allreduce_async(one.bool(), op=hvd.Average, **k)),
+            ("sparse", lambda: hvd.allreduce_async(one.to_sparse(), **k)),
+            ("sparse", lambda: hvd.sparse_allreduce_async(one, "x", **k)),
+            ("Sum", lambda: hvd.sparse_allreduce_async(one.to_sparse(), "x", hvd.Max, **k)),
+            ("torch tensors", lambda: hvd.allreduce_async([1.0], **k)),
+            ("list of tensors", lambda: hvd.grouped_allreduce_async(one, **k)),
+            ("device", lambda: hvd.grouped_allreduce_async([one, one.to("meta")], **k)),
+            ("op is", lambda: hvd.allreduce_async(one, op="sum", **k)),
+            ("root_rank", lambda: hvd.broadcast_async(one, 3, **k)),
+            ("root_rank", lambda: hvd.broadcast_async_(one, -1, **k)),
+            ("root_rank", lambda: hvd.broadcast_object(1, 3, **k)),
+            ("root_rank", lambda: hvd.broadcast_parameters({"a": one}, 3, **k)),
+            ("multiple", lambda: hvd.alltoall_async(torch.ones(4), **k)),
+            ("splits", lambda: hvd.alltoall_async(one, [1, 1], **k)),
+            ("splits", lambda: hvd.alltoall_async(one, [1, 1, 2], **k)),
+            ("splits", lambda: hvd.alltoall_async(one, [-1, 2, 2], **k)),
+            ("splits", lambda: hvd.alltoall_async(one, [1.0, 1.0, 1.0], **k)),
+            ("splits", lambda: hvd.alltoall(one.requires_grad_(), [1, 1], **k)),
+            ("dimension", lambda: hvd.alltoall_async(torch.tensor(1.0), **k)),
+            ("dimension", lambda: hvd.reducescatter_async(torch.tensor(1.0), **k)),
+            ("compression", lambda: hvd.allreduce(one, compression="fp16", **k)),
+            ("power of two", lambda: hvd.allreduce_async(one, op=hvd.Adasum, **k)),
+            ("process_set", lambda: hvd.allreduce_async(one, process_set=[0, 1])),
+            ("not registered", lambda: hvd.allreduce(one, process_set=hvd.ProcessSet([0, 1]))),
+            ("list of ranks", lambda: hvd.ProcessSet("ab")),
+        ]
+        for text, call in cases:
+            if text == "not registered":
+                with pytest.raises(ValueError, match="init"):  # there is no world in this process
+                    call()
+                continue
+            with pytest.raises(ValueError, match=text):
+                call()
+        first = hvd.allreduce_async(tensor(group.rank), name="twice", **k) if group.rank else None
+        if group.rank:
+            with pytest.raises(ValueError, match=r"'twice'.*in flight"):
+                hvd.allreduce_async(one, name="twice", **k)
+        else:
+            first = hvd.allreduce_async(tensor(group.rank), name="twice", **k)
+        same(hvd.synchronize(first), sum(values(r) for r in range(3)) / 3)
+
+        # Where only one rank's is wrong, the others find out as soon as all of them wait.
+        if group.rank == 0:
+            with pytest.raises(ValueError, match="splits"):
+                hvd.alltoall(one, [9, 9, 9], **k)
+            with pytest.raises(MismatchError):
+                hvd.barrier(group)
+        else:
+            with pytest.raises(MismatchError, match="alltoall"):
+                hvd.alltoall(one, [1, 1, 1], **k)
+        hvd.barrier(group)
+
+    run_threads(3, rank)
+
+
+def test_before_init_everything_is_a_value_error() -> None:
+    assert not hvd.is_initialized()
+    one = torch.ones(2)
+    for call in (
+        hvd.rank,
+        hvd.size,
+        hvd.mpi_threads_supported,
+        hvd.barrier,
+        hvd.global_process_set.size,
+        lambda: hvd.allreduce(one),
+        lambda: hvd.allgather(one),
+        lambda: hvd.broadcast_object(1),
+        lambda: hvd.add_process_set([0]),
+        lambda: hvd.start_timeline("x.json"),
+    ):
+        with pytest.raises(ValueError, match="init"):
+            call()
+    hvd.shutdown()
+    hvd.stop_timeline()
+
+
+# Compression.
+
+
+class Halved(compression.Compressor):
+    """As somebody wrote it for Horovod."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        return tensor / 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return (tensor * 2).to(ctx)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_compressors(size: int) -> None:
+    for compressor, dtype in (
+        (hvd.Compression.none, torch.float32),
+        (hvd.Compression.fp16, torch.float16),
+        (hvd.Compression.bf16, torch.bfloat16),
+    ):
+        small, context = compressor.compress(torch.ones(3))
+        assert small.dtype is dtype
+        assert compressor.decompress(small, context).dtype is torch.float32
+        whole, context = compressor.compress(torch.ones(3, dtype=torch.int32))
+        assert compressor.decompress(whole, context).dtype is torch.int32
+        assert pickle.loads(pickle.dumps(compressor)).wire == compressor.wire
+
+    def rank(group: Group) -> None:
+        x = tensor(group.rank)
+        got = hvd.allreduce(x, op=hvd.Sum, compression=Halved, process_set=group)
+        same(got, sum(values(r) for r in range(size)))
+        same(x, values(group.rank))
+        hvd.allreduce_(x, op=hvd.Sum, compression=Halved, process_set=group)
+        same(x, sum(values(r) for r in range(size)))
+
+    run_threads(size, rank)
+
+
+# Parameters and optimizer state.
+
+
+def net(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return made
+
+
+def train(model: Any, optimizer: Any, n_steps: int) -> None:
+    for step in range(n_steps):
+        optimizer.zero_grad()
+        model(torch.arange(6.0).reshape(2, 3) + step).square().sum().backward()
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    "adam": lambda p, lr: torch.optim.AdamW(p, lr=lr, amsgrad=True),
+    "tensor lr": lambda p, lr: torch.optim.Adam(p, lr=torch.tensor(lr)),
+    "lbfgs": lambda p, lr: torch.optim.LBFGS(p, lr=lr, history_size=3),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_everyone_goes_on_as_the_root_would(kind: str) -> None:
+    def rank(group: Group) -> tuple[list[Any], list[Any]]:
+        model = net(group.rank)
+        optimizer = OPTIMIZERS[kind](model.parameters(), 0.01 * (group.rank + 1))
+        if kind != "lbfgs" and group.rank < 2:  # rank 1 is ahead, rank 2 has no state yet
+            train(model, optimizer, 2 + group.rank)
+        before = pickle.dumps(optimizer.state_dict())
+        hvd.broadcast_parameters(model.state_dict(), 0, process_set=group)
+        hvd.broadcast_optimizer_state(optimizer, 0, process_set=group)
+        if group.rank == 0:
+            assert pickle.dumps(optimizer.state_dict()) == before
+        if kind != "lbfgs":
+            train(model, optimizer, 2)
+        return [x.tolist() for x in model.state_dict().values()], optimizer.state_dict()[
+            "param_groups"
+        ]
+
+    results = run_threads(3, rank)
+    for result in results[1:]:
+        assert str(result) == str(results[0])
+
+
+def test_parameters_in_any_of_horovods_forms() -> None:
+    def rank(group: Group) -> None:
+        model = net(group.rank)
+        for form in (
+            lambda: model.named_parameters(),
+            lambda: list(model.parameters()),
+            lambda: model.state_dict(),
+            lambda: model,
+        ):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(group.rank)
+            hvd.broadcast_parameters(form(), 1, process_set=group)
+            everyone = hvd.allgather(model[0].weight.detach()[None], process_set=group)
+            assert torch.equal(everyone[0], everyone[1])
+        with pytest.raises(MismatchError, match="b"):
+            hvd.broadcast_parameters(
+                {"a" if group.rank else "b": torch.ones(2)}, 0, process_set=group
+            )
+
+    run_threads(2, rank)
+
+
+# Real jobs.
+
+JOB = """
+    import json, os, pathlib, warnings
+    import torch
+    import horo_lite.torch as hvd
+    from horo_lite.errors import MismatchError, NotInitializedError
+
+    def fails(kind, call):
+        try:
+            call()
+        except kind as error:
+            return str(error)
+        raise AssertionError("no error")
+
+    even = hvd.ProcessSet([2, 0])
+    for cycle in range(3):
+        world = hvd.init(process_sets=[even, [1]])
+        assert hvd.init() is world
+        rank, size = hvd.rank(), hvd.size()
+        assert (size, hvd.global_process_set.process_set_id) == (3, 0)
+        assert hvd.global_process_set.ranks == [0, 1, 2] and hvd.global_process_set.rank() == rank
+        assert even.process_set_id == 1 and even.ranks == [0, 2] and even.size() == 2
+        assert even.included() == (rank != 1)
+        x = torch.full((4,), 10.0**rank)
+        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4  # unnamed: numbered anew
+
+        if even.included():
+            assert even.rank() == rank // 2
+            k = dict(process_set=even)
+            assert hvd.allreduce(x, op=hvd.Sum, **k)[0] == 101
+            assert hvd.allgather(x[:1], **k).tolist() == [1, 100]
+            assert hvd.broadcast(x, 2, **k)[0] == 100  # roots are named as in the world
+            assert hvd.alltoall(x, [1, 3], **k)[1].tolist() == [1 if rank == 0 else 3] * 2
+            assert hvd.reducescatter(x, op=hvd.Max, **k).tolist() == [100, 100]
+            assert hvd.allreduce(x, op=hvd.Adasum, **k)[0] > 1
+            assert hvd.broadcast_object(rank, 2, **k) == 2
+            assert hvd.allgather_object(rank, **k) == [0, 2]
+            hvd.barrier(even)
+            hvd.broadcast_parameters({"x": x.clone()}, 2, **k)
+            assert "root_rank" in fails(ValueError, lambda: hvd.broadcast(x, 1, **k))
+            text = fails(MismatchError, lambda: hvd.allreduce(x[: 1 + rank], **k))
+            assert "rank 0:" in text and "rank 2:" in text, text
+            y = x.clone().requires_grad_()
+            (hvd.allreduce(y, op=hvd.Sum, **k) * (rank + 1)).sum().backward()
+            assert y.grad.tolist() == [4.0] * 4
+        else:
+            assert "rank 1 is not" in fails(ValueError, lambda: hvd.barrier(even))
+            fails(ValueError, even.rank)
+
+        # Sets that overlap, added and removed, in use at once and in other orders.
+        sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [2, 0])]
+        assert [s.process_set_id for s in sets] == [3, 4, 0, 1]
+        handles = {}
+        for i in (range(4) if rank else reversed(range(4))):
+            if sets[i].included():
+                handles[i] = hvd.allreduce_async(x, name="same", op=hvd.Sum, process_set=sets[i])
+        for i, handle in handles.items():
+            assert hvd.synchronize(handle)[0] == sum(10.0**r for r in sets[i].ranks)
+        assert hvd.remove_process_set(sets[0]) and sets[0].process_set_id is None
+        assert not hvd.remove_process_set(hvd.global_process_set)
+        fails(ValueError, lambda: hvd.allreduce(x, process_set=sets[0]))
+        fails(ValueError, lambda: hvd.remove_process_set(sets[0]))
+        fails(MismatchError, lambda: hvd.add_process_set([rank]))
+        fails(ValueError, lambda: hvd.add_process_set([0, 7]))
+        assert hvd.add_process_set(sets[0]).process_set_id == 5
+        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4
+
+        fails(MismatchError, lambda: hvd.broadcast(x, rank))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            handle = hvd.allreduce_async(x, name="over the end")
+        hvd.shutdown()
+        assert not hvd.is_initialized() and even.process_set_id is None
+        fails(NotInitializedError, lambda: hvd.synchronize(handle))
+        fails(ValueError, lambda: hvd.allreduce(x, process_set=even))
+    print("rank", rank, "is done")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("hosts", ["3", "2,1"])
+def test_a_job_with_process_sets_and_three_lives(hosts: str) -> None:
+    result = run_ranks(JOB, 3, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
+    assert result.stdout.count("is done") == 3
+
+
+@pytest.mark.mpi
+def test_without_thread_multiple_sets_and_world_wait_for_each_other() -> None:
+    code = """
+        import mpi4py
+        mpi4py.rc.thread_level = "serialized"
+        import warnings
+        warnings.simplefilter("ignore")
+        from mpi4py import MPI
+        import torch
+        import horo_lite.torch as hvd
+
+        hvd.init(process_sets=[[0, 1], [1, 2]])
+        assert not hvd.mpi_threads_supported()
+        first, rank, x = hvd.ProcessSet([0, 1]), hvd.rank(), torch.ones(3)
+        hvd.add_process_set(first)
+        for _ in range(5):
+            if rank == 1:  # asks for the set's result when it has the world's, rank 0 before that
+                assert hvd.allreduce(x, name="world", op=hvd.Sum)[0] == 3
+                assert hvd.allreduce(x, name="set", op=hvd.Sum, process_set=first)[0] == 2
+            else:
+                world = hvd.allreduce_async(x, name="world", op=hvd.Sum)
+                if rank == 0:
+                    assert hvd.allreduce(x, name="set", op=hvd.Sum, process_set=first)[0] == 2
+                assert hvd.synchronize(world)[0] == 3
+        hvd.shutdown()
+        print("done")
+    """
+    result = run_ranks(code, 3, env={"HORO_LITE_TEST_HOSTS": "2,1"}, timeout_s=60).check()
+    assert result.stdout.count("done") == 3
+
+
+@pytest.mark.mpi
+def test_a_job_of_some_ranks_and_its_timeline(tmp_path: Path) -> None:
+    code = """
+        import horo_lite.torch as hvd
+        import torch
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.rank:
+            hvd.init(comm=[1, 2], process_sets="dynamic")
+            assert hvd.init(comm=[1, 2]).size == 2
+            assert hvd.rank() == MPI.COMM_WORLD.rank - 1
+            hvd.allreduce(torch.ones(3), name="loss")
+            hvd.allgather(torch.ones(2))
+            assert hvd.mpi_enabled() and hvd.mpi_built() and not hvd.gloo_enabled()
+            hvd.shutdown()
+        else:
+            try:
+                hvd.init(comm=[1, 2])
+                raise SystemExit("init() took a rank that is not in the list")
+            except ValueError as error:
+                assert "rank 0" in str(error)
+    """
+    path = tmp_path / "trace-{rank}.json"
+    run_ranks(code, 3, env={"HOROVOD_TIMELINE": str(path)}, timeout_s=60).check()
+    for rank in range(2):
+        _, *events = json.loads(Path(str(path).replace("{rank}", str(rank))).read_text())
+        events = [event for event in events if event]
+        assert [event["cat"] for event in events] == ["allreduce", "allgather"]
+        assert [event["name"] for event in events] == ["loss", "noname.1"]
+        assert all(event["dur"] > 0 and event["pid"] == rank for event in events)
+
+
+def test_one_process_is_a_world(tmp_path: Path) -> None:
+    code = f"""
+        import os
+        import horo_lite.torch as hvd
+        import horo_lite.torch.mpi_ops, horo_lite.torch.functions, horo_lite.torch.compression
+        import torch
+        for _ in range(2):
+            alone = hvd.ProcessSet([0])
+            hvd.init(process_sets=[alone])
+            assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+            assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1) and hvd.is_homogeneous()
+            assert not hvd.mpi_enabled() and hvd.mpi_threads_supported()
+            assert not (hvd.gloo_built() or hvd.ddl_built() or hvd.ccl_built() or hvd.rocm_built())
+            assert isinstance(hvd.nccl_built(), int) and isinstance(hvd.cuda_built(), bool)
+            hvd.start_timeline({str(tmp_path / "t.json")!r})
+            try:
+                hvd.start_timeline("again.json")
+                raise SystemExit("two timelines")
+            except ValueError:
+                pass
+            x = torch.arange(4.0, requires_grad=True)
+            hvd.allreduce(x, process_set=alone).sum().backward()
+            assert hvd.allreduce(x.detach(), op=hvd.Adasum).tolist() == [0, 1, 2, 3]
+            assert hvd.broadcast_object("me") == "me" and hvd.allgather_object("me") == ["me"]
+            hvd.barrier()
+            hvd.stop_timeline()
+            hvd.shutdown()
+        assert os.environ["HORO_LITE_BUCKET_BYTES"] == "123456"
+    """
+    run_ranks(code, 1, launcher=False, env={"HOROVOD_FUSION_THRESHOLD": "123456"}).check()
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert {"allreduce", "broadcast", "allgather", "barrier"} <= {e.get("cat") for e in events}
+
+
+def test_all_names_of_horovods_documentation() -> None:
+    for name in mpi_ops.__all__:
+        assert getattr(hvd, name) is getattr(mpi_ops, name)
+    assert hvd.Adasum not in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)
