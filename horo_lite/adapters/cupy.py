@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import cupy
@@ -24,9 +24,11 @@ class CupyAdapter(NumpyAdapter):
     def stream(self, x: Any) -> int | None:
         return int(cupy.cuda.get_current_stream(x.device.id).ptr)
 
-    def on_stream(self, x: Any, stream: int) -> AbstractContextManager[Any]:
-        theirs: AbstractContextManager[Any] = cupy.cuda.ExternalStream(stream, x.device.id)
-        return theirs
+    @contextmanager
+    def on_stream(self, x: Any, stream: int) -> Iterator[None]:
+        # CuPy wants the stream's GPU to be current, and a thread of ours has chosen none.
+        with x.device, cupy.cuda.ExternalStream(stream, x.device.id):
+            yield
 
     def copy(self, x: Any) -> Array:
         return cupy.array(x, order="C")
