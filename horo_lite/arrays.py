@@ -260,8 +260,10 @@ class GpuView:
         return 2, self._queue.index
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        if stream != NO_ORDER:
-            self._queue.lead(1 if stream is None else stream)
+        if stream is None:  # so says JAX where it has no stream that could wait
+            self._queue.synchronize()
+        elif stream != NO_ORDER:
+            self._queue.lead(stream)
         dtype = self._tensors.describe(0).partition("[")[0]
         address, shape = self._tensors.addresses[0], self._tensors.shape(0)
         return _native.dlpack_capsule(address, shape, dtype, self._queue.index, self)
