@@ -357,6 +357,11 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
   for (size_t d = dims.size(); d-- > 0; dense *= dims[d]) {
     strides[d] = tensor.strides == nullptr ? dense : tensor.strides[d] * item;
   }
+  if (tensor.data == nullptr && std::find(dims.begin(), dims.end(), 0) == dims.end()) {
+    throw nb::type_error((at(index) + "it has no memory of its own, as wrappers around tensors have none (DTensor): "
+                                      "pass what is inside, x.to_local()")
+                             .c_str());
+  }
   add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, std::move(dims), strides);
 }
 
