@@ -56,7 +56,7 @@ class Device {
     Current(Device& device, int index) : device_(device), previous_(device.exchange_current(index)) {}
     ~Current() {
       try {
-        device_.exchange_current(previous_);
+        device_.restore_current(previous_);
       } catch (const DeviceError&) {  // whoever uses the GPU next meets it again
       }
     }
@@ -70,6 +70,7 @@ class Device {
 
  protected:
   virtual int exchange_current(int index) = 0;
+  virtual void restore_current(int previous) = 0;
 };
 
 // The CUDA runtime that was built in. Null where none was, with the reason in `why`.

@@ -1,5 +1,6 @@
 // The CUDA runtime behind the seam.
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include "device.h"
 
@@ -98,6 +99,21 @@ class CudaDevice : public Device {
     check(cudaGetDevice(&previous), "tell the current GPU");
     if (previous != index) check(cudaSetDevice(index), "use the GPU");
     return previous;
+  }
+  // To be on a GPU is to have a context there, of hundreds of MiB (from CUDA 12 on), and a thread that never chose a
+  // GPU says it is on the first: all ranks of a host would take memory there. Such a thread stays where it was sent.
+  void restore_current(int previous) override {
+    using GetState = int (*)(int device, unsigned* flags, int* active);
+    static const auto get_state =
+        reinterpret_cast<GetState>(dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), "cuDevicePrimaryCtxGetState"));
+    int current = 0;
+    check(cudaGetDevice(&current), "tell the current GPU");
+    if (previous == current) return;
+    unsigned flags = 0;
+    int active = 0;
+    if (get_state == nullptr || get_state(previous, &flags, &active) != 0 || active != 0) {
+      check(cudaSetDevice(previous), "use the GPU");
+    }
   }
 
  private:

@@ -133,6 +133,7 @@ class TwinDevice : public Device {
 
  protected:
   int exchange_current(int) override { return 0; }
+  void restore_current(int) override {}
 
  private:
   static uint64_t latest(TwinEvent& event) {
