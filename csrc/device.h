@@ -49,6 +49,9 @@ class Device {
   virtual void copy(int index, void* to, const void* from, size_t n_bytes, Stream stream) = 0;
   virtual void fill(int index, void* memory, uint8_t byte, size_t n_bytes, Stream stream) = 0;
   virtual void run(int index, const KernelCall& call, Stream stream) = 0;
+  // The first launch of a kernel will not wait for what the GPU is doing: CUDA loads kernels when they are first used,
+  // which may wait for all that runs, such as a kernel of NCCL's that waits for a peer.
+  virtual void load_kernels(int index) = 0;
 
   // Makes the calling thread's current device `index` (NCCL wants that) until it is destroyed.
   class Current {

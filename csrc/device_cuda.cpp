@@ -14,6 +14,16 @@ void check(cudaError_t result, const char* what) {
                     cudaGetErrorName(result) + ")");
 }
 
+// The kernels' files know nothing of devices.
+template <class Call>
+void with_kernels(const Call& call) {
+  try {
+    call();
+  } catch (const std::runtime_error& error) {
+    throw DeviceError(error.what());
+  }
+}
+
 class CudaDevice : public Device {
  public:
   void* allocate(int index, size_t n_bytes) override {
@@ -90,7 +100,11 @@ class CudaDevice : public Device {
   }
   void run(int index, const KernelCall& call, Stream stream) override {
     const Current current(*this, index);
-    launch_kernels(call, stream);
+    with_kernels([&] { launch_kernels(call, stream); });
+  }
+  void load_kernels(int index) override {
+    const Current current(*this, index);
+    with_kernels([] { horo::load_kernels(); });
   }
 
  protected:

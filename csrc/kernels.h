@@ -45,5 +45,7 @@ struct KernelCall {
 void run_on_host(const KernelCall& call);
 // The same, queued on a CUDA stream of the current device; std::runtime_error if CUDA refuses.
 void launch_kernels(const KernelCall& call, void* stream);
+// All of them are on the current device.
+void load_kernels();
 
 }  // namespace horo

@@ -11,6 +11,9 @@ namespace horo {
 #define HORO_ENUMERATE(Step, G, W) k##Step##_##G##_##W,
 enum class Kernel : size_t { HORO_KERNELS(HORO_ENUMERATE) };
 #undef HORO_ENUMERATE
+#define HORO_COUNT(Step, G, W) +1
+inline constexpr size_t kKernels = 0 HORO_KERNELS(HORO_COUNT);
+#undef HORO_COUNT
 
 struct Launch {
   Kernel kernel;

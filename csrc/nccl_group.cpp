@@ -129,6 +129,7 @@ NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl
 
 void NcclGroup::start() {
   const Device::Current current(device_, index_);
+  device_.load_kernels(index_);
   if (nccl_.MemAlloc != nullptr) from_nccl_ = nccl_.MemAlloc(&bucket_, bucket_bytes_) == kNcclSuccess;
   if (!from_nccl_) bucket_ = device_.allocate(index_, bucket_bytes_);
   one_ = static_cast<double*>(device_.allocate(index_, 2 * kWireAlignment));
