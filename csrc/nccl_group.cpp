@@ -9,6 +9,7 @@ namespace {
 
 constexpr double kGoodbyeSeconds = 5.0;            // for ranks that end at different times
 constexpr double kBusySeconds = 0.001;             // of asking without a pause: the shortest sleep takes 0.1 ms
+constexpr size_t kExponents = 4096;                // room for so many tensors from the start
 constexpr size_t kLargestPiece = size_t{1} << 30;  // elements; the kernels count in 32 bits
 
 bool is_float(DType dtype) {
@@ -134,6 +135,8 @@ void NcclGroup::start() {
   if (!from_nccl_) bucket_ = device_.allocate(index_, bucket_bytes_);
   one_ = static_cast<double*>(device_.allocate(index_, 2 * kWireAlignment));
   weight_ = one_ + kWireAlignment / sizeof(double);
+  exponents_ = static_cast<int32_t*>(device_.allocate(index_, kExponents * sizeof(int32_t)));
+  n_exponents_ = kExponents;
   const double one = 1.0;
   device_.copy(index_, one_, &one, sizeof(one), queue_->stream());
   queue_->synchronize();
