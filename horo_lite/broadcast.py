@@ -81,9 +81,15 @@ def broadcast_optimizer_state(
     inner = optimizer.inner if type(optimizer) is DistributedOptimizer else optimizer
     is_root = group.rank == root_rank
     if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict"):
-        state = group.broadcast_object(inner.state_dict() if is_root else None, root_rank)
+        mine = _in_host_memory(inner.state_dict()) if is_root else None
+        state = group.broadcast_object(mine, root_rank)
         if not is_root:
+            before = [dict(options) for options in getattr(inner, "param_groups", ())]
             inner.load_state_dict(state)
+            for options, old in zip(getattr(inner, "param_groups", ()), before, strict=False):
+                for key, value in options.items():  # a learning rate on a GPU stays on it
+                    if gpu_of(old.get(key)) is not None and hasattr(value, "to"):
+                        options[key] = value.to(old[key].device)
         return
     adapter = adapter_of(inner)
     named = adapter.parameters(inner) if inner is optimizer else optimizer._own.named()
@@ -93,6 +99,15 @@ def broadcast_optimizer_state(
     if state is not None and not is_root:
         for attribute, value in state.items():
             setattr(inner, attribute, places.local(value, getattr(inner, attribute, None)))
+
+
+def _in_host_memory(tree: Any) -> Any:
+    """Pickled as they are, a GPU's tensors would come to that same GPU on the other ranks."""
+    if isinstance(tree, dict):
+        return {key: _in_host_memory(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_in_host_memory(value) for value in tree]
+    return tree.cpu() if hasattr(tree, "cpu") and gpu_of(tree) is not None else tree
 
 
 def _world() -> Group:
