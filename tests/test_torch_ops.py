@@ -17,6 +17,7 @@ from launch import run_ranks, run_threads
 torch = pytest.importorskip("torch")
 
 import horo_lite.torch as hvd  # noqa: E402
+from horo_lite.broadcast import _in_host_memory  # noqa: E402
 from horo_lite.collectives import Group  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 from horo_lite.torch import compression, mpi_ops  # noqa: E402
@@ -103,8 +104,10 @@ def test_factors_compression_and_average(size: int) -> None:
 
 def test_average_is_deprecated_and_excludes_op() -> None:
     def rank(group: Group) -> None:
-        with pytest.warns(DeprecationWarning, match="op=hvd"):
-            hvd.allreduce(torch.ones(2), average=True, process_set=group)
+        for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async):
+            with pytest.warns(DeprecationWarning, match="op=hvd") as warned:
+                call(torch.ones(2), average=True, process_set=group)
+            assert [w.filename for w in warned] == [__file__]
         with pytest.raises(ValueError, match="average and op"):
             hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum, process_set=group)
 
@@ -657,6 +660,20 @@ def test_everyone_goes_on_as_the_root_would(kind: str) -> None:
         assert str(result) == str(results[0])
 
 
+def test_state_on_a_gpu_travels_through_the_hosts_memory() -> None:
+    class OnGpu:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def cpu(self) -> str:
+            return "here"
+
+    tree = {"state": {0: {"step": 1, "moments": [OnGpu(), torch.ones(1)]}}, "param_groups": []}
+    moved = _in_host_memory(tree)
+    assert moved["state"][0]["moments"] == ["here", torch.ones(1)]
+    assert isinstance(tree["state"][0]["moments"][0], OnGpu)
+
+
 def test_parameters_in_any_of_horovods_forms() -> None:
     def rank(group: Group) -> None:
         model = net(group.rank)
@@ -828,6 +845,67 @@ def test_a_job_of_some_ranks_and_its_timeline(tmp_path: Path) -> None:
         assert [event["cat"] for event in events] == ["allreduce", "allgather"]
         assert [event["name"] for event in events] == ["loss", "noname.1"]
         assert all(event["dur"] > 0 and event["pid"] == rank for event in events)
+
+
+@pytest.mark.mpi
+def test_a_script_as_horovods_documentation_has_it() -> None:
+    code = """
+        import torch
+        import torch.nn.functional as F
+        import horo_lite.torch as hvd
+
+        hvd.init()
+        torch.manual_seed(hvd.rank())
+        if torch.cuda.is_available():
+            torch.cuda.set_device(hvd.local_rank())
+        torch.set_num_threads(1)
+
+        digits = torch.rand(10, 1, 28, 28, generator=torch.Generator().manual_seed(1))
+        labels = torch.arange(200) % 10
+        images = digits[labels] + 0.1 * torch.randn(200, 1, 28, 28)
+        data = torch.utils.data.TensorDataset(images, labels)
+        sampler = torch.utils.data.distributed.DistributedSampler(
+            data, num_replicas=hvd.size(), rank=hvd.rank())
+        loader = torch.utils.data.DataLoader(data, batch_size=10, sampler=sampler)
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv1 = torch.nn.Conv2d(1, 10, kernel_size=5)
+                self.conv2 = torch.nn.Conv2d(10, 20, kernel_size=5)
+                self.fc = torch.nn.Linear(320, 10)
+
+            def forward(self, x):
+                x = F.relu(F.max_pool2d(self.conv1(x), 2))
+                x = F.relu(F.max_pool2d(self.conv2(x), 2))
+                return F.log_softmax(self.fc(x.view(-1, 320)), dim=1)
+
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.fp16,
+            op=hvd.Average)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+        means = []
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            total = 0.0
+            for image, label in loader:
+                optimizer.zero_grad()
+                loss = F.nll_loss(model(image), label)
+                loss.backward()
+                optimizer.step()
+                total += loss.item() / len(loader)
+            means.append(hvd.allreduce(torch.tensor(total), name="avg_loss").item())
+        assert means[-1] < 0.5 * means[0], means
+        weights = hvd.allgather_object([p.tolist() for p in model.parameters()])
+        assert weights[0] == weights[1]
+        if hvd.rank() == 0:
+            print("trained")
+    """
+    assert "trained" in run_ranks(code, 2, timeout_s=60).check().stdout
 
 
 def test_one_process_is_a_world(tmp_path: Path) -> None:

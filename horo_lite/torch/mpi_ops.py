@@ -121,7 +121,7 @@ def synchronize(handle: Handle) -> Any:
     if handle._event is not None:
         handle._event.end()
     if errors:
-        if isinstance(errors[0], MismatchError):
+        if isinstance(errors[0], MismatchError) and "every rank is waiting" in str(errors[0]):
             _give_back(handle._group, handle.kind, handle.name)
         raise errors[0]
     try:
@@ -163,9 +163,10 @@ def allreduce(
     multiplies what a rank contributes, `postscale_factor` the result. Averages of integers are cut
     towards zero. Differentiable for Sum and Average.
     """
+    op = _op(average, op)
     (result,) = grouped_allreduce(
         [tensor],
-        average,
+        None,
         name,
         compression,
         op,
@@ -215,10 +216,11 @@ def allreduce_(
 
     Autograd does not see the change: as under torch.no_grad().
     """
+    op = _op(average, op)
     return synchronize(
         allreduce_async_(
             tensor,
-            average,
+            None,
             name,
             op,
             prescale_factor,
@@ -311,10 +313,11 @@ def grouped_allreduce_(
     compression: Any = Compression.none,
 ) -> list[Tensor]:
     """`tensors` themselves hold the op over all ranks' `tensors`, and are returned."""
+    op = _op(average, op)
     results: list[Tensor] = synchronize(
         grouped_allreduce_async_(
             tensors,
-            average,
+            None,
             name,
             op,
             prescale_factor,
@@ -848,7 +851,7 @@ def _name(group: Group, kind: str, name: str | None) -> str:
 
 
 def _give_back(group: Group, kind: str, name: str) -> None:
-    """Ranks that failed and ranks that never submitted it give the next operation one number."""
+    """The next operation has one number on ranks where this failed and where it never came."""
     with _counting:
         counter = _counters.get(group)
         if counter is not None and name == f"noname.{counter[kind]}":

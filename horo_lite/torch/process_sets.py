@@ -119,8 +119,6 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     here = world()
-    if process_set.process_set_id is not None:
-        return process_set
     for number in [n for n, entry in _entries.items() if entry.world is not here]:
         del _entries[number]
     if not _entries:
@@ -137,8 +135,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         group = new_group(ranks)
         _n_registered += 1
         entry = _entries[_n_registered] = _Entry(_n_registered, here, group, [])
-    entry.sets.append(process_set)
-    process_set._entry = entry
+    if process_set._registered() is None:
+        entry.sets.append(process_set)
+        process_set._entry = entry
     return process_set
 
 

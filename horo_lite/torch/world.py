@@ -74,6 +74,8 @@ def init(
     first = not is_initialized()
     # The optimizer reads it under its own name.
     if threshold := os.environ.get("HOROVOD_FUSION_THRESHOLD"):
+        if not threshold.isdigit():
+            raise ValueError(f"HOROVOD_FUSION_THRESHOLD is a number of bytes, not {threshold!r}")
         os.environ.setdefault("HORO_LITE_BUCKET_BYTES", str(max(1, int(threshold))))
     here = _init(comm, device=device, threads=threads, binding=binding, test_hosts=test_hosts)
     for process_set in process_sets or ():
