@@ -211,8 +211,27 @@ def connect(
                 stacklevel=2,
             )
         return staged
+    group = _connect(host, queue, everyone[0]["meeting"], bucket_bytes)
+    if os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0":
+        headers = host.agree(0, int(group.can_use_windows), label=label)
+        problem = ""
+        try:
+            group.register_bucket(windows=all(header.count for header in headers))
+        except DeviceError as error:
+            problem = str(error)
+        if any(told(host, problem)):  # then the communicator is of no more use
+            group.fail("the bucket could not be registered")
+            meeting = _native.nccl_unique_id().hex() if host.rank == 0 else ""
+            group = _connect(host, queue, bytes.fromhex(told(host, meeting)[0]), bucket_bytes)
+    return NcclTransport(host, group, staged)
+
+
+def _connect(
+    host: Transport, queue: _native.DeviceQueue, meeting: bytes, bucket_bytes: int
+) -> _native.NcclGroup:
+    """All ranks are in it; DeviceError on every rank, with all ranks' reasons, if one is not."""
     timeout_s = float(os.environ.get("HORO_LITE_NCCL_TIMEOUT_S") or 120)
-    group, problem, meeting = None, "", everyone[0]["meeting"]
+    group, problem = None, ""
     try:
         group = _native.NcclGroup(queue, meeting, host.rank, host.size, bucket_bytes, timeout_s)
     except DeviceError as error:
@@ -223,13 +242,10 @@ def connect(
             group.fail("another rank could not connect its GPU")
         raise DeviceError(
             "the GPUs could not be connected. "
-            + "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
+            + "; ".join(f"rank {host.ranks[r]}: {text}" for r, text in enumerate(problems) if text)
         )
     assert group is not None
-    if os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0":
-        headers = host.agree(0, int(group.can_use_windows), label=label)
-        group.register_bucket(windows=all(header.count for header in headers))
-    return NcclTransport(host, group, staged)
+    return group
 
 
 def _credentials(index: int, allowed: bool, leads: bool) -> dict[str, Any]:

@@ -200,7 +200,8 @@ class Watch:
             spoken = [n for n, speaking in zip(meetings, speaks, strict=True) if speaking]
             if spoken and silent and max(silent) > min(spoken):
                 self._awaited = max(silent)
-                here = "nothing yet" if n_met < self._awaited else place
+                here = f"{place}, where the ranks meet on the host"
+                here = here if n_met == self._awaited else "nothing yet"
                 texts = told(self._transport, here if notice is None else notice.describe())
                 where = texts[speaks.index(True)].partition("\n")[0]
                 raise MismatchError(explain(where, texts, self._transport.ranks))
