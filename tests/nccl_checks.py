@@ -1,0 +1,643 @@
+"""What single ranks do in test_nccl_group.py: one function a job."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import twin
+from fake_nccl import SINCE_2_27, Call, library, read_log
+from oracle import allgather_reference, allreduce_reference, share_of
+
+import horo_lite as hvd
+from horo_lite import _native
+from horo_lite.collectives import Average, Group, Max, Min, Sum
+from horo_lite.errors import DeviceError
+from horo_lite.reducer import Reducer
+
+RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
+
+
+def start(**settings: str) -> Group:
+    """A new world, after the former one; the settings hold from now on."""
+    hvd.shutdown()
+    os.environ["HORO_LITE_TEST_GPUS"] = f"{RANK}a"
+    os.environ.update({f"HORO_LITE_{name}": value for name, value in settings.items()})
+    return hvd.init().group
+
+
+def on_gpu(values: Any, dtype: Any = np.float32) -> twin.TwinArray:
+    return twin.array(values, dtype)
+
+
+def usable(group: Group) -> None:
+    """Direct and asynchronous calls, the GPU's and the host's."""
+    total = sum(range(1, group.size + 1))
+    handle = group.allreduce_async(on_gpu(np.full(10, RANK + 1)), Sum)
+    assert np.all(group.allreduce(on_gpu(np.full(10, RANK + 1)), Sum).numpy() == total)
+    assert np.all(group.allreduce(np.full(10, RANK + 1.0), Sum) == total)
+    assert np.all(group.synchronize(handle).numpy() == total)
+    group.barrier()
+
+
+def fails(call: Callable[[], Any], error: type[Exception], *words: str, within_s: float = 3) -> str:
+    """The call raises, and soon; the text."""
+    began = time.monotonic()
+    with pytest.raises(error) as found:
+        call()
+    assert time.monotonic() - began < within_s
+    for word in words:
+        assert word in str(found.value), f"{word!r} is not in {found.value}"
+    return str(found.value)
+
+
+def settles(call: Callable[[], Any], error: type[Exception], *words: str) -> str:
+    """Calls until the comparison beside the step has come to its end."""
+
+    def until() -> None:
+        for _ in range(1000):
+            call()
+            time.sleep(0.005)
+
+    return fails(until, error, *words)
+
+
+def log() -> list[Call]:
+    return read_log(os.environ["HORO_LITE_FAKE_NCCL_LOG"])[os.getpid()]
+
+
+def since(n_calls: int, *names: str) -> list[Call]:
+    return [call for call in log()[n_calls:] if call.name.removeprefix("nccl") in names]
+
+
+def n_operations() -> int:
+    return len(since(0, "AllReduce", "Broadcast", "Send", "Recv"))
+
+
+# Communicators.
+
+
+def life() -> None:
+    group = start(BUCKET_BYTES="4096")
+    group.allreduce(on_gpu([1.0]), Sum).numpy()
+    calls = log()
+    inits = since(0, "CommInitRankConfig")
+    assert [(call.rank, call.count) for call in inits] == [(RANK, group.size)]
+    (bucket,) = {call.address for call in since(0, "MemAlloc")}
+    assert [call.address for call in since(0, "CommWindowRegister")] == [bucket]
+    assert not since(0, "CommRegister")
+    names = [call.name for call in calls]
+    assert names.index("ncclMemAlloc") < names.index("ncclCommWindowRegister")
+    assert names.index("ncclCommWindowRegister") < names.index("ncclAllReduce")
+
+    def reduced(sizes: list[int], dtypes: list[str], **options: Any) -> list[tuple[Any, ...]]:
+        xs = [on_gpu(np.full(n, RANK + 1), d) for n, d in zip(sizes, dtypes, strict=True)]
+        n_calls = len(log())
+        group.grouped_allreduce_(xs, Sum, **options)
+        total = sum(range(1, group.size + 1))
+        for x in xs:
+            assert np.all(x.numpy() == total)
+        return [
+            (call.count, call.dtype, call.op, call.address == bucket)
+            for call in since(n_calls, "AllReduce")
+        ]
+
+    # One operation a bucket, in plan order; every tensor begins at a multiple of 64 bytes.
+    assert reduced([10, 20], ["f4", "f4"]) == [(16 + 32, "float32", "sum", True)]
+    assert reduced([900, 100, 100, 50], ["f4"] * 4) == [
+        (912 + 112, "float32", "sum", True),
+        (112 + 64, "float32", "sum", True),
+    ]
+    assert reduced([10, 10, 10, 10], ["f4", "i4", "f4", "f8"]) == [
+        (32, "float32", "sum", True),
+        (10, "int32", "sum", False),
+        (10, "float64", "sum", False),
+    ]
+    # A tensor alone stays where it is, and one that is too large for a bucket is cut.
+    assert reduced([700], ["f4"]) == [(700, "float32", "sum", False)]
+    assert reduced([2500], ["f4"]) == [
+        (1024, "float32", "sum", False),
+        (1024, "float32", "sum", False),
+        (452, "float32", "sum", False),
+    ]
+    # The scales come first, of all tensors at once.
+    fp16 = {"compression": hvd.Compression.fp16}
+    assert reduced([1500, 100, 1500], ["f4"] * 3, **fp16) == [
+        (3, "int32", "max", False),
+        (1504 + 128, "float16", "sum", True),
+        (1504, "float16", "sum", True),
+    ]
+
+    n_calls = len(log())
+    group.grouped_broadcast_([on_gpu(np.ones(n)) for n in (3, 0, 5)], 1)
+    names = [call.name.removeprefix("nccl") for call in log()[n_calls:]]
+    assert names == ["GroupStart", "Broadcast", "Broadcast", "GroupEnd"]
+    sent = since(n_calls, "Broadcast")
+    assert [(call.count, call.dtype, call.op) for call in sent] == [
+        (12, "uint8", "1"),
+        (20, "uint8", "1"),
+    ]
+
+    # A world ends cleanly, and another one may begin.
+    for _ in range(2):
+        n_calls = len(log())
+        usable(group)
+        former, group = group, start()
+        assert former is not group
+        ended = [call.name.removeprefix("nccl") for call in log()]
+        for name in ("MemAlloc", "CommInitRankConfig", "CommWindowRegister"):
+            assert ended.count(name) == 2 * ended.count("CommInitRankConfig") // 2
+        assert ended.count("CommFinalize") == ended.count("CommDestroy")
+        assert ended.count("CommDestroy") == ended.count("CommInitRankConfig")
+        assert ended.count("CommWindowDeregister") == ended.count("CommWindowRegister")
+        assert ended.count("MemFree") == ended.count("MemAlloc")
+        assert "CommAbort" not in ended
+        assert ended.index("CommFinalize") < ended.index("CommDestroy")
+
+
+def splits() -> None:
+    """The native group by itself: colors, a rank outside, all in stream order."""
+    world = start()
+    queue = _native.DeviceQueue(0)
+    if world.rank == 0:
+        _native.nccl_library([])
+        identity = _native.nccl_unique_id()
+    else:
+        identity = b""
+        _native.nccl_library([])
+    identity = world.broadcast_object(identity)
+    whole = _native.NcclGroup(queue, identity, world.rank, world.size, 4096, 20.0)
+    assert (whole.rank, whole.size, whole.registered) == (world.rank, world.size, "no")
+    #  ranks: 0, 3 | 1 | 2 outside
+    color = [0, 1, -1, 0][world.rank]
+    place, size = [(0, 2), (0, 1), (0, 0), (1, 2)][world.rank]
+    part = whole.split(color, place, size)
+    assert (part is None) == (color < 0)
+    if part is not None:
+        assert (part.rank, part.size) == (place, size)
+    second = whole.split(0, world.size - 1 - world.rank, world.size)  # in reverse order
+    assert second.rank == world.size - 1 - world.rank
+
+    x, n = on_gpu(np.zeros(5000)), world.size
+    tensors = _native.Tensors([x], stream=-1)
+    for k in range(5):
+        x.fill(np.full(5000, world.rank + k))  # late
+        queue.follow(twin.stream().handle)
+        expected = np.full(n, np.arange(n) + k, dtype=float)
+        whole.allreduce(tensors, "sum", "none", 1.0, 1.0, 1.0)
+        expected[:] = expected.sum()
+        if part is not None:
+            part.allreduce(tensors, "sum", "none", 1.0, 1.0, 1.0)
+        expected[[0, 3]] = expected[[0, 3]].sum()
+        second.allreduce(tensors, "sum", "fp16", 1.0, 1.0, 1.0)
+        whole.allreduce(tensors, "average", "none", 1.0, 1.0, float(n))
+        queue.lead(twin.stream().handle)
+        got = x.numpy()
+        assert np.allclose(got, expected.sum(), rtol=1e-3), (k, got, expected.sum())
+    y = on_gpu(np.full(7, world.rank))
+    y.numpy()
+    second.broadcast(_native.Tensors([y], stream=-1), 0)
+    queue.lead(twin.stream().handle)
+    assert np.all(y.numpy() == n - 1)
+    del part, second, whole
+    names = [call.name for call in log()]
+    assert "ncclCommAbort" not in names
+    assert names.count("ncclCommDestroy") == 3 - (color < 0)
+
+
+def registration() -> None:
+    """Windows where every rank can, else registration, else nothing: results are the same."""
+    n_calls = 0
+    for failure, done in (("", "window"), ("1", "no"), ("null", "no")):
+        group = start(FAKE_NCCL_REGISTER_FAILS=failure, BUCKET_BYTES="4096")
+        usable(group)
+        assert group._lanes[0].transport().group.registered == done, failure
+        assert since(n_calls, "CommWindowRegister")
+        n_calls = len(log())
+
+
+def one_rank_has_no_windows() -> None:
+    if RANK == 1:
+        os.environ["HORO_LITE_NCCL_LIB"] = library(SINCE_2_27)
+    group = start()
+    usable(group)
+    assert not since(0, "CommWindowRegister")
+    assert len(since(0, "CommRegister")) == 2  # for direct and for asynchronous calls
+    assert group._lanes[0].transport().group.registered == "buffer"
+    hvd.shutdown()
+    assert len(since(0, "CommDeregister")) == 2
+
+
+# Failures.
+
+
+def connecting_fails() -> None:
+    call = lambda: group.allreduce(on_gpu([RANK + 1.0]), Sum)  # noqa: E731
+    group = start(NCCL_TIMEOUT_S="1", FAKE_NCCL_INIT_HANGS="1:1")
+    fails(call, DeviceError, "rank 1", "1 s", "NCCL_SOCKET_IFNAME")
+    assert np.all(group.allreduce(np.ones(3), Sum) == group.size)
+    usable(group)
+    group = start(NCCL_TIMEOUT_S="1", FAKE_NCCL_INIT_HANGS="1")
+    for _ in range(2):
+        fails(call, DeviceError, "rank 1", "1 s", "NCCL_SOCKET_IFNAME")
+        assert np.all(group.allreduce(np.ones(3), Sum) == group.size)
+    handle = group.allreduce_async(on_gpu([1.0]), name="x")
+    fails(lambda: group.synchronize(handle), DeviceError, "rank 1")
+    os.environ["HORO_LITE_FAKE_NCCL_INIT_HANGS"] = ""
+    usable(group)
+    os.environ["HORO_LITE_FAKE_NCCL_INIT_HANGS"] = ""
+    group = start(FAKE_NCCL_INIT_FAILS="1", FAKE_NCCL_INIT_HANGS="")
+    fails(call, DeviceError, "rank 1", "INIT_FAILS", "NCCL_DEBUG")
+    os.environ["HORO_LITE_FAKE_NCCL_INIT_FAILS"] = ""
+    usable(group)
+
+
+def operations_fail() -> None:
+    """On rank 1, in different situations: everybody is told, and nobody hangs."""
+
+    def soon(n: int) -> None:
+        """Rank 1 fails in its n-th operation from here."""
+        group.barrier()
+        where = f"1:{n_operations() + n}"
+        os.environ["HORO_LITE_FAKE_NCCL_FAILS_AT"] = where if RANK == 1 else ""
+
+    def step() -> None:
+        group.allreduce(on_gpu(np.ones(5)), Sum).numpy()  # waits for its stream
+
+    words = "on rank 1, NCCL could not go on", "FAILS_AT", "NCCL_DEBUG"
+    group = start()
+    usable(group)
+    soon(3)
+    settles(step, DeviceError, *words)
+    usable(group)
+
+    # One rank has gone on and queued more when another one waits for its GPU.
+    soon(2)
+    step()
+
+    def queue_only() -> None:
+        xs = [group.allreduce(on_gpu(np.ones(5)), Sum) for _ in range(3)]
+        if RANK != 1:
+            xs[0].numpy()
+        time.sleep(0.3)
+
+    settles(queue_only, DeviceError, "on rank 1, NCCL could not")
+    usable(group)
+
+    # A peer is in a call of the host's, which comes to its end.
+    soon(1)
+    x = group.allreduce(on_gpu(np.ones(5)), Sum)
+    if RANK == 1:
+        time.sleep(0.6)
+        x.numpy()
+    group.barrier()
+    fails(step, DeviceError, *words)
+    usable(group)
+
+    # Nothing but asynchronous calls.
+    soon(2)
+    settles(
+        lambda: group.synchronize(group.allreduce_async(on_gpu([1.0]), name="x")).numpy(),
+        DeviceError,
+        "on rank 1, NCCL could not",
+    )
+    usable(group)
+
+    # Unheard until the end.
+    soon(1)
+    group.allreduce(on_gpu(np.ones(5)), Sum).numpy()
+    fails(hvd.shutdown, DeviceError, *words)
+    os.environ["HORO_LITE_FAKE_NCCL_FAILS_AT"] = ""
+    usable(start())
+
+
+def without_nccl() -> None:
+    """Arrays pass through the host, and rank 0 says why, once."""
+
+    def travels(words: list[str], **settings: str) -> None:
+        group = start(**settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                usable(group)
+        texts = [str(one.message) for one in caught]
+        assert len(texts) == (RANK == 0), texts
+        for word in words if texts else ():
+            assert word in texts[0], f"{word!r} is not in {texts[0]}"
+        assert group._lanes[0].transport().name == "staged"
+
+    install = ["go through the host's memory", "on rank 0", "pip install", "HORO_LITE_NCCL_LIB"]
+    good = os.environ["HORO_LITE_NCCL_LIB"]
+    travels(["use the CPU"], DEVICE="cpu")
+    os.environ["HORO_LITE_DEVICE"] = ""
+    travels([*install, "/nowhere/libnccl.so.2", "not there"], NCCL_LIB="/nowhere/libnccl.so.2")
+    travels([*install, good, "2.17.1", "2.18"], NCCL_LIB=good, FAKE_NCCL_VERSION="21701")
+    lacks = library(["ncclCommSplit"])
+    travels([*install, lacks, "ncclCommSplit"], NCCL_LIB=lacks, FAKE_NCCL_VERSION="22707")
+    mine = "22707" if RANK == 0 else "22808"
+    travels(
+        ["22707 on rank 0", "22808 on rank 1", good, "one version"],
+        NCCL_LIB=good,
+        FAKE_NCCL_VERSION=mine,
+    )
+
+
+# Mismatches.
+
+
+def mismatches() -> None:
+    group = start()
+    usable(group)
+    odd = group.rank == group.size - 1
+
+    def gpu_sum() -> None:
+        group.allreduce(on_gpu(np.ones(5)), Sum).numpy()
+
+    others: dict[str, Callable[[], Any]] = {
+        "barrier": group.barrier,
+        "broadcast": lambda: group.broadcast(on_gpu(np.ones(5))),
+        "allgather": lambda: group.allgather(on_gpu(np.ones(5))),
+        "alltoall": lambda: group.alltoall(on_gpu(np.ones(2 * group.size))),
+        "on the host": lambda: group.allreduce(np.ones(3), Sum),
+        "broadcast_object": lambda: group.broadcast_object(3),
+        "allreduce": lambda: group.allreduce(on_gpu(np.ones(4), np.int32), Average),
+    }
+    for what, other in others.items():
+        for odd_sums in (True, False):
+            call = gpu_sum if odd == odd_sums else other
+            text = settles(call, hvd.MismatchError, "allreduce", what)
+            assert f"rank {group.size - 1}" in text, text
+            group.barrier()
+            usable(group)
+
+    # Both meet on the host: as without a GPU.
+    fails(group.barrier if odd else others["allgather"], hvd.MismatchError, "barrier", "allgather")
+    usable(group)
+
+
+class Slot:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.grad: Any = None
+
+
+def optimizers() -> None:
+    group = start(BUCKET_BYTES="4000")
+    usable(group)
+    odd = group.rank == group.size - 1
+
+    class Descent:
+        def __init__(self) -> None:
+            self.params = [on_gpu(np.zeros(900)) for _ in range(4)]
+            self.grads = [on_gpu(np.full(900, RANK)) for _ in range(4)]
+
+        def step(self) -> None:
+            pass
+
+    def steps(*optimizers: Any) -> Callable[[], None]:
+        def step() -> None:
+            for optimizer in optimizers:
+                optimizer.synchronize()
+
+        return step
+
+    # Differences that are there from the first step on are found in it.
+    compression = hvd.Compression.fp16 if odd else hvd.Compression.bf16
+    wrong = hvd.DistributedOptimizer(Descent(), group=group, compression=compression)
+    fails(steps(wrong), hvd.MismatchError, "fp16", "bf16")
+    usable(group)
+    wrong = hvd.DistributedOptimizer(Descent(), group=group, bucket_bytes=8000 if odd else 4000)
+    fails(steps(wrong), hvd.MismatchError, "bucket")
+    usable(group)
+    # Two optimizers that are known change places on one rank.
+    a, b = (hvd.DistributedOptimizer(Descent(), group=group) for _ in range(2))
+    for _ in range(2):
+        steps(a, b)()
+    settles(steps(b, a) if odd else steps(a, b), hvd.MismatchError, "optimizer")
+    usable(group)
+
+    # Streaming, with buckets under way when something changes.
+    def reducer() -> tuple[Reducer, list[Slot]]:
+        slots = [Slot(on_gpu(np.zeros(900))) for _ in range(6)]
+        named = [(f"p{i}", slot) for i, slot in enumerate(slots)]
+        return Reducer(group, Values(), named, bucket_bytes=4000), slots
+
+    def stream(
+        reducer: Reducer, slots: list[Slot], sizes: list[int | None], announced: Any = None
+    ) -> None:
+        for i, (slot, size) in enumerate(zip(slots, sizes, strict=True)):
+            slot.grad = None if size is None else on_gpu(np.full(size, group.rank + i))
+        for i in range(6) if announced is None else announced:
+            if slots[i].grad is not None:
+                reducer.ready(i)
+        reducer.finish()
+
+    def holds(slots: list[Slot], givers: dict[int, int] | None = None) -> None:
+        for i, slot in enumerate(slots):
+            ranks = range((givers or {}).get(i, group.size))
+            expected = sum(r + i for r in ranks) / group.size
+            assert np.allclose(slot.grad.numpy(), expected), i
+
+    usual: list[int | None] = [900] * 6
+    for changed in (0, 2, 5):
+        one, slots = reducer()
+        for _ in range(3):
+            stream(one, slots, usual)
+            holds(slots)
+        other = [*usual]
+        other[changed] = 450
+        # All alike: a step without overlap, and then as before.
+        for _ in range(2):
+            stream(one, slots, other)
+            holds(slots)
+        for _ in range(2):
+            stream(one, slots, usual)
+            holds(slots)
+        # On one rank only, and so often that the comparison has come to its end.
+        settles(
+            lambda r=one, s=slots, o=other: stream(r, s, o if odd else usual),
+            hvd.MismatchError,
+        )
+        usable(group)
+        one, slots = reducer()
+        for _ in range(2):
+            stream(one, slots, usual)
+        # A gradient that one rank does not announce, or has not at all.
+        for _ in range(2):
+            stream(one, slots, usual, [i for i in range(6) if not (odd and i == changed)])
+            holds(slots)
+        lacking: list[int | None] = [None if odd and i == changed else 900 for i in range(6)]
+        for _ in range(3):
+            stream(one, slots, lacking)
+            holds(slots, {changed: group.size - 1})
+        for _ in range(2):
+            stream(one, slots, usual)
+            holds(slots)
+
+
+class Values(twin.TwinAdapter):
+    def value(self, parameter: Slot) -> Any:
+        return parameter.value
+
+
+def one_call_ahead() -> None:
+    group = start()
+    usable(group)
+    if RANK == 0:
+        group.allreduce(on_gpu(np.ones(5)), Sum)
+    hvd.shutdown()
+    print("came through", flush=True)
+
+
+def killed() -> None:
+    """One rank dies; the others wait for their GPUs."""
+    group = start()
+    usable(group)
+    if RANK == 1:
+        time.sleep(0.3)
+        print("FAULT", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = on_gpu(np.ones(1000))
+    for _ in range(20):
+        group.allreduce_(x, Sum)
+    x.numpy()
+    group.allreduce_(x, Sum)
+    print("came through", flush=True)
+
+
+# All kinds of calls in a random order.
+
+
+def sequences() -> None:
+    group = start(BUCKET_BYTES="20000")
+    seed = int(os.environ.get("HORO_LITE_TEST_SEED") or 1)
+    n_operations = int(os.environ.get("HORO_LITE_TEST_N") or 150)
+    alike = random.Random(seed)
+    rank, size = group.rank, group.size
+    checks: list[Callable[[], None]] = []
+    handles: dict[str, Any] = {}
+
+    def values(number: int, shape: tuple[int, ...], dtype: Any) -> list[np.ndarray]:
+        n = int(np.prod(shape))
+        return [
+            ((np.arange(n) * (r + 1) + r + number) % 7 + 1).reshape(shape).astype(dtype)
+            for r in range(size)
+        ]
+
+    def later(got: Any, expected: np.ndarray, what: object, rtol: float = 0) -> None:
+        def check() -> None:
+            found = got.numpy()
+            assert found.dtype == expected.dtype, what
+            assert found.shape == expected.shape, what
+            wide = found.astype(float), expected.astype(float)
+            assert np.allclose(*wide, rtol=rtol, atol=0), (seed, what, found, expected)
+
+        checks.append(check)
+
+    for number in range(n_operations):
+        kind = alike.choice(
+            [
+                "direct",
+                "direct_",
+                "grouped",
+                "compressed",
+                "async",
+                "async",
+                "async_",
+                "gather",
+                "broadcast",
+                "scatter",
+                "alltoall",
+                "host",
+                "host_async",
+                "wait",
+                "look",
+            ]
+        )
+        n = alike.choice([0, 1, 5, 300, 5000, alike.randrange(200_000)])
+        dtype = alike.choice([np.float32, np.float64, np.int32, np.float32])
+        op = alike.choice([Sum, Max, Min, Average])
+        if op is Average and dtype is np.int32:
+            op = Sum
+        each = values(number, (n,), dtype)
+        what = (number, kind, n, dtype.__name__, op.name)
+        reduced = allreduce_reference(each, op.value).astype(dtype)
+        rtol = 1e-6 if op is Average else 0
+        name = f"n{number}"
+        with twin.another_stream() if alike.random() < 0.2 else warnings.catch_warnings():
+            if kind == "direct":
+                later(group.allreduce(on_gpu(each[rank], dtype), op), reduced, what, rtol)
+            elif kind == "direct_":
+                x = on_gpu(each[rank], dtype)
+                group.allreduce_(x, op)
+                x.add(1)
+                later(x, reduced + dtype(1), what, rtol)
+            elif kind == "compressed":
+                x = group.allreduce(
+                    on_gpu(each[rank], np.float32), Sum, compression=hvd.Compression.fp16
+                )
+                later(x, allreduce_reference(each, "sum").astype(np.float32), what, 2e-3)
+            elif kind == "grouped":
+                shapes = [(alike.randrange(3000),) for _ in range(alike.randrange(1, 6))]
+                group_of = [values(number + k, s, dtype) for k, s in enumerate(shapes)]
+                got = group.grouped_allreduce([on_gpu(v[rank], dtype) for v in group_of], op)
+                for y, v in zip(got, group_of, strict=True):
+                    later(y, allreduce_reference(v, op.value).astype(dtype), what, rtol)
+            elif kind == "async":
+                handle = group.allreduce_async(on_gpu(each[rank], dtype), op, name=name)
+                handles[name] = handle, reduced, what, rtol
+            elif kind == "async_":
+                x = on_gpu(each[rank], dtype)
+                handles[name] = group.allreduce_async_(x, op, name=name), reduced, what, rtol
+            elif kind == "gather":
+                parts = [v[: (r + 1) * n // size] for r, v in enumerate(each)]
+                got = group.allgather(on_gpu(parts[rank], dtype))
+                later(got, allgather_reference(parts), what)
+            elif kind == "broadcast":
+                root = alike.randrange(size)
+                later(group.broadcast(on_gpu(each[rank], dtype), root), each[root], what)
+            elif kind == "scatter":
+                part = group.reducescatter(on_gpu(each[rank], dtype), op)
+                later(part, reduced[share_of(n, size, rank)], what, rtol)
+            elif kind == "alltoall":
+                rows = n // size
+                sent = [v[: rows * size] for v in each]
+                got = group.alltoall(on_gpu(sent[rank], dtype))
+                expected = [v[rank * rows : (rank + 1) * rows] for v in sent]
+                later(got, np.concatenate(expected), what)
+            elif kind == "host":
+                assert np.allclose(group.allreduce(each[rank].copy(), op), reduced, rtol=1e-6)
+            elif kind == "host_async":
+                handle = group.allreduce_async(each[rank].copy(), op, name=name)
+                assert np.allclose(group.synchronize(handle), reduced, rtol=1e-6)
+            elif kind == "wait" and handles:
+                for waited in alike.sample(sorted(handles), alike.randrange(1, len(handles) + 1)):
+                    handle, expected, which, bound = handles.pop(waited)
+                    later(group.synchronize(handle), expected, which, bound)
+            elif kind == "look":
+                while checks:
+                    checks.pop()()
+    for handle, expected, which, bound in handles.values():
+        later(group.synchronize(handle), expected, which, bound)
+    for check in checks:
+        check()
+
+
+def main(job: str) -> None:
+    faulthandler.dump_traceback_later(40)
+    globals()[job]()
+    hvd.shutdown()
+    print("all is well", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,74 @@
+"""NCCL where not all is well: life-cycles, failures, mismatches; real ranks over the stand-in.
+
+The normal case is in test_gpu.py. What ranks do is in nccl_checks.py, several cases a job.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import fake_nccl
+import pytest
+from launch import mpi_name, run_ranks, start_ranks
+
+pytestmark = pytest.mark.mpi
+
+
+def environment(log: Path | None = None, hosts: str = "") -> dict[str, str]:
+    env = {"HORO_LITE_NCCL_LIB": fake_nccl.library(), "HORO_LITE_TEST_HOSTS": hosts}
+    return env if log is None else {**env, "HORO_LITE_FAKE_NCCL_LOG": str(log / "log")}
+
+
+def program(job: str) -> str:
+    return f"import nccl_checks; nccl_checks.main({job!r})"
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks"),
+    [
+        ("life", 2),
+        ("life", 4),
+        ("splits", 4),
+        ("registration", 2),
+        ("one_rank_has_no_windows", 2),
+        ("connecting_fails", 2),
+        ("operations_fail", 3),
+        ("without_nccl", 2),
+        ("mismatches", 3),
+        ("optimizers", 2),
+        ("sequences", 3),
+    ],
+)
+def test_all_is_well_in_the_end(job: str, ranks: int, tmp_path: Path) -> None:
+    result = run_ranks(program(job), ranks, env=environment(tmp_path), timeout_s=45).check()
+    assert result.stdout.count("all is well") == ranks
+
+
+@pytest.mark.parametrize("job", ["operations_fail", "mismatches"])
+def test_the_same_across_hosts(job: str, tmp_path: Path) -> None:
+    env = environment(tmp_path, hosts="2,1")
+    result = run_ranks(program(job), 3, env=env, timeout_s=45).check()
+    assert result.stdout.count("all is well") == 3
+
+
+def test_one_call_ahead_at_the_end() -> None:
+    """The rank that wanted more is told, and nobody waits long."""
+    result = run_ranks(program("one_call_ahead"), 2, env=environment(), timeout_s=20)
+    assert result.returncode != 0, str(result)
+    assert result.elapsed_s < 10, str(result)
+    assert re.search(r"rank 0\b.*PeerLostError: rank 1 has left.*allreduce", result.stderr)
+
+
+def test_a_rank_is_killed() -> None:
+    """Those that wait for their GPUs hear of it: the job ends soon, and says who it was."""
+    with start_ranks(program("killed"), 3, env=environment()) as job:
+        job.wait_for("FAULT")
+        began = time.monotonic()
+        result = job.wait(20)
+        assert time.monotonic() - began < 5, str(result)
+    assert result.returncode != 0, str(result)
+    assert "came through" not in result.stdout
+    if mpi_name() == "openmpi":  # MPICH's launcher kills the others before they can say anything
+        assert re.search(r"\brank 1\b", result.stderr), str(result)
