@@ -318,7 +318,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def launch(python: str, ranks: int, arguments: Sequence[str], timeout_s: float) -> Any:
+def launch(
+    python: str, ranks: int, arguments: Sequence[str], timeout_s: float, script: Path = HERE
+) -> Any:
     """What rank 0 of the job wrote down."""
     mpiexec = os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=True)
@@ -329,7 +331,7 @@ def launch(python: str, ranks: int, arguments: Sequence[str], timeout_s: float) 
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
-        command += [python, str(HERE), "--output", str(output), *arguments]
+        command += [python, str(script), "--output", str(output), *arguments]
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )

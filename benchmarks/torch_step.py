@@ -1,0 +1,410 @@
+"""What a training step with PyTorch pays for its gradients' exchange, next to its yardsticks.
+
+`python benchmarks/torch_step.py` (or `make bench`) starts mpiexec jobs itself and prints one table
+per model and number of ranks. In one job all ways of exchanging gradients take turns, so that what
+else the machine does hits them alike. A step is zero_grad, forward, backward and the optimizer's
+step, as long as the slowest rank takes; what is called its exchange is how much longer it took than
+the step without any in the same turn. Numbers are medians over the turns. After each turn every
+rank compares all gradients with the average over the ranks: what is fast because it is wrong ends
+the benchmark.
+
+The yardstick is one memcpy of the gradients by one rank while the others sleep. Memory is measured
+in jobs of its own, one for each way: the largest resident size of a process during five steps, less
+what it was during local steps before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from allreduce import MEMCPY, launch, machine, resnet50_shapes, rest
+from torch import nn
+
+HERE = Path(__file__).resolve()
+LOCAL = "no communication"
+TURNS = {"resnet50": 15, "transformer": 10}
+
+
+# --- what is trained --------------------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """Parameters of given shapes, whose gradients cost hardly more than writing them.
+
+    Each parameter's gradient is a row of numbers of this rank; they appear in backward() one by one
+    from the last to the first, as a network's do.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        # The same memory for all ways of exchanging: only parameters that are trained need theirs.
+        self.parts = nn.ParameterList([nn.Parameter(p) for p in parameters])
+        self.numbers = list(numbers)
+
+    def forward(self) -> torch.Tensor:
+        total = torch.zeros(())
+        for p, numbers in zip(self.parts, self.numbers, strict=True):
+            total = total + torch.dot(p.view(-1), numbers)
+        return total
+
+
+class Model(NamedTuple):
+    """How to make one set of parameters, its optimizer, the loss, and what is right."""
+
+    make: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    loss: Callable[[nn.Module], torch.Tensor]
+    averages: list[torch.Tensor]
+    exact: bool
+
+
+def resnet50(comm: Any) -> Model:
+    """The shapes of ResNet-50's 161 parameters, and gradients that are exact in half precision."""
+    shapes = resnet50_shapes()
+    sizes = [math.prod(shape) for shape in shapes]
+    of_rank = [
+        np.random.default_rng(r).integers(0, 16, sum(sizes), np.int8) for r in range(comm.size)
+    ]
+    mine = torch.from_numpy(of_rank[comm.rank].astype(np.float32))
+    average = torch.from_numpy(sum(n.astype(np.float32) for n in of_rank) / np.float32(comm.size))
+    parameters = [torch.zeros(shape) for shape in shapes]
+    return Model(
+        make=lambda: Sums(parameters, mine.split(sizes)),
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0),  # whose parameters stay as they are
+        loss=lambda module: module(),
+        averages=[
+            part.view(shape) for part, shape in zip(average.split(sizes), shapes, strict=True)
+        ],
+        exact=True,
+    )
+
+
+def transformer(comm: Any) -> Model:
+    """The transformer of examples/torch/language_model.py, 4 layers of 256."""
+    path = HERE.parent.parent / "examples/torch/language_model.py"
+    spec = importlib.util.spec_from_file_location("language_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        module: nn.Module = example.Transformer(layers=4, width=256, heads=4, context=128)
+        return module
+
+    numbers = torch.Generator().manual_seed(comm.rank)
+    text = torch.randint(256, (4, 129), generator=numbers)
+
+    def loss(module: nn.Module) -> torch.Tensor:
+        return nn.functional.cross_entropy(
+            module(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()
+        )
+
+    module = make()
+    loss(module).backward()
+    averages = []
+    for p in module.parameters():
+        assert p.grad is not None
+        average = p.grad.double().numpy()
+        comm.Allreduce(_in_place(), average)
+        averages.append(torch.from_numpy(average / comm.size))
+    return Model(
+        make=make,
+        optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.0),
+        loss=loss,
+        averages=averages,
+        exact=False,
+    )
+
+
+def _in_place() -> Any:
+    from mpi4py import MPI
+
+    return MPI.IN_PLACE
+
+
+MODELS: dict[str, Callable[[Any], Model]] = {"resnet50": resnet50, "transformer": transformer}
+
+
+# --- inside a rank ----------------------------------------------------------------------------
+
+
+class Contender:
+    """One way of exchanging gradients, with parameters of its own."""
+
+    def __init__(self, name: str, model: Model, wire_eps: float) -> None:
+        self.name = name
+        self.model = model
+        # Relative to the largest: a rounding of each rank's part, and one of the sum.
+        self.tolerance = 4 * wire_eps
+        self.module = model.make()
+        self.optimizer: Any = model.optimizer(self.module.parameters())
+        self.call: nn.Module = self.module  # what forward goes through
+        self.times: list[float] = []
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model.loss(self.call).backward()
+        self.optimizer.step()
+
+    def check(self) -> None:
+        """Its gradients are the average over the ranks."""
+        for i, (p, average) in enumerate(
+            zip(self.module.parameters(), self.model.averages, strict=True)
+        ):
+            assert p.grad is not None
+            if self.model.exact:
+                good = torch.equal(p.grad, average)
+            else:
+                largest = average.abs().max()
+                good = (p.grad - average).abs().max() <= self.tolerance * largest + 1e-12
+            if not good:
+                raise SystemExit(f"{self.name}: gradient {i} is not the average over the ranks")
+
+    def forget(self) -> None:
+        """Its gradients take no memory while others have their turns."""
+        for p in self.module.parameters():
+            p.grad = None
+
+
+def horo_lite(compression: str) -> Callable[[Contender], None]:
+    def wrap(contender: Contender) -> None:
+        import horo_lite.torch as hvd
+
+        contender.optimizer = hvd.DistributedOptimizer(
+            contender.optimizer,
+            named_parameters=contender.module.named_parameters(),
+            compression=getattr(hvd.Compression, compression),
+        )
+
+    return wrap
+
+
+def ddp(hook: str | None) -> Callable[[Contender], None]:
+    def wrap(contender: Contender) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        wrapped = nn.parallel.DistributedDataParallel(contender.module)
+        if hook is not None:
+            wrapped.register_comm_hook(None, getattr(default_hooks, hook))
+        contender.call = wrapped
+
+    return wrap
+
+
+# Name, precision of what travels, and what is done to a plain module and optimizer.
+FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
+    "horo_lite fp32": (torch.float32, horo_lite("none")),
+    "horo_lite fp16": (torch.float16, horo_lite("fp16")),
+    "horo_lite bf16": (torch.bfloat16, horo_lite("bf16")),
+    "DDP gloo": (torch.float32, ddp(None)),
+    "DDP gloo, fp16 hook": (torch.float16, ddp("fp16_compress_hook")),
+}
+
+
+def connect(store: str, comm: Any) -> None:
+    """DistributedDataParallel has its process group."""
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=comm.rank, world_size=comm.size
+    )
+
+
+def contender(name: str, model: Model) -> Contender:
+    if name == LOCAL:
+        return Contender(name, model, 0.0)
+    dtype, wrap = FIELD[name]
+    # A sum in float32 of other order than the reference's differs in the last digits, too.
+    made = Contender(name, model, max(torch.finfo(dtype).eps, 1e-6))
+    wrap(made)
+    return made
+
+
+def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
+    """The times of every contender with one model, the same on every rank."""
+    model = MODELS[which](comm)
+    # With one rank there is nothing to exchange: what remains is what wrapping costs.
+    names = list(FIELD) if comm.size > 1 else ["horo_lite fp32"]
+    field = [contender(name, model) for name in [LOCAL, *names]]
+    sources = [average.float() for average in model.averages]
+    copies = [torch.zeros_like(source) for source in sources]
+    memcpys: list[float] = []
+    for turn in range(-2, turns):  # plans are made and agreed on in the first two
+        rest(comm)
+        began = time.perf_counter()
+        if comm.rank == 0:
+            for copy, source in zip(copies, sources, strict=True):
+                np.copyto(copy.numpy(), source.numpy())
+        elapsed = time.perf_counter() - began
+        if turn >= 0:
+            memcpys.append(1e3 * max(comm.allgather(elapsed)))
+        for one in field:
+            rest(comm)
+            comm.Barrier()
+            began = time.perf_counter()
+            one.step()
+            elapsed = time.perf_counter() - began
+            rest(comm)
+            if one.name != LOCAL:
+                one.check()
+            one.forget()
+            slowest = max(comm.allgather(elapsed))
+            if turn >= 0:
+                one.times.append(1e3 * slowest)
+    local = field[0].times
+    return {
+        "model": which,
+        "parameters": len(sources),
+        "bytes": sum(source.numel() * 4 for source in sources),
+        "memcpy": statistics.median(memcpys),
+        "memcpy_quartiles": np.quantile(memcpys, [0.25, 0.75]).tolist(),
+        "step": {one.name: statistics.median(one.times) for one in field},
+        "step_quartiles": {
+            one.name: np.quantile(one.times, [0.25, 0.75]).tolist() for one in field
+        },
+        "exchange": {
+            one.name: statistics.median(
+                with_it - without for with_it, without in zip(one.times, local, strict=True)
+            )
+            for one in field[1:]
+        },
+    }
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    raise SystemExit("/proc/self/status does not tell VmHWM")
+
+
+def measure_memory(which: str, name: str, comm: Any) -> int:
+    """How much larger than in local steps a process gets with that contender, on the worst rank."""
+    model = MODELS[which](comm)
+    plain = contender(LOCAL, model)
+    for _ in range(3):
+        plain.step()
+    plain.forget()
+    before = peak_bytes()
+    wrapped = contender(name, model)
+    for _ in range(5):
+        wrapped.step()
+    wrapped.check()
+    return int(max(comm.allgather(peak_bytes() - before)))
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank's part of a job; rank 0 writes down what came out."""
+    import horo_lite.torch as hvd
+
+    hvd.init()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    if options.memory is None or options.memory.startswith("DDP"):
+        connect(f"{options.output}.store", comm)
+    found: Any
+    if options.memory is not None:
+        found = measure_memory(options.models[0], options.memory, comm)
+    else:
+        found = [measure(which, options.repeats or TURNS[which], comm) for which in options.models]
+    if comm.rank == 0:
+        options.output.write_text(
+            json.dumps({"ranks": comm.size, "threads": torch.get_num_threads(), "results": found})
+        )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    hvd.shutdown()
+
+
+# --- the driver -------------------------------------------------------------------------------
+
+
+def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -> str:
+    """One model on one number of ranks."""
+    width = max(map(len, [MEMCPY, *FIELD]))
+    unit = result["memcpy"]
+    lines = [
+        f"{result['model']}: {result['parameters']} float32 parameters, "
+        f"{result['bytes'] / 2**20:.1f} MiB, {job['ranks']} rank(s) of {job['threads']} thread(s)",
+        " " * width
+        + f"{'step ms':>10}{'exchange ms':>13}{'memcpys':>9}{'of step':>9}{'MiB more':>10}",
+        f"{MEMCPY:<{width}}{'':>10}{unit:>13.2f}{1:>9.2f}",
+    ]
+    for name, step in result["step"].items():
+        line = f"{name:<{width}}{step:>10.2f}"
+        if name in result["exchange"]:
+            exchange = result["exchange"][name]
+            line += f"{exchange:>13.2f}{exchange / unit:>9.2f}{exchange / step:>9.1%}"
+            line += f"{memory[name] / 2**20:>10.1f}" if name in memory else ""
+        lines.append(line)
+    # A machine that does something else meanwhile shows here first.
+    spreads = {MEMCPY: result["memcpy_quartiles"], LOCAL: result["step_quartiles"][LOCAL]}
+    lines.append(
+        "quartiles: " + ", ".join(f"{name} {a:.2f}-{b:.2f} ms" for name, (a, b) in spreads.items())
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, prints, and writes the JSON where it was asked for."""
+    parser = argparse.ArgumentParser(
+        description="time training steps with PyTorch, and what their exchange adds",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="job sizes")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train"
+    )
+    parser.add_argument("--repeats", type=int, help=f"turns, if not {TURNS}")
+    parser.add_argument("--no-memory", action="store_true", help="leave out what takes memory")
+    parser.add_argument("--output", type=Path, help="write everything there as JSON")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options)
+        return
+
+    def start(ranks: int, arguments: Sequence[str]) -> Any:
+        return launch(sys.executable, ranks, ["--work", *arguments], 1200, HERE)
+
+    here = machine() | {"torch": torch.__version__}
+    print("  ".join(f"{name}: {value}" for name, value in here.items()))
+    repeats = ["--repeats", str(options.repeats)] if options.repeats else []
+    jobs = []
+    for ranks in options.ranks:
+        job = start(ranks, ["--models", *options.models, *repeats])
+        job["memory"] = {
+            which: {
+                name: start(ranks, ["--models", which, "--memory", name])["results"]
+                for name in FIELD
+            }
+            for which in options.models
+            if which == "resnet50" and ranks > 1 and not options.no_memory
+        }
+        jobs.append(job)
+        for result in job["results"]:
+            print(f"\n{table(job, result, job['memory'].get(result['model'], {}))}", flush=True)
+    if options.output:
+        options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
