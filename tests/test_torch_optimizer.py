@@ -488,6 +488,7 @@ def test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients() -> None
         assert_same(averaged_a, averaged_b)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 def test_retained_graphs_second_derivatives_and_other_threads() -> None:
     def run(net: Any, optimizer: Any, rank: int, size: int) -> list[Any]:
         seen = []
@@ -501,7 +502,10 @@ def test_retained_graphs_second_derivatives_and_other_threads() -> None:
             assert all(p.grad is None for p in net.parameters())
             penalty = slope.pow(2).sum(1).mean()  # its gradient is a double backward
             if step == 0:
-                (loss_of(net, x, y) + penalty).backward()
+                (loss_of(net, x, y) + penalty).backward(create_graph=True)
+                assert net[0].weight.grad.requires_grad
+                for p in net.parameters():
+                    p.grad.requires_grad_(False) if p.grad.is_leaf else p.grad.detach_()
             elif step == 1:  # one graph, twice
                 loss = loss_of(net, x, y) + penalty
                 optimizer.set_backward_passes_per_step(2) if size > 1 else None
@@ -720,6 +724,29 @@ def test_several_optimizers_on_one_model() -> None:
     steps(alone, sgd(alone.body), torch.optim.Adam(alone.one.parameters(), lr=0.1), 0, 1)
     for net in run_threads(3, rank):
         assert_same_weights(net, alone)
+
+
+def test_optimizers_whose_gradients_come_in_another_order_on_each_rank() -> None:
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizers = [wrap(sgd(part), group) for part in (net.one, net.two)]
+        parts = [net.one, net.two] if group.rank == 0 else [net.two, net.one]
+        order: list[str] = []
+        for name in ("one", "two"):
+            net.get_parameter(f"{name}.bias").register_hook(lambda g, n=name: order.append(n))
+        for step in range(3):
+            x = torch.full((2, 4), 1.0 + group.rank + step, dtype=torch.float64)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            first, second = (part(x).pow(2).sum() for part in parts)
+            (first + second).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return net, order
+
+    (a, order), (b, other_order) = run_threads(2, rank)
+    assert order != other_order
+    assert_same_weights(a, b)
 
 
 def test_parameters_added_later_unfrozen_and_shared() -> None:

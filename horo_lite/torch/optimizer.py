@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from horo_lite.adapters.torch import TorchAdapter
+from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter
 from horo_lite.collectives import Average, Group, Handle, Op, Sum
 from horo_lite.compression import Compression, Compressor
 from horo_lite.errors import MismatchError
@@ -253,9 +253,12 @@ class _Adapter(TorchAdapter):
     """The gradients that were touched, in slots."""
 
     def gradient(self, slot: Any) -> Any:
-        if not slot.touched or _is_sparse(slot.parameter.grad):
+        gradient = slot.parameter.grad if slot.touched else None
+        if gradient is None or gradient.layout is not torch.strided:
             return None
-        return super().gradient(slot.parameter)
+        if gradient.requires_grad:  # of backward(create_graph=True)
+            gradient = gradient.detach()
+        return gradient if HAS_TABLE else super().gradient(slot.parameter)
 
     def set_gradient(self, slot: Any, array: Any) -> None:
         slot.touched = True
@@ -268,7 +271,7 @@ class _Adapter(TorchAdapter):
                 "it one of the two on all of them, or pass sparse_as_dense=True"
             )
         else:
-            gradient.copy_(array)
+            gradient.detach().copy_(array)
 
     def missing(self, slot: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         # In the parameter's layout, as autograd makes them: on the way it is the same on all ranks.
