@@ -250,6 +250,7 @@ void bind_device(nb::module_& m) {
             group.alltoall(from, into);
           },
           "send"_a, "receive"_a)
+      .def("close", &NcclGroup::close, Unlocked())
       .def("fail", &NcclGroup::fail, "reason"_a, Unlocked())
       .def("check", &NcclGroup::check, Unlocked());
 
