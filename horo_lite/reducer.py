@@ -498,12 +498,16 @@ class Reducer:
         self._changed = False
         self._relabel()  # another rank's may have been completed
         self._handles = []
+        self._tensors = _NOTHING  # gradients that the caller drops are dropped
         self._n_ready: Counter[int] = Counter()
         self._n_awaited = list(self._n_members)
 
     @property
     def _own_weight(self) -> float:
         return 1.0 if self._weight is None else self._weight
+
+
+_NOTHING = Tensors([])
 
 
 def _tensors(arrays: Sequence[Any]) -> Tensors:

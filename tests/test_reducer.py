@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -477,6 +479,27 @@ def test_memory_orders_and_strides() -> None:
             expected = average(2, i, 0, (4, 6))
             assert parameter.grad is mine[i]
             assert (parameter.grad == (expected.T if i == 2 else expected)).all()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_gradients_that_are_dropped_after_the_step_are_not_kept(streaming: bool) -> None:
+    def rank(group: Group) -> None:
+        reducer, parameters = make(group, 4)
+        for step in range(3):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = integers(group.rank, i, step)
+                if streaming:
+                    reducer.ready(i)
+            reducer.finish()
+            kept = [weakref.ref(parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            until = time.monotonic() + 5  # the engine's thread may hold them for a moment
+            while any(reference() is not None for reference in kept):
+                assert time.monotonic() < until
+                time.sleep(0.001)
 
     run_threads(2, rank)
 
