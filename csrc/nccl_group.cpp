@@ -143,9 +143,7 @@ void NcclGroup::start() {
 }
 
 NcclGroup::~NcclGroup() {
-  // Graphs that hold operations may live as long as the program: all of it
-  // stays.
-  if (captured_) return;
+  if (captured_) return;  // graphs that hold operations may live as long as the program: all of it stays
   close();
   try {
     queue_->synchronize();
@@ -157,9 +155,8 @@ NcclGroup::~NcclGroup() {
   }
 }
 
-// Destroying waits for the other ranks; what has failed is aborted already.
-// CommFinalize and CommAbort would also wait for the end of every graph that
-// holds an operation.
+// Destroying waits for the other ranks; what has failed is aborted already. With a graph that holds an operation,
+// CommFinalize and CommAbort would wait for that graph's end: for ever, where it lives as long as the program.
 void NcclGroup::close() {
   const std::lock_guard lock(mutex_);
   if (captured_ || comm_ == nullptr || failed_) return;

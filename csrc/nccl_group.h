@@ -60,6 +60,8 @@ class NcclGroup {
   // All ranks leave: whoever does so first waits for the others, though not for
   // long. Later calls throw.
   void close();
+  // All ranks leave: whoever does so first waits for the others, though not for long. Later calls throw.
+  void close();
   // Ends what is under way and all that is to come: this and every later call
   // throws DeviceError with this reason. For any thread, at any time.
   void fail(const std::string& reason);
