@@ -4,6 +4,7 @@
 #   MPIEXEC   a launcher of your own (a site's MPI); without it, the one from the Open MPI wheel
 #   NP        ranks of `make demo` and `make examples`
 #   ARGS      more arguments for the demo, the benchmark, or (make test) pytest
+#   STEP_ARGS more arguments for the second half of `make bench`, benchmarks/torch_step.py
 #   TORCH     what the tests with PyTorch install; TORCH= leaves PyTorch, and those tests, out
 #   CUDA_HOME a CUDA toolkit
 #   OUT       of `make gpu-check`: a file for what it prints
@@ -70,7 +71,8 @@ demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the 
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
 
 examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
-	@for example in my_framework digits_numpy $(if $(TORCH),digits_torch); do \
+	@for example in my_framework digits_numpy \
+	    $(if $(TORCH),digits_torch $(addprefix torch/,mnist synthetic_benchmark language_model)); do \
 	  echo "==> $(NP) ranks, $$example.py"; \
 	  $(LAUNCH) -n $(NP) $(PY) examples/$$example.py $(ARGS) || exit; \
 	done
@@ -96,8 +98,9 @@ fix: $(VENV)/.test ## format, and mend what the linters can mend
 	@$(PY) -m ruff format --quiet $(PYTHON_FILES)
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format -i $(CORE_CXX))
 
-bench: $(TEST_READY) ## time the all-reduce against memcpy, MPI and gloo
+bench: $(TEST_READY) ## time the all-reduce, and PyTorch's steps, against memcpy, MPI and gloo
 	@$(PY) benchmarks/allreduce.py $(ARGS)
+	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
 
 wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 13, without a toolkit
 	@echo "==> building a wheel (two minutes)"
