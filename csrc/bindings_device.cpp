@@ -130,6 +130,7 @@ struct TwinStream {
 void bind_device(nb::module_& m) {
   m.def("gpus", &gpus, Unlocked(),
         "The driver's version (13000 is CUDA 13.0, 0 none), the GPUs this process may use by unique names, why none.");
+  m.def("cuda_runtime_version", &cuda_runtime_version, "Of the CUDA runtime that was built in; 0 where none was.");
   m.def(
       "dlpack_capsule",
       [](uintptr_t address, const std::vector<size_t>& shape, const std::string& dtype, int index, nb::object owner,

@@ -78,6 +78,8 @@ class Device {
 
 // The CUDA runtime that was built in. Null where none was, with the reason in `why`.
 Device* cuda_device(std::string* why);
+// Its version, as in 13000 for CUDA 13.0, whose drivers and later ones serve it; 0 where none was built in.
+int cuda_runtime_version();
 
 // The twin. Null unless HORO_LITE_TEST_GPUS gives the names of its GPUs, as in "a,b": two ranks that have one with the
 // same name share it.

@@ -91,6 +91,7 @@ class CudaDevice : public Device {
   }
 
   void copy(int index, void* to, const void* from, size_t n_bytes, Stream stream) override {
+    if (n_bytes == 0) return;  // perhaps without an address
     const Current current(*this, index);
     check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, of(stream)), "copy memory");
   }
@@ -140,5 +141,7 @@ Device* cuda_device(std::string*) {
   static CudaDevice device;
   return &device;
 }
+
+int cuda_runtime_version() { return CUDART_VERSION; }
 
 }  // namespace horo

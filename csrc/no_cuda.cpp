@@ -10,4 +10,6 @@ Device* cuda_device(std::string* why) {
   return nullptr;
 }
 
+int cuda_runtime_version() { return 0; }
+
 }  // namespace horo

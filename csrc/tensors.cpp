@@ -183,6 +183,24 @@ Tensors::~Tensors() {
   for (Py_buffer& view : views_) PyBuffer_Release(&view);
 }
 
+namespace {
+
+constexpr int kManaged = 13;  // memory that moves between the host and its GPU
+bool is_gpu(int device_type) { return device_type == nb::device::cuda::value || device_type == kManaged; }
+
+// The array's capsule, whose owner has been asked to make `stream` wait.
+nb::object exported_to(nb::handle array, intptr_t stream) {
+  try {
+    return array.attr("__dlpack__")("stream"_a = stream);
+  } catch (nb::python_error& error) {
+    // Some of XLA's clients have no such order to give; without a stream they wait until the memory is ready.
+    if (std::string(error.what()).find("UNIMPLEMENTED") == std::string::npos) throw;
+    return array.attr("__dlpack__")();
+  }
+}
+
+}  // namespace
+
 // Tensors of one call go through one transport.
 void Tensors::set_device(size_t index, int device) {
   if (device_.value_or(device) != device) {
@@ -291,13 +309,13 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::opt
   nb::ndarray<> view;
   try {
     const auto place = nb::cast<std::pair<int, int>>(array.attr("__dlpack_device__")());
-    if (place.first == nb::device::cuda::value) {
+    if (is_gpu(place.first)) {
       if (!stream) {
         throw nb::type_error(
             (at(index) + "it lies in the memory of cuda:" + std::to_string(place.second) + ", not in the CPU's")
                 .c_str());
       }
-      exported = array.attr("__dlpack__")("stream"_a = *stream);
+      exported = exported_to(array, *stream);
     }
     if (!nb::try_cast<nb::ndarray<>>(exported, view)) {
       nb::ndarray<nb::ro> read_only;
@@ -333,13 +351,13 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::opt
 void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool may_be_on_device) {
   const int type = tensor.device.device_type;
   constexpr int kPinned = 3;  // the host's memory, for our purposes
-  if (type == nb::device::cuda::value && may_be_on_device) {
+  if (is_gpu(type) && may_be_on_device) {
     set_device(index, tensor.device.device_id);
   } else if (type == nb::device::cpu::value || type == kPinned) {
     set_device(index, kCpu);
   } else {
     const std::string where =
-        type == nb::device::cuda::value ? "cuda:" + std::to_string(tensor.device.device_id) : "another kind of device";
+        is_gpu(type) ? "cuda:" + std::to_string(tensor.device.device_id) : "another kind of device";
     throw nb::type_error((at(index) + "it lies in the memory of " + where +
                           ", not in the CPU's: bring it to the CPU, or start with a GPU that this world uses")
                              .c_str());

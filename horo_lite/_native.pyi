@@ -175,6 +175,9 @@ class Engine:
 def gpus() -> tuple[int, list[str], str]:
     """The driver's version (13000 is CUDA 13.0, 0 none), the GPUs by unique names, why none."""
 
+def cuda_runtime_version() -> int:
+    """Of the CUDA runtime that was built in; 0 where none was."""
+
 def dlpack_capsule(
     address: int,
     shape: Sequence[int],

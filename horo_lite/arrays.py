@@ -23,6 +23,9 @@ protocol."""
 NO_ORDER = -1
 """DLPack's word for: no stream need wait for another."""
 
+HOST = -1
+"""What `Tensors.device` says of the host's memory."""
+
 bytes_copied = 0
 """Bytes that were copied outside the core so far, because an array's memory was not dense."""
 
@@ -35,7 +38,7 @@ def gpu_of(x: Array) -> int | None:
     if device is None:
         return None
     kind, index = device()
-    return int(index) if kind == 2 else None
+    return int(index) if kind in (2, 13) else None  # kDLCUDA, kDLCUDAManaged
 
 
 class HostArrays:

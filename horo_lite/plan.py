@@ -39,8 +39,8 @@ class Plan:
     `buckets` are the indices that travel together, the last parameters first, because backward
     passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
     bucket of its own. `together` numbers the group of each parameter, or is empty: gradients of one
-    group, unless it is -1, are a bucket whatever their size. `travelling` are all of them in that order. `digest` has 63 bits and is the
-    same in every process.
+    group, unless it is -1, are a bucket whatever their size. `travelling` are all of them in that
+    order. `digest` has 63 bits and is the same in every process.
     """
 
     entries: tuple[Entry, ...]

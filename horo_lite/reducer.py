@@ -14,7 +14,7 @@ import numpy as np
 
 from horo_lite._native import Tensors
 from horo_lite.agreement import explain, told
-from horo_lite.arrays import NO_ORDER, gpu_of
+from horo_lite.arrays import HOST, NO_ORDER, gpu_of
 from horo_lite.collectives import Average, Handle, Op
 from horo_lite.compression import Compression, Compressor
 from horo_lite.errors import MismatchError
@@ -95,6 +95,7 @@ class Reducer:
         self._weight: float | None = None
         self._parameters: list[tuple[str, Any]] = []
         self._handles: list[Handle] = []
+        self._place: int | None = None
         self.bind(parameters)
 
     def bind(self, parameters: Sequence[tuple[str, Any]], together: Sequence[int] = ()) -> None:
@@ -325,10 +326,13 @@ class Reducer:
         return agreed is not None and agreed.gpu and self.group.compares_later(self._gpu())
 
     def _gpu(self) -> int | None:
+        """Where the gradients lie; None for the host's memory."""
         if len(self._tensors):
-            return self._tensors.device if self._tensors.device >= 0 else None
-        # No gradient here: it would lie where its parameter does.
-        return gpu_of(self._adapter.value(self._parameters[0][1])) if self._parameters else None
+            self._place = self._tensors.device
+        elif self._place is None:  # no gradient so far: it would lie where its parameter does
+            gpu = gpu_of(self._adapter.value(self._parameters[0][1])) if self._parameters else None
+            self._place = HOST if gpu is None else gpu
+        return None if self._place == HOST else self._place
 
     def _follow(self, mine: Plan, arrays: list[Any], copied: dict[int, Any]) -> bool:
         """The exchange is queued under the plan of an earlier step; False if no rank can do that.

@@ -243,7 +243,15 @@ def _checked(given: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
 
     driver, gpus, why = _native.gpus()
     n_gpus = len(gpus)
-    wanted = str(given["device"] or ("cuda" if n_gpus else "cpu"))
+    # A CUDA 13 runtime wants a driver for CUDA 13, and the kernels one for 12.1.
+    oldest = max(OLDEST_DRIVER, _native.cuda_runtime_version() // 1000 * 1000)
+    outdated = (
+        f"the NVIDIA driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, and this build of "
+        f"horo_lite needs one for CUDA {oldest // 1000}.{oldest % 1000 // 10} or newer"
+    )
+    if n_gpus and driver < oldest and given["device"] is None and rank == 0:
+        _warn(f"{outdated}, so the GPUs are left alone: update the driver, or pass device='cpu'")
+    wanted = str(given["device"] or ("cuda" if n_gpus and driver >= oldest else "cpu"))
     kind, colon, index = wanted.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdigit())):
         raise ValueError(f"device must be 'cpu', 'cuda' or like 'cuda:1', not {wanted!r}")
@@ -257,11 +265,8 @@ def _checked(given: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
                 f"device is {wanted!r}, but this process sees only {n_gpus} GPU(s), numbered from "
                 f"0 ({shown})"
             )
-        if driver < OLDEST_DRIVER:
-            raise ValueError(
-                f"the NVIDIA driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, and "
-                "horo_lite needs one for CUDA 12.1 or newer (530): update it, or pass device='cpu'"
-            )
+        if driver < oldest:
+            raise ValueError(f"{outdated}: update it, or pass device='cpu'")
     return {
         "threads": None if threads is None else int(threads),
         "binding": binding,
@@ -436,6 +441,20 @@ def free_group(group: Group) -> None:
     if _ending is not None:
         gone = group.transports()
         _ending.transports = [one for one in _ending.transports if one not in gone]
+
+
+def ranks_of(members: Any) -> list[int]:
+    """The world's numbers of the processes in an mpi4py group; ValueError if one is outside."""
+    world_ = world()
+    assert _session is not None
+    if _session.comm is None:
+        return [0] * members.size
+    everyone = _session.comm.Get_group()
+    ranks = [int(rank) for rank in members.Translate_ranks(None, everyone)]
+    everyone.Free()
+    if not set(ranks) <= set(range(world_.size)):
+        raise ValueError("the communicator has processes that are no ranks of this world")
+    return ranks
 
 
 def _undefined() -> int:

@@ -239,7 +239,7 @@ def test_hosts_that_do_not_add_up_fail_on_every_rank() -> None:
         ("hvd.__version__ = '99'", "version is"),
         ("os.environ['HORO_LITE_DEVICE'] = 'cuda:99'", "init() failed on rank 1 of 2: device"),
         (
-            "import horo_lite._native as n; n.gpus = lambda: (13000, ['a'], '')",
+            "import horo_lite._native as n; n.gpus = lambda: (99000, ['a'], '')",
             "the kind of device is cpu on rank 0",
         ),
     ],
@@ -267,13 +267,41 @@ def test_ranks_that_differ_all_hear_of_it(odd: str, words: str) -> None:
     assert "rank 1" in lines[0]
 
 
+def test_a_driver_that_is_too_old_leaves_the_gpus_alone() -> None:
+    result = run_ranks(
+        """
+        import warnings
+        import horo_lite as hvd
+        import horo_lite._native as native
+        native.gpus = lambda: (12000, ["a"], "")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            print("I 1", hvd.init().device, [str(w.message) for w in caught])
+        hvd.shutdown()
+        try:
+            hvd.init(device="cuda")
+        except ValueError as error:
+            print("I 2", error)
+        native.gpus = lambda: (99000, ["a"], "")
+        print("I 3", hvd.init().device)
+        """,
+        1,
+        launcher=False,
+    )
+    warned, refused, fine = said(result)
+    assert warned.startswith("1 cpu")
+    assert "the NVIDIA driver is for CUDA 12.0" in warned
+    assert "update it" in refused
+    assert fine == "3 cuda:0"
+
+
 @pytest.mark.mpi
 def test_gpus_by_local_rank() -> None:
     result = run_ranks(
         """
         import horo_lite as hvd
         import horo_lite._native as native
-        native.gpus = lambda: (13000, ['a', 'b'], '')
+        native.gpus = lambda: (99000, ['a', 'b'], '')
         devices = [hvd.init().device]
         for wanted in ("cuda:1", "cpu", "cuda"):
             hvd.shutdown()
