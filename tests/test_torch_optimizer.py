@@ -913,6 +913,29 @@ def test_a_pass_that_breaks_off_leaves_nothing_behind() -> None:
     run_threads(2, rank)
 
 
+def test_an_error_in_one_optimizer_leaves_the_others_usable() -> None:
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        odd = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        first = wrap(torch.optim.SGD([odd], lr=0.1), group)
+        optimizer = wrap(sgd(net), group)
+        for step in range(4):
+            optimizer.zero_grad()
+            first.zero_grad()
+            loss = loss_of(net, *samples(step + group.rank))
+            if step == 2:
+                with pytest.raises(TypeError, match=r"gradient of 'param_groups\[0\]\[0\]'"):
+                    (loss + odd.abs().sum()).backward()
+                optimizer.zero_grad()
+                loss = loss_of(net, *samples(step + group.rank))
+            loss.backward()
+            optimizer.step()
+        return net
+
+    a, b = run_threads(2, rank)
+    assert_same_weights(a, b)
+
+
 def test_exchanges_of_different_steps_are_not_mixed() -> None:
     def rank(group: Group) -> None:
         net = fill(Heads())
@@ -1025,6 +1048,47 @@ def test_processes_with_forked_workers_pickles_and_signals() -> None:
     result = run_ranks(SCRIPT, 2, timeout_s=60)
     assert "interrupted" in result.stdout, result
     assert "Error" not in result.stderr, result
+
+
+SETS = """
+import torch
+import horo_lite.torch as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+some = hvd.add_process_set([0, 2])
+torch.manual_seed(rank)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+ones = hvd.DistributedOptimizer(torch.optim.Adam(net[0].parameters(), lr=0.1), process_set=some)
+all_ = hvd.DistributedOptimizer(torch.optim.SGD(net[2].parameters(), lr=0.1 + rank, momentum=0.9),
+                                net.named_parameters(), hvd.Compression.none, 1, hvd.Average)
+hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(all_, root_rank=0)
+for step in range(3):
+    x = torch.full((3, 4), float(rank + step + 1), dtype=torch.float64)
+    ones.zero_grad()
+    all_.zero_grad()
+    net(x).pow(2).sum().backward()
+    found = hvd.allgather_object([p.grad.tolist() for p in net.parameters()])
+    assert found[0][:2] == found[2][:2] != found[1][:2]
+    assert found[0][2:] == found[1][2:] == found[2][2:]
+    ones.step()
+    all_.step()
+found = hvd.allgather_object([p.tolist() for p in net.parameters()])
+assert found[0] == found[2]
+assert found[0][2:] == found[1][2:]
+try:
+    hvd.DistributedOptimizer(torch.optim.SGD([torch.zeros(2)], lr=0.1), op=hvd.Adasum)
+except ValueError as error:
+    assert "power of two, not 3" in str(error)
+    print("rank", rank, "done")
+"""
+
+
+@pytest.mark.mpi
+def test_process_sets_and_two_hosts() -> None:
+    result = run_ranks(SETS, 3, env={"HORO_LITE_TEST_HOSTS": "2,1"}, timeout_s=60).check()
+    assert result.stdout.count("done") == 3, result
 
 
 def test_a_world_of_one_has_no_hooks(watched: Any) -> None:

@@ -316,7 +316,7 @@ class _Exchange:
         self._pass = 1  # the number of the outermost backward pass that runs or comes next
         self._due = True  # nothing was exchanged since the last step() or zero_grad()
         self._is_broken = False  # a pass did not come to its end
-        self._is_nested = False  # passes inside of passes were seen: one may touch a slot twice
+        self.is_nested = False  # passes inside of passes were seen: one may touch a slot twice
         self._n_steps = self._n_exchanges = 0
         if not self.active:
             return
@@ -468,7 +468,7 @@ class _Exchange:
             if self.sparse_as_dense and _is_sparse(gradient):
                 slot.parameter.grad = gradient = gradient.to_dense()
             if slot.passed == self._pass:  # a second time, by another pass inside of this one
-                self._is_nested = True
+                self.is_nested = True
                 if slot.travels and not self.reducer.hold(slot.index):
                     raise RuntimeError(
                         f"the gradient of {slot.name!r} was added to after it was sent, by a "
@@ -496,7 +496,7 @@ class _Exchange:
                     "exchanged again: let all passes touch the same parameters, or use op=Average"
                 )
             setattr(gradient, _MARK, slot.passes)
-            if slot.passes == self.passes and not self._is_nested:
+            if slot.passes == self.passes and not self.is_nested:
                 slot.travels = True
                 self.reducer.ready(slot.index)
 
@@ -509,14 +509,10 @@ class _Exchange:
         self._tasks.add(task)
         known = _passes.get(task)
         if known is None:
-            known = _passes[task] = _Pass()
+            known = _passes[task] = _Pass(task)
             torch.autograd.Variable._execution_engine.queue_callback(known)
         known.exchanges.append(self)
         return True
-
-    def nested(self) -> None:
-        """The pass that ends runs inside of another."""
-        self._is_nested = True
 
     def end_pass(self) -> None:
         """The outermost backward() is about to return."""
@@ -527,9 +523,9 @@ class _Exchange:
             if any(slot.touched and slot.passes >= self.passes for slot in self.slots):
                 self._exchange()
 
-    def break_pass(self) -> None:
-        """A pass has ended with an error."""
-        self._is_broken = True
+    def break_pass(self, task: int) -> None:
+        """A pass has ended with an error; that may be heard of late."""
+        self._is_broken = self._is_broken or task in self._tasks
 
     def _mend(self) -> None:
         self._is_broken = False
@@ -684,32 +680,38 @@ class _Pass:
     The engine calls it, or drops it where the task ended with an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, task: int) -> None:
+        self.task = task
         self.exchanges: list[_Exchange] = []
         self.is_over = False
 
     def __call__(self) -> None:
         self.is_over = True
-        # Of the optimizers that it touched, in the order in which they were made.
         node = _evaluating()
         if node is not None:  # this task is a backward() inside of another
             for exchange in self.exchanges:
-                exchange.nested()
+                exchange.is_nested = True
             _hand_over(node, self.exchanges)
             return
+        # In the order in which they were made: that of their hooks may differ between ranks.
+        waiting = sorted(self.exchanges, key=lambda exchange: exchange.number)
         errors = []
-        for exchange in sorted(self.exchanges, key=lambda exchange: exchange.number):
-            try:
-                exchange.end_pass()
-            except MismatchError as error:  # on all ranks alike: those of the others are exchanged
-                errors.append(error)
+        try:
+            while waiting:
+                try:
+                    waiting.pop(0).end_pass()
+                except MismatchError as error:  # on all ranks alike: the others' are exchanged
+                    errors.append(error)
+        finally:
+            for exchange in waiting:
+                exchange.break_pass(self.task)
         if errors:
             raise errors[0]
 
     def __del__(self) -> None:
         if not self.is_over:
             for exchange in self.exchanges:
-                exchange.break_pass()
+                exchange.break_pass(self.task)
 
 
 def _hand_over(node: Any, exchanges: list[_Exchange]) -> None:
