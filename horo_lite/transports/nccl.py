@@ -19,6 +19,9 @@ from horo_lite.transports.staged import StagedTransport
 if TYPE_CHECKING:
     from horo_lite.transports.watch import Watch
 
+# Each operation of NCCL costs the host tens of microseconds, and the GPU has the memory.
+BUCKET_BYTES = 128 * 2**20
+
 _told: set[str] = set()  # why it is slow, once for each reason
 
 
@@ -192,8 +195,9 @@ def connect(
 
     Collective. DeviceError on every rank, with all ranks' reasons, if NCCL is there but fails.
     """
-    bucket_bytes = int(os.environ.get("HORO_LITE_BUCKET_BYTES") or DEFAULT_BUCKET_BYTES)
-    staged = StagedTransport(host, queue, bucket_bytes)
+    given = int(os.environ.get("HORO_LITE_BUCKET_BYTES") or 0)
+    bucket_bytes = given or BUCKET_BYTES
+    staged = StagedTransport(host, queue, given or DEFAULT_BUCKET_BYTES)
     if host.size == 1:
         return staged
     mine = _credentials(queue.index, allowed, host.rank == 0)

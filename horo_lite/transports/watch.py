@@ -259,8 +259,15 @@ class Watch:
         return False
 
     def _stop(self, error: Exception) -> None:
-        for lane in self._lanes:
-            lane.fail(str(error))
+        # All at once: aborting one may wait for memory that a stuck kernel of another keeps.
+        aborts = [
+            threading.Thread(target=lane.fail, args=(str(error),), daemon=True)
+            for lane in self._lanes
+        ]
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join()
         self._error = error  # from here on this rank's program may raise it, and connect anew
         self._stopped.set()
 
