@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -223,6 +224,22 @@ def test_sparse_and_objects(size: int) -> None:
         assert gathered == [[r] * r for r in range(size)]
 
     run_threads(size, rank)
+
+
+def test_bfloat16_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        x = tensor(group.rank, "bfloat16")
+        same(hvd.allgather(x, **k), np.concatenate([values(0), values(1)]), "bfloat16")
+        same(hvd.allgather(x[0, 0], **k), np.array([values(0)[0, 0], values(1)[0, 0]]), "bfloat16")
+        expected = np.concatenate([values(r)[2 * group.rank :][:1] for r in range(2)])
+        same(hvd.alltoall(x[::2], **k), expected, "bfloat16")
+        same(hvd.broadcast(x, 1, **k), values(1), "bfloat16")
+        same(hvd.allreduce_(x.t(), op=hvd.Sum, **k).t(), values(0) + values(1), "bfloat16")
+
+    run_threads(2, rank)
 
 
 # Asynchronous calls.
@@ -704,6 +721,7 @@ JOB = """
     import torch
     import horo_lite.torch as hvd
     from horo_lite.errors import MismatchError, NotInitializedError
+    from mpi4py import MPI
 
     def fails(kind, call):
         try:
@@ -764,6 +782,14 @@ JOB = """
         fails(ValueError, lambda: hvd.add_process_set([0, 7]))
         assert hvd.add_process_set(sets[0]).process_set_id == 5
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4
+
+        # Parts of a split communicator: every rank gives its own, numbered in the order of ranks.
+        part = hvd.ProcessSet(MPI.COMM_WORLD.Split(0 if rank == 1 else 1, -rank))
+        assert hvd.add_process_set(part).ranks == ([1] if rank == 1 else [0, 2])
+        assert part.process_set_id == (2 if rank == 1 else 1)
+        assert hvd.allreduce(x, op=hvd.Sum, process_set=part)[0] == (10 if rank == 1 else 101)
+        null = hvd.ProcessSet(MPI.COMM_WORLD.Split(MPI.UNDEFINED if rank == 1 else 1, rank))
+        assert hvd.add_process_set(null).process_set_id == (None if rank == 1 else 1)
 
         fails(MismatchError, lambda: hvd.broadcast(x, rank))
         with warnings.catch_warnings():

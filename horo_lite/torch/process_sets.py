@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from horo_lite.collectives import Group
-from horo_lite.world import World, free_group, is_initialized, new_group, world
+from horo_lite.world import World, free_group, is_initialized, new_group, ranks_of, world
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
@@ -17,10 +17,15 @@ class ProcessSet:
     `ProcessSet([0, 2])`, or `ProcessSet(comm)` of an mpi4py communicator, is given to
     `init(process_sets=[…])` or `add_process_set` on every rank, and can be used afterwards until it
     is removed or the world shut down. Sets may overlap. Ranks count from 0 in the world's order.
+
+    Of a communicator that was split, every rank gives its own part, and all parts are registered;
+    which ranks they are is known from then on.
     """
 
-    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
-        self._ranks = sorted(_ranks_of(ranks_or_comm))
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self._of_comm = hasattr(ranks_or_comm, "Get_group")
+        self._members = ranks_or_comm.Get_group() if self._of_comm and ranks_or_comm else None
+        self._ranks = [] if self._of_comm else sorted(_numbers(ranks_or_comm))
         self._entry: _Entry | None = None
 
     @property
@@ -74,8 +79,7 @@ class _Everyone(ProcessSet):
     """All ranks of the world, whichever it is."""
 
     def __init__(self) -> None:
-        self._ranks = []
-        self._entry = None
+        super().__init__([])
 
     @property
     def process_set_id(self) -> int:
@@ -104,7 +108,6 @@ class _Entry(NamedTuple):
     sets: list[ProcessSet]
 
 
-global_process_set = _Everyone()
 _entries: dict[int, _Entry] = {}
 _n_registered = 0
 
@@ -119,6 +122,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     here = world()
+    if process_set._of_comm:
+        members = process_set._members
+        ranks = process_set._ranks = [] if members is None else sorted(ranks_of(members))
+        for part in sorted(set(map(tuple, here.group.allgather_object(ranks)))):
+            if part:
+                _share(process_set, add_process_set(part)._entry, list(part))
+        return process_set
     for number in [n for n, entry in _entries.items() if entry.world is not here]:
         del _entries[number]
     if not _entries:
@@ -135,10 +145,15 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         group = new_group(ranks)
         _n_registered += 1
         entry = _entries[_n_registered] = _Entry(_n_registered, here, group, [])
-    if process_set._registered() is None:
+    _share(process_set, entry, ranks)
+    return process_set
+
+
+def _share(process_set: ProcessSet, entry: _Entry | None, ranks: list[int]) -> None:
+    """The set is the registered one, if it has these ranks."""
+    if entry is not None and process_set.ranks == ranks and process_set._registered() is None:
         entry.sets.append(process_set)
         process_set._entry = entry
-    return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -180,21 +195,13 @@ def root_in(group: Group, root_rank: int) -> int:
     return ranks.index(root_rank)
 
 
-def _ranks_of(ranks_or_comm: Any) -> list[int]:
-    if not hasattr(ranks_or_comm, "Get_group"):
-        try:
-            ranks = list(ranks_or_comm)
-        except TypeError:
-            ranks = [None]
-        if not all(hasattr(rank, "__index__") for rank in ranks):
-            raise ValueError(
-                f"a ProcessSet is made of a list of ranks or an mpi4py communicator, not of "
-                f"{ranks_or_comm!r}"
-            )
-        return [int(rank) for rank in ranks]
-    from mpi4py import MPI
+def _numbers(ranks: Any) -> list[int]:
+    found: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
+    if not all(hasattr(rank, "__index__") for rank in found):
+        raise ValueError(
+            f"a ProcessSet is made of a list of ranks or an mpi4py communicator, not of {ranks!r}"
+        )
+    return [int(rank) for rank in found]
 
-    mine = ranks_or_comm.Get_group()
-    translated: list[int] = mine.Translate_ranks(range(mine.size), MPI.COMM_WORLD.Get_group())
-    mine.Free()
-    return translated
+
+global_process_set = _Everyone()
