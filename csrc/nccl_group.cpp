@@ -210,11 +210,9 @@ void NcclGroup::register_bucket(bool windows) {
   }
 }
 
-// Success, or an error that ends the group. A communicator that does not block
-// may need a while, to connect to peers it has not spoken to before or to give
-// an operation to the stream; nothing may be given to it, nor queued behind it,
-// until it is ready. CommSplit and CommWindowRegister say kNcclSuccess
-// nevertheless.
+// Success, or an error that ends the group. A communicator that does not block may need a while, to connect to peers it
+// has not spoken to before or to give an operation to the stream; nothing may be given to it, nor queued behind it,
+// until it is ready. CommSplit and CommWindowRegister say kNcclSuccess nevertheless.
 void NcclGroup::done(NcclResult result, const char* what) {
   if (result == kNcclSuccess || result == kNcclInProgress) wait_until_ready(what);
   else give_up(result, what);
@@ -240,8 +238,7 @@ void NcclGroup::wait_until_ready(const char* what) {
     const Seconds waited = std::chrono::steady_clock::now() - start;
     if (waited.count() > timeout_s_) {
       fail(std::string("NCCL could not ") + what + " within " + std::to_string(static_cast<int>(timeout_s_)) +
-           " s: some rank did not come, or cannot be reached. NCCL_DEBUG=INFO "
-           "shows how far it got, "
+           " s: some rank did not come, or cannot be reached. NCCL_DEBUG=INFO shows how far it got, "
            "NCCL_SOCKET_IFNAME names the network interface to use");
       throw_if_failed();
     }
@@ -321,8 +318,7 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
   for (const TensorRef& tensor : tensors) traffic.emplace_back(tensor.dtype, op, wire);
   measure(tensors, traffic, prescale);
 
-  // One bucket a kind of traffic is being filled; tensors come in order, and go
-  // when theirs is full.
+  // One bucket a kind of traffic is being filled; tensors come in order, and go when theirs is full.
   std::vector<Bucket> open;
   for (size_t t = 0; t < tensors.size(); ++t) {
     auto bucket = std::find_if(open.begin(), open.end(), [&](const Bucket& b) { return b.traffic == traffic[t]; });
@@ -331,8 +327,7 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
     const size_t wire_item = item_bytes(traffic[t].wire);
     for (size_t first = 0; first < tensors[t].n_elements;) {
       const size_t remaining = std::min(tensors[t].n_elements - first, kLargestPiece);
-      // A tensor is not cut for the rest of a bucket, only where it is larger
-      // than any.
+      // A tensor is not cut for the rest of a bucket, only where it is larger than any.
       if (bucket->n_bytes != 0 && bucket->n_bytes + remaining * wire_item > bucket_bytes_) {
         send(*bucket, prescale, factor, divisor);
       }
@@ -352,9 +347,9 @@ void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector
   if (std::none_of(traffic.begin(), traffic.end(), [](const Traffic& t) { return t.scaled; })) return;
   if (n_exponents_ < tensors.size()) {
     if (device_.is_capturing(queue_->stream())) {
-      throw DeviceError("the memory for the scales of " + std::to_string(tensors.size()) +
-                        " tensors cannot be allocated while a graph is being "
-                        "captured: run one step before the capture");
+      throw DeviceError(
+          "the memory for the scales of " + std::to_string(tensors.size()) +
+          " tensors cannot be allocated while a graph is being captured: run one step before the capture");
     }
     queue_->synchronize();  // once, when there are more tensors than ever before
     if (exponents_ != nullptr && !captured_) device_.release(index_, exponents_);
