@@ -129,10 +129,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
             if part:
                 _share(process_set, add_process_set(part)._entry, list(part))
         return process_set
-    for number in [n for n, entry in _entries.items() if entry.world is not here]:
-        del _entries[number]
-    if not _entries:
-        _n_registered = 0
+    if any(entry.world is not here for entry in _entries.values()):
+        forget_process_sets()
     ranks = process_set.ranks
     alike = [entry for entry in _entries.values() if entry.sets[0].ranks == ranks]
     if alike or ranks == list(range(here.size)):
@@ -174,6 +172,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if entry.group is not None:
         free_group(entry.group)
     return True
+
+
+def forget_process_sets() -> None:
+    """The world they were of is gone."""
+    global _n_registered
+    for entry in _entries.values():
+        for each in entry.sets:
+            each._entry = None
+    _entries.clear()
+    _n_registered = 0
 
 
 def group_of(process_set: ProcessSet | Group | None) -> Group:

@@ -9,7 +9,7 @@ from typing import Any
 from horo_lite import _native, launcher
 from horo_lite.errors import DeviceError
 from horo_lite.torch import timeline
-from horo_lite.torch.process_sets import ProcessSet, add_process_set
+from horo_lite.torch.process_sets import ProcessSet, add_process_set, forget_process_sets
 from horo_lite.world import (
     World,
     cross_rank,
@@ -115,6 +115,7 @@ _made: dict[tuple[int, ...], Any] = {}
 def shutdown() -> None:
     """The world is left, and a timeline complete. Every rank calls it; see horo_lite.shutdown."""
     timeline.stop_timeline()
+    forget_process_sets()
     _shutdown()
 
 
