@@ -247,14 +247,11 @@ def connecting_fails() -> None:
     assert np.all(group.allreduce(np.ones(3), Sum) == group.size)
     usable(group)
     group = start(NCCL_TIMEOUT_S="1", FAKE_NCCL_INIT_HANGS="1")
-    for _ in range(2):
-        fails(call, DeviceError, "rank 1", "1 s", "NCCL_SOCKET_IFNAME")
-        assert np.all(group.allreduce(np.ones(3), Sum) == group.size)
+    fails(call, DeviceError, "rank 1", "1 s", "NCCL_SOCKET_IFNAME")
     handle = group.allreduce_async(on_gpu([1.0]), name="x")
     fails(lambda: group.synchronize(handle), DeviceError, "rank 1")
     os.environ["HORO_LITE_FAKE_NCCL_INIT_HANGS"] = ""
     usable(group)
-    os.environ["HORO_LITE_FAKE_NCCL_INIT_HANGS"] = ""
     group = start(FAKE_NCCL_INIT_FAILS="1", FAKE_NCCL_INIT_HANGS="")
     fails(call, DeviceError, "rank 1", "INIT_FAILS", "NCCL_DEBUG")
     os.environ["HORO_LITE_FAKE_NCCL_INIT_FAILS"] = ""
@@ -372,7 +369,7 @@ def mismatches() -> None:
         "allreduce": lambda: group.allreduce(on_gpu(np.ones(4), np.int32), Average),
     }
     for what, other in others.items():
-        for odd_sums in (True, False):
+        for odd_sums in (True, False) if what == "barrier" else (True,):
             call = gpu_sum if odd == odd_sums else other
             text = settles(call, hvd.MismatchError, "allreduce", what)
             assert f"rank {group.size - 1}" in text, text
@@ -516,6 +513,9 @@ def killed() -> None:
 
 # All kinds of calls in a random order.
 
+KINDS = ["direct", "direct_", "grouped", "compressed", "async", "async", "async_", "gather"]
+KINDS += ["broadcast", "scatter", "alltoall", "host", "host_async", "wait", "look"]
+
 
 def sequences() -> None:
     group = start(BUCKET_BYTES="20000")
@@ -544,25 +544,7 @@ def sequences() -> None:
         checks.append(check)
 
     for number in range(n_operations):
-        kind = alike.choice(
-            [
-                "direct",
-                "direct_",
-                "grouped",
-                "compressed",
-                "async",
-                "async",
-                "async_",
-                "gather",
-                "broadcast",
-                "scatter",
-                "alltoall",
-                "host",
-                "host_async",
-                "wait",
-                "look",
-            ]
-        )
+        kind = alike.choice(KINDS)
         n = alike.choice([0, 1, 5, 300, 5000, alike.randrange(200_000)])
         dtype = alike.choice([np.float32, np.float64, np.int32, np.float32])
         op = alike.choice([Sum, Max, Min, Average])
