@@ -71,6 +71,12 @@ class ProcessSet:
             return None
         return entry
 
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        return self  # layers hold one, and are copied
+
+    def __reduce__(self) -> Any:
+        return ProcessSet, (self._ranks,)
+
     def __repr__(self) -> str:
         return f"ProcessSet({self.ranks})"
 
@@ -94,6 +100,9 @@ class _Everyone(ProcessSet):
 
     def group(self) -> Group:
         return world().group
+
+    def __reduce__(self) -> Any:
+        return "global_process_set"
 
     def __repr__(self) -> str:
         return "global_process_set"
