@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from horo_lite.collectives import Group  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
+from horo_lite.torch.process_sets import ProcessSet, global_process_set  # noqa: E402
 from horo_lite.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 # BatchNorm itself, for any number of dimensions.
@@ -441,25 +443,32 @@ def test_states_are_batch_norms() -> None:
     plain.load_state_dict(layer.state_dict())
     assert copy.deepcopy(layer).state_dict().keys() == layer.state_dict().keys()
     file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
+    torch.save(layer, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=False).process_set is global_process_set
+    sets = [ProcessSet([0, 3]), global_process_set]
+    assert [copy.deepcopy(s) for s in sets] == sets
+    assert pickle.loads(pickle.dumps(sets[0])).ranks == [0, 3]
     assert repr(layer).startswith("SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True")
 
 
-# Convolutions, SyncBatchNorm and an optimizer over real ranks, plain and compiled, against the same
-# on the whole batch in this process. Called by every rank with an uneven part of the batch.
+# Convolutions, SyncBatchNorm and an optimizer over real ranks, plain, compiled and within a set of
+# ranks, against the same on the whole batch in this process. Every rank has an uneven part of it.
 REAL = """
+    import copy
+
     import torch
 
-    import horo_lite as hvd
-    from horo_lite.torch.sync_batch_norm import SyncBatchNorm
+    import horo_lite.torch as hvd
 
-    world = hvd.init()
+    hvd.init()
 
-    def train(norm, part, wrap, compiled):
+    def train(norm, part, wrap, compiled=False):
         torch.manual_seed(7)
         net = torch.nn.Sequential(
             torch.nn.Conv2d(2, 4, 3), norm(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 3, 3), norm(3)
         ).double()
+        net = copy.deepcopy(net)  # as for a moving average of the parameters
         opt = wrap(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
         run = torch.compile(net, backend="aot_eager") if compiled else net
         generator = torch.Generator().manual_seed(1)
@@ -470,17 +479,32 @@ REAL = """
             opt.step()
         return net.state_dict()
 
-    whole = train(torch.nn.BatchNorm2d, slice(None), lambda opt: opt, False)
-    bounds = [0, 1, 4, 7] if world.size == 3 else [0, 2, 7]
-    part = slice(bounds[world.rank], bounds[world.rank + 1])
-    for compiled in (False, True):
-        found = train(
-            SyncBatchNorm, part, lambda opt: hvd.DistributedOptimizer(opt, op=hvd.Sum), compiled
-        )
+    def compare(found, process_set=hvd.global_process_set):
         worst = max((found[name] - whole[name]).abs().max().item() for name in whole)
-        assert worst < 1e-11, (compiled, worst)
+        assert worst < 1e-11, worst
         bits = b"".join(t.numpy().tobytes() for t in found.values())
-        assert len(set(hvd.allgather_object(bits))) == 1
+        assert len(set(hvd.allgather_object(bits, process_set=process_set))) == 1
+
+    def wrap(process_set):
+        return lambda opt: hvd.DistributedOptimizer(opt, op=hvd.Sum, process_set=process_set)
+
+    whole = train(torch.nn.BatchNorm2d, slice(None), lambda opt: opt)
+    bounds = [0, 1, 4, 7] if hvd.size() == 3 else [0, 2, 7]
+    part = slice(*bounds[hvd.rank():hvd.rank() + 2])
+    for compiled in (False, True):
+        compare(train(hvd.SyncBatchNorm, part, wrap(hvd.global_process_set), compiled))
+
+    pair = hvd.add_process_set([0, hvd.size() - 1])
+    if pair.included():
+        norm = lambda n: hvd.SyncBatchNorm(n, process_set=pair)
+        compare(train(norm, slice(*[0, 5, 7][pair.rank():][:2]), wrap(pair)), pair)
+    else:
+        try:
+            hvd.SyncBatchNorm(2, process_set=pair)(torch.ones(2, 2))
+        except ValueError as error:
+            assert "rank 1 is not in ProcessSet([0, 2])" in str(error), error
+        else:
+            raise SystemExit("a rank outside the set was let in")
     print("as on one process")
 """
 
