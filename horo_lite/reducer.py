@@ -155,8 +155,10 @@ class Reducer:
 
     def ready(self, i: int) -> None:
         """Parameter i has its gradient of one backward pass; not to be touched until `finish()`."""
-        self._n_ready[i] += 1
-        if self._n_ready[i] > self._passes:
+        n_ready = self._n_ready[i] = self._n_ready[i] + 1
+        if n_ready < self._passes:
+            return
+        if n_ready > self._passes:
             name = self._parameters[i][0]
             self._n_ready[i] = self._passes
             raise RuntimeError(
@@ -164,16 +166,17 @@ class Reducer:
                 f"with backward_passes_per_step={self._passes}, call step() after every "
                 f"{self._passes} backward passes"
             )
-        if self._n_ready[i] == self._passes and self._agreed is not None and self._streams:
-            bucket = self._bucket_of.get(i)
-            if bucket is not None:
-                self._n_awaited[bucket] -= 1
-            while (
-                not self._changed
-                and len(self._handles) < len(self._n_awaited)
-                and self._n_awaited[len(self._handles)] == 0
-            ):
-                self._leave_early()
+        bucket = self._bucket_of.get(i) if self._streams else None
+        if bucket is None:
+            return
+        self._n_awaited[bucket] -= 1
+        while (
+            self._n_awaited[bucket] == 0
+            and not self._changed
+            and len(self._handles) < len(self._n_awaited)
+            and self._n_awaited[len(self._handles)] == 0
+        ):
+            self._leave_early()
 
     def hold(self, i: int) -> bool:
         """Parameter i's gradient changes after it was ready: nothing leaves before `finish()`.
@@ -503,7 +506,7 @@ class Reducer:
         self._relabel()  # another rank's may have been completed
         self._handles = []
         self._tensors = _NOTHING  # gradients that the caller drops are dropped
-        self._n_ready: Counter[int] = Counter()
+        self._n_ready = [0] * len(self._parameters)
         self._n_awaited = list(self._n_members)
 
     @property
