@@ -632,11 +632,16 @@ class _Exchange:
                 if slot.touched:
                     slot.exchanged = True
                     slot.touched = slot.travels = False
-                    gradient = slot.parameter.grad
-                    if gradient is not None:
-                        setattr(gradient, _MARK, slot.passes)
-                        slot.version = gradient._version
+                    if slot.hook is None or slot.passes == 0:
+                        self._mark(slot)
             self._place()
+
+    def _mark(self, slot: _Slot) -> None:
+        """The gradient is known, although no backward() has made it."""
+        gradient = slot.parameter.grad
+        if gradient is not None:
+            setattr(gradient, _MARK, slot.passes)
+            slot.version = gradient._version
 
     def _place(self) -> None:
         # A backward() that exchanges on some ranks only would otherwise meet the next one's.
@@ -672,6 +677,7 @@ class _Exchange:
                 indices.t(), values, shape, check_invariants=False
             ).coalesce()
             slot.touched = True
+            self._mark(slot)
 
 
 class _Pass:
