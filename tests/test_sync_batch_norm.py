@@ -395,17 +395,21 @@ def test_layers_in_another_order_on_one_rank_are_noticed() -> None:
     def rank(group: Group) -> None:
         if group.rank:
             SyncBatchNorm(1, process_set=group)  # a layer more, never used, harms nobody
+        gone = [SyncBatchNorm(1, process_set=group) for _ in range(3)]
+        for layer in gone:
+            layer(torch.ones(2, 1))
+        del layer, gone[group.rank :]  # nor does what one rank has kept longer
         layers = [SyncBatchNorm(FEATURES, process_set=group) for _ in range(2)]
         x = numbers(group.rank, 4, FEATURES).float()
         for layer in layers:
             layer(x)
-        with pytest.raises(MismatchError, match=r"SyncBatchNorm number [12], call 2"):
+        with pytest.raises(MismatchError, match=r"SyncBatchNorm number [45], call 2"):
             layers[group.rank](x)
         for layer in layers:
             layer(x)
         # Backward, too: an output that only one rank uses.
         one, other = (layers[0](x.requires_grad_()) for _ in range(2))
-        with pytest.raises(MismatchError, match=r"number 1, call [34]:.*gradients"):
+        with pytest.raises(MismatchError, match=r"number 4, call [34]:.*gradients"):
             [one, other][group.rank].sum().backward()
         layers[0](x).sum().backward()
 

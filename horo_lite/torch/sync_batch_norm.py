@@ -100,14 +100,14 @@ class _Call:
     def __init__(self, layer: SyncBatchNorm, x: torch.Tensor, group: Group) -> None:
         self.group = group
         self.eps = layer.eps
-        calls = _calls.setdefault(group, WeakKeyDictionary())
-        # Layers are counted as they are used for the first time: ranks may have built others, too.
-        number, n_calls = calls.get(layer, (len(calls) + 1, 0))
+        self._layer = layer
+        self._layers = _layers_of.setdefault(group, _Layers())
+        self._number, n_calls = self._layers.known.get(layer, (self._layers.n_seen + 1, 0))
+        self._n_calls = n_calls + 1
         self.label = (
-            f"SyncBatchNorm number {number}, call {n_calls + 1}: {layer.num_features} features of "
-            f"{x.dtype}, eps {layer.eps}, momentum {layer.momentum}"
+            f"SyncBatchNorm number {self._number}, call {self._n_calls}: {layer.num_features} "
+            f"features of {x.dtype}, eps {layer.eps}, momentum {layer.momentum}"
         )
-        self._entry = calls, layer, (number, n_calls + 1)
 
     def add_up(self, x: torch.Tensor, what: str) -> None:
         """`x` holds the sum over all ranks."""
@@ -116,12 +116,22 @@ class _Call:
 
     def count(self) -> None:
         """This call counts. After an error none does, on no rank."""
-        calls, layer, entry = self._entry
-        calls[layer] = entry
+        self._layers.n_seen = max(self._layers.n_seen, self._number)
+        self._layers.known[self._layer] = self._number, self._n_calls
 
 
-_calls: WeakKeyDictionary[Group, WeakKeyDictionary[SyncBatchNorm, tuple[int, int]]]
-_calls = WeakKeyDictionary()
+class _Layers:
+    """The layers that a group has used, numbered in the order of their first use.
+
+    Not in that in which they were made: a rank may have made others, for itself.
+    """
+
+    def __init__(self) -> None:
+        self.n_seen = 0  # those that are gone, too: on another rank they may still be there
+        self.known: WeakKeyDictionary[SyncBatchNorm, tuple[int, int]] = WeakKeyDictionary()
+
+
+_layers_of: WeakKeyDictionary[Group, _Layers] = WeakKeyDictionary()
 
 
 def _statistics(x: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
