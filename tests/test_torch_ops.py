@@ -566,6 +566,7 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             with pytest.raises(MismatchError, match="alltoall"):
                 hvd.alltoall(one, [1, 1, 1], **k)
         hvd.barrier(group)
+        assert hvd.alltoall(one, [1, 1, 1], **k)[1].tolist() == [1, 1, 1]  # unnamed, as before
 
     run_threads(3, rank)
 
