@@ -566,7 +566,12 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             with pytest.raises(MismatchError, match="alltoall"):
                 hvd.alltoall(one, [1, 1, 1], **k)
         hvd.barrier(group)
-        assert hvd.alltoall(one, [1, 1, 1], **k)[1].tolist() == [1, 1, 1]  # unnamed, as before
+        with pytest.raises(MismatchError):  # rank 0 forgets an operation without a name
+            hvd.allgather(one, **k) if group.rank else hvd.barrier(group)
+        hvd.barrier(group)
+        for _ in range(2):
+            assert len(hvd.allgather(one, **k)) == 9
+            assert hvd.alltoall(one, [1, 1, 1], **k)[1].tolist() == [1, 1, 1]
 
     run_threads(3, rank)
 
