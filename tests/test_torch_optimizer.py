@@ -574,6 +574,32 @@ def test_checkpoints(reentrant: bool, deep: bool, watched: Any) -> None:
     run_threads(2, rank)
 
 
+def test_passes_inside_of_passes_that_begin_later() -> None:
+    def rank(group: Group) -> None:
+        net = fill(Checkpointed(reentrant=False))
+        alone = copy.deepcopy(net)
+        optimizer, other = wrap(sgd(net), group, net), sgd(alone)
+        for step in range(4):
+            x, y = samples(step)
+
+            def backward(x: Any = x, y: Any = y) -> None:
+                optimizer.zero_grad()
+                loss_of(net, x[group.rank :: 2].requires_grad_(), y[group.rank :: 2]).backward()
+
+            if step == 2:
+                net.reentrant = True
+                with pytest.raises(RuntimeError, match="do this step again"):
+                    backward()
+            backward()
+            optimizer.step()
+            other.zero_grad()
+            loss_of(alone, x, y).backward()
+            other.step()
+        assert_same_weights(net, alone)
+
+    run_threads(2, rank)
+
+
 def test_compiled() -> None:
     def rank(group: Group) -> Any:
         net = network()
