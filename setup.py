@@ -1,8 +1,8 @@
 """Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml.
 
 Of the environment, csrc/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted),
-HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and HORO_LITE_CUDA_WHEELS (`make wheel`:
-the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own.
+HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and HORO_LITE_CUDA_WHEELS (`make
+wheel`: the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ CudaDriver cuda_driver() {
   // The second version tells the parts of a GPU that MIG has divided apart.
   const auto uuid = reinterpret_cast<int (*)(unsigned char*, int)>(dlsym(library, "cuDeviceGetUuid_v2"));
   const auto describe = reinterpret_cast<int (*)(int, const char**)>(dlsym(library, "cuGetErrorString"));
-  if (initialise == nullptr || version == nullptr || count == nullptr || uuid == nullptr ||
-      describe == nullptr) {
+  if (initialise == nullptr || version == nullptr || count == nullptr || uuid == nullptr || describe == nullptr) {
     found.problem = "libcuda.so.1 is not NVIDIA's driver, or one that is too old";
     return found;
   }

@@ -29,8 +29,8 @@ class DeviceQueue {
   void lead(Stream consumer);
   // All that is queued here is done.
   void synchronize();
-  // Keeps `object` until what `stream` has been given so far is done, and drops earlier ones that need no longer be kept.
-  // Inside a graph capture nothing is kept: there, memory belongs to the graph.
+  // Keeps `object` until what `stream` has been given so far is done, and drops earlier ones that need no longer be
+  // kept. Inside a graph capture nothing is kept: there, memory belongs to the graph.
   void hold(std::shared_ptr<void> object, Stream stream);
 
  private:
