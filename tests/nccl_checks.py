@@ -517,8 +517,23 @@ KINDS = ["direct", "direct_", "grouped", "compressed", "async", "async", "async_
 KINDS += ["broadcast", "scatter", "alltoall", "host", "host_async", "wait", "look"]
 
 
+def results_are_kept_for_late_readers(group: Group) -> None:
+    """What an asynchronous call allocated is its own stream's again only when it was read."""
+    parts = [np.full((5, 3), r + 1.0) for r in range(group.size)]
+    handles = [group.allgather_async(on_gpu(parts[group.rank])) for _ in range(3)]
+    time.sleep(0.05)
+    twin.stream().call(lambda: time.sleep(0.2))
+    results = []
+    while handles:
+        results.append(group.synchronize(handles.pop()))
+        time.sleep(0.02)  # all that is not kept goes now
+    for result in results:
+        assert np.array_equal(result.numpy(), np.concatenate(parts))
+
+
 def sequences() -> None:
     group = start(BUCKET_BYTES="20000")
+    results_are_kept_for_late_readers(group)
     seed = int(os.environ.get("HORO_LITE_TEST_SEED") or 1)
     n_operations = int(os.environ.get("HORO_LITE_TEST_N") or 150)
     alike = random.Random(seed)
