@@ -464,7 +464,7 @@ class Group:
                 self._watch.close()
         finally:
             for lane in self._lanes or ():
-                lane.reset()
+                lane.close()
             for transport in self.transports():
                 transport.leave()
                 transport.close()

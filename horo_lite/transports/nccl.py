@@ -187,6 +187,13 @@ class Lane:
         """The ranks connect anew at the next use."""
         self._transport = None
 
+    def close(self) -> None:
+        """All ranks leave; not when nobody refers to it any more, which may be at any time."""
+        found = self._transport
+        if isinstance(found, NcclTransport):
+            found.group.close()
+        self.reset()
+
 
 def connect(
     host: Transport, queue: _native.DeviceQueue, allowed: bool
