@@ -13,8 +13,6 @@ import fake_nccl
 import pytest
 from launch import mpi_name, run_ranks, start_ranks
 
-pytestmark = pytest.mark.mpi
-
 
 def environment(log: Path | None = None, hosts: str = "") -> dict[str, str]:
     env = {"HORO_LITE_NCCL_LIB": fake_nccl.library(), "HORO_LITE_TEST_HOSTS": hosts}
@@ -46,6 +44,7 @@ def test_all_is_well_in_the_end(job: str, ranks: int, tmp_path: Path) -> None:
     assert result.stdout.count("all is well") == ranks
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("job", ["operations_fail", "mismatches"])
 def test_the_same_across_hosts(job: str, tmp_path: Path) -> None:
     env = environment(tmp_path, hosts="2,1")
@@ -53,6 +52,7 @@ def test_the_same_across_hosts(job: str, tmp_path: Path) -> None:
     assert result.stdout.count("all is well") == 3
 
 
+@pytest.mark.mpi
 def test_one_call_ahead_at_the_end() -> None:
     """The rank that wanted more is told, and nobody waits long."""
     result = run_ranks(program("one_call_ahead"), 2, env=environment(), timeout_s=20)
@@ -61,6 +61,7 @@ def test_one_call_ahead_at_the_end() -> None:
     assert re.search(r"PeerLostError: rank 1 has left.*rank 0 waited in allreduce", result.stderr)
 
 
+@pytest.mark.mpi
 def test_a_rank_is_killed() -> None:
     """Those that wait for their GPUs hear of it: the job ends soon, and says who it was."""
     with start_ranks(program("killed"), 3, env=environment()) as job:
