@@ -24,36 +24,36 @@ def load(wheels: Path, folder: str, name: str) -> ctypes.CDLL:
 
 class Nvrtc:
     def __init__(self, wheels: Path) -> None:
-        self.library = load(wheels, "cuda_nvrtc", "nvrtc")
+        self.nvrtc = load(wheels, "cuda_nvrtc", "nvrtc")
 
     def check(self, result: int, log: str = "") -> None:
         if result:
-            self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
-            why = self.library.nvrtcGetErrorString(result).decode()
+            self.nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+            why = self.nvrtc.nvrtcGetErrorString(result).decode()
             raise SystemExit(f"{log}NVRTC could not compile horo_lite's kernels: {why}")
 
     def got(self, program: ctypes.c_void_p, what: str) -> bytes:
         """What the compilation left: its `ProgramLog`, `CUBIN` or `PTX`."""
         size = ctypes.c_size_t()
-        self.check(getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        self.check(getattr(self.nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
         data = ctypes.create_string_buffer(size.value)
-        self.check(getattr(self.library, f"nvrtcGet{what}")(program, data))
+        self.check(getattr(self.nvrtc, f"nvrtcGet{what}")(program, data))
         return data.raw
 
     def compile(self, source: Path, what: str, architecture: str, *options: str) -> bytes:
         """Machine code (`CUBIN` for sm_90) or `PTX` (for compute_90)."""
         program = ctypes.c_void_p()
         text, name = source.read_bytes(), source.name.encode()
-        create = self.library.nvrtcCreateProgram
+        create = self.nvrtc.nvrtcCreateProgram
         self.check(create(ctypes.byref(program), text, name, 0, None, None))
         given = [f"--gpu-architecture={architecture}", *OPTIONS, *options]
         array = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
-        result = self.library.nvrtcCompileProgram(program, len(given), array)
+        result = self.nvrtc.nvrtcCompileProgram(program, len(given), array)
         log = self.got(program, "ProgramLog").rstrip(b"\0").decode()
         self.check(result, log)
         sys.stderr.write(log)
         code = self.got(program, what)
-        self.library.nvrtcDestroyProgram(ctypes.byref(program))
+        self.nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
         return code
 
 
@@ -61,16 +61,16 @@ class Fatbin:
     """Code for several architectures in one piece, compressed so that every driver can read it."""
 
     def __init__(self, wheels: Path) -> None:
-        self.library = load(wheels, "nvfatbin", "nvfatbin")
+        self.nvfatbin = load(wheels, "nvfatbin", "nvfatbin")
         self.handle = ctypes.c_void_p()
         options = (ctypes.c_char_p * 2)(b"-64", b"-compress-all")
         self.call("Create", ctypes.byref(self.handle), options, ctypes.c_size_t(2))
 
     def call(self, name: str, *arguments: object) -> None:
-        result = getattr(self.library, f"nvFatbin{name}")(*arguments)
+        result = getattr(self.nvfatbin, f"nvFatbin{name}")(*arguments)
         if result:
-            self.library.nvFatbinGetErrorString.restype = ctypes.c_char_p
-            why = self.library.nvFatbinGetErrorString(result).decode()
+            self.nvfatbin.nvFatbinGetErrorString.restype = ctypes.c_char_p
+            why = self.nvfatbin.nvFatbinGetErrorString(result).decode()
             raise SystemExit(f"nvFatbin{name} failed: {why}")
 
     def add(self, what: str, code: bytes, architecture: str) -> None:
