@@ -59,6 +59,29 @@ def test_mpi_that_takes_calls_from_one_thread_only() -> None:
     assert result.stdout.count("checks passed over nccl") == 2
 
 
+def test_buckets_that_differ_are_told_before_the_gpus_wait_for_ever() -> None:
+    result = run_ranks(
+        """
+        import os
+        rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+        os.environ["HORO_LITE_BUCKET_BYTES"] = str(65536 << int(rank))
+        import numpy as np
+        import twin
+        import horo_lite as hvd
+        device = hvd.init().device.index
+        try:
+            hvd.allreduce(twin.array(np.ones(100_000), device=device))
+        except hvd.MismatchError as error:
+            print("told:", error)
+        """,
+        2,
+        env=environment(2, gpus="a,b"),
+        timeout_s=30,
+    ).check()
+    assert result.stdout.count("told:") == 2
+    assert "rank 1: HORO_LITE_BUCKET_BYTES 131072" in result.stdout
+
+
 def test_one_process() -> None:
     result = run_ranks(
         "import gpu_checks; gpu_checks.main()",

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import RanksFailedError, run_threads
+from recording import Recording
 
 from horo_lite.adapters import Adapter
 from horo_lite.collectives import Average, Group, Sum
@@ -25,25 +26,6 @@ class Parameter:
     def __init__(self, grad: Any = None) -> None:
         self.data = np.zeros(() if grad is None else np.shape(grad))
         self.grad = grad
-
-
-class Recording:
-    """A group that remembers what left through it, in order."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.left: list[tuple[str, list[str]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.group, name)
-
-    def exchange(self, arrays: Any, **options: Any) -> Any:
-        self.left.append(("at the end", list(options["names"])))
-        return self.group.exchange(arrays, **options)
-
-    def exchange_async(self, arrays: Any, **options: Any) -> Any:
-        self.left.append(("early", list(options["names"])))
-        return self.group.exchange_async(arrays, **options)
 
 
 SHAPES = [(3, 2), (), (5,), (0, 4), (7,), (2, 2, 2), (1,)]

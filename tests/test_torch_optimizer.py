@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from launch import RanksFailedError, run_ranks, run_threads
+from recording import Recording
 
 torch = pytest.importorskip("torch")
 
@@ -24,28 +25,6 @@ from horo_lite.torch.adasum import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
-
-
-class Recording:
-    """A group that remembers what left through it, in order."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.left: list[tuple[str, list[str]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.group, name)
-
-    def exchange(self, arrays: Any, **options: Any) -> Any:
-        self.left.append(("at the end", list(options["names"])))
-        return self.group.exchange(arrays, **options)
-
-    def exchange_async(self, arrays: Any, **options: Any) -> Any:
-        self.left.append(("early", list(options["names"])))
-        return self.group.exchange_async(arrays, **options)
-
-    def names(self) -> list[str]:
-        return sorted(name for _, names in self.left for name in names)
 
 
 @pytest.fixture

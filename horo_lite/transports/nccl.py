@@ -202,14 +202,18 @@ def connect(
 
     Collective. DeviceError on every rank, with all ranks' reasons, if NCCL is there but fails.
     """
-    given = int(os.environ.get("HORO_LITE_BUCKET_BYTES") or 0)
+    given = int(_variable("HORO_LITE_BUCKET_BYTES", 0))
     bucket_bytes = given or BUCKET_BYTES
+    timeout_s = _variable("HORO_LITE_NCCL_TIMEOUT_S", 120)
+    registers = os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0"
     staged = StagedTransport(host, queue, given or DEFAULT_BUCKET_BYTES)
     if host.size == 1:
         return staged
     mine = _credentials(queue.index, allowed, host.rank == 0)
     label = "the first call with arrays on a GPU"
-    headers = agree(host, label, label, lambda: label, count=len(pickle.dumps(mine)))
+    # Other buckets here than there would let the GPUs wait for ever.
+    alike = f"{label}\nHORO_LITE_BUCKET_BYTES {given or 'not set'}, register {registers}"
+    headers = agree(host, label, alike, lambda: alike, count=len(pickle.dumps(mine)))
     sizes = [header.count for header in headers]
     everyone = [pickle.loads(one) for one in exchange_bytes(host, pickle.dumps(mine), sizes)]
     obstacle = _obstacle(everyone)
@@ -222,8 +226,8 @@ def connect(
                 stacklevel=2,
             )
         return staged
-    group = _connect(host, queue, everyone[0]["meeting"], bucket_bytes)
-    if os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0":
+    group = _connect(host, queue, everyone[0]["meeting"], bucket_bytes, timeout_s)
+    if registers:
         headers = host.agree(0, int(group.can_use_windows), label=label)
         problem = ""
         try:
@@ -233,15 +237,20 @@ def connect(
         if any(told(host, problem)):  # then the communicator is of no more use
             group.fail("the bucket could not be registered")
             meeting = _native.nccl_unique_id().hex() if host.rank == 0 else ""
-            group = _connect(host, queue, bytes.fromhex(told(host, meeting)[0]), bucket_bytes)
+            group = _connect(
+                host, queue, bytes.fromhex(told(host, meeting)[0]), bucket_bytes, timeout_s
+            )
     return NcclTransport(host, group, staged)
 
 
 def _connect(
-    host: Transport, queue: _native.DeviceQueue, meeting: bytes, bucket_bytes: int
+    host: Transport,
+    queue: _native.DeviceQueue,
+    meeting: bytes,
+    bucket_bytes: int,
+    timeout_s: float,
 ) -> _native.NcclGroup:
     """All ranks are in it; DeviceError on every rank, with all ranks' reasons, if one is not."""
-    timeout_s = float(os.environ.get("HORO_LITE_NCCL_TIMEOUT_S") or 120)
     group, problem = None, ""
     try:
         group = _native.NcclGroup(queue, meeting, host.rank, host.size, bucket_bytes, timeout_s)
@@ -257,6 +266,14 @@ def _connect(
         )
     assert group is not None
     return group
+
+
+def _variable(name: str, default: float) -> float:
+    text = os.environ.get(name) or str(default)
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, which is no number") from None
 
 
 def _credentials(index: int, allowed: bool, leads: bool) -> dict[str, Any]:
