@@ -37,7 +37,7 @@ _HOME = {
         "compression": "Compression Compressor",
         "data": "DistributedSampler partition_dataset",
         "errors": "HoroLiteError NotInitializedError MismatchError PeerLostError StallError "
-        "LauncherError DeviceError",
+        "LauncherError DeviceError CheckpointError JobError",
         "optimizer": "DistributedOptimizer",
         "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "
         "cross_size is_homogeneous device World Device",

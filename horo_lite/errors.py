@@ -35,3 +35,15 @@ class DeviceError(HoroLiteError):
 
 class LauncherError(HoroLiteError):
     """The launcher and the MPI library do not fit each other: the message says what to change."""
+
+
+class CheckpointError(HoroLiteError):
+    """The commits that a job left cannot be read, or must not be: the message says why."""
+
+
+class JobError(HoroLiteError):
+    """A job that `run` started ended badly: the message says how, and which rank was the cause."""
+
+    def __init__(self, message: str, returncode: int = 1) -> None:
+        super().__init__(message)
+        self.returncode = returncode

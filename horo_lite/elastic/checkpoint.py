@@ -1,0 +1,161 @@
+"""What a job that ends badly leaves for the next: the last commit, whole, or the one before it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import struct
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from horo_lite.errors import CheckpointError
+
+# Magic, format, horo_lite's version, length of the pickle, its SHA-256.
+_HEADER = struct.Struct(">8sI20sQ32s")
+_MAGIC, _FORMAT = b"HOROLITE", 1
+_CHUNK_BYTES = 1 << 20
+
+
+def save(path: str | Path, snapshot: Any) -> None:
+    """`snapshot`, which pickle must know, is on the disk at `path`; what was there is one older.
+
+    Called by one process, rank 0. However it ends, also by a kill or a power failure at any moment,
+    `load` finds this snapshot or the last one, whole. The file is readable by its owner only.
+    OSError where it cannot be written; then the last one is still there. Costs one pass of SHA-256
+    over the data and waits for the disk.
+    """
+    path = _real(path)
+    new, previous = _beside(path, ".new"), _beside(path, ".previous")
+    with contextlib.suppress(FileNotFoundError):
+        new.unlink()  # half of one, left by a kill
+    with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(bytes(_HEADER.size))
+        body = _Hashed(file)
+        pickle.dump(snapshot, body, protocol=5)
+        file.seek(0)
+        file.write(_header(body.n_bytes, body.digest.digest()))
+        file.flush()
+        os.fsync(file.fileno())
+    # Between the two the last one has its second name only, under which load finds it.
+    with contextlib.suppress(FileNotFoundError):
+        path.replace(previous)
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load(path: str | Path) -> Any:
+    """The snapshot that `save` left at `path`, or None where there has been none.
+
+    Where the newest file is torn or damaged, the one before it is returned with a RuntimeWarning,
+    and the damaged one put aside as `path`.damaged. CheckpointError where neither can be read. A
+    pickle can run any code, so a file that belongs to somebody else counts as damaged.
+    """
+    path, unreadable = _real(path), []
+    for name in (path, _beside(path, ".previous")):
+        try:
+            with open(name, "rb") as file:
+                snapshot = _read(file)
+        except FileNotFoundError:
+            continue
+        except _UnreadableError as error:
+            unreadable.append(f"{name} {error}")
+            continue
+        if unreadable:
+            # Or the next save would make it the previous one, in place of a whole one.
+            with contextlib.suppress(OSError):
+                path.replace(_beside(path, ".damaged"))
+            warnings.warn(
+                f"horo_lite: {unreadable[0]}: put aside, and the commit before it is used",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return snapshot
+    if unreadable:
+        raise CheckpointError(
+            f"no commit can be read: {'; '.join(unreadable)}. Give another path, or remove what is "
+            "there to begin anew"
+        )
+    return None
+
+
+def saved_at(path: str | Path) -> float | None:
+    """When the commit that `load` would try first was made, in seconds since 1970; or None."""
+    path = _real(path)
+    for name in (path, _beside(path, ".previous")):
+        with contextlib.suppress(FileNotFoundError):
+            return name.stat().st_mtime
+    return None
+
+
+def remove(path: str | Path) -> None:
+    """No commit is left at `path`: the job that made them has reached its end."""
+    for suffix in ("", ".previous", ".new", ".damaged"):
+        with contextlib.suppress(FileNotFoundError):
+            _beside(_real(path), suffix).unlink()
+
+
+class _UnreadableError(Exception):
+    """Why not, as the rest of a sentence that begins with the file's name."""
+
+
+class _Hashed:
+    """A file for pickle that knows what went through it: no second copy of the data in memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.n_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.n_bytes += memoryview(data).nbytes
+        return self._file.write(data)
+
+
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))  # a link to a file elsewhere stays one
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _header(n_bytes: int, digest: bytes) -> bytes:
+    from horo_lite import __version__
+
+    return _HEADER.pack(_MAGIC, _FORMAT, __version__.encode(), n_bytes, digest)
+
+
+def _read(file: BinaryIO) -> Any:
+    stat = os.fstat(file.fileno())
+    if stat.st_uid != os.geteuid():
+        raise _UnreadableError(
+            f"belongs to user {stat.st_uid}, whose code reading it could run (you are "
+            f"{os.geteuid()}; copy it if you trust them)"
+        )
+    start = file.read(_HEADER.size)
+    if len(start) < _HEADER.size or not start.startswith(_MAGIC):
+        raise _UnreadableError("is no commit of horo_lite")
+    _, format_, version, n_bytes, digest = _HEADER.unpack(start)
+    if format_ != _FORMAT:
+        raise _UnreadableError(
+            f"is of format {format_} (horo_lite {version.rstrip(bytes(1)).decode(errors='replace')}), and this "
+            f"version reads format {_FORMAT}"
+        )
+    length = stat.st_size - _HEADER.size
+    if length != n_bytes:
+        raise _UnreadableError(f"has {length} bytes of data where {n_bytes} were written")
+    found = hashlib.sha256()
+    while chunk := file.read(_CHUNK_BYTES):
+        found.update(chunk)
+    if found.digest() != digest:
+        raise _UnreadableError("is damaged: its checksum is not the one it was written with")
+    file.seek(_HEADER.size)
+    return pickle.load(file)
