@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from horo_lite.reducer import Reducer
 
 if TYPE_CHECKING:
     from horo_lite.collectives import Group
+
+T = TypeVar("T")
 
 
 class DistributedOptimizer:
@@ -156,7 +158,7 @@ class DistributedOptimizer:
         if own.is_skipping:
             if weight is not None:
                 raise TypeError("inside skip_synchronize() the weight belongs to synchronize()")
-            return step(*args, **kwargs)
+            return own.counted(step(*args, **kwargs))
         if own.is_synchronized:
             raise RuntimeError(
                 f"{name}() after synchronize() would exchange the gradients a second time: write "
@@ -169,7 +171,7 @@ class DistributedOptimizer:
             args = (own.averaging(args[0], weight), *args[1:])
         else:
             own.exchange(weight)
-        return step(*args, **kwargs)
+        return own.counted(step(*args, **kwargs))
 
     # A proxy in everything else.
 
@@ -244,6 +246,7 @@ class _Own:
     is_synchronized: bool = False
     is_skipping: bool = False
     reducer: Reducer | None = None
+    n_steps: int = 0
 
     def __post_init__(self) -> None:
         # A home-made optimizer may well hold torch's parameters.
@@ -319,6 +322,11 @@ class _Own:
             self.reducer.bind(self.named())
         self.reducer.weight = weight
         self.reducer.finish()
+
+    def counted(self, result: T) -> T:
+        """The result of a step that is now done."""
+        self.n_steps += 1
+        return result
 
     def averaging(self, closure: Callable[..., Any], weight: float | None) -> Callable[..., Any]:
         """`closure`, after which gradients and loss are those of all ranks."""

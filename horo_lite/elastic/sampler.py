@@ -1,0 +1,120 @@
+"""Which samples each rank trains on, where ranks may be lost in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from horo_lite.data import _length, _non_negative, _order, _place
+
+
+class Sampler:
+    """The indices this rank visits of what the world has not consumed yet of an epoch.
+
+    All ranks deal out one order, drawn from `(seed, epoch)`, in turns; so what the world has
+    consumed is a beginning of that order, and one number tells it, the part of ranks that died
+    since included. `record_batch` counts, after each step; whoever iterates after ranks were lost
+    deals out the rest among those that are left.
+
+    `dataset_or_n` is anything with a length, or the number of samples: the same on every rank. Each
+    rank gets equally many indices; where they do not divide by the number of ranks, the first of
+    the rest are dealt a second time (up to `size - 1` samples at the end of an epoch).
+
+    Every rank makes the same batches of the same size, and records each. Call `set_epoch(e)` before
+    an epoch begins or after it ends; for the epoch under way it changes nothing.
+    """
+
+    def __init__(self, dataset_or_n: object, shuffle: bool = True, seed: int = 0) -> None:
+        self._n = _length(dataset_or_n)
+        self._shuffle = shuffle
+        self._seed = _non_negative("seed", seed)
+        self._epoch = 0
+        self._n_consumed = 0
+        self._begin = 0  # what was consumed when the iteration under way began
+        self._place: tuple[int, int] | None = None  # in the world that deals it out
+        self.on_record: Callable[[], None] | None = None
+        """Called whenever something was recorded: the State that holds the sampler listens."""
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def rank(self) -> int:
+        return self._resolve()[0]
+
+    @property
+    def size(self) -> int:
+        return self._resolve()[1]
+
+    @property
+    def processed_num(self) -> int:
+        """How many samples of this epoch the world has consumed."""
+        return self._n_consumed
+
+    @property
+    def processed_indices(self) -> list[int]:
+        """Those samples, in the order in which they were dealt out."""
+        return self._dealt_out()[: self._n_consumed]
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        """The samples that the world has not consumed, in the order in which they come."""
+        return self._dealt_out()[self._n_consumed :]
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch; from its beginning, unless it is under way."""
+        if _non_negative("epoch", epoch) != self._epoch:
+            self._epoch = epoch
+            self._n_consumed = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """What was not consumed is dealt out anew, among the ranks that there are now."""
+        self._begin = self._n_consumed
+        self._place = None
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Every rank has consumed batch `batch_idx`, of `batch_size` samples each.
+
+        Batches count from 0 since the iteration began, as `enumerate(loader)` does. Call it when
+        the batch has had its effect: after `optimizer.step()`.
+        """
+        self._record(self._begin + (batch_idx + 1) * batch_size * self.size)
+
+    def record_indices(self, indices: Sequence[int]) -> None:
+        """Every rank has consumed as many samples as these, which were the next ones."""
+        self._record(self._n_consumed + len(indices) * self.size)
+
+    def _record(self, n_consumed: int) -> None:
+        self._n_consumed = min(max(self._n_consumed, n_consumed), self._n)
+        if self.on_record is not None:
+            self.on_record()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "n_consumed": self._n_consumed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch, self._n_consumed = state["epoch"], state["n_consumed"]
+        self.reset()
+
+    def __len__(self) -> int:
+        return -(-(self._n - self._begin) // self.size)
+
+    def __iter__(self) -> Iterator[int]:
+        self.reset()
+        rank, size = self._resolve()
+        rest = self.remaining_indices
+        total = len(self) * size
+        while len(rest) < total:  # more than once where ranks outnumber samples
+            rest += rest[: total - len(rest)]
+        return iter(rest[rank:total:size])
+
+    def _dealt_out(self) -> list[int]:
+        order: list[int] = _order(self._n, self._shuffle, self._seed, self._epoch).tolist()
+        return order
+
+    def _resolve(self) -> tuple[int, int]:
+        if self._place is None:
+            self._place = _place(None, None)
+        return self._place

@@ -1,0 +1,295 @@
+"""What a training run consists of, so that it can be kept, taken back, and given to other ranks."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horo_lite.adapters import adapter_of, from_numpy, to_host
+from horo_lite.adapters.object import is_array
+from horo_lite.broadcast import _in_host_memory, _is_writable, _Places
+from horo_lite.optimizer import DistributedOptimizer
+
+
+class Progress(NamedTuple):
+    """How far a rank is; ranks that were in lockstep are comparable."""
+
+    is_whole: bool  # no step that nothing has counted
+    n_changes: int  # steps, commits, assignments, records since all ranks were made equal
+    n_commits: int
+
+
+class State:
+    """Everything that training needs to go on: models, optimizers, samplers, arrays, counters.
+
+        state = State(model=model, optimizer=opt, sampler=sampler, batch=0)
+        state.batch += 1                        # attributes, to be read and assigned
+
+    Every rank makes one with the same names. Values are objects with `state_dict()` and
+    `load_state_dict()`; modules and optimizers that an adapter knows; arrays of any framework,
+    and lists, tuples and dicts of all these; and any other object that can be copied and pickled.
+    Objects and arrays that can be written are kept and written, so that other references to them
+    stay good; what cannot be is replaced in the state: read it from there.
+
+    `commit()` keeps a copy in memory, to which `restore()` goes back. `snapshot()` gives the
+    content as one object that can be pickled, `load()` takes it. `sync()` makes all ranks equal.
+
+    When ranks are lost, `run` goes on from where the most advanced survivor is, and nothing is
+    lost but the step in flight; so count a batch (assign an attribute, record it in the sampler)
+    right after its step, before anything else that communicates. Where a survivor was caught
+    between the two, all go back to the last commit rather than do a batch twice. A state that
+    has nothing but models, optimizers and arrays counts nothing and never goes back.
+    """
+
+    def __init__(self, **things: Any) -> None:
+        self._callbacks: list[Callable[[], None]] = []
+        self._n_commits = 0
+        self._n_changes = 0
+        self._n_at_count = 0
+        self._n_steps_before = 0  # of optimizers that count their own steps
+        for name, value in things.items():
+            setattr(self, name, value)
+        self._forget()
+        self._saved = self.snapshot()
+
+    # Kept, taken back, moved.
+
+    def snapshot(self) -> dict[str, Any]:
+        """The content now, independent of the state and ready to be pickled."""
+        return {name: _content(name, value) for name, value in self._things().items()}
+
+    def load(self, snapshot: dict[str, Any]) -> None:
+        """The content is that of the snapshot, which can be used again. On this rank only."""
+        things = self._things()
+        for name, content in snapshot.items():
+            old = things.get(name)
+            new = _taken(old, content)
+            if new is not old or name not in things:
+                object.__setattr__(self, name, new)
+
+    def save(self) -> None:
+        """A copy of the content is kept in memory, in place of the one before."""
+        self._saved = self.snapshot()
+
+    def restore(self) -> None:
+        """The content is what it was at the last commit or sync. On this rank only."""
+        self.load(self._saved)
+
+    def commit(self) -> None:
+        """The content now is what `restore()` goes back to.
+
+        Every rank calls it at the same place, though nobody waits. Costs a copy of the content.
+        """
+        self.save()
+        self._n_commits += 1
+        self._counted()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Nothing: ranks do not join a running job. Here for Horovod's scripts."""
+
+    def sync(self, root_rank: int = 0) -> None:
+        """All ranks have the content of that rank, and this is what `restore()` goes back to.
+
+        Collective; `run` calls it before training begins.
+        """
+        from horo_lite.world import world
+
+        group = world().group
+        is_root = group.rank == root_rank
+        content = group.broadcast_object(self.snapshot() if is_root else None, root_rank)
+        assert content is not None
+        if not is_root:
+            self.load(content)
+        self._saved = content
+        self._forget()
+
+    # What happens when ranks were lost.
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """These are called on every rank, in order, whenever the world has become another.
+
+        The world is the new one then, and the state is equal on all ranks; a learning rate that
+        followed the number of ranks is adapted here.
+        """
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The callbacks have been called."""
+        for callback in self._callbacks:
+            callback()
+
+    def progress(self) -> Progress:
+        """How far this rank is since all were made equal."""
+        counts = any(_is_counter(value) for value in self._things().values())
+        n_changes = self._n_changes + self._n_steps() - self._n_steps_before
+        return Progress(not counts or n_changes == self._n_at_count, n_changes, self._n_commits)
+
+    def _forget(self) -> None:
+        """All ranks are equal: whatever led here is past."""
+        self._n_commits = self._n_changes = self._n_at_count = 0
+        self._n_steps_before = self._n_steps()
+
+    # Attributes.
+
+    def _things(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name[0] != "_"}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name[0] == "_":
+            return
+        own = weakref.ref(self)
+
+        def changed(*_: object) -> None:
+            if (state := own()) is not None:
+                state._n_changes += 1
+
+        def recorded() -> None:
+            if (state := own()) is not None:
+                state._n_changes += 1
+                state._counted()
+
+        if hasattr(value, "on_record"):
+            value.on_record = recorded
+        if type(value) is not DistributedOptimizer and hasattr(value, "register_step_post_hook"):
+            value.register_step_post_hook(changed)
+        changed()
+        if _is_counter(value):
+            self._counted()
+
+    def _counted(self) -> None:
+        """Whatever has changed up to now is accounted for."""
+        self._n_at_count = self._n_changes + self._n_steps() - self._n_steps_before
+
+    def _n_steps(self) -> int:
+        return sum(
+            value._own.n_steps
+            for value in self._things().values()
+            if type(value) is DistributedOptimizer
+        )
+
+
+# One class holds both; the names are Horovod's.
+ObjectState = ArrayState = State
+
+
+def _is_counter(value: Any) -> bool:
+    """Neither model nor array: what tells how far training is."""
+    if hasattr(value, "on_record"):
+        return True
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return True
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_counter, value.values()))
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_is_counter, value))
+    return False
+
+
+def _content(name: str, value: Any) -> Any:
+    """What `value` holds, as an object of its own that can be pickled."""
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return copy.deepcopy(_in_host_memory(value.state_dict()))
+    if is_array(value):
+        return _copy_of(value)
+    if isinstance(value, dict):
+        return {key: _content(f"{name}[{key!r}]", item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_content(f"{name}[{i}]", item) for i, item in enumerate(value))
+    if known := _Known(value):
+        return known.content()
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise TypeError(
+            f"state.{name} is a {type(value).__name__}, which cannot be copied ({error}): give the "
+            "state what it holds, or an object with state_dict() and load_state_dict()"
+        ) from error
+
+
+def _taken(old: Any, content: Any) -> Any:
+    """`old`, or what replaces it, holding the content; neither shares memory with `content`."""
+    if hasattr(old, "state_dict") and hasattr(old, "load_state_dict"):
+        old.load_state_dict(copy.deepcopy(content))
+        return old
+    if is_array(old) and is_array(content):
+        return _written(old, content)
+    if isinstance(content, dict) and isinstance(old, dict):
+        new = {key: _taken(old.get(key), item) for key, item in content.items()}
+        old.clear()
+        old.update(new)
+        return old
+    if isinstance(content, (list, tuple)) and isinstance(old, (list, tuple)):
+        olds = [*old, *[None] * (len(content) - len(old))]
+        items = [_taken(was, item) for was, item in zip(olds, content, strict=False)]
+        if isinstance(old, list) and isinstance(content, list):
+            old[:] = items
+            return old
+        return type(content)(items)
+    if known := _Known(old):
+        known.take(content)
+        return old
+    return copy.deepcopy(content)
+
+
+def _copy_of(array: Any) -> Any:
+    """A copy in the host's memory, for any rank to take."""
+    if hasattr(array, "detach"):
+        return array.detach().cpu().clone()
+    memory = to_host(array)
+    return np.array(memory) if isinstance(memory, np.ndarray) else memory.get()  # CuPy
+
+
+def _written(old: Any, content: Any) -> Any:
+    """The array `old` if it can hold that copy, else a new one of its kind."""
+    fits = tuple(old.shape) == tuple(content.shape)
+    if hasattr(old, "detach"):
+        if not fits:
+            return content.clone()
+        old.detach().copy_(content)
+        return old
+    new = from_numpy(np.array(content), old)
+    if fits and adapter_of(old).mutable and _is_writable(old):
+        old[...] = new
+        return old
+    return new
+
+
+class _Known:
+    """A module or optimizer that has no state_dict(), by its adapter."""
+
+    def __init__(self, obj: Any) -> None:
+        wrapped = type(obj) is DistributedOptimizer
+        self._obj = obj.inner if wrapped else obj
+        self._adapter = adapter_of(self._obj)
+        self._named = obj._own.named() if wrapped else self._adapter.parameters(obj)
+        self._steps = any(callable(getattr(self._obj, name, None)) for name in self._adapter.steps)
+        if self._named:
+            self._adapter = adapter_of(self._named[0][1])
+
+    def __bool__(self) -> bool:
+        return bool(self._named)
+
+    def content(self) -> Any:
+        if self._steps:
+            return self._places().portable(vars(self._obj))
+        return [_copy_of(self._adapter.value(parameter)) for _, parameter in self._named]
+
+    def take(self, content: Any) -> None:
+        if self._steps:
+            for attribute, value in copy.deepcopy(content).items():
+                old = getattr(self._obj, attribute, None)
+                setattr(self._obj, attribute, self._places().local(value, old))
+            return
+        for (_, parameter), copied in zip(self._named, content, strict=True):
+            memory = self._adapter.value(parameter)
+            if _written(memory, copied) is not memory:
+                self._adapter.set_value(parameter, np.array(copied))
+
+    def _places(self) -> _Places:
+        return _Places(self._adapter, [parameter for _, parameter in self._named])
