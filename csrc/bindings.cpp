@@ -349,7 +349,11 @@ NB_MODULE(_native, m) {
           "Raises PeerLostError if a peer has died or given up.")
       .def(
           "abandon", [](Group& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
-      .def("leave", [](Group& g) { g.shm.leave(); });
+      .def(
+          "leave", [](Group& g, const std::string& reason) { g.shm.leave(reason); }, "reason"_a)
+      .def(
+          "first_to_tell", [](Group& g) { return g.shm.first_to_tell(); },
+          "True for one rank of the host, the first that asks.");
 
   m.def(
       "thread_group",

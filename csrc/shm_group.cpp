@@ -4,7 +4,9 @@
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -12,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <fstream>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -59,6 +62,46 @@ void futex_wake(std::atomic<uint32_t>& value) {
 
 // Counters wrap round: "a has reached b".
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+// How often the kernel has killed a process of this host for want of memory.
+long oom_kills() {
+  std::ifstream counters("/proc/vmstat");
+  std::string name;
+  long value = 0;
+  while (counters >> name >> value) {
+    if (name == "oom_kill") return value;
+  }
+  return 0;
+}
+
+// In words. Only a parent is told how a process ended, or, since Linux 6.15, who has a pidfd of it, once its parent
+// was.
+std::string how_it_died(int pidfd, long n_oom_kills_before) {
+  std::string how = "died (killed, out of memory, or os._exit)";
+  struct {                   // pidfd_info of <linux/pidfd.h>, which is newer than many systems
+    uint64_t mask = 1 << 3;  // PIDFD_INFO_EXIT
+    uint64_t cgroup;
+    uint32_t ids[11];
+    int32_t status;
+  } info;
+  const auto ask = [&] { return pidfd >= 0 && ioctl(pidfd, _IOWR(0xFF, 11, info), &info) == 0; };
+  bool known = ask();
+  for (int i = 0; known && (info.mask & 8) == 0 && i < 20; ++i) {
+    usleep(1000);
+    info.mask = 8;
+    known = ask();
+  }
+  if (known && (info.mask & 8) != 0) {
+    const int status = info.status;
+    if (WIFSIGNALED(status)) {
+      how = "was killed by signal " + std::to_string(WTERMSIG(status)) + " (" + strsignal(WTERMSIG(status)) + ")";
+    } else {
+      how = "ended with os._exit(" + std::to_string(WEXITSTATUS(status)) + ") or the like";
+    }
+  }
+  if (oom_kills() > n_oom_kills_before) how += ", and the kernel has killed a process for want of memory,";
+  return how;
+}
 
 // Odd while somebody waits.
 class Waiting {
@@ -114,7 +157,8 @@ struct alignas(4096) ShmGroup::RankBlock {
   // What this rank does or did last. Peers may read it while it changes: a garbled message is the worst of it, since
   // the last byte is never written.
   char label[kTextBytes];
-  char reason[kTextBytes];  // why it gave up
+  char reason[kTextBytes];     // why it gave up or left
+  std::atomic<uint32_t> told;  // rank 0's: whether some rank of the host has said why the job ends
   // Two, because a fast rank may enter the next meeting while a slow one still reads this one's headers.
   Header headers[2];
 };
@@ -129,6 +173,7 @@ ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, s
   const bool known = sched_getaffinity(0, sizeof(cpus), &cpus) == 0;
   const long n_cpus = std::max(known ? CPU_COUNT(&cpus) : 0L, sysconf(_SC_NPROCESSORS_ONLN));
   oversubscribed_ = size_ > n_cpus;
+  n_oom_kills_ = oom_kills();
   for (int r = 0; r < size_; ++r) {
     int fd = -1;
 #ifdef SYS_pidfd_open
@@ -207,10 +252,10 @@ bool ShmGroup::died(int rank) {
   return kill(pids_[rank], 0) != 0 && errno == ESRCH;
 }
 
-void ShmGroup::lost(const std::string& what) {
-  broken_ = what;
-  abandon(what);
-  throw PeerLost(what);
+void ShmGroup::lost(const std::string& cause, const std::string& while_what, const std::string& more) {
+  broken_ = cause + while_what + more;
+  abandon(cause + more);
+  throw PeerLost(broken_);
 }
 
 void ShmGroup::set_label(const std::string& label) {
@@ -226,20 +271,20 @@ void ShmGroup::check_peers(int awaited, const std::string& label) {
 }
 
 void ShmGroup::check_peers(int awaited) {
-  const std::string waiting = name(rank_) + " waited in " + block(rank_).label;
+  const std::string waiting = " while " + name(rank_) + " waited in " + block(rank_).label;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     RankBlock& peer = block(r);
     const uint32_t state = peer.state.load(std::memory_order_acquire);
     const std::string last = peer.label[0] != 0 ? std::string("; it was last seen in ") + peer.label : "";
-    if (state == kGaveUp) lost(name(r) + " gave up while " + waiting + ": " + peer.reason);
+    if (state == kGaveUp) lost(name(r) + " gave up", waiting, std::string(": ") + peer.reason);
     if (state == kLeft && r == awaited) {
-      lost(name(r) + " has left the job (its program ended, or it called shutdown) while " + waiting + last);
+      lost(name(r) + " has left (" + peer.reason + ")", waiting, last);
     }
     if (state == kTakingPart && died(r)) {
       // It may have left between the two looks.
       if (peer.state.load(std::memory_order_acquire) != kTakingPart) continue;
-      lost(name(r) + " died (killed, out of memory, or os._exit) while " + waiting + last);
+      lost(name(r) + " " + how_it_died(pidfds_[r], n_oom_kills_), waiting, last);
     }
   }
 }
@@ -253,12 +298,15 @@ void ShmGroup::abandon(const std::string& reason) {
   for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
 }
 
-void ShmGroup::leave() {
+void ShmGroup::leave(const std::string& reason) {
   RankBlock& own = block(rank_);
-  uint32_t expected = kTakingPart;
-  own.state.compare_exchange_strong(expected, kLeft);
+  if (own.state.load() != kTakingPart) return;
+  std::strncpy(own.reason, reason.c_str(), kTextBytes - 1);
+  own.state.store(kLeft, std::memory_order_seq_cst);
   for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
 }
+
+bool ShmGroup::first_to_tell() { return block(0).told.exchange(1) == 0; }
 
 // --- meeting
 // ----------------------------------------------------------------------------------------------------------

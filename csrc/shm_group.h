@@ -72,8 +72,10 @@ class ShmGroup {
 
   // This rank gives up: whoever waits, now or later, raises PeerLost with this reason. Never blocks.
   void abandon(const std::string& reason);
-  // This rank takes part in nothing any more; who waits for it raises PeerLost.
-  void leave();
+  // This rank takes part in nothing any more; who waits for it raises PeerLost with this reason.
+  void leave(const std::string& reason);
+  // True for one rank of the host, the first that asks: what several have to say is to be said once.
+  bool first_to_tell();
 
   // For the engine: a bell that wakes a rank's engine, and whether some peer has entered a meeting this rank has not.
   void ring_bell(int rank);
@@ -98,7 +100,7 @@ class ShmGroup {
   void wait_for_all(Flag RankBlock::* flag, uint32_t value);
   void check_peers(int awaited);
   void set_label(const std::string& label);
-  [[noreturn]] void lost(const std::string& what);
+  [[noreturn]] void lost(const std::string& cause, const std::string& while_what, const std::string& more);
   std::string name(int rank) const;
   bool died(int rank);
 
@@ -110,6 +112,7 @@ class ShmGroup {
   std::vector<std::string> names_;
   std::string broken_;  // why this group can no longer be used
   bool oversubscribed_;
+  long n_oom_kills_;  // when this began
   std::atomic<uint64_t> n_waits_{0};
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -69,3 +70,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])
+
+
+if "HYDI_CONTROL_FD" in os.environ:
+    # MPICH's launcher lets a rank's failure pass that comes before MPI_Init, and the others wait
+    # there for ever: from here on it is told.
+    import_module(f"{__name__}.world").guard_start()

@@ -96,7 +96,9 @@ class ShmGroup:
         """Raises PeerLostError if a peer has died or given up."""
 
     def abandon(self, reason: str) -> None: ...
-    def leave(self) -> None: ...
+    def leave(self, reason: str) -> None: ...
+    def first_to_tell(self) -> bool:
+        """True for one rank of the host, the first that asks."""
 
 def thread_group(size: int) -> list[ShmGroup]:
     """Ranks as threads of this process, for tests."""

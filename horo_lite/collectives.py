@@ -452,8 +452,8 @@ class Group:
         self.check_usable()
         return handle.done()
 
-    def close(self) -> None:
-        """What all ranks have submitted is complete, and this rank has left."""
+    def close(self, reason: str = "its program ended") -> None:
+        """What all ranks have submitted is complete, and this rank has left for that reason."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -466,7 +466,7 @@ class Group:
             for lane in self._lanes or ():
                 lane.close()
             for transport in self.transports():
-                transport.leave()
+                transport.leave(reason)
                 transport.close()
 
     def transports(self) -> list[Transport]:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,23 @@ def load_mpi(launch: Launch | None) -> Any:
     if launch and launch.size and launch.size > 1 and MPI.COMM_WORLD.size == 1:
         raise mismatch(launch, MPI.Get_library_version())
     return MPI
+
+
+def hydra() -> int | None:
+    """The descriptor on which a rank talks to MPICH's launcher; None if this is no child of it."""
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        descriptor = int(os.environ["PMI_FD"])
+        parent = Path(f"/proc/{os.getppid()}/comm").read_text().strip()
+        if parent == "hydra_pmi_proxy" and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return descriptor
+    return None
+
+
+def abort_hydra(status: int) -> None:
+    """MPICH's launcher, asked as MPI_Abort would, kills all ranks; needs no MPI."""
+    descriptor = hydra()
+    if descriptor is not None:
+        os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
 
 
 def _strangers(launcher: str, library: str) -> bool:

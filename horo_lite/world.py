@@ -10,17 +10,24 @@ import socket
 import stat
 import sys
 import termios
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from horo_lite import launcher
-from horo_lite.errors import HoroLiteError, MismatchError, NotInitializedError, PeerLostError
+from horo_lite.errors import (
+    HoroLiteError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    StallError,
+)
 
 if TYPE_CHECKING:
     from horo_lite.collectives import Group
@@ -75,12 +82,12 @@ class _Session(NamedTuple):
     restore_threads: Callable[[], None]
     parts: list[Group]  # that new_group() made and free_group() has not closed
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
         """This rank has left the world and all its parts."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.world.group.close)
+            stack.callback(self.world.group.close, reason)
             for group in self.parts:
-                stack.callback(group.close)
+                stack.callback(group.close, reason)
 
 
 _session: _Session | None = None
@@ -437,7 +444,7 @@ def free_group(group: Group) -> None:
     """
     if _session is not None and group in _session.parts:
         _session.parts.remove(group)
-    group.close()
+    group.close("it called free_group()")
     if _ending is not None:
         gone = group.transports()
         _ending.transports = [one for one in _ending.transports if one not in gone]
@@ -478,17 +485,19 @@ def shutdown() -> None:
     global _session, _ending, _was_shut_down
     if _session is None or _forked:
         return
-    session, ending = _session, _ending
-    _session, _ending, _was_shut_down = None, None, True
+    session = _session
+    _session, _was_shut_down = None, True
     atexit.unregister(_at_exit)
     try:
-        session.close()
+        session.close("it called shutdown()")
         if session.comm is not None:
             session.comm.Free()
     finally:
         session.restore_threads()
-        if ending is not None:
-            ending.uninstall()
+    # Not after an error, which still has to end the job.
+    if _ending is not None:
+        _ending.uninstall()
+        _ending = None
 
 
 def rank() -> int:
@@ -535,54 +544,126 @@ def is_homogeneous() -> bool:
 
 
 class _Ending:
-    """The job ends when this rank ends with an exception, and says which rank it was and why."""
+    """The job ends when this rank ends with an exception, and says which rank it was and why.
+
+    An exception in any thread: what the main thread may wait for would never come. MPI is None
+    before init().
+    """
 
     def __init__(self, rank: int, size: int, MPI: Any, earlier: _Ending | None) -> None:
         self.transports: Sequence[Transport] = ()
+        self.MPI = MPI
         self._name = f"rank {rank} of {size} ({socket.gethostname()}, pid {os.getpid()})"
         self._prefix = f"[rank {rank}] "
-        self._MPI = MPI
-        if earlier is not None:  # an init() that failed
+        self._exit: tuple[FrameType, int, Any, str] | None = None
+        if earlier is not None:  # of guard_start(), or of an init() that failed
             earlier.uninstall()
-        self._previous = sys.excepthook
-        sys.excepthook = self.on_exception
+        self._previous = sys.excepthook, threading.excepthook, sys.exit
+        sys.excepthook, threading.excepthook = self.on_exception, self.on_exception_in_thread
+        sys.exit = self.exit
 
     def uninstall(self) -> None:
-        """The excepthook is what it was, unless somebody has put his own on top."""
+        """The hooks are what they were, unless somebody has put his own on top."""
         if sys.excepthook == self.on_exception:
-            sys.excepthook = self._previous
+            sys.excepthook = self._previous[0]
+        if threading.excepthook == self.on_exception_in_thread:
+            threading.excepthook = self._previous[1]
+        if sys.exit == self.exit:
+            sys.exit = self._previous[2]
 
     def on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """The excepthook; at a prompt, after shutdown and in forked children the previous one."""
-        if _ending is not self or _forked or hasattr(sys, "ps1"):
-            self._previous(kind, error, trace)
-            return
+        if self._is_over():
+            self._previous[0](kind, error, trace)
+        else:
+            self._end(error, trace, "", lambda: self._previous[0](kind, error, trace))
+
+    def on_exception_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        """threading.excepthook."""
+        if self._is_over() or args.exc_value is None or isinstance(args.exc_value, SystemExit):
+            self._previous[1](args)
+        else:
+            where = f" in thread {args.thread.name!r}" if args.thread else " in a thread"
+            self._end(args.exc_value, args.exc_traceback, where, lambda: self._previous[1](args))
+
+    def exit(self, status: Any = None, /) -> NoReturn:
+        """sys.exit, which remembers: nothing tells _at_exit why Python ends."""
+        if threading.current_thread() is threading.main_thread():
+            outermost = frame = sys._getframe(1)
+            while outermost.f_back is not None:
+                outermost = outermost.f_back
+            said = f"sys.exit({status!r:.200}) at {frame.f_code.co_filename}:{frame.f_lineno}"
+            self._exit = outermost, outermost.f_lasti, status, said
+        self._previous[2](status)
+
+    def exited(self) -> tuple[Any, str]:
+        """The status with which this process ends, and what its peers may be told about why."""
+        if self._exit is not None:
+            outermost, instruction, status, said = self._exit
+            # Somebody may have caught SystemExit, but then the program went on.
+            if outermost.f_lasti == instruction:
+                return status, said
+        return None, "its program ended"
+
+    def _is_over(self) -> bool:
+        return _ending is not self or _forked or hasattr(sys, "ps1")
+
+    def _end(
+        self,
+        error: BaseException,
+        trace: TracebackType | None,
+        where: str,
+        previous: Callable[[], object],
+    ) -> None:
+        first = not self.transports or self.transports[0].first_to_tell()
         try:
-            self._report(kind, error, trace)
-            for transport in self.transports:
-                transport.abandon(_in_one_line(error))
+            usual = self._previous[:2] == (sys.__excepthook__, threading.__excepthook__)
+            if usual:
+                self._report(error, trace, where, first)
+            else:
+                _tell(f"[horo_lite] {self._name} ends the job{where}:\n")
+                previous()
+                _tell("")
+            # Without THREAD_MULTIPLE another thread than init()'s could wait for that one here.
+            if not where or self.MPI is None or self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE:
+                for transport in self.transports:
+                    transport.abandon(_in_one_line(error))
         finally:
-            self._MPI.COMM_WORLD.Abort(1)
+            # Who was first ends the job. Two aborts at once were seen to crash Open MPI's launcher.
+            if not first:
+                time.sleep(1.0)
+            self.abort(1)
+
+    def abort(self, status: int) -> None:
+        """The launcher kills all ranks."""
+        if self.MPI is None:
+            launcher.abort_hydra(status)
+        else:
+            self.MPI.COMM_WORLD.Abort(status)
 
     def _report(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self, error: BaseException, trace: TracebackType | None, where: str, first: bool
     ) -> None:
-        if self._previous is not sys.__excepthook__:
-            _tell(f"[horo_lite] {self._name} ends the job:\n")
-            self._previous(kind, error, trace)
-            _tell("")
-        elif issubclass(kind, (PeerLostError, KeyboardInterrupt)):
-            # The cause lies elsewhere, and should not drown in the tracebacks of its victims.
-            package = str(Path(__file__).parent)
-            frames = [at for at in traceback.extract_tb(trace) if package not in at.filename]
-            where = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in frames[-1:])
-            _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{where}\n")
+        package = str(Path(__file__).parent)
+        frames = [at for at in traceback.extract_tb(trace) if package not in at.filename]
+        at = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in frames[-1:])
+        if isinstance(error, PeerLostError):
+            # The cause lies elsewhere, and should not drown in the words of its victims.
+            if first:
+                _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{at}\n")
+        elif isinstance(error, KeyboardInterrupt):
+            _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{at}\n")
+        elif isinstance(error, (MismatchError, StallError)) and not first:
+            _tell(f"[horo_lite] {self._name}: {type(error).__name__}, as said above{at}\n")
         else:
-            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines()
+            lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
             text = "".join(f"{self._prefix}{line}\n" for line in lines)
-            _tell(f"[horo_lite] {self._name} ends the job with an exception:\n{text}")
+            _tell(f"[horo_lite] {self._name} ends the job with an exception{where}:\n{text}")
+
+    def report_exit(self, said: str) -> None:
+        _tell(f"[horo_lite] {self._name} ends the job before init(): {said}\n")
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -594,12 +675,35 @@ def _at_exit() -> None:
     if _session is None or _forked:
         return
     try:
-        _session.close()
+        _session.close(_ending.exited()[1] if _ending is not None else "its program ended")
     except BaseException as error:
         # An exception raised here is printed and forgotten, and the exit code stays 0.
         if _ending is not None:
             _ending.on_exception(type(error), error, error.__traceback__)
         raise
+
+
+def guard_start() -> None:
+    """Until init(), a failure of this rank ends the job where MPICH's launcher would not."""
+    global _ending
+    launch = launcher.detect(os.environ)
+    if (
+        launch
+        and launch.rank is not None
+        and (launch.size or 0) > 1
+        and launcher.hydra() is not None
+    ):
+        _ending = _Ending(launch.rank, launch.size or 0, None, None)
+        atexit.register(_at_exit_without_init)
+
+
+def _at_exit_without_init() -> None:
+    if _forked or _ending is None or _ending.MPI is not None:
+        return
+    status, said = _ending.exited()
+    if status not in (None, 0):
+        _ending.report_exit(said)
+        _ending.abort(status if isinstance(status, int) else 1)
 
 
 def _tell(text: str) -> None:

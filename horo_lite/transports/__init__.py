@@ -81,8 +81,11 @@ class Transport(Protocol):
     def abandon(self, reason: str) -> None:
         """Peers that wait for this rank, now or later, raise PeerLostError. Never blocks."""
 
-    def leave(self) -> None:
+    def leave(self, reason: str) -> None:
         """This rank takes part in nothing any more; peers that wait for it raise. Never blocks."""
+
+    def first_to_tell(self) -> bool:
+        """True for the first rank of the host that asks: what many have to say is said once."""
 
     def close(self) -> None:
         """What the transport holds is given back."""

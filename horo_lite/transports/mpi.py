@@ -257,7 +257,7 @@ class MpiTransport:
         self.n_hosts: int = comm.allreduce(int(self._leads))
         self._broken = ""
         self._label = ""
-        self._left: dict[int, float] = {}
+        self._left: dict[int, tuple[float, str]] = {}  # when, and why
         self._goodbyes: set[int] = set()
 
     # Meeting and reducing.
@@ -423,19 +423,17 @@ class MpiTransport:
     def _hear(self) -> None:
         """What peers said about their end has been heard."""
         for peer, tag, text in self._call(self._control.hear):
+            reason = text.decode(errors="replace")
             if tag == _GAVE_UP:
-                reason = text.decode(errors="replace")
                 raise PeerLostError(
                     f"rank {self.ranks[peer]} gave up while {self._doing()}: {reason}"
                 )
-            self._left[peer] = time.monotonic()
+            self._left[peer] = time.monotonic(), reason
 
     def _check_left(self, peer: int, started: float, doing: str) -> None:
-        if time.monotonic() - max(self._left[peer], started) > GRACE_S:
-            raise PeerLostError(
-                f"rank {self.ranks[peer]} has left the job (its program ended, or it called "
-                f"shutdown) while {doing}"
-            )
+        when, reason = self._left[peer]
+        if time.monotonic() - max(when, started) > GRACE_S:
+            raise PeerLostError(f"rank {self.ranks[peer]} has left ({reason}) while {doing}")
 
     def _doing(self) -> str:
         return f"rank {self.ranks[self.rank]} waited in {self._label or 'an operation'}"
@@ -445,9 +443,12 @@ class MpiTransport:
         self._local.abandon(reason)
         self._tell(reason.encode(), _GAVE_UP)
 
-    def leave(self) -> None:
-        self._local.leave()
-        self._tell(b"", _LEFT)
+    def leave(self, reason: str) -> None:
+        self._local.leave(reason)
+        self._tell(reason.encode(), _LEFT)
+
+    def first_to_tell(self) -> bool:
+        return self._local.first_to_tell()
 
     def _tell(self, text: bytes, tag: int) -> None:
         if tag not in self._goodbyes and not self._mpi.Is_finalized():

@@ -71,8 +71,11 @@ class ShmTransport:
     def abandon(self, reason: str) -> None:
         self.group.abandon(reason)
 
-    def leave(self) -> None:
-        self.group.leave()
+    def leave(self, reason: str) -> None:
+        self.group.leave(reason)
+
+    def first_to_tell(self) -> bool:
+        return self.group.first_to_tell()
 
     def close(self) -> None:
         pass

@@ -61,8 +61,11 @@ class SoloTransport:
     def abandon(self, reason: str) -> None:
         pass
 
-    def leave(self) -> None:
+    def leave(self, reason: str) -> None:
         pass
+
+    def first_to_tell(self) -> bool:
+        return True
 
     def close(self) -> None:
         pass

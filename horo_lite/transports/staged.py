@@ -106,8 +106,11 @@ class StagedTransport:
     def abandon(self, reason: str) -> None:
         self.host.abandon(reason)
 
-    def leave(self) -> None:
-        self.host.leave()
+    def leave(self, reason: str) -> None:
+        self.host.leave(reason)
+
+    def first_to_tell(self) -> bool:
+        return self.host.first_to_tell()
 
     def close(self) -> None:
         pass
