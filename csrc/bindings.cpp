@@ -174,8 +174,10 @@ struct PyJob {
   }
 };
 
+nb::object error_class(const char* name) { return nb::module_::import_("horo_lite.errors").attr(name); }
+
 std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
-                               double weight, nb::callable describe) {
+                               double weight, nb::callable describe, nb::callable recipe) {
   auto job = std::make_shared<PyJob>();
   job->engine = engine;
   job->job = std::make_shared<Job>();
@@ -184,21 +186,30 @@ std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std:
     const nb::gil_scoped_acquire gil;
     return nb::cast<std::string>(nb::handle(held.get())());
   };
+  job->job->recipe = [held = shared(recipe)](const std::vector<int>& joined) {
+    const nb::gil_scoped_acquire gil;
+    try {
+      const auto [weight, text] = nb::cast<std::pair<double, nb::bytes>>(nb::handle(held.get())(joined));
+      return Recipe{"", weight, std::string(text.c_str(), text.size())};
+    } catch (nb::python_error& error) {
+      if (!error.matches(error_class("MismatchError"))) throw;
+      return Recipe{nb::cast<std::string>(nb::str(error.value())), 1.0, ""};
+    }
+  };
   return job;
 }
 
-std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, nb::callable explain) {
-  auto text = [held = shared(explain)](const std::string& label, const std::vector<std::string>& descriptions) {
+std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, nb::callable explain) {
+  auto text = [held = shared(explain)](const std::string& label, const std::vector<std::string>& descriptions,
+                                       const std::vector<int>& whose) {
     const nb::gil_scoped_acquire gil;
-    return nb::cast<std::string>(nb::handle(held.get())(label, descriptions));
+    return nb::cast<std::string>(nb::handle(held.get())(label, descriptions, whose));
   };
-  return std::shared_ptr<Engine>(new Engine(std::move(channel), text), [](Engine* engine) {
+  return std::shared_ptr<Engine>(new Engine(std::move(channel), std::move(ranks), text), [](Engine* engine) {
     const nb::gil_scoped_release release;  // its thread may want the GIL to end
     delete engine;
   });
 }
-
-nb::object error_class(const char* name) { return nb::module_::import_("horo_lite.errors").attr(name); }
 
 }  // namespace
 
@@ -432,16 +443,17 @@ NB_MODULE(_native, m) {
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
       .def_static(
           "over_shm",
-          [](std::shared_ptr<Group> group, std::shared_ptr<Group> direct, nb::callable explain) {
-            auto engine = new_engine(std::make_unique<ShmChannel>(std::move(group)), explain);
+          [](std::shared_ptr<Group> group, std::shared_ptr<Group> direct, std::vector<int> ranks,
+             nb::callable explain) {
+            auto engine = new_engine(std::make_unique<ShmChannel>(std::move(group)), std::move(ranks), explain);
             engine->direct_waits = [direct] { return direct->shm.n_waits(); };
             return engine;
           },
-          "group"_a, "direct"_a, "explain"_a)
+          "group"_a, "direct"_a, "ranks"_a, "explain"_a)
       .def_static(
           "over_channel",
-          [](nb::object channel, nb::callable explain, nb::object serve) {
-            auto engine = new_engine(std::make_unique<PythonChannel>(channel), explain);
+          [](nb::object channel, std::vector<int> ranks, nb::callable explain, nb::object serve) {
+            auto engine = new_engine(std::make_unique<PythonChannel>(channel), std::move(ranks), explain);
             if (!serve.is_none()) {
               engine->serve = [held = shared(serve)](double timeout_s) {
                 const nb::gil_scoped_acquire gil;
@@ -450,16 +462,17 @@ NB_MODULE(_native, m) {
             }
             return engine;
           },
-          "channel"_a, "explain"_a, "serve"_a = nb::none(),
+          "channel"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(),
           "`serve(timeout_s)`, where MPI allows one thread only: runs what the channel asks of it.")
       .def("n_in_flight", &Engine::n_in_flight)
+      .def_prop_ro("n_failed", &Engine::n_failed, "How often everything that lacked a match has failed.")
       .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "submit_allreduce",
           [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<Group>& group, const std::string& name,
              uint64_t digest, nb::object tensors, const std::string& op, const std::string& wire, double prescale,
-             double scale, double divisor, bool weighted, double weight, nb::callable describe) {
-            auto job = new_job(engine, name, digest, weight, describe);
+             double scale, double divisor, bool weighted, double weight, nb::callable describe, nb::callable recipe) {
+            auto job = new_job(engine, name, digest, weight, describe, recipe);
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
             job->job->run = [=, held = shared(tensors), op = op_of(op),
                              wire = wire_of(wire)](const std::vector<Entry>& entries) {
@@ -471,12 +484,12 @@ NB_MODULE(_native, m) {
             return job;
           },
           "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a,
-          "weighted"_a, "weight"_a, "describe"_a)
+          "weighted"_a, "weight"_a, "describe"_a, "recipe"_a)
       .def(
           "submit_call",
           [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest, nb::callable function,
-             double weight, nb::callable describe) {
-            auto job = new_job(engine, name, digest, weight, describe);
+             double weight, nb::callable describe, nb::callable recipe) {
+            auto job = new_job(engine, name, digest, weight, describe, recipe);
             std::weak_ptr<PyJob> weak = job;
             job->job->run = [held = shared(function), weak](const std::vector<Entry>& entries) {
               const nb::gil_scoped_acquire gil;
@@ -496,7 +509,29 @@ NB_MODULE(_native, m) {
             engine->submit(job->job);
             return job;
           },
-          "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a);
+          "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a, "recipe"_a)
+      .def(
+          "submit_join",
+          [](const std::shared_ptr<Engine>& engine, nb::callable stand_in) {
+            auto job = std::make_shared<PyJob>();
+            job->engine = engine;
+            job->job = std::make_shared<Job>();
+            job->job->entry.name = kJoin;
+            job->job->stand_in = [held = shared(stand_in)](const std::string& recipe) {
+              const nb::gil_scoped_acquire gil;
+              nb::handle(held.get())(nb::bytes(recipe.data(), recipe.size()));
+            };
+            std::weak_ptr<PyJob> weak = job;
+            job->job->run = [weak](const std::vector<Entry>& entries) {
+              const nb::gil_scoped_acquire gil;
+              nb::list order;
+              for (const Entry& entry : entries) order.append(entry.told);
+              if (const auto strong = weak.lock()) strong->value = shared(order);
+            };
+            engine->submit(job->job);
+            return job;
+          },
+          "stand_in"_a, "Until all ranks have, `stand_in(recipe)` submits this rank's part in what the others do.");
 
   bind_device(m);
   bind_kernels(m);

@@ -79,9 +79,8 @@ void Job::finish(std::exception_ptr error) {
   changed_.notify_all();
 }
 
-Engine::Engine(std::unique_ptr<Channel> channel,
-               std::function<std::string(const std::string&, const std::vector<std::string>&)> explain)
-    : channel_(std::move(channel)), explain_(std::move(explain)), pid_(getpid()) {
+Engine::Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain)
+    : channel_(std::move(channel)), ranks_(std::move(ranks)), explain_(std::move(explain)), pid_(getpid()) {
   // Signals are the training thread's business.
   sigset_t all, old;
   sigfillset(&all);
@@ -117,6 +116,7 @@ void Engine::submit(std::shared_ptr<Job> job) {
                                   "' is in flight already on this rank: synchronize() it first, or give this one "
                                   "another name=");
     }
+    if (std::this_thread::get_id() == thread_.get_id()) return;
     news_.push_back(job->entry);
   }
   channel_->wake();
@@ -229,34 +229,62 @@ void Engine::round() {
       entry.name = reader.string();
       entry.digest = reader.number();
       entry.weight = reader.real();
-      if (r == 0) order_.push_back(entry.name);
-      Known& known = known_[entry.name];
+      entry.told = ++n_told_;
+      const auto [found, is_first] = known_.try_emplace(entry.name);
+      if (is_first) order_.push_back(entry.name);
+      Known& known = found->second;
       known.entries.resize(n_ranks);
       known.has.resize(n_ranks);
       known.has[r] = true;
-      known.n += 1;
       known.entries[r] = std::move(entry);
     }
   }
 
   std::vector<std::string> ready;
-  const auto is_ready = [&](const std::string& name) { return known_.at(name).n == n_ranks; };
-  std::copy_if(order_.begin(), order_.end(), std::back_inserter(ready), is_ready);
-  order_.erase(std::remove_if(order_.begin(), order_.end(), is_ready), order_.end());
+  const auto is_due = [this](const std::string& name) { return is_ready(name); };
+  std::copy_if(order_.begin(), order_.end(), std::back_inserter(ready), is_due);
+  order_.erase(std::remove_if(order_.begin(), order_.end(), is_due), order_.end());
+  // Whoever has joined takes part in all that comes before the end of that.
+  std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name != kJoin; });
   for (const std::string& name : ready) {
-    const std::vector<Entry> entries = std::move(known_.at(name).entries);
+    Known known = std::move(known_.at(name));
     known_.erase(name);
-    run(name, entries);
+    run(name, std::move(known));
   }
 
   // Direct calls that all ranks wait in will end by themselves.
-  const bool all_wait = std::all_of(waits.begin(), waits.end(), [](uint64_t w) { return w != 0; }) &&
-                        std::any_of(waits.begin(), waits.end(), [](uint64_t w) { return w % 2 == 1; });
+  bool all_wait = true, some_wait_here = false;
+  for (int r = 0; r < n_ranks; ++r) {
+    if (has_joined(r)) continue;  // it does what the others do
+    all_wait = all_wait && waits[r] != 0;
+    some_wait_here = some_wait_here || waits[r] % 2 == 1;
+  }
   const bool nothing_moved = !something_new && ready.empty() && waits == last_waits_;
   const bool still = !last_waits_.empty() && wait != 0 && last_waits_[channel_->rank()] == wait;
   n_stuck_rounds_ = wait == 0 ? 0 : still ? n_stuck_rounds_ + 1 : 1;
   last_waits_ = waits;
-  if (all_wait && nothing_moved && !known_.empty()) fail_unmatched();
+  if (all_wait && some_wait_here && nothing_moved && known_.size() > known_.count(kJoin)) fail_unmatched();
+}
+
+bool Engine::has_joined(int rank) const {
+  const auto found = known_.find(kJoin);
+  return found != known_.end() && found->second.has[rank];
+}
+
+bool Engine::is_ready(const std::string& name) const {
+  const Known& known = known_.at(name);
+  for (int r = 0; r < channel_->size(); ++r) {
+    if (!known.has[r] && (name == kJoin || !has_joined(r))) return false;
+  }
+  return true;
+}
+
+std::vector<int> Engine::numbers(const Known& known, bool of_those_that_have) const {
+  std::vector<int> numbers;
+  for (int r = 0; r < channel_->size(); ++r) {
+    if (known.has[r] == of_those_that_have) numbers.push_back(ranks_[r]);
+  }
+  return numbers;
 }
 
 std::shared_ptr<Job> Engine::take(const std::string& name) {
@@ -268,18 +296,31 @@ std::shared_ptr<Job> Engine::take(const std::string& name) {
   return job;
 }
 
-void Engine::run(const std::string& name, const std::vector<Entry>& entries) {
-  std::shared_ptr<Job> job;
+void Engine::run(const std::string& name, Known known) {
+  std::shared_ptr<Job> job;  // null if this rank has joined
   {
     const std::lock_guard lock(mutex_);
-    job = jobs_.at(name);
+    if (const auto found = jobs_.find(name); found != jobs_.end()) job = found->second;
   }
   std::exception_ptr error;
   try {
-    const bool alike = std::all_of(entries.begin(), entries.end(),
-                                   [&](const Entry& entry) { return entry.digest == entries[0].digest; });
-    if (!alike) throw Mismatch(explain_(name, channel_->meet(job->describe())));
-    job->run(entries);
+    const Entry* first = nullptr;
+    bool alike = true;
+    for (int r = 0; r < channel_->size(); ++r) {
+      if (!known.has[r]) continue;
+      if (first == nullptr) first = &known.entries[r];
+      alike = alike && known.entries[r].digest == first->digest;
+    }
+    if (!alike) {
+      std::vector<std::string> said;
+      const std::vector<std::string> everyone = channel_->meet(job == nullptr ? "" : job->describe());
+      for (int r = 0; r < channel_->size(); ++r) {
+        if (known.has[r]) said.push_back(everyone[r]);
+      }
+      throw Mismatch(explain_(name, said, numbers(known, true)));
+    }
+    if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) job = stand_in(name, job, &known);
+    job->run(known.entries);
   } catch (const Mismatch&) {
     error = std::current_exception();
   } catch (const Recoverable& recoverable) {
@@ -287,11 +328,42 @@ void Engine::run(const std::string& name, const std::vector<Entry>& entries) {
   } catch (...) {
     // Whatever this was, the other ranks may be in the middle of it still.
     take(name);
-    job->finish(std::current_exception());
+    if (job != nullptr) job->finish(std::current_exception());
     throw;
   }
   take(name);
-  job->finish(error);
+  if (job != nullptr) job->finish(error);  // one that has joined goes on waiting for what it can take part in
+}
+
+// This rank's job for an operation that ranks which have joined lack, and their entries.
+std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known) {
+  Writer mine;
+  if (job != nullptr) {
+    const Recipe recipe = job->recipe(numbers(*known, false));
+    mine.string(recipe.refusal);
+    mine.real(recipe.weight);
+    mine.string(recipe.text);
+  }
+  const std::vector<std::string> everyone = channel_->meet(mine.text());
+  const auto first = static_cast<size_t>(std::find(known->has.begin(), known->has.end(), true) - known->has.begin());
+  Reader reader(everyone[first]);
+  if (const std::string refusal = reader.string(); !refusal.empty()) throw Mismatch(refusal);
+  Entry entry = known->entries[first];
+  entry.weight = reader.real();
+  if (job == nullptr) {
+    std::shared_ptr<Job> join;
+    {
+      const std::lock_guard lock(mutex_);
+      join = jobs_.at(kJoin);
+    }
+    join->stand_in(reader.string());
+    const std::lock_guard lock(mutex_);
+    job = jobs_.at(name);
+  }
+  for (size_t r = 0; r < known->has.size(); ++r) {
+    if (!known->has[r]) known->entries[r] = entry;
+  }
+  return job;
 }
 
 void Engine::check_peers() {
@@ -309,15 +381,21 @@ void Engine::fail_unmatched() {
   std::map<std::string, Known> unmatched;
   unmatched.swap(known_);
   order_.clear();
+  if (auto join = unmatched.extract(kJoin)) {
+    known_.insert(std::move(join));
+    order_.emplace_back(kJoin);
+  }
+  ++n_failed_;
+  const auto list = [](const std::vector<int>& numbers) {
+    std::string text;
+    for (const int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+    return text;
+  };
   std::vector<std::pair<std::shared_ptr<Job>, std::string>> failed;
   for (const auto& [name, known] : unmatched) {
     if (!known.has[channel_->rank()]) continue;
-    std::string have, lack;
-    for (int r = 0; r < channel_->size(); ++r) {
-      std::string& list = known.has[r] ? have : lack;
-      list += (list.empty() ? "" : ", ") + std::to_string(r);
-    }
-    failed.emplace_back(take(name), "'" + name + "' was submitted by rank " + have + " but not by rank " + lack +
+    failed.emplace_back(take(name), "'" + name + "' was submitted by rank " + list(numbers(known, true)) +
+                                        " but not by rank " + list(numbers(known, false)) +
                                         ", and every rank is waiting: nothing can go on. Asynchronous operations are "
                                         "matched by name; see that every rank submits the same ones.");
   }

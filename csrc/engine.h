@@ -1,8 +1,11 @@
 // One thread per rank that runs asynchronous operations, matched by name across ranks.
 //
-// Engines meet in rounds. In each, every rank tells what was submitted since the last one; an operation that all ranks
-// have submitted is then run by all, in the order in which rank 0 submitted it. Nobody's training thread is needed for
-// a round: a rank with nothing to say takes part as soon as another one rings.
+// Engines meet in rounds. In each, every rank tells what was submitted since the last one; operations that all ranks
+// have submitted are then run by all, in the order in which they were first told of. Nobody's training thread is needed
+// for a round: a rank with nothing to say takes part as soon as another one rings.
+//
+// A rank that has submitted kJoin submits nothing more until all have. What only such ranks lack is run, too: one of
+// those that have it tells how to take part, and the job of a rank that has joined is made from that.
 #pragma once
 
 #include <atomic>
@@ -32,6 +35,15 @@ struct Recoverable {
   std::exception_ptr error;
 };
 
+inline constexpr const char* kJoin = "join()";
+
+// How a rank that has joined takes part in an operation of the others.
+struct Recipe {
+  std::string refusal;  // or why it cannot
+  double weight = 1.0;  // of what it contributes
+  std::string text;
+};
+
 // How the engines of all ranks reach each other.
 class Channel {
  public:
@@ -57,6 +69,7 @@ struct Entry {
   std::string name;
   uint64_t digest = 0;  // of everything that must be alike
   double weight = 1.0;
+  uint64_t told = 0;  // its place among all that was told, alike on every rank
 };
 
 class Job {
@@ -66,6 +79,10 @@ class Job {
   std::function<void(const std::vector<Entry>&)> run;
   // What is alike or not, one thing a line; asked only once there is a mismatch.
   std::function<std::string()> describe;
+  // Asked only where ranks have joined.
+  std::function<Recipe(const std::vector<int>& joined)> recipe;
+  // Of kJoin: submits this rank's part in what the recipe is for.
+  std::function<void(const std::string& recipe)> stand_in;
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   // True when the job is done; false after the time-out.
@@ -83,9 +100,11 @@ class Job {
 
 class Engine {
  public:
-  // `explain(label, description of every rank)` makes the text of a MismatchError.
-  Engine(std::unique_ptr<Channel> channel,
-         std::function<std::string(const std::string&, const std::vector<std::string>&)> explain);
+  using Explain =
+      std::function<std::string(const std::string& label, const std::vector<std::string>&, const std::vector<int>&)>;
+
+  // `ranks` are what messages call the ranks. `explain(label, descriptions, whose)` makes the text of a MismatchError.
+  Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain);
   ~Engine();
 
   // Whether the training thread waits in a direct call: a number that changes whenever that begins or ends, odd while
@@ -96,7 +115,8 @@ class Engine {
   // there was anything to do. To be set at once, or not at all.
   std::function<bool(double timeout_s)> serve;
 
-  // Throws std::invalid_argument where the name is in flight already.
+  // Throws std::invalid_argument where the name is in flight already. From the engine's own thread: a stand-in's job,
+  // of which the others know.
   void submit(std::shared_ptr<Job> job);
   // The training thread waits for this job (null: for none). When all ranks wait and nothing can run, that is a
   // mismatch.
@@ -106,6 +126,8 @@ class Engine {
   // Whether the job is done; lets the engine go on a little, if that needs this thread.
   bool poll(const Job& job);
   size_t n_in_flight();
+  // How often everything that lacked a match has failed: alike on all ranks.
+  uint64_t n_failed() const { return n_failed_; }
   // Completes what all ranks have submitted, then stops. Errors stay with their jobs.
   void drain();
 
@@ -113,13 +135,16 @@ class Engine {
   struct Known {                 // who has submitted one name, and what they said of it
     std::vector<Entry> entries;  // by rank
     std::vector<bool> has;
-    int n = 0;
   };
 
   void loop();
   void pump(double timeout_s);  // one look at what there is to do
   void round();
-  void run(const std::string& name, const std::vector<Entry>& entries);
+  bool has_joined(int rank) const;
+  bool is_ready(const std::string& name) const;
+  void run(const std::string& name, Known known);
+  std::shared_ptr<Job> stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known);
+  std::vector<int> numbers(const Known& known, bool of_those_that_have) const;
   uint64_t waiting();
   void check_peers();
   void fail_unmatched();
@@ -127,10 +152,12 @@ class Engine {
   std::shared_ptr<Job> take(const std::string& name);
 
   std::unique_ptr<Channel> channel_;
-  std::function<std::string(const std::string&, const std::vector<std::string>&)> explain_;
+  std::vector<int> ranks_;
+  Explain explain_;
   int pid_;
   std::thread thread_;
   std::atomic<bool> ended_{false};
+  std::atomic<uint64_t> n_failed_{0};
 
   // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want
   // this.
@@ -145,8 +172,9 @@ class Engine {
 
   // Only for the engine's own thread.
   std::map<std::string, Known> known_;  // told by some ranks, not yet by all; alike on every rank
-  std::vector<std::string> order_;      // of rank 0's submissions
-  uint64_t wait_ = 0;                   // see waiting()
+  std::vector<std::string> order_;      // in which they were told of
+  uint64_t n_told_ = 0;
+  uint64_t wait_ = 0;  // see waiting()
   std::chrono::steady_clock::time_point wait_began_;
   std::vector<uint64_t> last_waits_;  // what every rank said of its waiting in the last round
   int n_stuck_rounds_ = 0;            // in a row in which this rank said it was in the same wait

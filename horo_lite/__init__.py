@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from horo_lite.data import DistributedSampler as DistributedSampler
     from horo_lite.data import partition_dataset as partition_dataset
     from horo_lite.errors import *  # noqa: F403
+    from horo_lite.join import join as join
     from horo_lite.optimizer import DistributedOptimizer as DistributedOptimizer
     from horo_lite.world import *  # noqa: F403
 
@@ -39,6 +40,7 @@ _HOME = {
         "data": "DistributedSampler partition_dataset",
         "errors": "HoroLiteError NotInitializedError MismatchError PeerLostError StallError "
         "LauncherError DeviceError CheckpointError JobError",
+        "join": "join",
         "optimizer": "DistributedOptimizer",
         "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "
         "cross_size is_homogeneous device World Device",

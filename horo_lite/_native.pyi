@@ -140,15 +140,23 @@ class Engine:
 
     @staticmethod
     def over_shm(
-        group: ShmGroup, direct: ShmGroup, explain: Callable[[str, list[str]], str]
+        group: ShmGroup,
+        direct: ShmGroup,
+        ranks: Sequence[int],
+        explain: Callable[[str, list[str], list[int]], str],
     ) -> Engine: ...
     @staticmethod
     def over_channel(
         channel: object,
-        explain: Callable[[str, list[str]], str],
+        ranks: Sequence[int],
+        explain: Callable[[str, list[str], list[int]], str],
         serve: Callable[[float], bool] | None = None,
     ) -> Engine: ...
     def n_in_flight(self) -> int: ...
+    @property
+    def n_failed(self) -> int:
+        """How often everything that lacked a match has failed."""
+
     def drain(self) -> None: ...
     def submit_allreduce(
         self,
@@ -164,6 +172,7 @@ class Engine:
         weighted: bool,
         weight: float,
         describe: Callable[[], str],
+        recipe: Callable[[list[int]], tuple[float, bytes]],
     ) -> Job: ...
     def submit_call(
         self,
@@ -172,7 +181,13 @@ class Engine:
         function: Callable[[list[float]], object],
         weight: float,
         describe: Callable[[], str],
+        recipe: Callable[[list[int]], tuple[float, bytes]],
     ) -> Job: ...
+    def submit_join(self, stand_in: Callable[[bytes], object]) -> Job:
+        """Until all ranks have, `stand_in(recipe)` submits this rank's part in what the others do.
+
+        The value then orders the ranks by when they submitted this.
+        """
 
 def gpus() -> tuple[int, list[str], str]:
     """The driver's version (13000 is CUDA 13.0, 0 none), the GPUs by unique names, why none."""

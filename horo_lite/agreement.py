@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,11 @@ from horo_lite.errors import MismatchError
 
 if TYPE_CHECKING:
     from horo_lite.transports import Header, Transport
+
+Recipe: TypeAlias = "Callable[[Sequence[int]], tuple[float, bytes]]"
+"""How ranks that have joined, whose numbers it is given, take part in an operation: the weight of
+what they contribute, and what `horo_lite.join` makes their part from. MismatchError where they
+cannot."""
 
 
 def digest_of(contract: object) -> int:
@@ -26,13 +31,60 @@ def agree(
     describe: Callable[[], str],
     count: int = 0,
     weight: float = 1.0,
+    recipe: Recipe | None = None,
 ) -> list[Header]:
-    """Everyone's header, now that all ranks do the same thing; MismatchError if they do not."""
+    """Everyone's header, now that all ranks do the same thing; MismatchError if they do not.
+
+    Ranks that have joined do it, too, where there is a `recipe`.
+    """
     digest = digest_of(contract)
-    headers = transport.agree(digest, count, weight, label=label)
-    if any(header.digest != digest for header in headers):
-        raise MismatchError(explain(label, told(transport, describe()), transport.ranks))
-    return headers
+    while True:
+        headers = transport.agree(digest, count, weight, label=label)
+        if all(header.digest == digest for header in headers):
+            return headers
+        here = not_joined(headers)
+        ranks = [transport.ranks[r] for r in here]
+        if any(headers[r].digest != digest for r in here):
+            texts = told(transport, describe())
+            raise MismatchError(explain(label, [texts[r] for r in here], ranks))
+        joined = sorted(set(transport.ranks) - set(ranks))
+        try:
+            mine = _POSSIBLE + (recipe or needs_all(label))(joined)[1].hex()
+        except MismatchError as refusal:
+            mine = str(refusal)
+        said = told(transport, mine)[here[0]]
+        if not said.startswith(_POSSIBLE):
+            raise MismatchError(said)
+
+
+JOINED = digest_of("join()")
+_POSSIBLE = "recipe "
+
+
+def not_joined(headers: Sequence[Header]) -> list[int]:
+    """The ranks, as the transport counts them, that do not meet the others in join()."""
+    return [r for r, header in enumerate(headers) if header.digest != JOINED]
+
+
+def recipe_in(text: str) -> bytes:
+    """What a rank that has joined is to do now; nothing if that is to meet again."""
+    found, _, recipe = text.partition(_POSSIBLE)
+    return b"" if found else bytes.fromhex(recipe)
+
+
+def needs_all(label: str) -> Recipe:
+    """The recipe of what cannot be done while a rank has joined."""
+
+    def refuse(joined: Sequence[int]) -> tuple[float, bytes]:
+        who = ", ".join(map(str, joined))
+        raise MismatchError(
+            f"{label} needs every rank, but rank {who} has no more batches and waits in join(). "
+            "Until the others come there, too, it takes part in barriers, in sums and averages, "
+            "in other reductions without prescale_factor, in allgathers, with no rows, and in "
+            "broadcasts from other ranks, and in nothing else."
+        )
+
+    return refuse
 
 
 def told(transport: Transport, text: str) -> list[str]:

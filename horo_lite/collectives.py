@@ -6,19 +6,27 @@ import enum
 import os
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from math import prod
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native
-from horo_lite.agreement import agree, digest_of, exchange_bytes, explain
+from horo_lite.agreement import Recipe, agree, digest_of, exchange_bytes, explain, needs_all
 from horo_lite.arrays import Array, GpuArrays, HostArrays, copy_of, gpu_of
 from horo_lite.compression import Compression, Compressor
 from horo_lite.errors import DeviceError, NotInitializedError
+from horo_lite.join import (
+    recipe_of_allgather,
+    recipe_of_barrier,
+    recipe_of_broadcast,
+    recipe_of_reduction,
+)
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
@@ -59,6 +67,13 @@ class Handle:
         return self._finish()
 
 
+class Beginner(Protocol):
+    """What counts something that all ranks must count alike."""
+
+    def begin_anew(self) -> None:
+        """All ranks have joined, from wherever they were: it counts from the beginning."""
+
+
 class Group:
     """A set of ranks that call the same operations.
 
@@ -93,7 +108,10 @@ class Group:
         self._watch: Watch | None = None
         self._lanes: tuple[Lane, Lane] | None = None
         self._lock = threading.RLock()
-        self._n_unnamed = 0
+        self._unnamed: Counter[str] = Counter()
+        self._n_failed = 0
+        self._counting = threading.Lock()
+        self.beginners: WeakSet[Beginner] = WeakSet()
         self._pid = os.getpid()
         self._closed = False
         self._engine = self._new_engine(transport, async_transport)
@@ -305,7 +323,11 @@ class Group:
 
     def barrier(self) -> None:
         """All ranks have called this."""
-        self.agree("barrier", "barrier")
+        self._run(
+            lambda transport: agree(
+                transport, "barrier", "barrier", lambda: "barrier", recipe=recipe_of_barrier
+            )
+        )
 
     def agree(self, label: str, what: str) -> None:
         """All ranks have called this with the same texts; MismatchError if they were not."""
@@ -395,30 +417,22 @@ class Group:
 
     def allgather_async(self, x: Array, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns what `allgather` would."""
-        rows = self._rows(x, asynchronous=True)
-        return self._submit(
-            "allgather", name, rows, lambda t, name: self._allgather(t, rows, x, name)
-        )
+        label = self._new_name("allgather", name)
+        return self._submit_allgather(label, name, self._rows(x, asynchronous=True), x)
 
     def broadcast_async(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns what `broadcast` would."""
         memory = self._memory([copy := copy_of(x)], fresh=True, asynchronous=True)
-
-        def run(transport: Transport, name: str) -> Callable[[], Array]:
-            finish = self._broadcast(transport, memory, root_rank, name)
-            return lambda: (finish(), memory.result(copy, x))[1]
-
-        return self._submit("broadcast", name, memory, run)
+        label = self._new_name("broadcast", name)
+        return self._submit_broadcast(
+            label, name, memory, root_rank, lambda: memory.result(copy, x)
+        )
 
     def broadcast_async_(self, x: Array, root_rank: int = 0, *, name: str | None = None) -> Handle:
         """`synchronize(handle)` returns `x`, changed; not to be touched until then."""
         memory = self._memory([x], asynchronous=True)
-
-        def run(transport: Transport, name: str) -> Callable[[], Array]:
-            finish = self._broadcast(transport, memory, root_rank, name)
-            return lambda: (finish(), x)[1]
-
-        return self._submit("broadcast", name, memory, run)
+        label = self._new_name("broadcast", name)
+        return self._submit_broadcast(label, name, memory, root_rank, lambda: x)
 
     def alltoall_async(
         self,
@@ -431,11 +445,13 @@ class Group:
         counts = _splits(_n_rows(x), splits, self.size)
         rows = self._rows(x, asynchronous=True)
 
-        def run(transport: Transport, name: str) -> Callable[[], Any]:
-            finish = self._alltoall(transport, rows, x, counts, name)
+        label = self._new_name("alltoall", name)
+
+        def run(transport: Transport) -> Callable[[], Any]:
+            finish = self._alltoall(transport, rows, x, counts, name or label)
             return finish if splits is not None else lambda: finish()[0]
 
-        return self._submit("alltoall", name, rows, run)
+        return self._submit(label, rows, run, needs_all(label))
 
     def synchronize(self, handle: Handle) -> Any:
         """The operation is complete; its result, or what went wrong."""
@@ -572,7 +588,14 @@ class Group:
     ) -> Callable[[], Array]:
         label = _label("allgather", name)
         n_rows, row = _rows_and_row(rows)
-        headers = agree(transport, label, (label, row), lambda: f"{label}\n{row}", count=n_rows)
+        headers = agree(
+            transport,
+            label,
+            (label, row),
+            lambda: f"{label}\n{row}",
+            count=n_rows,
+            recipe=recipe_of_allgather(rows, name),
+        )
         ends = np.cumsum([header.count for header in headers]).tolist()
         everyone, whole = rows.empty(ends[-1])
         parts = [
@@ -603,7 +626,14 @@ class Group:
             return "\n".join([label, f"root_rank {root_rank}", *memory.describe(names)])
 
         contract = (label, root_rank, memory.tensors.signature, tuple(names))
-        headers = agree(transport, label, contract, describe, count=memory.tensors.layout)
+        headers = agree(
+            transport,
+            label,
+            contract,
+            describe,
+            count=memory.tensors.layout,
+            recipe=recipe_of_broadcast(memory, root_rank, transport.ranks, name, names),
+        )
         if any(header.count != headers[0].count for header in headers):
             memory.use_c_order()
         memory.begin()
@@ -668,10 +698,34 @@ class Group:
 
     def _new_name(self, kind: str, name: str | None) -> str:
         """Unnamed operations are numbered: they match if all ranks submit them in one order."""
-        if name is not None:
-            return _label(kind, name)
-        self._n_unnamed += 1
-        return f"{kind} number {self._n_unnamed}"
+        return f"{kind} number {self.new_number('')}" if name is None else _label(kind, name)
+
+    def new_number(self, kind: str) -> int:
+        """The number of an unnamed operation, counted by `kind`.
+
+        Counting begins anew where ranks may have counted differently, at a moment at which nothing
+        is in flight: when all that lacked a match has failed, and when all ranks have joined.
+        """
+        n_failed = 0 if self._engine is None else self._engine.n_failed
+        with self._counting:
+            if n_failed != self._n_failed:
+                self._unnamed.clear()
+                self._n_failed = n_failed
+            self._unnamed[kind] += 1
+            return self._unnamed[kind]
+
+    def give_back(self, kind: str, number: int) -> None:
+        """The number was not used."""
+        with self._counting:
+            if self._unnamed[kind] == number:
+                self._unnamed[kind] -= 1
+
+    def begin_anew(self) -> None:
+        """What all ranks must count alike is counted from the beginning."""
+        with self._counting:
+            self._unnamed.clear()
+        for each in list(self.beginners):
+            each.begin_anew()
 
     def _new_engine(self, direct: Transport, other: Transport | None) -> _native.Engine | None:
         """The thread that runs asynchronous operations; on every rank, since all must meet."""
@@ -679,14 +733,14 @@ class Group:
             return None
         from horo_lite.transports.shm import ShmTransport
 
-        text = partial(explain, ranks=direct.ranks)
+        ranks = list(direct.ranks)
         if isinstance(direct, ShmTransport) and isinstance(other, ShmTransport):
-            return _native.Engine.over_shm(other.group, direct.group, text)
+            return _native.Engine.over_shm(other.group, direct.group, ranks, explain)
         from horo_lite.transports.mpi import MpiChannel, MpiTransport
 
         assert isinstance(other, MpiTransport)
         channel = MpiChannel(other)
-        return _native.Engine.over_channel(channel, text, channel.serve)
+        return _native.Engine.over_channel(channel, ranks, explain, channel.serve)
 
     def _reduce_async(
         self,
@@ -739,6 +793,7 @@ class Group:
                 reduction.op is Average,
                 weight,
                 describe,
+                recipe_of_reduction(reduction),
             )
             return Handle(reduction.label, job, complete)
         memory.begin()
@@ -748,22 +803,47 @@ class Group:
             lambda weights: reduction.move(_used_by_all(transport, memory.lane), weights),
             weight,
             describe,
+            recipe_of_reduction(reduction),
         )
         return Handle(reduction.label, job, complete)
 
-    def _submit(
+    def _submit_allgather(
+        self, label: str, name: str | None, rows: HostArrays | GpuArrays, x: Array
+    ) -> Handle:
+        return self._submit(
+            label,
+            rows,
+            lambda transport: self._allgather(transport, rows, x, name or label),
+            recipe_of_allgather(rows, name, label),
+        )
+
+    def _submit_broadcast(
         self,
-        kind: str,
+        label: str,
         name: str | None,
         memory: HostArrays | GpuArrays,
-        run: Callable[[Transport, str], Callable[[], Any]],
+        root_rank: int,
+        result: Callable[[], Any],
+    ) -> Handle:
+        def run(transport: Transport) -> Callable[[], Any]:
+            finish = self._broadcast(transport, memory, root_rank, name or label)
+            return lambda: (finish(), result())[1]
+
+        ranks = self.transport.ranks
+        recipe = recipe_of_broadcast(memory, root_rank, ranks, name, label=label)
+        return self._submit(label, memory, run, recipe)
+
+    def _submit(
+        self,
+        label: str,
+        memory: HostArrays | GpuArrays,
+        run: Callable[[Transport], Callable[[], Any]],
+        recipe: Recipe,
     ) -> Handle:
         self.check_usable()
         if self._engine is None or self._async_transport is None:
-            finish = self._run(lambda transport: run(transport, name or kind), memory.lane)
-            return Handle(kind, None, finish)
+            return Handle(label, None, self._run(run, memory.lane))
         transport = self._async_transport
-        label = self._new_name(kind, name)
         if memory.lane is not None:
             if self._watch is not None:
                 self._watch.check()
@@ -772,9 +852,10 @@ class Group:
         job = self._engine.submit_call(
             label,
             0,
-            lambda weights: run(_used_by_all(transport, memory.lane), name or label),
+            lambda weights: run(_used_by_all(transport, memory.lane)),
             1.0,
             lambda: label,
+            recipe,
         )
         return Handle(label, job, lambda: cast("Callable[[], Any]", job.value())())
 
@@ -827,6 +908,7 @@ class _Reduction:
             self.postscale,
             self.memory.tensors.signature,
             tuple(self.names),
+            self.weight is not None,
         )
 
     def describe(self) -> str:
@@ -834,6 +916,7 @@ class _Reduction:
             f"op {self.op.name}",
             f"compression {self.compression.name}",
             f"prescale_factor {self.prescale}, postscale_factor {self.postscale}",
+            f"weighted: {self.weight is not None}",
         ]
         return "\n".join([self.label, *options, *self.memory.describe(self.names)])
 
@@ -853,6 +936,7 @@ class _Reduction:
                 self.describe,
                 count=self.memory.tensors.layout,
                 weight=1.0 if self.weight is None else self.weight,
+                recipe=recipe_of_reduction(self),
             )
             if any(header.count != headers[0].count for header in headers):
                 self.memory.use_c_order()
@@ -863,13 +947,13 @@ class _Reduction:
 
     def _queue(self, transport: NcclTransport, watch: Watch, follows: bool) -> bool:
         """The work is queued on the GPU; whether the ranks agree is found out beside it."""
-        layout, weighted = self.memory.tensors.layout, self.weight is not None
+        layout = self.memory.tensors.layout
 
         def describe() -> str:
             order = "C order" if layout == 0 else f"another order than C ({layout:x})"
-            return f"{self.describe()}\nmemory in {order}\nweighted: {weighted}"
+            return f"{self.describe()}\nmemory in {order}"
 
-        digest = digest_of((self.contract(), layout, weighted))
+        digest = digest_of((self.contract(), layout))
         notice = watch.announce(self.label, digest, describe, follows=follows)
         tensors, op = self.memory.tensors, self.op.value
         if not (

@@ -127,14 +127,16 @@ def hash63(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def merge(plans: Sequence[Plan]) -> Plan:
+def merge(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> Plan:
     """The plan all ranks can carry out together; `plans[r]` is what rank r brought.
+
+    `ranks` are the world's numbers of the ranks, where not all of them take part.
 
     A gradient that only some ranks have takes its dtype and shape from the first rank that has it.
     Anything else that differs is a MismatchError which names the first entry that does; every rank
     calls this with the same `plans`, so it is raised with the same words on every rank.
     """
-    difference = first_difference(plans)
+    difference = first_difference(plans, ranks)
     if difference is not None:
         raise MismatchError(difference)
     # Where no rank has a gradient, rank 0's word stands.
@@ -153,7 +155,7 @@ def merge(plans: Sequence[Plan]) -> Plan:
     )
 
 
-def first_difference(plans: Sequence[Plan]) -> str | None:
+def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | None:
     """In words, where the ranks' plans first differ and who has what.
 
     None if they can be carried out together: a gradient missing on some ranks is no difference.
@@ -171,7 +173,7 @@ def first_difference(plans: Sequence[Plan]) -> str | None:
         values = [f"{key}={setting.get(key)}" for setting in settings]
         if len(set(values)) > 1:
             return (
-                f"The options of DistributedOptimizer differ: {who_has(values)}. "
+                f"The options of DistributedOptimizer differ: {who_has(values, ranks)}. "
                 "Give every rank the same."
             )
     for i in range(max(len(plan.entries) for plan in plans)):
@@ -179,16 +181,16 @@ def first_difference(plans: Sequence[Plan]) -> str | None:
         if len(names) > 1 or len({_at(plan, i) for plan in plans if plan.present[i]}) > 1:
             return (
                 f"The gradients differ between the ranks, first at parameter {i}: "
-                f"{who_has([_at(plan, i) for plan in plans])}. Every rank needs the same "
+                f"{who_has([_at(plan, i) for plan in plans], ranks)}. Every rank needs the same "
                 "parameters in the same order, with gradients of the same dtype and shape."
             )
     return None
 
 
-def who_has(values: Sequence[str]) -> str:
+def who_has(values: Sequence[str], ranks: Sequence[int] = ()) -> str:
     """What each rank has, equal words told once: `rank 0 has a, ranks 1 and 2 have b`."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks or range(len(values)), values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
     return ", ".join(f"{_ranks_have(ranks)} {value}" for value, ranks in ranks_of.items())
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from horo_lite._native import Tensors
-from horo_lite.agreement import explain, told
+from horo_lite.agreement import explain, not_joined, told
 from horo_lite.arrays import HOST, NO_ORDER, gpu_of
 from horo_lite.collectives import Average, Handle, Op
 from horo_lite.compression import Compression, Compressor
@@ -97,6 +97,7 @@ class Reducer:
         self._handles: list[Handle] = []
         self._place: int | None = None
         self.bind(parameters)
+        group.beginners.add(self)
 
     def bind(self, parameters: Sequence[tuple[str, Any]], together: Sequence[int] = ()) -> None:
         """From the next step on, these named parameters are meant; cheap if nothing changed.
@@ -113,11 +114,20 @@ class Reducer:
         self._parameters = list(parameters)
         self._together = tuple(together)
         self._plans: dict[object, Plan] = {}
+        self._forget()
+        self._reset()
+
+    def begin_anew(self) -> None:
+        """Ranks that had joined are back, who do not know what the others have agreed on."""
+        self._forget()
+        if not self._handles:
+            self._reset()
+
+    def _forget(self) -> None:
         self._agreed: Plan | None = None
         self._signatures: list[int] = []
         self._bucket_of: dict[int, int] = {}
         self._n_members: list[int] = []
-        self._reset()
 
     @property
     def weight(self) -> float | None:
@@ -380,22 +390,26 @@ class Reducer:
             weight=self._own_weight,
             label=self._label,
         )
-        if len({header.digest for header in headers}) == 1:
-            plan, n_begun = mine, max(header.count for header in headers)
+        here = not_joined(headers)
+        if len({headers[r].digest for r in here}) == 1:
+            plan, n_begun = mine, max(headers[r].count for r in here)
+            if len(here) < len(headers):
+                told(transport, "")  # who has joined is needed for the exchange, and not for this
         else:
-            plan, n_begun = self._settle(mine)
+            plan, n_begun = self._settle(mine, here)
         if sum(header.weight for header in headers) <= 0:
             self._complete(Offer(mine, self._agreed, n_begun, self._label, self.note))
             raise ValueError("every rank gave weight 0 for this step: at least one needs samples")
         return plan, n_begun
 
-    def _settle(self, mine: Plan) -> tuple[Plan, int]:
-        """The plan of all ranks where they came with different ones, if it is possible."""
+    def _settle(self, mine: Plan, here: Sequence[int]) -> tuple[Plan, int]:
+        """The plan of the ranks `here` that came with different ones, if it is possible."""
         offer = Offer(mine, self._agreed, len(self._handles), self._label, self.note)
         # Peers may be in another call altogether: the first line is for them, as in all such texts.
-        texts = told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
+        everyone = told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
+        texts, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
         if not all(text.startswith("gradients of optimizer ") for text in texts):
-            raise MismatchError(explain("DistributedOptimizer", texts))
+            raise MismatchError(explain("DistributedOptimizer", texts, ranks))
         offers = [pickle.loads(bytes.fromhex(text.partition("\n")[2])) for text in texts]
         self.notes = [offer.note for offer in offers]
         n_begun = max(offer.n_begun for offer in offers)
@@ -403,17 +417,17 @@ class Reducer:
             labels = [offer.label for offer in offers]
             if len(set(labels)) > 1:
                 raise MismatchError(
-                    f"The ranks exchange different gradients: {who_has(labels)} (optimizers are "
-                    "counted in the order of their first step). Step the same ones, after the same "
-                    "backward passes, on every rank."
+                    f"The ranks exchange different gradients: {who_has(labels, ranks)} "
+                    "(optimizers are counted in the order of their first step). Step the same "
+                    "ones, after the same backward passes, on every rank."
                 )
-            plan = merge([offer.plan for offer in offers])
+            plan = merge([offer.plan for offer in offers], ranks)
             if n_begun and len({offer.agreed for offer in offers}) > 1:
                 sent = [f"sent {offer.n_begun} buckets" for offer in offers]
                 raise MismatchError(
-                    f"The ranks' plans come from different steps: {who_has(sent)} before step(), "
-                    "and some do not know them. Make, change and step the optimizer alike on every "
-                    "rank."
+                    f"The ranks' plans come from different steps: {who_has(sent, ranks)} "
+                    "before step(), and some do not know them. Make, change and step the optimizer "
+                    "alike on every rank."
                 )
         except MismatchError:
             self._complete(max(offers, key=lambda offer: offer.n_begun))

@@ -396,6 +396,13 @@ def world() -> World:
     return _session.world
 
 
+def groups() -> list[Group]:
+    """The world's group, and those of its parts that this rank is in."""
+    group = world().group
+    assert _session is not None
+    return [group, *_session.parts]
+
+
 def new_group(ranks: Sequence[int]) -> Group | None:
     """A group over some of the world's ranks; None on a rank that is not one of them.
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from horo_lite import _native, adapters
-from horo_lite.agreement import agree, exchange_bytes
+from horo_lite.agreement import agree, exchange_bytes, needs_all
 from horo_lite.arrays import NO_ORDER
 from horo_lite.collectives import Group, Handle
+from horo_lite.join import how
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
@@ -82,7 +83,7 @@ def adasum_async_(
     ends = np.cumsum([tensor.numel() for tensor in tensors]).tolist()
     memory = group._memory([mine, theirs], asynchronous=True)
 
-    def run(transport: Transport, _: str) -> Callable[[], Any]:
+    def run(transport: Transport) -> Callable[[], Any]:
         what = f"{kind} '{label}'"
         agree(transport, what, [what, *contract], lambda: "\n".join([what, *contract]))
         memory.begin()
@@ -101,7 +102,32 @@ def adasum_async_(
 
         return finish
 
-    return group._submit(kind, label, memory, run)
+    def recipe(joined: Sequence[int]) -> tuple[float, bytes]:
+        if memory.lane is not None:
+            return needs_all(job)(joined)
+        looks = [(str(x.dtype)[6:], tuple(x.shape)) for x in tensors]
+        factors = prescale_factor, postscale_factor
+        return how(
+            _take_part, looks=looks, names=tuple(names), label=label, factors=factors, kind=kind
+        )
+
+    job = f"{kind} '{label}'"
+    return group._submit(job, memory, run, recipe)
+
+
+def _take_part(
+    group: Group,
+    asynchronous: bool,
+    *,
+    looks: Sequence[tuple[str, tuple[int, ...]]],
+    names: Sequence[str],
+    label: str,
+    factors: tuple[float, float],
+    kind: str,
+) -> None:
+    """As a rank that has joined does: with zeros, which change nothing."""
+    zeros = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in looks]
+    adasum_async_(group, zeros, names, label, *factors, kind)
 
 
 def _combine(

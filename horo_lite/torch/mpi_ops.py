@@ -14,13 +14,10 @@ rank where the ranks differ; the world can be used afterwards. PeerLostError whe
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +26,7 @@ from horo_lite import _native, collectives
 from horo_lite import compression as core
 from horo_lite.arrays import NO_ORDER
 from horo_lite.collectives import Average, Group, Max, Min, Op, Product, Sum
-from horo_lite.errors import MismatchError
+from horo_lite.join import join as _join
 from horo_lite.torch import timeline
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.compression import Compression
@@ -64,6 +61,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
+    "join",
     "poll",
     "reducescatter",
     "reducescatter_async",
@@ -121,8 +119,6 @@ def synchronize(handle: Handle) -> Any:
     if handle._event is not None:
         handle._event.end()
     if errors:
-        if isinstance(errors[0], MismatchError) and "every rank is waiting" in str(errors[0]):
-            _give_back(handle._group, handle.kind, handle.name)
         raise errors[0]
     try:
         return finish(results)
@@ -616,6 +612,14 @@ def barrier(process_set: Set = global_process_set) -> None:
     synchronize(Handle("barrier", "barrier", group, [part], lambda parts: None, event))
 
 
+def join(device: int = -1) -> int:
+    """All ranks have called this; the number of the last one that did. See `horo_lite.join`.
+
+    `device` is Horovod's, and not needed.
+    """
+    return _join()
+
+
 # How they run.
 
 
@@ -775,7 +779,9 @@ def _submitting(group: Group, kind: str, name: str) -> Iterator[None]:
         with _value_errors():
             yield
     except ValueError:
-        _give_back(group, kind, name)
+        number = name.removeprefix("noname.")
+        if number != name and number.isdigit():
+            group.give_back(kind, int(number))
         raise
 
 
@@ -837,25 +843,8 @@ def _part_of(group: Group, n_rows: int) -> slice:
     return slice(begin, begin + rows + (group.rank < more))
 
 
-_counters: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
-_counting = threading.Lock()
-
-
 def _name(group: Group, kind: str, name: str | None) -> str:
-    if name is not None:
-        return str(name)
-    with _counting:
-        counter = _counters.setdefault(group, Counter())
-        counter[kind] += 1
-        return f"noname.{counter[kind]}"
-
-
-def _give_back(group: Group, kind: str, name: str) -> None:
-    """The next operation has one number on ranks where this failed and where it never came."""
-    with _counting:
-        counter = _counters.get(group)
-        if counter is not None and name == f"noname.{counter[kind]}":
-            counter[kind] -= 1
+    return f"noname.{group.new_number(kind)}" if name is None else str(name)
 
 
 # Gradients.

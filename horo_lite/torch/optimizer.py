@@ -349,6 +349,7 @@ class _Exchange:
         self._finalizer = weakref.finalize(self, _release, self._of_id)
         self.look_at_parameters()
         self._place()
+        self.group.beginners.add(self)
 
     def _check(self, options: dict[str, Any]) -> None:
         passes, factor = options["backward_passes_per_step"], options["gradient_predivide_factor"]
@@ -642,6 +643,11 @@ class _Exchange:
         if gradient is not None:
             setattr(gradient, _MARK, slot.passes)
             slot.version = gradient._version
+
+    def begin_anew(self) -> None:
+        """All ranks have joined, after steps of different numbers."""
+        self._n_steps = self._n_exchanges = 0
+        self._place()
 
     def _place(self) -> None:
         # A backward() that exchanges on some ranks only would otherwise meet the next one's.

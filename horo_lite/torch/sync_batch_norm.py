@@ -102,6 +102,7 @@ class _Call:
         self.eps = layer.eps
         self._layer = layer
         self._layers = _layers_of.setdefault(group, _Layers())
+        group.beginners.add(self._layers)
         self._number, n_calls = self._layers.known.get(layer, (self._layers.n_seen + 1, 0))
         self._n_calls = n_calls + 1
         self.label = (
@@ -129,6 +130,10 @@ class _Layers:
     def __init__(self) -> None:
         self.n_seen = 0  # those that are gone, too: on another rank they may still be there
         self.known: WeakKeyDictionary[SyncBatchNorm, tuple[int, int]] = WeakKeyDictionary()
+
+    def begin_anew(self) -> None:
+        for layer, (number, _) in list(self.known.items()):
+            self.known[layer] = number, 0
 
 
 _layers_of: WeakKeyDictionary[Group, _Layers] = WeakKeyDictionary()
