@@ -79,9 +79,9 @@ def needs_all(label: str) -> Recipe:
         who = ", ".join(map(str, joined))
         raise MismatchError(
             f"{label} needs every rank, but rank {who} has no more batches and waits in join(). "
-            "Until the others come there, too, it takes part in barriers, in sums and averages, "
-            "in other reductions without prescale_factor, in allgathers, with no rows, and in "
-            "broadcasts from other ranks, and in nothing else."
+            "Do this before the first rank joins, or after the last one has. Until then there are "
+            "reductions (minima, maxima and products without prescale_factor), allgathers, "
+            "broadcasts from ranks that have not joined, and barriers; on GPUs none of them."
         )
 
     return refuse
