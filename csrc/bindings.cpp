@@ -13,6 +13,7 @@
 #include "bindings.h"
 #include "device.h"
 #include "engine.h"
+#include "fingerprint.h"
 #include "layout.h"
 #include "nccl_dl.h"
 #include "pack.h"
@@ -53,6 +54,12 @@ size_t total_bytes(const std::vector<TensorRef>& refs) {
 void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire, double prescale, Factor factor) {
   const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size());
   group.allreduce(layout, prescale, factor);
+}
+
+void check_in_host_memory(const Tensors& tensors, bool in_c_order) {
+  if (tensors.device() != kCpu || !tensors.strided().empty() || (in_c_order && tensors.layout() != 0)) {
+    throw std::invalid_argument("arrays that are looked at lie in the host's memory, dense and in C order");
+  }
 }
 
 // The engines of one host's ranks.
@@ -296,6 +303,46 @@ NB_MODULE(_native, m) {
         for (const TensorRef& ref : tensors.refs()) select_kernels(ref.dtype, Wire::kNone, op_of(op));
       },
       "tensors"_a, "op"_a, "Raises ValueError for a dtype for which the op has no meaning.");
+
+  m.def(
+      "fingerprints",
+      [](const Tensors& tensors) {
+        check_in_host_memory(tensors, true);
+        const nb::gil_scoped_release release;
+        std::vector<uint64_t> hashes;
+        for (const TensorRef& ref : tensors.refs()) hashes.push_back(fingerprint(ref));
+        return hashes;
+      },
+      "tensors"_a, "64 bits of each, equal where all bits are. In C order.");
+
+  m.def(
+      "count_non_finite",
+      [](const Tensors& tensors) {
+        check_in_host_memory(tensors, false);
+        const nb::gil_scoped_release release;
+        std::vector<std::pair<size_t, size_t>> counts;
+        for (const TensorRef& ref : tensors.refs()) {
+          const NonFinite found = count_non_finite(ref);
+          counts.emplace_back(found.n_nan, found.n_inf);
+        }
+        return counts;
+      },
+      "tensors"_a, "How many elements of each are NaN, and how many infinite.");
+
+  m.def(
+      "difference",
+      [](const Tensors& mine, const Tensors& theirs) {
+        check_in_host_memory(mine, true);
+        if (mine.refs().size() != 1 || theirs.refs().size() != 1 || mine.n_bytes() != theirs.n_bytes()) {
+          throw std::invalid_argument("the difference is between two arrays of one size");
+        }
+        const nb::gil_scoped_release release;
+        const Difference found = difference(mine.refs()[0], theirs.refs()[0]);
+        return std::make_tuple(found.n_elements, found.largest, found.magnitude);
+      },
+      "mine"_a, "theirs"_a,
+      "(elements whose bits differ, the largest difference, the largest element of `mine`); the dtype is that of "
+      "`mine`.");
 
   nb::class_<Segment>(m, "Segment")
       .def_static(

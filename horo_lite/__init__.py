@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from horo_lite.compression import Compressor as Compressor
     from horo_lite.data import DistributedSampler as DistributedSampler
     from horo_lite.data import partition_dataset as partition_dataset
+    from horo_lite.drift import check_in_sync as check_in_sync
     from horo_lite.errors import *  # noqa: F403
     from horo_lite.join import join as join
     from horo_lite.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -38,8 +39,9 @@ _HOME = {
         "alltoall_async barrier broadcast_object allgather_object synchronize poll",
         "compression": "Compression Compressor",
         "data": "DistributedSampler partition_dataset",
-        "errors": "HoroLiteError NotInitializedError MismatchError PeerLostError StallError "
-        "LauncherError DeviceError CheckpointError JobError",
+        "drift": "check_in_sync",
+        "errors": "HoroLiteError NotInitializedError MismatchError DriftError NonFiniteError "
+        "PeerLostError StallError LauncherError DeviceError CheckpointError JobError",
         "join": "join",
         "optimizer": "DistributedOptimizer",
         "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "

@@ -43,6 +43,15 @@ class Tensors:
 def check_reducible(tensors: Tensors, op: str) -> None:
     """Raises ValueError for a dtype for which the op has no meaning."""
 
+def fingerprints(tensors: Tensors) -> list[int]:
+    """64 bits of each, equal where all bits are. In C order."""
+
+def count_non_finite(tensors: Tensors) -> list[tuple[int, int]]:
+    """How many elements of each are NaN, and how many infinite."""
+
+def difference(mine: Tensors, theirs: Tensors) -> tuple[int, float, float]:
+    """(elements whose bits differ, the largest difference, the largest element of `mine`)."""
+
 class Segment:
     @staticmethod
     def create(n_bytes: int) -> Segment: ...

@@ -18,6 +18,17 @@ class MismatchError(HoroLiteError):
     """
 
 
+class DriftError(HoroLiteError):
+    """The replicas are no longer alike: what the ranks train is not one model any more.
+
+    Raised on every rank by `check_in_sync`. The world is usable, the model is not.
+    """
+
+
+class NonFiniteError(HoroLiteError):
+    """A rank's own gradient had NaN or inf: raised on every rank before anything was applied."""
+
+
 class PeerLostError(HoroLiteError):
     """A rank died, left or gave up while this one waited for it.
 

@@ -19,6 +19,7 @@ from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import name_leaves
 from horo_lite.collectives import Average, Op, Sum
 from horo_lite.compression import Compression, Compressor
+from horo_lite.errors import MismatchError
 from horo_lite.plan import DEFAULT_BUCKET_BYTES
 from horo_lite.reducer import Reducer
 
@@ -48,6 +49,14 @@ class DistributedOptimizer:
     bucket_bytes: gradients that travel together, on the wire; default 25 MiB, or
         HORO_LITE_BUCKET_BYTES. The results do not depend on it.
     group: the ranks; default all.
+    check_every: after every so many steps the ranks compare their parameters, and where these
+        differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or 0:
+        never, because a comparison reads all parameters (7 ms for 100 MB).
+    check_finite: "raise" or "warn" where a rank's own gradient, before it is averaged, has NaN or
+        inf: NonFiniteError before the step, on every rank, or a RuntimeWarning on rank 0, with the
+        rank, the tensor and how many. Of several tensors the last one is named, where a backward
+        pass comes by first. Reads the gradients once more, in the host's memory only; off by
+        default, and not for loss scalers (GradScaler), which meet inf as a matter of course.
 
     Costs two meetings of the ranks a step beside the bytes. MismatchError on every rank, naming
     the first that differs, where ranks come with different parameters, gradients or options; a
@@ -65,6 +74,9 @@ class DistributedOptimizer:
         backward_passes_per_step: int = 1,
         bucket_bytes: int | None = None,
         group: Group | None = None,
+        check_every: int | None = None,
+        on_drift: str = "raise",
+        check_finite: str | None = None,
     ) -> None:
         if type(optimizer) is DistributedOptimizer:
             raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
@@ -89,6 +101,9 @@ class DistributedOptimizer:
             passes=backward_passes_per_step,
             bucket_bytes=_bucket_bytes(bucket_bytes),
             group=group,
+            check_every=_check_every(check_every, on_drift),
+            on_drift=on_drift,
+            check_finite=check_finite,
         )
         own.check()
         object.__setattr__(self, "_own", own)
@@ -231,7 +246,7 @@ class DistributedOptimizer:
         return _rebuilt(own.copied(**copy.deepcopy(parts, memo)))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Own:
     """What the wrapper has for itself, kept apart: its attributes are the inner optimizer's."""
 
@@ -243,10 +258,14 @@ class _Own:
     passes: int
     bucket_bytes: int
     group: Group | None
+    check_every: int
+    on_drift: str
+    check_finite: str | None
     is_synchronized: bool = False
     is_skipping: bool = False
     reducer: Reducer | None = None
     n_steps: int = 0
+    n_unchecked: int = 0
 
     def __post_init__(self) -> None:
         # A home-made optimizer may well hold torch's parameters.
@@ -280,6 +299,8 @@ class _Own:
         twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise ValueError(f"named_parameters has {twice[0]!r} more than once")
+        if self.check_finite not in (None, "raise", "warn"):
+            raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
         self.ranks()
 
     def step_names(self) -> list[str]:
@@ -308,6 +329,8 @@ class _Own:
         """The gradients are those of all ranks."""
         group = self.ranks()
         if self.reducer is None or self.reducer.group is not group:
+            self.begin_anew()
+            group.beginners.add(self)
             self.reducer = Reducer(
                 group,
                 self.adapter,
@@ -317,15 +340,37 @@ class _Own:
                 bucket_bytes=self.bucket_bytes,
                 passes=self.passes,
                 streams=False,
+                check_finite=self.check_finite,
+                options=[("check_every", str(self.check_every)), ("on_drift", self.on_drift)],
             )
         else:
             self.reducer.bind(self.named())
         self.reducer.weight = weight
-        self.reducer.finish()
+        try:
+            self.reducer.finish()
+        except MismatchError:
+            self.begin_anew()  # they may have been in different steps
+            raise
+
+    def begin_anew(self) -> None:
+        """All ranks, whatever they have counted, count to the next comparison from here."""
+        self.n_unchecked = 0
 
     def counted(self, result: T) -> T:
-        """The result of a step that is now done."""
+        """The result of a step that is now done, and after which a comparison may be due."""
         self.n_steps += 1
+        self.n_unchecked += 1
+        if self.n_unchecked == self.check_every:
+            from horo_lite.drift import compare
+
+            self.n_unchecked = 0
+            compare(
+                self.named(),
+                group=self.ranks(),
+                on_drift=self.on_drift,
+                step=self.n_steps,
+                needs_all=False,
+            )
         return result
 
     def averaging(self, closure: Callable[..., Any], weight: float | None) -> Callable[..., Any]:
@@ -401,3 +446,22 @@ def _bucket_bytes(given: int | None) -> int:
         where = f"bucket_bytes={given}" if given is not None else f"HORO_LITE_BUCKET_BYTES={text}"
         raise ValueError(f"{where}: a bucket has a whole number of bytes, at least 1")
     return bucket_bytes
+
+
+def check_reaction(on_drift: str) -> None:
+    """ValueError unless `on_drift` is one of the three."""
+    if on_drift not in ("raise", "warn", "heal"):
+        raise ValueError(f'on_drift is "raise", "warn" or "heal", not {on_drift!r}')
+
+
+def _check_every(given: int | None, on_drift: str) -> int:
+    check_reaction(on_drift)
+    text = os.environ.get("HORO_LITE_CHECK_EVERY", "") or "0"
+    try:
+        check_every = int(text) if given is None else given
+    except ValueError:
+        check_every = -1
+    if check_every < 0:
+        where = f"check_every={given}" if given is not None else f"HORO_LITE_CHECK_EVERY={text}"
+        raise ValueError(f"{where}: a whole number of steps, or 0 for never")
+    return check_every

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from horo_lite._native import Tensors
+from horo_lite._native import Tensors, count_non_finite
 from horo_lite.agreement import explain, not_joined, told
-from horo_lite.arrays import HOST, NO_ORDER, gpu_of
+from horo_lite.arrays import HOST, NO_ORDER, copy_of, gpu_of
 from horo_lite.collectives import Average, Handle, Op
 from horo_lite.compression import Compression, Compressor
-from horo_lite.errors import MismatchError
+from horo_lite.errors import MismatchError, NonFiniteError
 from horo_lite.plan import Entry, Plan, hash63, merge, who_has
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ class Offer(NamedTuple):
     n_begun: int  # how many have
     label: str
     note: str
+    finding: Finding | None
+
+
+class Finding(NamedTuple):
+    """What is not finite among a rank's own gradients: the first that leaves, and how many."""
+
+    name: str
+    n_nan: int
+    n_inf: int
+    n_tensors: int
 
 
 class Reducer:
@@ -53,6 +64,9 @@ class Reducer:
 
     A gradient that only some ranks have counts as zeros on the others, which receive the result
     too. One that no rank has stays as it is.
+
+    With `check_finite`, "raise" or "warn", a gradient that is not finite on some rank, before it is
+    exchanged, is told by `finish()` on all of them, when everything has been exchanged.
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class Reducer:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         options: Sequence[tuple[str, str]] = (),
+        check_finite: str | None = None,
     ) -> None:
         self.group = group
         self._adapter = adapter
@@ -85,8 +100,12 @@ class Reducer:
             "op": op.name,
             "compression": str(compression.name),
             "backward_passes_per_step": str(passes),
+            "check_finite": str(check_finite),
             **dict(options),
         }
+        self._check_finite = check_finite
+        self._finding: Finding | None = None
+        self._findings: dict[int, Finding | None] = {}
         self.note = ""
         self.notes: list[str] = []
         self._number = 0
@@ -206,6 +225,11 @@ class Reducer:
         try:
             self.notes = [self.note] * self.group.size
             arrays, copied = self._look()
+            if self._check_finite:
+                begun = len(self._handles)
+                here = [i for i in range(len(arrays)) if self._bucket_of.get(i, begun) >= begun]
+                here.reverse()  # in the order in which they leave
+                self._scan(here, [arrays[i] for i in here])
             mine = self._describe(arrays)
             if self._compares_later() and self._follow(mine, arrays, copied):
                 return
@@ -233,6 +257,8 @@ class Reducer:
             if copied:
                 self._write_back(plan, copied)
             self._adopt(plan, arrays)
+            if any(self._findings.values()):
+                self._tell_findings()
         finally:
             self._reset()
 
@@ -332,6 +358,45 @@ class Reducer:
                 arrays[i] = self._adapter.missing(parameter, entry.dtype, entry.shape)
             copied[i] = arrays[i]
 
+    # What is not finite.
+
+    def _scan(self, chosen: Sequence[int], arrays: Sequence[Any]) -> None:
+        """Remembers which of these gradients, still this rank's own, are not finite.
+
+        arrays[k] is that of parameter chosen[k].
+        """
+        here = [i for i, array in zip(chosen, arrays, strict=True) if array is not None]
+        tensors = _tensors(arrays)
+        if tensors.device != HOST:
+            raise ValueError(
+                "check_finite looks at gradients in the host's memory, and these are on a GPU: "
+                "leave it out, and look at them there before step()"
+            )
+        if tensors.strided:
+            tensors = _tensors([None if array is None else copy_of(array) for array in arrays])
+        for i, (n_nan, n_inf) in zip(here, count_non_finite(tensors), strict=True):
+            if n_nan or n_inf:
+                found = self._finding or Finding(self._parameters[i][0], n_nan, n_inf, 0)
+                self._finding = found._replace(n_tensors=found.n_tensors + 1)
+
+    def _tell_findings(self) -> None:
+        found = {rank: one for rank, one in self._findings.items() if one}
+        rank, first = next(iter(found.items()))
+        counts = ((first.n_nan, "NaN"), (first.n_inf, "inf"))
+        what = " and ".join(f"{n:,} {name}" for n, name in counts if n)
+        more = f", like {first.n_tensors - 1} others of its" if first.n_tensors > 1 else ""
+        others = [str(other) for other in found if other != rank]
+        also = f" Ranks with such gradients, too: {', '.join(others)}." if others else ""
+        text = (
+            f"the gradient of {first.name!r} has {what} on rank {rank}, before averaging{more}."
+            f"{also} Look at that rank's samples of this step, at divisions by 0 and logarithms "
+            "of it, and at the learning rate."
+        )
+        if self._check_finite == "raise":
+            raise NonFiniteError(text)
+        if self.group.rank == 0:
+            warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=2)
+
     # On a GPU with NCCL, where a step does not wait for the other ranks' programs.
 
     def _compares_later(self) -> bool:
@@ -385,12 +450,13 @@ class Reducer:
         transport = self.group.transport
         self.group.check_usable()
         headers = transport.agree(
-            hash63(f"{self._label} {agreed} {mine.digest} {self.note}"),
+            hash63(f"{self._label} {agreed} {mine.digest} {self.note} {self._finding}"),
             count=len(self._handles),
             weight=self._own_weight,
             label=self._label,
         )
         here = not_joined(headers)
+        self._findings = {transport.ranks[r]: self._finding for r in here}
         if len({headers[r].digest for r in here}) == 1:
             plan, n_begun = mine, max(headers[r].count for r in here)
             if len(here) < len(headers):
@@ -398,13 +464,16 @@ class Reducer:
         else:
             plan, n_begun = self._settle(mine, here)
         if sum(header.weight for header in headers) <= 0:
-            self._complete(Offer(mine, self._agreed, n_begun, self._label, self.note))
+            self._complete(self._offer(mine, n_begun))
             raise ValueError("every rank gave weight 0 for this step: at least one needs samples")
         return plan, n_begun
 
+    def _offer(self, mine: Plan, n_begun: int) -> Offer:
+        return Offer(mine, self._agreed, n_begun, self._label, self.note, self._finding)
+
     def _settle(self, mine: Plan, here: Sequence[int]) -> tuple[Plan, int]:
         """The plan of the ranks `here` that came with different ones, if it is possible."""
-        offer = Offer(mine, self._agreed, len(self._handles), self._label, self.note)
+        offer = self._offer(mine, len(self._handles))
         # Peers may be in another call altogether: the first line is for them, as in all such texts.
         everyone = told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
         texts, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
@@ -412,6 +481,7 @@ class Reducer:
             raise MismatchError(explain("DistributedOptimizer", texts, ranks))
         offers = [pickle.loads(bytes.fromhex(text.partition("\n")[2])) for text in texts]
         self.notes = [offer.note for offer in offers]
+        self._findings = dict(zip(ranks, (offer.finding for offer in offers), strict=True))
         n_begun = max(offer.n_begun for offer in offers)
         try:
             labels = [offer.label for offer in offers]
@@ -460,6 +530,8 @@ class Reducer:
         except (TypeError, ValueError, BufferError):
             self._changed = True
         if not self._changed:
+            if self._check_finite:
+                self._scan(bucket, arrays)
             self._send(self._agreed, bucket, arrays)
 
     def _send(
@@ -516,6 +588,8 @@ class Reducer:
     def _reset(self) -> None:
         """A new step begins: nothing is ready, nothing in flight."""
         self._weight = None
+        self._finding = None
+        self._findings = {}
         self._changed = False
         self._relabel()  # another rank's may have been completed
         self._handles = []

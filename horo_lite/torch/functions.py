@@ -10,6 +10,7 @@ import torch
 
 from horo_lite.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
 from horo_lite.broadcast import broadcast_parameters as _broadcast_parameters
+from horo_lite.drift import check_in_sync as _check_in_sync
 from horo_lite.torch.mpi_ops import Set, allgather, allgather_async, broadcast_, synchronize
 from horo_lite.torch.process_sets import global_process_set, group_of, root_in
 
@@ -18,6 +19,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_in_sync",
 ]
 
 T = TypeVar("T")
@@ -47,6 +49,29 @@ def broadcast_optimizer_state(
     """
     group = group_of(process_set)
     _broadcast_optimizer_state(optimizer, root_in(group, root_rank), group=group)
+
+
+def check_in_sync(
+    replica: Any,
+    *,
+    on_drift: str = "raise",
+    buffers: bool = False,
+    state: bool = False,
+    step: int | None = None,
+    process_set: Set = global_process_set,
+) -> bool:
+    """True: `replica` has the same bits on every rank of the set. See `horo_lite.check_in_sync`.
+
+    `replica` as for `broadcast_parameters`, or an optimizer. Called by every rank of the set.
+    """
+    return _check_in_sync(
+        replica,
+        on_drift=on_drift,
+        buffers=buffers,
+        state=state,
+        step=step,
+        group=group_of(process_set),
+    )
 
 
 def broadcast_object(
