@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <memory>
 
 #include "bindings.h"
@@ -60,6 +61,12 @@ void check_in_host_memory(const Tensors& tensors, bool in_c_order) {
   if (tensors.device() != kCpu || !tensors.strided().empty() || (in_c_order && tensors.layout() != 0)) {
     throw std::invalid_argument("arrays that are looked at lie in the host's memory, dense and in C order");
   }
+}
+
+void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Factor factor,
+                     const std::vector<ptrdiff_t>& distances) {
+  const Layout layout(refs, op, Wire::kNone, std::numeric_limits<size_t>::max(), group.size());
+  group.reduce_in_place(layout, distances, factor);
 }
 
 // The engines of one host's ranks.
@@ -344,7 +351,7 @@ NB_MODULE(_native, m) {
       "(elements whose bits differ, the largest difference, the largest element of `mine`); the dtype is that of "
       "`mine`.");
 
-  nb::class_<Segment>(m, "Segment")
+  nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
       .def_static(
           "create", [](size_t n_bytes) { return std::make_shared<Segment>(Segment::create(n_bytes)); }, "n_bytes"_a)
       .def_static(
@@ -354,6 +361,14 @@ NB_MODULE(_native, m) {
           },
           "pid"_a, "fd"_a, "n_bytes"_a, "token"_a)
       .def("close_descriptor", &Segment::close_descriptor)
+      .def("make_private", &Segment::make_private, "For forked children: what they write is theirs alone.")
+      .def(
+          "array",
+          [](nb::object self, size_t begin, size_t n_bytes) {
+            const auto& segment = nb::cast<const Segment&>(self);
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(segment.data() + begin, {n_bytes}, self);
+          },
+          "begin"_a, "n_bytes"_a, "A part of it, which keeps it alive.")
       .def_prop_ro("fd", &Segment::fd)
       .def_prop_ro("token", &Segment::token)
       .def_prop_ro("address", [](const Segment& segment) { return reinterpret_cast<uintptr_t>(segment.data()); });
@@ -386,6 +401,15 @@ NB_MODULE(_native, m) {
             all_reduce(g.shm, tensors.refs(), op_of(op), wire_of(wire), prescale, {scale, divisor});
           },
           "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0)
+      .def(
+          "reduce_in_place",
+          [](Group& g, const Tensors& tensors, const std::string& op, double scale, double divisor,
+             const std::vector<ptrdiff_t>& distances) {
+            const nb::gil_scoped_release release;
+            reduce_in_place(g.shm, tensors.refs(), op_of(op), {scale, divisor}, distances);
+          },
+          "tensors"_a, "op"_a, "scale"_a, "divisor"_a, "distances"_a,
+          "Tensors in memory that all ranks see, rank r's at distances[r] bytes from these.")
       .def(
           "exchange",
           [](Group& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
@@ -518,20 +542,24 @@ NB_MODULE(_native, m) {
           "submit_allreduce",
           [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<Group>& group, const std::string& name,
              uint64_t digest, nb::object tensors, const std::string& op, const std::string& wire, double prescale,
-             double scale, double divisor, bool weighted, double weight, nb::callable describe, nb::callable recipe) {
+             double scale, double divisor, bool weighted, double weight, nb::callable describe, nb::callable recipe,
+             const std::vector<ptrdiff_t>& distances) {
             auto job = new_job(engine, name, digest, weight, describe, recipe);
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
             job->job->run = [=, held = shared(tensors), op = op_of(op),
                              wire = wire_of(wire)](const std::vector<Entry>& entries) {
               group->shm.agree(entries[0].name, {});
               const double total = weighted ? total_weight(entries) : 1.0;
-              all_reduce(group->shm, refs->refs(), op, wire, prescale, {scale, divisor * (total == 0.0 ? 1.0 : total)});
+              const Factor factor{scale, divisor * (total == 0.0 ? 1.0 : total)};
+              if (distances.empty()) all_reduce(group->shm, refs->refs(), op, wire, prescale, factor);
+              else reduce_in_place(group->shm, refs->refs(), op, factor, distances);
             };
             engine->submit(job->job);
             return job;
           },
           "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "divisor"_a,
-          "weighted"_a, "weight"_a, "describe"_a, "recipe"_a)
+          "weighted"_a, "weight"_a, "describe"_a, "recipe"_a, "distances"_a = std::vector<ptrdiff_t>(),
+          "With `distances`, as reduce_in_place.")
       .def(
           "submit_call",
           [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest, nb::callable function,

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "pack.h"
@@ -90,6 +93,29 @@ class Layout {
       void* address = source(piece);
       kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, address, prescale,
                                       piece.n_elements, factor, image + piece.offset, to_tensors ? address : nullptr});
+    }
+  }
+
+  // The same where every rank's tensors lie alike in memory that all see: `distances[r]` is how far rank r's are from
+  // these. The result goes into all of them. Only for kernels whose wire is the tensor's own format.
+  void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor) const {
+    const size_t n_ranks = distances.size();
+    std::vector<uint8_t*> ranks(n_ranks);
+    for (const Piece& piece : pieces(chunk, share)) {
+      const Kernels& kernels = *kernels_[piece.tensor];
+      if (kernels.block_bytes != kBlockElements * kernels.item_bytes) {
+        throw std::invalid_argument(std::string("tensors of ") + dtype_name(tensors_[piece.tensor].dtype) +
+                                    " do not travel as they are");
+      }
+      // Block by block: what the other ranks get is still in the nearest cache.
+      for (size_t first = 0; first < piece.n_elements; first += kBlockElements) {
+        const size_t n = std::min(kBlockElements, piece.n_elements - first);
+        uint8_t* own = static_cast<uint8_t*>(source(piece)) + first * kernels.item_bytes;
+        for (size_t r = 0; r < n_ranks; ++r) ranks[r] = own + distances[r];
+        kernels.reduce(
+            {ranks.data(), static_cast<int>(n_ranks), -1, own, 1.0, n, factor, ranks[0], ranks[n_ranks - 1]});
+        for (size_t r = 1; r + 1 < n_ranks; ++r) std::memcpy(ranks[r], ranks[0], n * kernels.item_bytes);
+      }
     }
   }
 

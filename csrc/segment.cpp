@@ -56,7 +56,6 @@ Segment Segment::open(pid_t pid, int fd, size_t n_bytes, uint64_t token) {
   }
   segment.data_ = map(n_bytes, MAP_SHARED, own_fd);
   if (segment.token() != token) throw std::runtime_error("shared memory: " + path + " is not this job's segment");
-  segment.close_descriptor();
   return segment;
 }
 
@@ -84,6 +83,10 @@ uint64_t Segment::token() const {
 void Segment::close_descriptor() {
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
+}
+
+void Segment::make_private() {
+  if (mmap(data_, n_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd_, 0) == MAP_FAILED) fail("mmap again");
 }
 
 }  // namespace horo

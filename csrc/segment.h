@@ -12,7 +12,8 @@ class Segment {
  public:
   // Anonymous memory (memfd): gone with the last process that holds it, and not counted against /dev/shm.
   static Segment create(size_t n_bytes);
-  // The segment that process `pid` holds as descriptor `fd`; its token must be `token`, its owner this user.
+  // The segment that process `pid` holds as descriptor `fd`; its token must be `token`, its owner this user. Both this
+  // and create() keep a descriptor: see close_descriptor().
   static Segment open(pid_t pid, int fd, size_t n_bytes, uint64_t token);
   // Ordinary memory, for ranks that are threads of this process.
   static Segment local(size_t n_bytes);
@@ -25,8 +26,10 @@ class Segment {
   size_t n_bytes() const { return n_bytes_; }
   int fd() const { return fd_; }
   uint64_t token() const;
-  // The mapping stays; the descriptor that peers opened it through goes.
+  // The mapping stays; the descriptor that peers open it through, and make_private() needs, goes.
   void close_descriptor();
+  // What this process writes from now on is seen by nobody else; for forked children. Copies nothing at once.
+  void make_private();
 
  private:
   static constexpr size_t kHeaderBytes = 4096;  // holds the token

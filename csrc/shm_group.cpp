@@ -395,6 +395,14 @@ void ShmGroup::allreduce(const Layout& layout, double prescale, Factor factor) {
   }
 }
 
+// Every element is read and written by the owner of its share only, so ranks need to wait for each other but once,
+// when all are done.
+void ShmGroup::reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor) {
+  for (size_t chunk = 0; chunk < layout.n_chunks(); ++chunk) layout.reduce_in_place(chunk, rank_, distances, factor);
+  signal(block(rank_).reduced, ++reduced_);
+  wait_for_all(&RankBlock::reduced, reduced_);
+}
+
 // --- moving bytes
 // -----------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,9 @@ class ShmGroup {
 
   // In place over the layout's tensors; `layout` is one of chunk_bytes(…) and size() shares.
   void allreduce(const Layout& layout, double prescale, Factor factor);
+  // The same for tensors that lie in memory which all ranks see, rank r's at `distances[r]` bytes from this one's:
+  // every rank reduces its share of all of them where they lie. `layout` is one of a single chunk and size() shares.
+  void reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor);
   // How large chunks should be for this many bytes in all.
   size_t chunk_bytes(size_t total_bytes) const;
 

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 def instruction_set() -> str:
     """Which build of the host kernels runs: avx512, avx2 or portable."""
 
@@ -58,6 +61,12 @@ class Segment:
     @staticmethod
     def open(pid: int, fd: int, n_bytes: int, token: int) -> Segment: ...
     def close_descriptor(self) -> None: ...
+    def make_private(self) -> None:
+        """For forked children: what they write is theirs alone."""
+
+    def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
+        """A part of it, which keeps it alive."""
+
     @property
     def fd(self) -> int: ...
     @property
@@ -95,6 +104,16 @@ class ShmGroup:
         scale: float = 1.0,
         divisor: float = 1.0,
     ) -> None: ...
+    def reduce_in_place(
+        self,
+        tensors: Tensors,
+        op: str,
+        scale: float,
+        divisor: float,
+        distances: Sequence[int],
+    ) -> None:
+        """Tensors in memory that all ranks see, rank r's at distances[r] bytes from these."""
+
     def exchange(
         self,
         stream: list[Tensors],
@@ -182,7 +201,10 @@ class Engine:
         weight: float,
         describe: Callable[[], str],
         recipe: Callable[[list[int]], tuple[float, bytes]],
-    ) -> Job: ...
+        distances: Sequence[int] = (),
+    ) -> Job:
+        """With `distances`, as reduce_in_place."""
+
     def submit_call(
         self,
         name: str,

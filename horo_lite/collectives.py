@@ -31,6 +31,7 @@ from horo_lite.join import (
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
     from horo_lite.transports.nccl import Lane, NcclTransport
+    from horo_lite.transports.shm import SharedMemory, ShmTransport
     from horo_lite.transports.watch import Meetings, Watch
 
 T = TypeVar("T")
@@ -237,6 +238,7 @@ class Group:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         weight: float | None = None,
+        shared: SharedMemory | None = None,
         follows: bool = True,
     ) -> bool:
         """Every array holds, in place, the op over all ranks; called by every rank.
@@ -245,6 +247,9 @@ class Group:
         Average, what a rank contributes is multiplied by its `weight` (given on every rank or on
         none) and the sum divided by the sum of all weights; a rank of weight 0 contributes nothing,
         whatever its arrays hold.
+
+        Arrays that all lie in `shared`, at the same place on every rank, are reduced where they
+        lie, if they travel as they are.
 
         A rank that passes `follows=False`, where `compares_later`, waits to hear what the others
         do. If all pass it, nothing is exchanged, and the result is False.
@@ -261,6 +266,7 @@ class Group:
             names=names,
         )
         reduction.weight = weight
+        reduction.look_in(shared)
         return self._reduce(reduction, follows)
 
     def compares_later(self, gpu: int | None) -> bool:
@@ -399,6 +405,7 @@ class Group:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         weight: float | None = None,
+        shared: SharedMemory | None = None,
     ) -> Handle:
         """As `exchange`, matched by `label`; hands off the arrays until it is synchronized."""
         memory = self._memory(arrays, asynchronous=True)
@@ -413,6 +420,7 @@ class Group:
             names=names,
         )
         reduction.weight = weight
+        reduction.look_in(shared)
         return self._submit_reduction(reduction, lambda: None)
 
     def allgather_async(self, x: Array, *, name: str | None = None) -> Handle:
@@ -794,6 +802,7 @@ class Group:
                 weight,
                 describe,
                 recipe_of_reduction(reduction),
+                () if reduction.shared is None else reduction.shared.distances,
             )
             return Handle(reduction.label, job, complete)
         memory.begin()
@@ -896,6 +905,15 @@ class _Reduction:
         self.postscale = float(postscale_factor)
         self.weight: float | None = None
         self.memory = memory
+        self.shared: SharedMemory | None = None  # where it happens in place
+        self.offsets: tuple[int, ...] | None = None
+
+    def look_in(self, shared: SharedMemory | None) -> None:
+        """It happens in place if everything lies in `shared` and travels as it is."""
+        as_it_is = self.compression.wire == "none" and self.prescale == 1 and self.weight is None
+        if shared is not None and as_it_is and self.memory.lane is None:
+            self.offsets = shared.offsets(self.memory.tensors)
+            self.shared = None if self.offsets is None else shared
 
     def contract(self) -> object:
         """Everything that must be alike on all ranks."""
@@ -909,6 +927,7 @@ class _Reduction:
             self.memory.tensors.signature,
             tuple(self.names),
             self.weight is not None,
+            self.offsets,
         )
 
     def describe(self) -> str:
@@ -917,6 +936,7 @@ class _Reduction:
             f"compression {self.compression.name}",
             f"prescale_factor {self.prescale}, postscale_factor {self.postscale}",
             f"weighted: {self.weight is not None}",
+            "memory of this rank" if self.shared is None else f"shared memory at {self.offsets}",
         ]
         return "\n".join([self.label, *options, *self.memory.describe(self.names)])
 
@@ -940,6 +960,7 @@ class _Reduction:
             )
             if any(header.count != headers[0].count for header in headers):
                 self.memory.use_c_order()
+                self.shared = None
             self.memory.begin()
             self.move(transport, [header.weight for header in headers])
         self.complete()
@@ -984,6 +1005,15 @@ class _Reduction:
 
     def move(self, transport: Transport, weights: Sequence[float]) -> None:
         prescale, scale, divisor = self.factors(weights)
+        if self.shared is not None:
+            cast("ShmTransport", transport).reduce_in_place(
+                self.memory.tensors,
+                self.shared,
+                op=self.op.value,
+                scale=scale,
+                divisor=divisor,
+            )
+            return
         transport.allreduce(
             self.memory.tensors,
             op=self.op.value,

@@ -24,6 +24,7 @@ from horo_lite.plan import Entry, Plan, hash63, merge, who_has
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
     from horo_lite.collectives import Group
+    from horo_lite.transports.shm import SharedMemory
 
 _numbers: WeakKeyDictionary[Group, itertools.count[int]] = WeakKeyDictionary()
 
@@ -106,6 +107,7 @@ class Reducer:
         self._check_finite = check_finite
         self._finding: Finding | None = None
         self._findings: dict[int, Finding | None] = {}
+        self.shared: SharedMemory | None = None  # gradients that lie there are reduced in place
         self.note = ""
         self.notes: list[str] = []
         self._number = 0
@@ -250,6 +252,7 @@ class Reducer:
                     op=self._op,
                     compression=self._compression,
                     weight=self._weight,
+                    shared=self.shared,
                     **self._factors,
                 )
             for handle in self._handles:
@@ -561,6 +564,7 @@ class Reducer:
             op=self._op,
             compression=self._compression,
             weight=self._weight,
+            shared=self.shared,
             **self._factors,
         )
         self._handles.append(handle)

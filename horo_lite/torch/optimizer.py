@@ -22,6 +22,7 @@ from horo_lite.compression import Compression, Compressor
 from horo_lite.errors import HoroLiteError, MismatchError, NonFiniteError
 from horo_lite.optimizer import _bucket_bytes, _check_every
 from horo_lite.reducer import Reducer
+from horo_lite.torch import bucket_views
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
 
@@ -53,6 +54,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     check_every: int | None = None,
     on_drift: str = "raise",
     check_finite: str | None = None,
+    gradient_as_bucket_view: bool = False,
 ) -> Any:
     """An optimizer of the same class, state and param_groups that steps with all ranks' gradients.
 
@@ -85,12 +87,24 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         NaN or inf: NonFiniteError from backward() on every rank, or a RuntimeWarning on rank 0,
         with the rank, the tensor that left first and how many. Reads gradients once more, in the
         host's memory only; off by default, and not for GradScaler, which means to meet inf.
+    gradient_as_bucket_view: from the first exchange on, gradients live in memory that the ranks of
+        the host share, and are added up where they lie, to the same bits; see below.
 
     What takes part in an exchange is what backward() has touched on any rank since the last one.
     Untouched everywhere, a gradient stays as it is: None, or what it was (with no zero_grad(), or
     zero_grad(set_to_none=False)). Touched on some ranks only, it counts as zeros on the others,
     whatever they hold, and all receive the result. A gradient that was assigned by hand takes part
     in step(); changed by hand after backward(), it is this rank's alone.
+
+    With gradient_as_bucket_view=True each `.grad` that was exchanged is a tensor in shared memory,
+    always the same one: what autograd or the user puts in its place is copied there before it
+    travels. zero_grad() works either way, and set_to_none=True, which leaves autograd nothing to
+    add to, is the faster. A gradient that somebody keeps therefore changes in the next step; clone
+    it. It needs all ranks on one host, CPU tensors, op Average or Sum, no compression and no
+    predivide factor; otherwise, and with a warning where the system refuses the memory, the option
+    changes nothing. Sparse gradients stay where they are. The memory takes the place of the
+    gradients' own; zero_grad() does not give it back: it goes with the optimizer and the gradients
+    in it.
 
     A closure, as LBFGS needs, is called by step(); its backward() exchanges, and the loss it
     returns is averaged, so that all ranks search alike.
@@ -129,6 +143,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "check_every": check_every,
         "on_drift": on_drift,
         "check_finite": check_finite,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
     }
     named = None if named_parameters is None else list(named_parameters)
     exchange = _Exchange(optimizer, named, options)
@@ -242,8 +257,8 @@ def _nobody() -> None:
 class _Slot:
     """One parameter, and what has happened to its gradient."""
 
-    __slots__ = ("exchanged", "hook", "index", "name", "parameter", "passed", "passes", "touched",
-                 "travels", "version")  # fmt: skip
+    __slots__ = ("exchanged", "home", "hook", "index", "is_away", "name", "parameter", "passed",
+                 "passes", "touched", "travels", "version")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
@@ -256,16 +271,39 @@ class _Slot:
         self.travels = False  # announced to the reducer: not to be changed any more
         self.exchanged = False  # since the last step() or zero_grad()
         self.version = -1  # of a gradient that no pass has made, when it was exchanged
+        self.home: Any = None  # where the gradient is to live, in shared memory
+        self.is_away = False  # it cannot live there, and a copy travels
 
     def begin(self) -> None:
         self.passes = 0
-        self.touched = self.exchanged = False
+        self.touched = self.exchanged = self.is_away = False
+
+    def bring_home(self) -> Any:
+        """The gradient, which now lives where it is to live."""
+        gradient, home = self.parameter.grad, self.home
+        self.is_away = False
+        if home is None or gradient is home or not bucket_views.fits(gradient, home):
+            return gradient
+        home.copy_(gradient.detach())
+        if gradient.requires_grad:  # of backward(create_graph=True): its history is not to be lost
+            self.is_away = True
+            return gradient
+        self.parameter.grad = home
+        return home
+
+    def send_back(self) -> None:
+        """The gradient has the result, wherever it lives."""
+        if self.is_away:
+            self.is_away = False
+            self.parameter.grad.detach().copy_(self.home)
 
 
 class _Adapter(TorchAdapter):
     """The gradients that were touched, in slots."""
 
     def gradient(self, slot: Any) -> Any:
+        if slot.is_away:
+            return slot.home
         gradient = slot.parameter.grad if slot.touched else None
         if gradient is None or gradient.layout is not torch.strided:
             return None
@@ -278,6 +316,8 @@ class _Adapter(TorchAdapter):
         gradient = slot.parameter.grad
         if gradient is None:
             slot.parameter.grad = array
+        elif gradient is array:
+            pass
         elif _is_sparse(gradient):
             raise MismatchError(
                 f"the gradient of {slot.name!r} is sparse on this rank and dense on others: make "
@@ -287,6 +327,9 @@ class _Adapter(TorchAdapter):
             gradient.detach().copy_(array)
 
     def missing(self, slot: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+        home = slot.home
+        if home is not None and (str(home.dtype)[6:], tuple(home.shape)) == (dtype, shape):
+            return home.zero_()
         # In the parameter's layout, as autograd makes them: on the way it is the same on all ranks.
         parameter = slot.parameter.detach()
         return torch.zeros_like(parameter, dtype=getattr(torch, dtype))
@@ -359,9 +402,18 @@ class _Exchange:
                 ("sparse_as_dense", str(self.sparse_as_dense)),
                 ("check_every", str(self.check_every)),
                 ("on_drift", str(options["on_drift"])),
+                ("gradient_as_bucket_view", str(bool(options["gradient_as_bucket_view"]))),
             ],
             check_finite=options["check_finite"],
         )
+        self._shares = bool(
+            options["gradient_as_bucket_view"]
+            and self.op is not Adasum
+            and factor == 1
+            and getattr(compression, "wire", "") == "none"
+            and bucket_views.can_share(self.group)
+        )
+        self._sharing: tuple[Group, list[_Slot]] | None = None  # who has, and what
         self._of_id: dict[int, _Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
         self.look_at_parameters()
@@ -497,6 +549,7 @@ class _Exchange:
                         "backward pass inside of another, the first of its kind. From now on they "
                         "are waited for: call zero_grad() and do this step again"
                     )
+                slot.bring_home()
                 return
             if slot.passes and not hasattr(gradient, _MARK):
                 slot.begin()  # another gradient: somebody has set the last one to None
@@ -517,6 +570,7 @@ class _Exchange:
                     f"were complete, because others' were, and with op={self.op.name} it cannot be "
                     "exchanged again: let all passes touch the same parameters, or use op=Average"
                 )
+            gradient = slot.bring_home()
             setattr(gradient, _MARK, slot.passes)
             if slot.passes == self.passes and not self.is_nested:
                 slot.travels = True
@@ -650,10 +704,15 @@ class _Exchange:
         reducer = self.reducer
         sparse = [s for s in self.slots if s.touched and _is_sparse(s.parameter.grad)]
         reducer.note = ";".join(map(_sparse_note, sparse))
+        for slot in self.slots:
+            if slot.touched and not slot.travels:
+                slot.bring_home()
         try:
             reducer.finish()
             if any(reducer.notes):
                 self._exchange_sparse(reducer.notes)
+            if self._shares and self._sharing != (self.group, self.slots):
+                self._share()
             self._n_exchanges += 1
         except MismatchError:
             # Raised on all ranks: they may have been in different steps, and begin anew.
@@ -664,10 +723,25 @@ class _Exchange:
             for slot in self.slots:
                 if slot.touched:
                     slot.exchanged = True
+                    slot.send_back()
                     slot.touched = slot.travels = False
                     if slot.hook is None or slot.passes == 0:
                         self._mark(slot)
             self._place()
+
+    def _share(self) -> None:
+        """Gradients live in shared memory. Collective: all ranks have just agreed on a plan."""
+        assert self.group is not None
+        # As they travel, so that those of a bucket are neighbours.
+        slots = self.slots[::-1]
+        memory, homes = bucket_views.share_gradients(self.group, [s.parameter for s in slots])
+        self.reducer.shared = memory
+        self._sharing = self.group, self.slots
+        for slot, home in zip(slots, homes, strict=True):
+            slot.home = home
+            if slot.touched:
+                slot.bring_home()
+                self._mark(slot)
 
     def _mark(self, slot: _Slot) -> None:
         """The gradient is known, although no backward() has made it."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import numpy as np
+from numpy.typing import NDArray
 
 from horo_lite import _native
 from horo_lite.transports import Header
+
+if TYPE_CHECKING:
+    from horo_lite.collectives import Group
 
 
 class ShmTransport:
@@ -39,6 +48,18 @@ class ShmTransport:
         divisor: float,
     ) -> None:
         self.group.allreduce(tensors, op, wire, prescale, scale, divisor)
+
+    def reduce_in_place(
+        self,
+        tensors: _native.Tensors,
+        shared: SharedMemory,
+        *,
+        op: str,
+        scale: float,
+        divisor: float,
+    ) -> None:
+        """As `allreduce`, for tensors that lie in `shared`, at the same place on all ranks."""
+        self.group.reduce_in_place(tensors, op, scale, divisor, shared.distances)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         sizes = [tensors.nbytes if r == root else 0 for r in range(self.size)]
@@ -79,3 +100,66 @@ class ShmTransport:
 
     def close(self) -> None:
         pass
+
+
+class SharedMemory:
+    """Memory that all ranks of a group see, a region of `n_bytes` for each."""
+
+    def __init__(self, segment: _native.Segment, n_bytes: int, rank: int, size: int) -> None:
+        self._segment = segment
+        self._n_bytes = n_bytes
+        self._begin = rank * n_bytes
+        self.distances = [(r - rank) * n_bytes for r in range(size)]
+        _segments.add(segment)
+
+    def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
+        """A part of this rank's region, which lives as long as somebody holds such a part."""
+        return self._segment.array(self._begin + begin, n_bytes)
+
+    def offsets(self, tensors: _native.Tensors) -> tuple[int, ...] | None:
+        """Where in this rank's region the tensors begin; None where one lies elsewhere."""
+        start = self._segment.address + self._begin
+        offsets = tuple(address - start if n else 0 for address, n in tensors.buffers())
+        inside = all(0 <= offset < self._n_bytes for offset in offsets)
+        return offsets if inside else None
+
+
+def share_memory(group: Group, n_bytes: int) -> SharedMemory | None:
+    """Memory that all ranks of `group` see; None, on every rank, where they cannot have any.
+
+    Called by every rank with the same `n_bytes`, of which each gets as many. None if the ranks are
+    on several hosts, the system refuses, or the sizes differ.
+    """
+    if group.size == 1 or not all(isinstance(t, ShmTransport) for t in group.transports()):
+        return None
+    n_bytes = -(-n_bytes // _PAGE) * _PAGE  # no cache line belongs to two ranks
+    segment = where = None
+    try:
+        if group.rank == 0:
+            segment = _native.Segment.create(group.size * n_bytes)
+            where = os.getpid(), segment.fd, segment.token
+    except OSError:
+        pass
+    where = group.broadcast_object(where, name="shared memory")
+    try:
+        if segment is None and where is not None:
+            segment = _native.Segment.open(where[0], where[1], group.size * n_bytes, where[2])
+    except (OSError, RuntimeError):
+        pass
+    if not all(group.allgather_object(segment is not None, name="shared memory")):
+        return None
+    assert segment is not None
+    return SharedMemory(segment, n_bytes, group.rank, group.size)
+
+
+_PAGE = 4096
+_segments: WeakSet[_native.Segment] = WeakSet()
+
+
+def _make_private() -> None:
+    """A forked child's writes are seen by no rank, as with any other memory."""
+    for segment in _segments:
+        segment.make_private()
+
+
+os.register_at_fork(after_in_child=_make_private)

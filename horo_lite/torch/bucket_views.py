@@ -1,0 +1,78 @@
+"""Gradients in memory that all ranks of a host see, so that they are added up where they lie."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horo_lite.transports.shm import SharedMemory, ShmTransport, share_memory
+
+if TYPE_CHECKING:
+    from horo_lite.collectives import Group
+
+_ALIGNMENT = 64  # bytes
+
+
+def can_share(group: Group) -> bool:
+    """Whether the ranks of `group` are on one host, as far as its transports know."""
+    return group.size > 1 and all(isinstance(t, ShmTransport) for t in group.transports())
+
+
+def share_gradients(
+    group: Group, parameters: Sequence[Any]
+) -> tuple[SharedMemory | None, list[Any]]:
+    """The memory, and a tensor in it for the gradient of each parameter; None where there is none.
+
+    Called by every rank with parameters of the same shapes. Dense floating point parameters on the
+    CPU get one each, in the layout that autograd gives their gradients, with a storage of its own:
+    copying or saving one takes no more than that. Pages take memory once they are written.
+    """
+    begins: list[int | None] = []
+    n_bytes = 0
+    for parameter in parameters:
+        begins.append(n_bytes if _may_live_there(parameter) else None)
+        if begins[-1] is not None:
+            n_bytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    memory = share_memory(group, n_bytes) if n_bytes else None
+    if memory is None:
+        if n_bytes and group.rank == 0:
+            warnings.warn(
+                "horo_lite: gradient_as_bucket_view=True, but the ranks could not share memory of "
+                f"{n_bytes / 2**20:.0f} MiB each: gradients stay in memory of their own",
+                stacklevel=2,
+            )
+        return None, [None] * len(parameters)
+    homes = [
+        None if begin is None else _home(memory, begin, parameter)
+        for begin, parameter in zip(begins, parameters, strict=True)
+    ]
+    return memory, homes
+
+
+def _may_live_there(parameter: Any) -> bool:
+    return (
+        parameter.layout is torch.strided
+        and parameter.device.type == "cpu"
+        and parameter.is_floating_point()
+        and parameter.numel() > 0
+    )
+
+
+def _home(memory: SharedMemory, begin: int, parameter: Any) -> Any:
+    flat = torch.from_numpy(memory.array(begin, parameter.nbytes)).view(parameter.dtype)
+    like = torch.empty_like(parameter, device="meta")  # dense, and in the parameter's order
+    return flat.as_strided(like.shape, like.stride())
+
+
+def fits(gradient: Any, home: Any) -> bool:
+    """Whether `home` can hold that gradient."""
+    return (
+        gradient is not None
+        and gradient.layout is torch.strided
+        and gradient.dtype is home.dtype
+        and gradient.shape == home.shape
+        and gradient.device == home.device
+    )
