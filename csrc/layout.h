@@ -100,13 +100,15 @@ class Layout {
   // these. The result goes into all of them. Only for kernels whose wire is the tensor's own format.
   void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor) const {
     const size_t n_ranks = distances.size();
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      if (kernels_[t]->block_bytes != kBlockElements * kernels_[t]->item_bytes) {
+        throw std::invalid_argument(std::string("tensors of ") + dtype_name(tensors_[t].dtype) +
+                                    " do not travel as they are");
+      }
+    }
     std::vector<uint8_t*> ranks(n_ranks);
     for (const Piece& piece : pieces(chunk, share)) {
       const Kernels& kernels = *kernels_[piece.tensor];
-      if (kernels.block_bytes != kBlockElements * kernels.item_bytes) {
-        throw std::invalid_argument(std::string("tensors of ") + dtype_name(tensors_[piece.tensor].dtype) +
-                                    " do not travel as they are");
-      }
       // Block by block: what the other ranks get is still in the nearest cache.
       for (size_t first = 0; first < piece.n_elements; first += kBlockElements) {
         const size_t n = std::min(kBlockElements, piece.n_elements - first);

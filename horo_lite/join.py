@@ -18,6 +18,7 @@ import numpy as np
 
 from horo_lite.agreement import JOINED, Recipe, needs_all, recipe_in, told
 from horo_lite.compression import Compressor
+from horo_lite.transports.shm import memory_of
 
 if TYPE_CHECKING:
     from horo_lite.arrays import Array, GpuArrays, HostArrays
@@ -127,6 +128,7 @@ def recipe_of_reduction(asked: _Reduction) -> Recipe:
             factors=(asked.prescale, asked.postscale),
             weighted=asked.weight is not None,
             looks=looks_of(asked.memory),
+            shared=None if asked.shared is None else (asked.shared.number, asked.offsets),
         )
 
     return recipe
@@ -144,15 +146,26 @@ def _reduce(
     factors: tuple[float, float],
     weighted: bool,
     looks: Sequence[Look],
+    shared: tuple[int, Sequence[int]] | None,
 ) -> None:
     from horo_lite.collectives import _Reduction
 
-    nothing = [_nothing(look, op.value) for look in looks]
+    place = None if shared is None else memory_of(group, shared[0])
+    if shared is not None and place is not None:  # what lies there is this rank's part
+        nothing = [
+            place.arrays[offset] if 0 not in shape else _nothing((dtype, shape))
+            for offset, (dtype, shape) in zip(shared[1], looks, strict=True)
+        ]
+        for array in nothing:
+            array[...] = 0
+    else:
+        nothing = [_nothing(look, op.value) for look in looks]
     memory = group._memory(nothing, asynchronous=asynchronous)
     mine = _Reduction(
         kind, None, memory, op, Compressor(*compression), *factors, names=names, label=label
     )
     mine.weight = 0.0 if weighted else None
+    mine.look_in(place)
     if asynchronous:
         group._submit_reduction(mine, lambda: None)
     else:

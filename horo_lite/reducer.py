@@ -108,6 +108,7 @@ class Reducer:
         self._finding: Finding | None = None
         self._findings: dict[int, Finding | None] = {}
         self.shared: SharedMemory | None = None  # gradients that lie there are reduced in place
+        self.all_are_here = True  # no rank had joined when the last exchange ended
         self.note = ""
         self.notes: list[str] = []
         self._number = 0
@@ -460,6 +461,7 @@ class Reducer:
         )
         here = not_joined(headers)
         self._findings = {transport.ranks[r]: self._finding for r in here}
+        self.all_are_here = len(here) == len(headers)
         if len({headers[r].digest for r in here}) == 1:
             plan, n_begun = mine, max(headers[r].count for r in here)
             if len(here) < len(headers):

@@ -1066,7 +1066,8 @@ torch.manual_seed(rank)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
 ones = hvd.DistributedOptimizer(torch.optim.Adam(net[0].parameters(), lr=0.1), process_set=some)
 all_ = hvd.DistributedOptimizer(torch.optim.SGD(net[2].parameters(), lr=0.1 + rank, momentum=0.9),
-                                net.named_parameters(), hvd.Compression.none, 1, hvd.Average)
+                                net.named_parameters(), hvd.Compression.none, 1, hvd.Average,
+                                gradient_as_bucket_view=True)
 hvd.broadcast_parameters(net.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(all_, root_rank=0)
 for step in range(3):
@@ -1079,6 +1080,7 @@ for step in range(3):
     assert found[0][2:] == found[1][2:] == found[2][2:]
     ones.step()
     all_.step()
+assert all_._exchange.reducer.shared is None  # not between hosts
 found = hvd.allgather_object([p.tolist() for p in net.parameters()])
 assert found[0] == found[2]
 assert found[0][2:] == found[1][2:]

@@ -45,11 +45,10 @@ def share_gradients(
                 stacklevel=2,
             )
         return None, [None] * len(parameters)
-    homes = [
-        None if begin is None else _home(memory, begin, parameter)
-        for begin, parameter in zip(begins, parameters, strict=True)
-    ]
-    return memory, homes
+    for begin, parameter in zip(begins, parameters, strict=True):
+        if begin is not None:
+            memory.arrays[begin] = _home(memory, begin, parameter)
+    return memory, [None if begin is None else memory.arrays[begin] for begin in begins]
 
 
 def _may_live_there(parameter: Any) -> bool:

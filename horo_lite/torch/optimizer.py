@@ -711,7 +711,8 @@ class _Exchange:
             reducer.finish()
             if any(reducer.notes):
                 self._exchange_sparse(reducer.notes)
-            if self._shares and self._sharing != (self.group, self.slots):
+            is_due = self._shares and self._sharing != (self.group, self.slots)
+            if is_due and reducer.all_are_here:
                 self._share()
             self._n_exchanges += 1
         except MismatchError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from horo_lite import _native
 from horo_lite.transports import Header
 
 if TYPE_CHECKING:
+    from horo_lite.arrays import Array
     from horo_lite.collectives import Group
 
 
@@ -103,13 +104,20 @@ class ShmTransport:
 
 
 class SharedMemory:
-    """Memory that all ranks of a group see, a region of `n_bytes` for each."""
+    """Memory that all ranks of a group see, a region of `n_bytes` for each.
 
-    def __init__(self, segment: _native.Segment, n_bytes: int, rank: int, size: int) -> None:
+    `number` is how many the group had before, alike on all ranks; `arrays`, filled by whoever lays
+    the memory out, are what lies in this rank's region, by offset.
+    """
+
+    def __init__(self, segment: _native.Segment, n_bytes: int, group: Group) -> None:
         self._segment = segment
         self._n_bytes = n_bytes
-        self._begin = rank * n_bytes
-        self.distances = [(r - rank) * n_bytes for r in range(size)]
+        self._begin = group.rank * n_bytes
+        self.distances = [(r - group.rank) * n_bytes for r in range(group.size)]
+        self.arrays: dict[int, Array] = {}
+        self.number = _n_memories[group] = _n_memories.get(group, 0) + 1
+        _memories.setdefault(group, WeakValueDictionary())[self.number] = self
         _segments.add(segment)
 
     def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
@@ -149,10 +157,17 @@ def share_memory(group: Group, n_bytes: int) -> SharedMemory | None:
     if not all(group.allgather_object(segment is not None, name="shared memory")):
         return None
     assert segment is not None
-    return SharedMemory(segment, n_bytes, group.rank, group.size)
+    return SharedMemory(segment, n_bytes, group)
+
+
+def memory_of(group: Group, number: int) -> SharedMemory | None:
+    """The group's memory of that number; None if this rank has dropped it."""
+    return _memories[group].get(number)
 
 
 _PAGE = 4096
+_n_memories: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[Group, WeakValueDictionary[int, SharedMemory]] = WeakKeyDictionary()
 _segments: WeakSet[_native.Segment] = WeakSet()
 
 
