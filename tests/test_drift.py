@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import RanksFailedError, run_threads
+from launch import RanksFailedError, run_ranks, run_threads
 
 import horo_lite as hvd
 from horo_lite import _native
@@ -690,3 +690,35 @@ def test_torch_gradients_that_leave_early_are_looked_at_before_they_do(
     assert others == [message]
     # The bias's gradient, 2, is finite: the weight's is the first that NaN samples spoil.
     assert message.startswith("the gradient of '3.weight' has 32 NaN on rank 1, before averaging")
+
+
+@pytest.mark.mpi
+def test_between_hosts() -> None:
+    """Hashes, votes, differences and healing as they go through MPI; then an uncaught error."""
+    result = run_ranks(
+        """
+        import warnings
+
+        import numpy as np
+
+        import horo_lite as hvd
+
+        world = hvd.init()
+        x = {"a": np.arange(300_000, dtype=np.float32), "t": np.ones((3, 4)).T}
+        assert hvd.check_in_sync(x)
+        x["a"][[7, 9]] += world.rank == 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert not hvd.check_in_sync(x, on_drift="heal")
+        assert hvd.check_in_sync(x) and x["a"][9] == 9
+        print("healed", flush=True)
+        x["t"][3, 1] = world.rank != 1
+        hvd.check_in_sync(x, step=5)
+        """,
+        3,
+        env={"HORO_LITE_TEST_HOSTS": "2,1"},
+    )
+    assert result.stdout.count("healed") == 3, str(result)
+    assert result.returncode != 0, str(result)
+    assert "the replicas differ after step 5: 1 of 2 arrays, first 't'" in result.stderr
+    assert "Rank 1 differs from ranks 0 and 2, which agree." in result.stderr
