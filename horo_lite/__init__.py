@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from horo_lite.adapters import register_adapter as register_adapter
     from horo_lite.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
     from horo_lite.broadcast import broadcast_parameters as broadcast_parameters
+    from horo_lite.calls import run as run
     from horo_lite.collectives import *  # noqa: F403
     from horo_lite.compression import Compression as Compression
     from horo_lite.compression import Compressor as Compressor
@@ -32,6 +33,7 @@ _HOME = {
     for home, names in {
         "adapters": "Adapter register_adapter",
         "broadcast": "broadcast_parameters broadcast_optimizer_state",
+        "calls": "run",
         "collectives": "Average Sum Min Max Product Op Group Handle allreduce allreduce_ "
         "allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_ "
         "grouped_allreduce_async grouped_allreduce_async_ reducescatter reducescatter_async "
@@ -57,6 +59,9 @@ class _Package(ModuleType):
         # Importing the files world.py and broadcast.py must not hide the functions of those names.
         if not (name in _HOME and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)  # cloudpickle knows plain modules only
 
 
 sys.modules[__name__].__class__ = _Package

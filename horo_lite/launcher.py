@@ -76,7 +76,7 @@ def load_mpi(launch: Launch | None) -> Any:
     if MPI.Is_finalized():
         raise LauncherError("MPI is finalized already: init() must come before MPI.Finalize()")
     if not MPI.Is_initialized():
-        if launch and _strangers(launch.name, MPI.Get_library_version()):
+        if launch and are_strangers(launch.name, MPI.Get_library_version()):
             raise mismatch(launch, MPI.Get_library_version())
         rc = sys.modules["mpi4py"].rc
         level = f"THREAD_{rc.thread_level}".upper() if rc.threads else "THREAD_SINGLE"
@@ -111,7 +111,7 @@ def abort_hydra(status: int) -> None:
         os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
 
 
-def _strangers(launcher: str, library: str) -> bool:
+def are_strangers(launcher: str, library: str) -> bool:
     """The two names are known not to fit; otherwise the size of MPI's world will show it."""
     if launcher == "Open MPI":
         return any(make in library for make in ("MPICH", "MVAPICH", "Intel(R) MPI"))

@@ -145,9 +145,9 @@ def _read(file: BinaryIO) -> Any:
         raise _UnreadableError("is no commit of horo_lite")
     _, format_, version, n_bytes, digest = _HEADER.unpack(start)
     if format_ != _FORMAT:
+        writer = version.rstrip(bytes(1)).decode(errors="replace")
         raise _UnreadableError(
-            f"is of format {format_} (horo_lite {version.rstrip(bytes(1)).decode(errors='replace')}), and this "
-            f"version reads format {_FORMAT}"
+            f"is of format {format_} (horo_lite {writer}), and this version reads format {_FORMAT}"
         )
     length = stat.st_size - _HEADER.size
     if length != n_bytes:

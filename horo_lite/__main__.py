@@ -1,0 +1,139 @@
+"""`python -m horo_lite -n 4 train.py`: a script on several ranks, whichever MPI there is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from horo_lite import __version__, jobs
+from horo_lite.errors import LauncherError
+
+_EXAMPLES = """\
+examples:
+  %(prog)s -n 4 train.py --epochs 10
+  %(prog)s -n 4 --restarts 3 --checkpoint run.ckpt train.py
+  %(prog)s -n 4 --mpiexec-args="--bind-to none" -m package.train
+  %(prog)s --check
+
+Without restarts, mpiexec takes this process's place: its exit code and signals are mpiexec's own.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="horo_lite" if os.path.basename(sys.argv[0]) == "horo_lite" else "python -m horo_lite",
+        usage="%(prog)s -n N [options] {script.py | -m module | command} [arguments]\n"
+        "       %(prog)s --check",
+        description="Run a program on several ranks; or --check what is installed.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "-np", "--num-proc", type=int, dest="n", metavar="N", help="how many ranks")
+    add("-H", "--hosts", metavar="A:4,B:4", help="hosts, each with its number of ranks")
+    add(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start a job that ends badly again, up to K times, from its last commit "
+        "(horo_lite.elastic)",
+    )
+    add(
+        "--checkpoint",
+        metavar="FILE",
+        help="where commits go, and come from at the start; by itself, with --restarts, a "
+        "temporary file",
+    )
+    add(
+        "--elastic",
+        action="store_true",
+        help="a rank that dies does not end the job (Open MPI 5; see horo_lite.elastic)",
+    )
+    add("--mpiexec-args", default="", metavar="'…'", help="more arguments for mpiexec itself")
+    add("--check", action="store_true", help="show what is installed, and try it on two ranks")
+    add("--version", action="version", version=f"horo_lite {__version__}")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, as python -m does")
+    add("program", nargs=argparse.REMAINDER, help="script.py or any command, with its arguments")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: the job's, or 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong arguments."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.check:
+        from horo_lite import check
+
+        return check.main()
+    program = ["-m", *args.module] if args.module else args.program
+    if not program:
+        parser.error("which program? (--check needs none)")
+    if args.n is None or args.n < 1:
+        parser.error("-n: how many ranks? 1 or more")
+    if args.restarts < 0:
+        parser.error("--restarts: 0 or more")
+    if program[0] == "-m" or program[0].endswith(".py"):
+        program = [sys.executable, *program]
+    try:
+        with jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint:
+            more = {jobs.CHECKPOINT: checkpoint} if checkpoint else {}
+            env = jobs.environment(more | {jobs.RESTART: "0"})
+            if args.n > 1 or args.hosts or args.elastic or args.mpiexec_args:
+                program = jobs.find_mpiexec().command(
+                    program,
+                    args.n,
+                    hosts=args.hosts,
+                    elastic=args.elastic,
+                    more=shlex.split(args.mpiexec_args),
+                    env=env,
+                )
+            if not args.restarts:
+                _become(program, env)
+            _end_on_signals()
+
+            def attempt(number: int) -> jobs.Failure | None:
+                job = jobs.Job(program, env | {jobs.RESTART: str(number)})
+                code = job.wait()
+                if not code:
+                    return None
+                return jobs.Failure(code, "; ".join(filter(None, [jobs.how(code), job.cause()])))
+
+            failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
+            if failure is not None:
+                code = failure.returncode
+                raise SystemExit(128 - code if code < 0 else code)
+    except LauncherError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _become(program: Sequence[str], env: dict[str, str]) -> NoReturn:
+    try:
+        os.execvpe(program[0], list(program), env)
+    except OSError as error:
+        raise LauncherError(f"cannot run {program[0]}: {error}") from error
+
+
+def _end_on_signals() -> None:
+    """Being told to end is no failure of the job: it ends too, and is not started again."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

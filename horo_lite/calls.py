@@ -1,0 +1,257 @@
+"""`run`: one function called on every rank of a job of its own, from a script or a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import runpy
+import socket
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from horo_lite import jobs, launcher
+from horo_lite.errors import HoroLiteError, JobError, PeerLostError
+
+T = TypeVar("T")
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int,
+    restarts: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    hosts: str | None = None,
+    mpiexec_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """What `fn(*args, **kwargs)` returned on each of `np` ranks, in rank order.
+
+    It starts a job of new processes under mpiexec, which must be installed, and waits for it;
+    what the ranks print is shown. `fn` calls `init()` itself. It, its arguments and its results
+    are pickled: with the package cloudpickle they may be anything of a notebook or script, lambdas
+    too; without it, `fn` must be importable, and a script that calls `run` do so under
+    `if __name__ == "__main__":`, since every rank imports it.
+
+    A job that ends badly is started again up to `restarts` times; states of `elastic` go on from
+    their last commit, kept at `checkpoint` or in a temporary file. `hosts`: as "a:4,b:4", which
+    then need a common $TMPDIR. `mpiexec_args` go to mpiexec, `env` on top of the environment.
+
+    An exception on a rank is raised here, with that rank's traceback as its cause. JobError: the
+    job ended otherwise. TypeError: something cannot be pickled. LauncherError: there is no
+    mpiexec. Ctrl-C ends the job. No process or file of it is left.
+    """
+    launch = launcher.detect(os.environ)
+    if launch is not None and launch.size != 1:
+        raise HoroLiteError(
+            f"run() was called on rank {launch.rank} of a job, and starts one itself: start this "
+            'script without mpiexec, and keep run() under if __name__ == "__main__":'
+        )
+    if np < 1 or restarts < 0:
+        raise ValueError(f"np must be 1 or more and restarts not negative, not {np}, {restarts}")
+    call = _pickled_call(fn, tuple(args), dict(kwargs or {}))
+    with (
+        tempfile.TemporaryDirectory(prefix="horo_lite-") as folder,  # mode 0700
+        jobs.checkpoint_of(os.fspath(checkpoint) if checkpoint else None, restarts) as commits,
+    ):
+        call |= {"argv": sys.argv, "is_last": not restarts}
+        _write(Path(folder, "call"), pickle.dumps(call))
+        more = {jobs.CHECKPOINT: commits, jobs.RESTART: "0"}
+        environ = jobs.environment({k: v for k, v in more.items() if v} | dict(env or {}))
+        path = [os.path.abspath(entry) for entry in sys.path]
+        start = f"import sys; sys.path[:] = {path!r}; from horo_lite.calls import serve; "
+        command = [sys.executable, "-c", f"{start}serve({folder!r}, {np})"]
+        if np > 1 or hosts or mpiexec_args:
+            mpiexec = jobs.find_mpiexec()
+            command = mpiexec.command(command, np, hosts=hosts, more=mpiexec_args, env=environ)
+        errors: list[_Error] = []
+
+        def attempt(number: int) -> jobs.Failure | None:
+            for left in Path(folder).glob("[er]*.[0-9]*"):
+                left.unlink()
+            job = jobs.Job(command, environ | {jobs.RESTART: str(number)})
+            code = job.wait(has_failed=lambda: any(Path(folder).glob("error.*")))
+            errors[:] = _errors(Path(folder))
+            if errors:
+                return jobs.Failure(code, f"rank {errors[0].rank} raised {errors[0].summary}")
+            missing = [rank for rank in range(np) if not Path(folder, f"result.{rank}").exists()]
+            if code == 0 and not missing:
+                return None
+            why = f"no result from rank {', '.join(map(str, missing))}" if not code else ""
+            return jobs.Failure(code, "; ".join(filter(None, [jobs.how(code), why, job.cause()])))
+
+        failure = jobs.until_done(attempt, restarts=restarts, checkpoint=commits)
+        if errors:
+            raise errors[0].as_exception()
+        if failure is not None:
+            raise JobError(f"the job of {np} ranks ended badly: {failure.why}", failure.returncode)
+        results = [Path(folder, f"result.{rank}").read_bytes() for rank in range(np)]
+    _alias_main()
+    return [pickle.loads(result) for result in results]
+
+
+# --- what travels: files of mode 0600 in a directory of mode 0700 ---------------------------------
+
+
+def _pickler() -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+def _dumps(value: Any) -> bytes:
+    data: bytes = _pickler().dumps(value)
+    return data
+
+
+def _pickled_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """TypeError says which part of the call cannot be pickled."""
+    try:
+        data = _dumps((fn, args, kwargs))
+    except Exception as error:
+        parts = {"the function": fn}
+        parts |= {f"argument {i}": value for i, value in enumerate(args)}
+        parts |= {f"argument {name}": value for name, value in kwargs.items()}
+        raise TypeError(_unpicklable(parts, error)) from error
+    main: Any = sys.modules["__main__"]
+    file = getattr(main, "__file__", None) or ""
+    if b"__main__" not in data or _pickler() is not pickle:
+        return {"call": data, "main": None}
+    if not os.path.exists(file):
+        raise TypeError(
+            f"{fn!r} is of a notebook or a prompt, which other processes cannot import: "
+            "pip install cloudpickle, or move it into a module"
+        )
+    return {"call": data, "main": os.path.abspath(file)}
+
+
+def _unpicklable(parts: Mapping[str, Any], error: Exception) -> str:
+    culprit = "the call"
+    for name, value in parts.items():
+        try:
+            _dumps(value)
+        except Exception as its:
+            culprit, error = f"{name} ({type(value).__name__})", its
+            break
+    hint = "open files, locks and the like stay where they are: make them inside the function"
+    if _pickler() is pickle:
+        hint = "lambdas and inner functions need the package cloudpickle: pip install cloudpickle"
+    return f"{culprit} cannot be sent to the ranks ({error}); {hint}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The file is there as a whole or not at all."""
+    new = path.with_name(f"new-{path.name}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    new.replace(path)
+
+
+def _alias_main() -> None:
+    """What ranks made with a script's classes is found under the script's name there."""
+    sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
+
+
+class _Error(NamedTuple):
+    """How `fn` ended on a rank."""
+
+    rank: int
+    where: str
+    summary: str
+    traceback: str
+    pickled: bytes | None
+    is_victim: bool  # of another rank's end
+
+    def as_exception(self) -> BaseException:
+        cause = _RankTraceback(f"on {self.where}:\n{self.traceback}")
+        error: BaseException = JobError(f"{self.where} raised {self.summary}")
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):  # its class may not be known here
+                error = pickle.loads(self.pickled)
+        error.__cause__ = cause
+        return error
+
+
+class _RankTraceback(Exception):  # noqa: N818 (shown as the cause of the exception itself)
+    """Where on the rank the exception came from."""
+
+
+def _errors(folder: Path) -> list[_Error]:
+    """The ranks' errors, the likeliest cause of the others first."""
+    _alias_main()
+    files = sorted(folder.glob("error.*"), key=lambda file: file.stat().st_mtime_ns)
+    errors = [_Error(*pickle.loads(file.read_bytes())) for file in files]
+    return sorted(errors, key=lambda error: error.is_victim)
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def serve(folder: str, size: int) -> None:
+    """The call in `folder` has been made, and its result or error lies there too.
+
+    The error is raised as well, so that the job ends as it would have without `run`.
+    """
+    launch = launcher.detect(os.environ)
+    rank = (launch.rank if launch is not None else None) or 0
+    call: dict[str, Any] = {"is_last": False}
+    try:
+        try:
+            call = pickle.loads(Path(folder, "call").read_bytes())
+        except FileNotFoundError:
+            raise HoroLiteError(
+                f"{folder} is not there on host {socket.gethostname()}: ranks on several hosts "
+                "need a common directory for temporary files; name one in TMPDIR"
+            ) from None
+        sys.argv = call["argv"]
+        if call["main"] is not None:
+            main = types.ModuleType("__mp_main__")
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+            main.__dict__.update(runpy.run_path(call["main"], run_name="__mp_main__"))
+        fn, args, kwargs = pickle.loads(call["call"])
+        result = fn(*args, **kwargs)
+        try:
+            data = _dumps(result)
+        except Exception as error:
+            parts = {f"the result on rank {rank}": result}
+            raise TypeError(_unpicklable(parts, error)) from error
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            _write(Path(folder, f"error.{rank}"), pickle.dumps(tuple(_told(rank, size, error))))
+            if call["is_last"]:  # the caller shows it; once is enough
+                sys.stderr.flush()
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        raise
+    _write(Path(folder, f"result.{rank}"), data)
+
+
+def _below(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The same without serve() itself."""
+    return trace.tb_next or trace if trace is not None else None
+
+
+def _told(rank: int, size: int, error: BaseException) -> _Error:
+    pickled = None
+    if isinstance(error, Exception):  # the caller's process is not to end by sys.exit() here
+        with contextlib.suppress(Exception):
+            pickled = _dumps(error)
+            pickle.loads(pickled)  # some can only be pickled
+    name, text = type(error).__name__, " ".join(str(error).split())
+    return _Error(
+        rank,
+        f"rank {rank} of {size} ({socket.gethostname()}, pid {os.getpid()})",
+        f"{name}: {text}" if text else name,
+        "".join(traceback.format_exception(type(error), error, _below(error.__traceback__))),
+        pickled,
+        isinstance(error, (PeerLostError, KeyboardInterrupt)),
+    )

