@@ -279,10 +279,10 @@ bool Engine::is_ready(const std::string& name) const {
   return true;
 }
 
-std::vector<int> Engine::numbers(const Known& known, bool of_those_that_have) const {
+std::vector<int> Engine::numbers(const std::function<bool(int)>& is_so) const {
   std::vector<int> numbers;
   for (int r = 0; r < channel_->size(); ++r) {
-    if (known.has[r] == of_those_that_have) numbers.push_back(ranks_[r]);
+    if (is_so(r)) numbers.push_back(ranks_[r]);
   }
   return numbers;
 }
@@ -317,7 +317,7 @@ void Engine::run(const std::string& name, Known known) {
       for (int r = 0; r < channel_->size(); ++r) {
         if (known.has[r]) said.push_back(everyone[r]);
       }
-      throw Mismatch(explain_(name, said, numbers(known, true)));
+      throw Mismatch(explain_(name, said, numbers([&](int r) { return known.has[r]; })));
     }
     if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) job = stand_in(name, job, &known);
     job->run(known.entries);
@@ -339,7 +339,7 @@ void Engine::run(const std::string& name, Known known) {
 std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known) {
   Writer mine;
   if (job != nullptr) {
-    const Recipe recipe = job->recipe(numbers(*known, false));
+    const Recipe recipe = job->recipe(numbers([&](int r) { return !known->has[r]; }));
     mine.string(recipe.refusal);
     mine.real(recipe.weight);
     mine.string(recipe.text);
@@ -394,8 +394,9 @@ void Engine::fail_unmatched() {
   std::vector<std::pair<std::shared_ptr<Job>, std::string>> failed;
   for (const auto& [name, known] : unmatched) {
     if (!known.has[channel_->rank()]) continue;
-    failed.emplace_back(take(name), "'" + name + "' was submitted by rank " + list(numbers(known, true)) +
-                                        " but not by rank " + list(numbers(known, false)) +
+    const std::string have = list(numbers([&](int r) { return known.has[r]; }));
+    const std::string lack = list(numbers([&](int r) { return !known.has[r] && !has_joined(r); }));
+    failed.emplace_back(take(name), "'" + name + "' was submitted by rank " + have + " but not by rank " + lack +
                                         ", and every rank is waiting: nothing can go on. Asynchronous operations are "
                                         "matched by name; see that every rank submits the same ones.");
   }

@@ -144,7 +144,8 @@ class Engine {
   bool is_ready(const std::string& name) const;
   void run(const std::string& name, Known known);
   std::shared_ptr<Job> stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known);
-  std::vector<int> numbers(const Known& known, bool of_those_that_have) const;
+  // What messages call the ranks of which that is so.
+  std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
   uint64_t waiting();
   void check_peers();
   void fail_unmatched();

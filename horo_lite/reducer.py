@@ -140,8 +140,10 @@ class Reducer:
         self._reset()
 
     def begin_anew(self) -> None:
-        """Ranks that had joined are back, who do not know what the others have agreed on."""
+        """Ranks that had joined are back: they do not know what was agreed on, or who was first."""
         self._forget()
+        self._number = 0
+        _numbers.pop(self.group, None)
         if not self._handles:
             self._reset()
 

@@ -132,8 +132,9 @@ class _Layers:
         self.known: WeakKeyDictionary[SyncBatchNorm, tuple[int, int]] = WeakKeyDictionary()
 
     def begin_anew(self) -> None:
-        for layer, (number, _) in list(self.known.items()):
-            self.known[layer] = number, 0
+        """All ranks have joined, of which some may not have used any."""
+        self.n_seen = 0
+        self.known.clear()
 
 
 _layers_of: WeakKeyDictionary[Group, _Layers] = WeakKeyDictionary()

@@ -1,0 +1,450 @@
+"""join(): uneven numbers of batches, and what the others can do while a rank has none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import RanksFailedError, run_ranks, run_threads
+
+import horo_lite as hvd
+from horo_lite import Average, Max, Min, Op, Product, Sum
+from horo_lite.adapters import adapter_of
+from horo_lite.collectives import Group
+from horo_lite.compression import Compression
+from horo_lite.errors import MismatchError, PeerLostError
+from horo_lite.join import join_group
+from horo_lite.reducer import Reducer
+
+ORACLE = {
+    Sum: lambda xs, size: sum(xs),
+    Average: lambda xs, size: sum(xs) / size,  # of all ranks, as Horovod has it
+    Min: lambda xs, size: np.minimum.reduce(xs),
+    Max: lambda xs, size: np.maximum.reduce(xs),
+    Product: lambda xs, size: np.multiply.reduce(xs),
+}
+
+
+def values(rank: int, dtype: str = "float32") -> Any:
+    """Other on every rank, exact in every dtype, and never on the same side of 0 everywhere."""
+    return (np.arange(6).reshape(3, 2) % 3 + 2 * rank - 3).astype(dtype)
+
+
+def awaited(group: Group, name: str) -> Callable[..., Any]:
+    """The asynchronous form of an operation, as if it were direct."""
+    return lambda *args, **kwargs: group.synchronize(
+        getattr(group, f"{name}_async")(*args, **kwargs)
+    )
+
+
+@pytest.mark.parametrize("joined", [[0], [2], [0, 1], [1, 3]])
+def test_what_the_others_do_while_ranks_have_joined(joined: list[int]) -> None:
+    size = 4
+    here = [r for r in range(size) if r not in joined]
+
+    def work(group: Group) -> None:
+        x = values(group.rank)
+        for form in (lambda name: getattr(group, name), lambda name: awaited(group, name)):
+            for op, oracle in ORACLE.items():
+                for dtype in ("float64", "float16", "int32", "int8"):
+                    got = form("allreduce")(values(group.rank, dtype), op)
+                    expected = oracle([values(r, dtype).astype("f8") for r in here], size)
+                    expected = np.trunc(expected) if dtype.startswith("int") else expected
+                    np.testing.assert_allclose(got, expected, rtol=1e-3, err_msg=f"{op} {dtype}")
+                    assert got.dtype == dtype
+            total = sum(values(r) for r in here)
+            options = {"prescale_factor": 2.0, "postscale_factor": 0.25}
+            for compression in (Compression.none, Compression.fp16, Compression.bf16):
+                got = form("allreduce")(x, Sum, compression=compression, **options)
+                np.testing.assert_array_equal(got, total / 2)
+            got = form("grouped_allreduce")([x, 2.0 * x, np.float64(group.rank)], Sum, name="g")
+            np.testing.assert_array_equal(got[1], 2 * total)
+            assert got[2] == sum(here)
+            rows = x[: 1 + group.rank % 3]  # not as many on every rank
+            parts = [values(r)[: 1 + r % 3] for r in here]
+            np.testing.assert_array_equal(form("allgather")(rows), np.concatenate(parts))
+            root = here[-1]
+            np.testing.assert_array_equal(form("broadcast")(x, root, name="b"), values(root))
+        group.allreduce_(y := x.copy(), Sum)
+        group.synchronize(group.allreduce_async_(z := x.copy(), Sum))
+        np.testing.assert_array_equal([y, z], [total, total])
+        group.barrier()
+        group.grouped_broadcast_([z := x.copy(), z[:1]], here[0], names=["p", "q"])
+        np.testing.assert_array_equal(z, values(here[0]))
+        handles = [group.allreduce_async(x + i, Sum, name=str(i)) for i in range(20)]
+        for i in range(20) if group.rank % 2 else range(19, -1, -1):
+            expected = total + i * len(here)
+            np.testing.assert_array_equal(group.synchronize(handles[i]), expected)
+
+    def rank(group: Group) -> None:
+        if group.rank in here:
+            work(group)
+        assert join_group(group) in here
+        # As before, the unnamed ones too, of which some ranks have called more.
+        everyone = sum(values(r) for r in range(size))
+        np.testing.assert_array_equal(group.allreduce(values(group.rank), Sum), everyone)
+        np.testing.assert_array_equal(
+            awaited(group, "allreduce")(values(group.rank), Sum), everyone
+        )
+
+    run_threads(size, rank, timeout_s=60)
+
+
+def test_what_needs_every_rank_is_an_error_and_no_hang() -> None:
+    def rank(group: Group) -> None:
+        x = np.ones((2, 2), np.float32)
+        if group.rank != 1:
+            for label, call in {
+                "alltoall": lambda: group.alltoall(x, [1, 0, 1]),
+                "alltoall 'a'": lambda: awaited(group, "alltoall")(x, [1, 0, 1], name="a"),
+                "reducescatter": lambda: group.reducescatter(x),
+                "reducescatter number": lambda: awaited(group, "reducescatter")(x),
+                "broadcast from rank 1": lambda: group.broadcast(x, 1),
+                "broadcast 'b' from rank 1": lambda: awaited(group, "broadcast")(x, 1, name="b"),
+                "broadcast_object": lambda: group.broadcast_object("x", 0),
+                "allgather_object": lambda: group.allgather_object("x"),
+                "new_group": lambda: group.agree("new_group", "ranks [0]"),
+                "allreduce": lambda: group.allreduce(x, Max, prescale_factor=2.0),
+            }.items():
+                with pytest.raises(MismatchError, match=f"^{label}.* needs every rank, but rank 1"):
+                    call()
+            # What the others do not agree on is theirs alone.
+            with pytest.raises(MismatchError, match=r"rank 0: .*\[2, 2\]; rank 2: .*\[1, 2\]"):
+                group.allreduce(x[: 2 - group.rank // 2])
+            with pytest.raises(MismatchError, match=r"rank 0: .*\[2, 2\]; rank 2: .*\[1, 2\]"):
+                awaited(group, "allreduce")(x[: 2 - group.rank // 2], name="c")
+            with pytest.raises(MismatchError, match=r"by rank . but not by rank [02], and"):
+                awaited(group, "allreduce")(x, name=f"of rank {group.rank}")
+            assert awaited(group, "allreduce")(x, Sum)[0, 0] == 2
+        assert join_group(group) != 1
+        assert awaited(group, "allreduce")(x, Sum)[0, 0] == 3
+
+    run_threads(3, rank)
+
+
+@pytest.mark.parametrize("between", ["nothing", "direct", "asynchronous"])
+def test_the_last_rank_is_the_same_everywhere(between: str) -> None:
+    """Whatever the others still do when some have joined: two epochs, in another order each."""
+    orders = [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
+
+    def rank(group: Group) -> list[int]:
+        lasts = []
+        for order in orders:
+            for turn in range(order.index(group.rank)):
+                here = 3 - turn - 1
+                if between == "nothing":
+                    time.sleep(0.15)
+                    continue
+                add = group.allreduce if between == "direct" else awaited(group, "allreduce")
+                assert add(np.ones(1), Sum)[0] >= here
+            lasts.append(join_group(group))
+        return lasts
+
+    assert run_threads(3, rank) == [[order[-1] for order in orders]] * 3
+
+
+def test_a_world_of_one_joins_itself() -> None:
+    hvd.init()
+    assert hvd.join() == 0
+    hvd.shutdown()
+
+
+def test_messages_name_ranks_as_the_world_does() -> None:
+    """In a part of a world, ranks 5 and 7."""
+    from horo_lite._native import thread_group
+    from horo_lite.transports.shm import ShmTransport
+
+    natives = [thread_group(2), thread_group(2)]
+
+    def rank(outer: Group) -> str:
+        r = outer.rank
+        group = Group(*(ShmTransport(native[r], [5, 7]) for native in natives))
+        with pytest.raises(MismatchError) as error:
+            awaited(group, "allreduce")(np.ones(1), name=f"of {r}")
+        with pytest.raises(MismatchError, match=r"rank 5: .*\[1\]; rank 7: .*\[2\]"):
+            awaited(group, "allreduce")(np.ones(1 + r), name="shape")
+        if r:
+            with pytest.raises(MismatchError, match="rank 5 has no more batches"):
+                group.broadcast(np.ones(1), 0)
+        join_group(group)
+        group.close()
+        return str(error.value)
+
+    mine, other = run_threads(2, rank)
+    assert "by rank 5 but not by rank 7" in mine
+    assert "by rank 7 but not by rank 5" in other
+
+
+def test_unnamed_numbers_stay_alike_after_unmatched_operations() -> None:
+    """Several lacked a match on one rank, and one of their handles is forgotten."""
+
+    def rank(group: Group) -> None:
+        if group.rank == 0:
+            handles = [group.allreduce_async(np.ones(1)) for _ in range(3)]
+            for handle in handles[:2]:
+                with pytest.raises(MismatchError, match="by rank 0 but not by rank 1"):
+                    group.synchronize(handle)
+        else:
+            with pytest.raises(MismatchError, match="by rank 1 but not by rank 0"):
+                awaited(group, "allgather")(np.ones(1), name="another")
+        for _ in range(2):
+            assert awaited(group, "allreduce")(np.full(1, group.rank + 1.0), Sum)[0] == 3
+
+    run_threads(2, rank)
+
+
+class Parameter:
+    def __init__(self, value: Any) -> None:
+        self.data = np.array(value, np.float32)
+        self.grad: Any = None
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_averages_count_all_ranks_or_all_samples(weighted: bool) -> None:
+    """Gradients announced one by one, so that buckets leave early, and one that is nobody's."""
+    counts = [3, 5, 0]
+
+    def rank(group: Group) -> list[Any]:
+        parameters = [Parameter([0.0, 0.0]), Parameter([0.0]), Parameter([0.0])]
+        named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+        reducer = Reducer(group, adapter_of(parameters[0]), named, bucket_bytes=4)
+        results = []
+        for epoch in range(2):
+            n = counts[(group.rank + epoch) % 3]
+            for step in range(n):
+                reducer.weight = group.rank + 1.0 if weighted else None
+                for i in (1, 0):
+                    parameters[i].grad = np.full_like(parameters[i].data, step + group.rank + i)
+                    reducer.ready(i)
+                reducer.finish()
+                assert parameters[2].grad is None
+                results.append((epoch, step, parameters[0].grad[0], parameters[1].grad[0]))
+            join_group(group)
+        return results
+
+    for r, results in enumerate(run_threads(3, rank)):
+        assert len(results) == sum(counts[(r + epoch) % 3] for epoch in range(2))
+        for epoch, step, *got in results:
+            here = [k for k in range(3) if step < counts[(k + epoch) % 3]]
+            weights = {k: k + 1.0 if weighted else 1.0 for k in here}
+            total = sum(weights.values()) if weighted else 3
+            for i, value in enumerate(got):
+                expected = sum(weights[k] * (step + k + i) for k in here) / total
+                assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_rank_that_fails_ends_the_wait_of_those_that_have_joined() -> None:
+    def rank(group: Group) -> None:
+        if group.rank == 1:
+            group.allreduce(np.ones(1))
+            raise KeyError("no such sample")
+        join_group(group)
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_threads(3, rank)
+    for r in (0, 2):
+        assert isinstance(caught.value.errors[r], PeerLostError)
+        text = str(caught.value.errors[r])
+        assert text.startswith("rank 1 ")
+        assert f"while rank {r} waited in join()" in text
+
+
+# horo_lite.torch.
+
+
+def test_torch_operations_while_a_rank_has_joined() -> None:
+    torch = pytest.importorskip("torch")
+    import horo_lite.torch as th
+
+    def rank(group: Group) -> None:
+        r, k = group.rank, {"process_set": group}
+        if r != 2:
+            here = [q for q in range(4) if q != 2]
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                x = torch.arange(4).to(dtype) + r
+                assert th.allreduce(x, op=th.Sum, **k).tolist() == [4 + 3 * i for i in range(4)]
+                assert th.allreduce(x, op=th.Min, **k).tolist() == [0, 1, 2, 3]
+                assert th.allreduce(x, op=th.Max, **k).tolist() == [3, 4, 5, 6]
+            x = x.double().requires_grad_()
+            th.allreduce(x, op=th.Average, **k).sum().backward()
+            assert x.grad.tolist() == [0.75] * 4
+            assert th.allgather(x.detach()[: r + 1], **k).tolist() == [
+                float(i + q) for q in here for i in range(q + 1)
+            ]
+            one, two = th.grouped_allgather([x.detach()[:1], x.detach()[:1] * 2], **k)
+            assert (one * 2).tolist() == two.tolist() == [0, 2, 6]
+            assert th.broadcast(x.detach(), 3, **k)[0] == 3
+            assert th.broadcast_object({"from": r}, 3, **k) == {"from": 3}
+            sparse = torch.tensor([4.0 if q == r else 0.0 for q in range(4)]).to_sparse()
+            total = th.sparse_allreduce_async(sparse, "s", th.Average, **k)().to_dense()
+            assert total.tolist() == [1, 1, 0, 1]
+            th.barrier(**k)
+            # Of equal gradients Adasum is one of them; zeros change nothing.
+            got = th.allreduce(torch.tensor([3.0, 4.0]), op=th.Adasum, **k)
+            assert got.tolist() == pytest.approx([3.0, 4.0])
+            with pytest.raises(MismatchError, match="needs every rank, but rank 2"):
+                th.alltoall(torch.ones(4), **k)
+            with pytest.raises(th.HorovodInternalError, match="from rank 2 needs every rank"):
+                th.broadcast(x.detach(), 2, **k)
+        join_group(group)
+        assert th.allreduce(torch.ones(1) * r, op=th.Sum, **k).item() == 6
+
+    run_threads(4, rank)
+
+
+def network(torch: Any) -> Any:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(
+        torch.nn.EmbeddingBag(6, 3, mode="sum", sparse=True, dtype=torch.float64),
+        torch.nn.Linear(3, 4, dtype=torch.float64),
+        torch.nn.Linear(4, 2, dtype=torch.float64),
+    )
+
+
+def batch(torch: Any, epoch: int, step: int, rank: int) -> Any:
+    generator = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
+    return torch.randint(0, 6, (3, 2), generator=generator)
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum", "Adasum"])
+def test_torch_optimizer_with_uneven_batches(op: str, monkeypatch: Any) -> None:
+    """Every step is that of all batches there are; sparse gradients, small buckets, two epochs."""
+    torch = pytest.importorskip("torch")
+    import horo_lite.torch as th
+
+    monkeypatch.setenv("HORO_LITE_BUCKET_BYTES", "64")
+    size, counts = (2, [3, 5]) if op == "Adasum" else (3, [3, 5, 0])
+
+    def batches(rank: int, epoch: int) -> int:
+        return counts[(rank + epoch) % size]
+
+    def rank(group: Group) -> Any:
+        net = network(torch)
+        optimizer = th.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.01),
+            net.named_parameters(),
+            op=getattr(th, op),
+            sparse_as_dense=op == "Adasum",
+            process_set=group,
+        )
+        for epoch in range(3):
+            for step in range(batches(group.rank, epoch)):
+                optimizer.zero_grad()
+                net(batch(torch, epoch, step, group.rank)).square().mean().backward()
+                optimizer.step()
+            last = join_group(group)
+            assert batches(last, epoch) == max(counts)
+            th.broadcast_parameters(net, last, process_set=group)
+        return net
+
+    expected = network(torch)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
+    for epoch in range(3):
+        for step in range(max(counts)):
+            gradients = []
+            for r in range(size):
+                optimizer.zero_grad()
+                if step < batches(r, epoch):
+                    expected(batch(torch, epoch, step, r)).square().mean().backward()
+                    gradients.append([p.grad.to_dense() for p in expected.parameters()])
+            for p, *gs in zip(expected.parameters(), *gradients, strict=True):
+                if op == "Adasum" and len(gs) == 2:
+                    a, b = gs
+                    dot = (a * b).sum()
+                    p.grad = (1 - dot / 2 / (a * a).sum()) * a + (1 - dot / 2 / (b * b).sum()) * b
+                else:
+                    p.grad = sum(gs) / (size if op == "Average" else 1)
+            optimizer.step()
+    for net in run_threads(size, rank):
+        for p, q in zip(net.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
+
+
+def test_sync_batch_norm_of_those_that_have_batches() -> None:
+    torch = pytest.importorskip("torch")
+    import horo_lite.torch as th
+
+    def rank(group: Group) -> None:
+        layer = th.SyncBatchNorm(2, affine=False, process_set=group).double()
+        for counts in ([2, 1, 0], [0, 2, 1]):
+            for step in range(counts[group.rank]):
+                here = [r for r in range(3) if step < counts[r]]
+                parts = [batch(torch, 0, step, r).double() for r in here]
+                whole = torch.nn.BatchNorm1d(2, affine=False).double()(torch.cat(parts))
+                got = layer(parts[here.index(group.rank)])
+                assert torch.allclose(got, whole.split(3)[here.index(group.rank)])
+            join_group(group)
+
+    run_threads(3, rank)
+
+
+JOB = """
+    import threading
+    import numpy as np
+    import torch
+    import horo_lite
+    import horo_lite.torch as hvd
+
+    pair = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[pair])
+    rank, size = hvd.rank(), hvd.size()
+    for compression, bound in ((hvd.Compression.none, 1e-6), (hvd.Compression.fp16, 1e-3)):
+        for epoch, counts in enumerate(([3, 5, 2], [4, 0, 1])):
+            weight = torch.nn.Parameter(torch.zeros(100))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([weight], lr=1.0), [("weight", weight)], compression=compression
+            )
+            for step in range(counts[rank]):
+                optimizer.zero_grad()
+                (weight * (step + 10.0 * rank + 1.0)).sum().backward()
+                optimizer.step()
+            last = hvd.join()
+            assert last == counts.index(max(counts)), last
+            hvd.broadcast_parameters([weight], root_rank=last)
+            expected = -sum(sum(s + 10.0 * r + 1.0 for s in range(counts[r])) for r in range(size))
+            np.testing.assert_allclose(weight.detach(), expected / size, rtol=bound)
+            del optimizer
+
+    # Among part of the ranks, too, of which one has joined.
+    if rank == 0:
+        hvd.join()
+    else:
+        if rank == 2:
+            for k in (dict(process_set=pair), {}):
+                assert hvd.allreduce(torch.full((2,), 3.0), op=hvd.Sum, **k)[0] == 3
+            assert pair.group().allreduce(np.full(2, 3.0), horo_lite.Sum)[0] == 3
+        else:
+            assert hvd.allreduce(torch.zeros(2), op=hvd.Sum)[0] == 3
+        assert horo_lite.join() in (1, 2)
+    if rank != 1:
+        assert hvd.allreduce(torch.full((2,), rank + 1.0), op=hvd.Sum, process_set=pair)[0] == 4
+    assert hvd.allreduce(torch.full((2,), rank + 1.0), op=hvd.Sum)[0] == 6
+    left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    assert not left, left
+    print("joined", flush=True)
+
+    if rank == 1:
+        hvd.allreduce(torch.ones(1))
+        raise KeyError("no such sample")
+    hvd.join()
+    print("never", flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_a_job_with_uneven_batches() -> None:
+    """Over MPI, also among part of the ranks; it ends where a rank fails while others wait."""
+    pytest.importorskip("torch")
+    result = run_ranks(JOB, 3, env={"HORO_LITE_TEST_HOSTS": "2,1"}, timeout_s=90)
+    assert result.stdout.count("joined") == 3, str(result)
+    assert result.returncode != 0
+    assert "no such sample" in result.stderr, str(result)
+    assert "rank 1 of 3" in result.stderr, str(result)
+    assert "never" not in result.stdout
+
+
+def test_every_op_has_an_oracle() -> None:
+    assert set(ORACLE) == set(Op)
