@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import stat
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -13,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launch import Job, environment
 
 import horo_lite as hvd
+from horo_lite import jobs
 from horo_lite.elastic import checkpoint
 
 # --- files ----------------------------------------------------------------------------------------
@@ -128,3 +133,160 @@ def test_another_users_pickle_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(hvd.CheckpointError, match="belongs to user"):
         checkpoint.load(path)
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+TRAIN = """
+import os, signal
+import numpy as np
+import horo_lite as hvd
+from horo_lite.elastic import Sampler, State
+
+class Parameter:
+    def __init__(self, rank):
+        self.data = np.full(1000, rank, np.float32)
+        self.grad = None
+
+class Momentum:
+    def __init__(self, params):
+        self.params = params
+        self.velocities = [np.zeros_like(p.data) for p in params]
+    def step(self):
+        for p, velocity in zip(self.params, self.velocities):
+            velocity *= 0.5
+            velocity += p.grad
+            p.data -= 0.1 * velocity
+
+def train(kills):
+    # Attempt kills[i][0] ends when its rank kills[i][1] is at batch kills[i][2].
+    world = hvd.init()
+    attempt = int(os.environ["HORO_LITE_RESTART"])
+    opt = hvd.DistributedOptimizer(Momentum([Parameter(world.rank), Parameter(7)]))
+    sampler = Sampler(48)
+    state = State(params=[p.data for p in opt.params], opt=opt, sampler=sampler, epoch=0)
+    state.read_checkpoint()
+    state.sync()
+    begun_at, seen = (state.epoch, sampler.processed_num), []
+    while state.epoch < 2:
+        sampler.set_epoch(state.epoch)
+        for batch, index in enumerate(sampler):
+            for p in opt.params:
+                p.grad = (p.data - index) / 100
+            n_done = state.epoch * 48 + sampler.processed_num
+            if (attempt, world.rank, n_done // world.size) in kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            opt.step()
+            sampler.record_batch(batch, 1)
+            seen.append(index)
+            if batch % 3 == 2:
+                state.commit()
+        state.epoch += 1
+        state.commit()
+    return attempt, begun_at, [p.data for p in opt.params], seen
+"""
+
+
+@pytest.mark.mpi
+def test_a_job_started_again_ends_where_an_undisturbed_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 is killed in the first epoch, and then rank 0 in the second."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(jobs, "_FIRST_PAUSE_S", 0.1)
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(TRAIN, cell)
+    undisturbed = hvd.run(cell["train"], [()], np=3)
+    assert len({index for *_, seen in undisturbed for index in seen}) == 48
+    capfd.readouterr()
+    disturbed = hvd.run(cell["train"], [((0, 1, 7), (1, 0, 21))], np=3, restarts=2)
+    said = capfd.readouterr().err
+    for (_, _, expected, _), (attempt, begun_at, found, _) in zip(
+        undisturbed, disturbed, strict=True
+    ):
+        assert attempt == 2
+        assert begun_at == (1, 3 * 3)  # of 16 batches an epoch, 21 // 3 * 3 are committed
+        for a, b in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for number in (1, 2):
+        assert re.search(
+            rf"the job ended badly \(.+\): restart {number} of 2 in 0\.1 s, from the commit", said
+        ), said
+    assert said.count("going on from the commit of") == 2
+    assert not os.listdir(tmp_path)
+
+
+WAIT = """
+import os, time
+import horo_lite as hvd
+from horo_lite.elastic import State
+hvd.init()
+state = State(step=7)
+state.read_checkpoint()
+state.commit()
+print("up", os.environ["HORO_LITE_RESTART"], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.mpi
+def test_who_ends_the_launcher_wants_no_restart_and_finds_the_last_commit(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WAIT)
+    command = [sys.executable, "-m", "horo_lite", "-n", "2", "--restarts", "3", "train.py"]
+    with contextlib.closing(Job(command, environment({"TMPDIR": str(tmp_path)}), tmp_path)) as job:
+        job.wait_for("up 0", count=2)
+        os.kill(job.launcher.pid, signal.SIGTERM)
+        result = job.wait(10)
+        assert result.returncode == 128 + signal.SIGTERM
+        assert not job.processes()
+    kept = re.search(r"to go on from it: HORO_LITE_CHECKPOINT=(\S+)", result.stderr)
+    assert kept is not None, str(result)
+    assert checkpoint.load(kept[1]) == {"step": 7}
+    assert "restart" not in result.stderr
+
+
+def repeated(
+    failures: list[jobs.Failure | None], restarts: int, commits_after: tuple[int, ...], path: Path
+) -> tuple[jobs.Failure | None, int]:
+    """How it ended and how many attempts there were, of which some made a commit."""
+    attempts = []
+
+    def attempt(number: int) -> jobs.Failure | None:
+        assert number == len(attempts)
+        if number in commits_after:
+            checkpoint.save(path, number)
+            os.utime(path, (number, number))
+        attempts.append(number)
+        return failures[number]
+
+    return jobs.until_done(attempt, restarts=restarts, checkpoint=str(path)), len(attempts)
+
+
+def test_pauses_grow_until_there_is_a_new_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    bad = [jobs.Failure(1, f"rank {i} of 9: odd {'x' * i}") for i in range(9)]
+    path = tmp_path / "run.ckpt"
+    assert repeated([*bad[:4], None], 9, (), path) == (None, 5)
+    assert pauses == [1, 2, 4, 8]
+    pauses.clear()
+    assert repeated(bad, 5, (2, 3), path) == (bad[5], 6)
+    assert pauses == [1, 2, 1, 1, 2]
+    said = capsys.readouterr().err
+    assert "restart 1 of 9 in 1 s, from the beginning" in said
+    assert re.search(r"restart 3 of 5 in 1 s, from the commit of \d\d:\d\d:02", said)
+    assert said.strip().endswith("(rank 5 of 9: odd xxxxx), and no restart is left of 5")
+
+
+def test_a_job_that_never_gets_going_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    same = [jobs.Failure(1, f"rank 1 of 2 (host, pid {i}) raised OSError") for i in range(3)]
+    assert repeated(same, 2, (), tmp_path / "run.ckpt") == (same[2], 3)
+    words = "failed 3 times in the same way, before its first commit"
+    assert words in capsys.readouterr().err
+    repeated(same, 2, (1,), tmp_path / "run.ckpt")
+    assert words not in capsys.readouterr().err

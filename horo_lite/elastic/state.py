@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -12,6 +15,8 @@ import numpy as np
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import is_array
 from horo_lite.broadcast import _in_host_memory, _is_writable, _Places
+from horo_lite.elastic import checkpoint
+from horo_lite.errors import CheckpointError
 from horo_lite.optimizer import DistributedOptimizer
 
 
@@ -43,9 +48,14 @@ class State:
     right after its step, before anything else that communicates. Where a survivor was caught
     between the two, all go back to the last commit rather than do a batch twice. A state that
     has nothing but models, optimizers and arrays counts nothing and never goes back.
+
+    checkpoint: the file to which rank 0 also writes each commit, so that a job started again goes
+    on from there (HORO_LITE_CHECKPOINT; restarts set it). `run` reads it. The file is written
+    whole or not at all, and waits for the disk: commit so often that this does not matter.
     """
 
-    def __init__(self, **things: Any) -> None:
+    def __init__(self, *, checkpoint: str | None = None, **things: Any) -> None:
+        self._checkpoint = checkpoint or os.environ.get("HORO_LITE_CHECKPOINT")
         self._callbacks: list[Callable[[], None]] = []
         self._n_commits = 0
         self._n_changes = 0
@@ -85,9 +95,44 @@ class State:
         Every rank calls it at the same place, though nobody waits. Costs a copy of the content.
         """
         self.save()
+        self.write_checkpoint()
         self._n_commits += 1
         self._counted()
         self.check_host_updates()
+
+    def write_checkpoint(self) -> None:
+        """What was saved last is on the disk, if the state has a checkpoint; rank 0 writes it."""
+        from horo_lite.world import rank
+
+        if self._checkpoint and rank() == 0:
+            checkpoint.save(self._checkpoint, self._saved)
+
+    def read_checkpoint(self) -> None:
+        """The content is that of the last commit on the disk, if there is one; on rank 0 alone.
+
+        Every rank calls it, and `sync()` after it; `run` has done both. CheckpointError: what is
+        there cannot be read, or does not fit this state.
+        """
+        from horo_lite.world import rank
+
+        if not self._checkpoint or rank() != 0:
+            return
+        committed = checkpoint.saved_at(self._checkpoint)
+        snapshot = checkpoint.load(self._checkpoint)
+        if snapshot is None:
+            return
+        if snapshot.keys() != self._things().keys():
+            raise CheckpointError(
+                f"{self._checkpoint} is of another state: it holds {', '.join(snapshot)}, and this "
+                f"state {', '.join(self._things())}. Give another path, or remove it to begin anew"
+            )
+        self.load(snapshot)
+        at = time.strftime("%H:%M:%S", time.localtime(committed))
+        print(
+            f"[horo_lite] going on from the commit of {at} ({self._checkpoint})",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def check_host_updates(self) -> None:
         """Nothing: ranks do not join a running job. Here for Horovod's scripts."""
