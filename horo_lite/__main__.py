@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -81,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.restarts < 0:
         parser.error("--restarts: 0 or more")
     if program[0] == "-m" or program[0].endswith(".py"):
+        if program[0] != "-m" and not os.path.exists(program[0]):
+            parser.error(f"there is no {program[0]}")
         program = [sys.executable, *program]
+    if shutil.which(program[0]) is None:
+        parser.error(f"there is no {program[0]}")
     try:
         with jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint:
             more = {jobs.CHECKPOINT: checkpoint} if checkpoint else {}
@@ -96,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     env=env,
                 )
             if not args.restarts:
-                _become(program, env)
+                os.execvpe(program[0], program, env)
             _end_on_signals()
 
             def attempt(number: int) -> jobs.Failure | None:
@@ -109,20 +114,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
             if failure is not None:
                 code = failure.returncode
-                raise SystemExit(128 - code if code < 0 else code)
+                raise SystemExit(128 - code if code < 0 else code)  # so the commits are kept
     except LauncherError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _become(program: Sequence[str], env: dict[str, str]) -> NoReturn:
-    try:
-        os.execvpe(program[0], list(program), env)
-    except OSError as error:
-        raise LauncherError(f"cannot run {program[0]}: {error}") from error
 
 
 def _end_on_signals() -> None:
@@ -132,7 +130,8 @@ def _end_on_signals() -> None:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, end)
 
 
 if __name__ == "__main__":

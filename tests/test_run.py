@@ -281,7 +281,8 @@ def test_the_command_runs_scripts_modules_and_commands(tmp_path: Path) -> None:
         (["train.py"], "-n: how many ranks"),
         (["-n", "0", "train.py"], "1 or more"),
         (["-n", "2", "--restarts", "-1", "train.py"], "0 or more"),
-        (["-n", "1", "/nowhere/train"], "cannot run /nowhere/train"),
+        (["-n", "1", "/nowhere/train"], "there is no /nowhere/train"),
+        (["-n", "1", "/nowhere/train.py"], "there is no /nowhere/train.py"),
     ],
 )
 def test_wrong_arguments(
