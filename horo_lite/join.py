@@ -18,6 +18,7 @@ import numpy as np
 
 from horo_lite.agreement import JOINED, Recipe, needs_all, recipe_in, told
 from horo_lite.compression import Compressor
+from horo_lite.errors import HoroLiteError, MismatchError
 from horo_lite.transports.shm import memory_of
 
 if TYPE_CHECKING:
@@ -48,9 +49,14 @@ def join() -> int:
     The optimizer's state, and what else a step changes, has to be broadcast likewise. Afterwards
     everything is as before, and a next epoch may end in another join(). It is also a barrier.
     """
-    from horo_lite.world import groups
+    from horo_lite.world import groups, world
 
     everyone, *parts = groups()
+    if parts and not world().thread_multiple:
+        raise HoroLiteError(
+            "join() waits in every group of ranks at once, and MPI was initialised without "
+            "THREAD_MULTIPLE: let horo_lite.init() initialise it, or do without process sets"
+        )
     errors: list[BaseException] = []
 
     def join_part(part: Group) -> None:
@@ -82,7 +88,11 @@ def join_group(group: Group) -> int:
         transport = group.transport
         n_met = 0
         while True:
-            headers = transport.agree(JOINED, n_met, 0.0, label="join()")
+            try:
+                headers = transport.agree(JOINED, n_met, 0.0, label="join()")
+            except MismatchError:  # the others have queued something on their GPUs, and know
+                n_met += 1
+                continue
             present = [r for r, header in enumerate(headers) if header.digest != JOINED]
             if not present:
                 break

@@ -381,6 +381,32 @@ def mismatches() -> None:
     usable(group)
 
 
+def joined() -> None:
+    """While a rank has joined, the others' GPUs cannot go on; nobody hangs, and all can later."""
+    group = start()
+
+    def others() -> None:
+        x = on_gpu(np.ones(5))
+        settles(lambda: group.allreduce(x, Sum).numpy(), hvd.MismatchError, "join()", "allreduce")
+        for call in (
+            lambda: group.allreduce(x, Sum),
+            lambda: group.allgather(x),
+            lambda: group.broadcast(x),
+            lambda: group.synchronize(group.allreduce_async(x, Sum)),
+            lambda: group.synchronize(group.allgather_async(x, name="rows")),
+        ):
+            fails(call, hvd.MismatchError, "needs every rank, but rank 1")
+        assert group.allreduce(np.ones(3), Sum)[0] == group.size - 1
+        assert group.synchronize(group.allreduce_async(np.ones(3), Sum))[0] == group.size - 1
+
+    for _ in range(2):
+        usable(group)
+        if group.rank != 1:
+            others()
+        assert hvd.join() != 1
+    usable(group)
+
+
 class Slot:
     def __init__(self, value: Any) -> None:
         self.value = value

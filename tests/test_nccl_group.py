@@ -35,6 +35,7 @@ def program(job: str) -> str:
         ("operations_fail", 3),
         ("without_nccl", 2),
         ("mismatches", 3),
+        ("joined", 3),
         ("optimizers", 2),
         ("sequences", 3),
     ],
