@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -250,6 +251,78 @@ def test_a_rank_that_fails_ends_the_wait_of_those_that_have_joined() -> None:
         text = str(caught.value.errors[r])
         assert "rank 1" in text
         assert f"while rank {r} waited in join()" in text
+
+
+def random_epoch(rng: random.Random, size: int) -> tuple[list[str], list[int]]:
+    """What there is to do, and how much of it each rank does before it joins."""
+    kinds = ["allreduce", "allgather", "broadcast", "barrier", "step", "shuffled", "late"]
+    todo = rng.choices(kinds, k=rng.randrange(14))
+    stops = [rng.randrange(len(todo) + 1) for _ in range(size)]
+    stops[rng.randrange(size)] = len(todo)
+    return todo, stops
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
+    """Direct and asynchronous calls, some of whose handles are waited for after join() only."""
+    everywhere = random.Random(seed)
+    size = everywhere.choice([2, 3, 4])
+    epochs = [random_epoch(everywhere, size) for _ in range(3)]
+
+    def rank(group: Group) -> list[int]:
+        r, rng = group.rank, random.Random(100 * seed + group.rank)
+        slots = [Parameter(np.zeros(n)) for n in (5, 3, 2)]
+        named = [(f"p{i}", slot) for i, slot in enumerate(slots)]
+        reducer = Reducer(group, adapter_of(slots[0]), named, bucket_bytes=16)
+
+        def do(what: str, k: int, here: list[int]) -> Any:
+            x, expected = np.full(4, 10.0 * k + r), {q: 10.0 * k + q for q in here}
+            total = sum(expected.values())
+            # Whether a call is asynchronous must be alike on all ranks.
+            form = awaited if k % 2 else lambda group, name: getattr(group, name)
+            if what == "allreduce":
+                assert form(group, what)(x, Sum)[0] == total
+            elif what == "allgather":
+                got = form(group, what)(x[: 1 + r % 2])
+                assert got.tolist() == [v for q, v in expected.items() for _ in range(1 + q % 2)]
+            elif what == "broadcast":
+                assert form(group, what)(x, here[k % len(here)])[0] == expected[here[k % len(here)]]
+            elif what == "barrier":
+                group.barrier()
+            elif what == "shuffled":
+                names = rng.sample("abc", 3)
+                handles = {n: group.allreduce_async(x + ord(n), Sum, name=n) for n in names}
+                for name in rng.sample("abc", 3):
+                    got = group.synchronize(handles[name])
+                    assert got[0] == total + len(here) * ord(name)
+            elif what == "step":
+                for i, slot in enumerate(slots):
+                    slot.grad = np.full_like(slot.data, 10.0 * k + r + i)
+                    reducer.ready(i)
+                reducer.finish()
+                for i, slot in enumerate(slots):
+                    np.testing.assert_allclose(slot.grad, (total + len(here) * i) / size, rtol=1e-6)
+            else:
+                return group.allreduce_async(x, Sum), total
+            return None
+
+        lasts = []
+        for todo, stops in epochs:
+            late = []
+            for k, what in enumerate(todo[: stops[r]]):
+                time.sleep(rng.choice([0, 0, 0, 0.002]))
+                late.append(do(what, k, [q for q in range(size) if stops[q] > k]))
+            lasts.append(join_group(group))
+            for handle, total in filter(None, late):
+                assert group.synchronize(handle)[0] == total
+        return lasts
+
+    results = run_threads(size, rank)
+    assert results == [results[0]] * size
+    for (todo, stops), last in zip(epochs, results[0], strict=True):
+        # Nobody has waited for more than the last one: it has seen every step.
+        waits = [[k for k in range(stop) if todo[k] != "late"] for stop in stops]
+        assert len(waits[last]) == max(map(len, waits))
 
 
 # horo_lite.torch.
