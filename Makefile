@@ -98,8 +98,9 @@ fix: $(VENV)/.test ## format, and mend what the linters can mend
 	@$(PY) -m ruff format --quiet $(PYTHON_FILES)
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format -i $(CORE_CXX))
 
-bench: $(TEST_READY) ## time the all-reduce, and PyTorch's steps, against memcpy, MPI and gloo
+bench: $(TEST_READY) ## time the all-reduce, the guards, and PyTorch's steps, next to memcpy, MPI and gloo
 	@$(PY) benchmarks/allreduce.py $(ARGS)
+	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
 
 wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 13, without a toolkit

@@ -216,23 +216,7 @@ def measure(which: str, repeats: int, comm: Any, store: str) -> dict[str, Any]:
     gradients.fill(gradients.arrays)
     field = contenders(gradients, comm, store)
     for turn in range(repeats + 1):  # the first one is for warming up
-        for contender in field:
-            if contender.arrays:
-                gradients.fill(contender.arrays)
-            rest(comm)
-            if not contender.alone:
-                comm.Barrier()
-            elapsed = 0.0
-            if comm.rank == 0 or not contender.alone:
-                began = time.perf_counter()
-                contender.run()
-                elapsed = time.perf_counter() - began
-            rest(comm)
-            if contender.arrays:
-                gradients.check(contender)
-            slowest = max(comm.allgather(elapsed))
-            if turn:
-                contender.times.append(1e3 * slowest)
+        take_turns(gradients, field, comm, counts=turn > 0)
     return {
         "set": which,
         "arrays": len(gradients.arrays),
@@ -240,6 +224,29 @@ def measure(which: str, repeats: int, comm: Any, store: str) -> dict[str, Any]:
         "milliseconds": {c.name: statistics.median(c.times) for c in field},
         "quartiles": {c.name: np.quantile(c.times, [0.25, 0.75]).tolist() for c in field},
     }
+
+
+def take_turns(
+    gradients: Gradients, field: Sequence[Contender], comm: Any, *, counts: bool
+) -> None:
+    """Every contender has had one turn, and was right; where it counts, it knows its time."""
+    for contender in field:
+        if contender.arrays:
+            gradients.fill(contender.arrays)
+        rest(comm)
+        if not contender.alone:
+            comm.Barrier()
+        elapsed = 0.0
+        if comm.rank == 0 or not contender.alone:
+            began = time.perf_counter()
+            contender.run()
+            elapsed = time.perf_counter() - began
+        rest(comm)
+        if contender.arrays:
+            gradients.check(contender)
+        slowest = max(comm.allgather(elapsed))
+        if counts:
+            contender.times.append(1e3 * slowest)
 
 
 def work(sets: Sequence[str], repeats: int, output: Path) -> None:

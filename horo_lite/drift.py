@@ -118,7 +118,7 @@ def compare(
                     f'on_drift="heal" writes in place, and {name!r}, a {type(leaf).__name__}, '
                     'cannot be written: use "raise" or "warn", and broadcast_parameters()'
                 )
-    check = _Check([name for name, _ in named], values, on_drift, step or 0, needs_all)
+    check = _Check(group, [name for name, _ in named], values, on_drift, step or 0, needs_all)
     found = group._run(check.run)
     if found is None:
         return True
@@ -150,19 +150,22 @@ class _Check:
 
     def __init__(
         self,
+        group: Group,
         names: Sequence[str],
         values: Sequence[Any],
         on_drift: str,
         step: int,
         needs_all: bool,
     ) -> None:
+        self._group = group
         self._names = names
         self._values = values
         self._on_drift = on_drift
         self._step = step
         self._needs_all = needs_all
+        self._staging: _native.Staging | None = None
         self._looks = [_look(value) for value in values]
-        self._hashes = _hashes(values)
+        self._hashes = self._hash_all()
 
     def run(self, transport: Transport) -> _Found | None:
         lines = [f"{name!r} {look}" for name, look in zip(self._names, self._looks, strict=True)]
@@ -198,31 +201,14 @@ class _Check:
         text = (
             f"{f' after step {step}' if step else ''}: {len(which)} of {len(self._names)} arrays, "
             f"first {self._names[first]!r} ({self._looks[first]}). "
-            f"{self._who(transport.ranks, table, odd.tolist(), is_majority)} "
+            f"{_who(transport.ranks, table, odd.tolist(), is_majority)} "
             f"{self._how_far(transport, first, source)}"
         )
         return _Found(text, which, source, transport.ranks[source])
 
-    def _who(
-        self,
-        ranks: Sequence[int],
-        table: NDArray[np.uint64],
-        odd: Sequence[int],
-        is_majority: bool,
-    ) -> str:
-        if is_majority:
-            rest = [ranks[r] for r in range(len(table)) if r not in odd]
-            verb = "differs" if len(odd) == 1 else "differ"
-            who = f"{_in_words([ranks[r] for r in odd], True)} {verb} from {_in_words(rest)}"
-            return f"{who}." if len(rest) == 1 else f"{who}, which agree."
-        sides: dict[bytes, list[int]] = {}
-        for rank, hashes in zip(ranks, table, strict=True):
-            sides.setdefault(hashes.tobytes(), []).append(rank)
-        return f"There is no majority: {' against '.join(map(_in_words, sides.values()))}."
-
     def _how_far(self, transport: Transport, first: int, source: int) -> str:
         """How far the ranks' first array that differs is from that of rank `source`."""
-        mine = _plain(self._values[first])
+        mine = self._plain(self._values[first])
         theirs = np.empty(mine.nbytes, np.uint8)
         is_source = transport.rank == source
         transport.host.broadcast(mine if is_source else Tensors([theirs]), source)
@@ -248,6 +234,39 @@ class _Check:
         size = f" (largest element {magnitude:.3g}{_non_finite(*in_source)})" if is_number else ""
         off = f"{'; '.join(told[:4])}{more}"
         return f"Against rank {transport.ranks[source]}'s{size} it is off: {off}."
+
+    # Arrays as the core can look at them.
+
+    def _hash_all(self) -> NDArray[np.uint64]:
+        try:
+            hashes = _native.fingerprints(Tensors(self._values, writable=False))
+        except (TypeError, ValueError, BufferError):  # some need a copy: one after the other
+            hashes = [_native.fingerprints(self._plain(value))[0] for value in self._values]
+        return np.array(hashes, np.uint64)
+
+    def _plain(self, value: Any) -> Tensors:
+        """The array in the host's memory, in C order; as bytes, where the core lacks its dtype."""
+        if gpu_of(value) is not None:
+            return self._downloaded(value)
+        try:
+            tensors = Tensors([value], writable=False)
+            if not tensors.layout and not tensors.strided:
+                return tensors
+            return Tensors([copy_of(value)])
+        except (TypeError, BufferError):
+            if isinstance(value, (np.ndarray, np.generic)):
+                return Tensors([np.array(value, order="C").reshape(-1).view(np.uint8)])
+            return Tensors([value.contiguous().reshape(-1).view(sys.modules["torch"].uint8)])
+
+    def _downloaded(self, value: Any) -> Tensors:
+        """What an array on a GPU holds, in memory that the next one will be in, too."""
+        memory = self._group._memory([value], fresh=True)  # only to be read
+        assert memory.lane is not None
+        memory.use_c_order()
+        memory.begin()
+        if self._staging is None:
+            self._staging = _native.Staging(memory.lane.queue)
+        return self._staging.download(memory.tensors, 0, 1)
 
 
 def _stand_by(group: Group, asynchronous: bool, *, contract: list[str]) -> None:
@@ -328,33 +347,21 @@ def _look(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def _hashes(values: Sequence[Any]) -> NDArray[np.uint64]:
-    try:
-        return np.array(_native.fingerprints(Tensors(values, writable=False)), np.uint64)
-    except (TypeError, ValueError, BufferError):  # some need a copy: one after the other
-        hashes = [_native.fingerprints(_plain(value))[0] for value in values]
-        return np.array(hashes, np.uint64)
-
-
-def _plain(value: Any) -> Tensors:
-    """The array in the host's memory and in C order; as bytes, where the core lacks its dtype."""
-    if gpu_of(value) is not None:
-        if hasattr(value, "cpu"):  # torch
-            value = value.cpu()
-        else:
-            value = value.get() if hasattr(value, "get") else np.asarray(value)  # CuPy; JAX
-    try:
-        tensors = Tensors([value], writable=False)
-        if not tensors.layout and not tensors.strided:
-            return tensors
-        return Tensors([copy_of(value)])
-    except (TypeError, BufferError):
-        if isinstance(value, (np.ndarray, np.generic)):
-            return Tensors([np.array(value, order="C").reshape(-1).view(np.uint8)])
-        return Tensors([value.contiguous().reshape(-1).view(sys.modules["torch"].uint8)])
-
-
 # Words.
+
+
+def _who(
+    ranks: Sequence[int], table: NDArray[np.uint64], odd: Sequence[int], is_majority: bool
+) -> str:
+    if is_majority:
+        rest = [ranks[r] for r in range(len(table)) if r not in odd]
+        verb = "differs" if len(odd) == 1 else "differ"
+        who = f"{_in_words([ranks[r] for r in odd], True)} {verb} from {_in_words(rest)}"
+        return f"{who}." if len(rest) == 1 else f"{who}, which agree."
+    sides: dict[bytes, list[int]] = {}
+    for rank, hashes in zip(ranks, table, strict=True):
+        sides.setdefault(hashes.tobytes(), []).append(rank)
+    return f"There is no majority: {' against '.join(map(_in_words, sides.values()))}."
 
 
 def _in_words(ranks: Sequence[int], begins: bool = False) -> str:

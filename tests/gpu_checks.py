@@ -359,6 +359,31 @@ def check_optimizer(group: Group) -> None:
             assert np.allclose(got, expected, rtol=1e-3), (compression, i, got, expected)
 
 
+def check_drift(group: Group) -> None:
+    """Replicas on GPUs are compared in stream order, and healed in place."""
+    size, odd = group.size, group.size - 1
+    params = [on_gpu(np.arange(12).reshape(3, 4), np.float32), on_gpu(np.ones(5), np.float32)]
+    params[0] = params[0][:, ::2]
+    assert hvd.check_in_sync(params, group=group)
+    params[1].fill([1, 1, 1, 1 + group.rank // odd, 1])
+    with pytest.raises(hvd.DriftError) as caught:
+        hvd.check_in_sync(params, group=group)
+    assert f"rank {odd}'s in 1 of 5 elements, by up to 1." in str(caught.value), caught.value
+    assert ("which agree" in str(caught.value)) == (size > 2), caught.value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert not hvd.check_in_sync(params, group=group, on_drift="heal")
+    assert params[1].numpy().tolist() == [1] * 5
+    optimizer = hvd.DistributedOptimizer(Descent(params), group=group, check_every=1)
+    optimizer.inner.grads = [on_gpu(np.full((3, 2), group.rank), np.float32), None]
+    optimizer.step()
+    # What looks at gradients in the host's memory does not pretend to have looked.
+    optimizer = hvd.DistributedOptimizer(Descent(params), group=group, check_finite="warn")
+    optimizer.inner.grads = [None, on_gpu(np.full(5, np.nan), np.float32)]
+    with pytest.raises(ValueError, match="these are on a GPU"):
+        optimizer.step()
+
+
 def check_missing_gradients(group: Group) -> None:
     """Missing on some ranks is zeros there; missing everywhere stays None; then all are back."""
     params = [on_gpu(np.zeros(shape), np.float32) for shape in SHAPES]

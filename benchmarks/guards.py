@@ -1,0 +1,175 @@
+"""What noticing costs: a step's guards that are always on, and comparisons that are asked for.
+
+`python benchmarks/guards.py` (or `make bench`) starts mpiexec jobs itself. In one job all ways take
+turns, as in allreduce.py; a time is the slowest rank's, and every result is compared with the exact
+answer. What a guard costs is the median, over the turns, of what a step with it took longer than
+the bare exchange in the same turn: finding the gradients, a meeting that compares nothing, and the
+reduction.
+
+The second set has as many arrays of one element each: there the exchange is hardly more than the
+meeting, and the cost of guards, which does not depend on sizes, stands out of the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from allreduce import (
+    MEMCPY,
+    Array,
+    Contender,
+    Gradients,
+    launch,
+    machine,
+    resnet50_shapes,
+    take_turns,
+)
+
+HERE = Path(__file__).resolve()
+SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
+    "resnet50": resnet50_shapes,
+    "161x1": lambda: [(1,)] * 161,
+}
+BARE = "bare exchange"
+COMPARISON = "check_in_sync"
+
+
+# --- inside a rank ----------------------------------------------------------------------------
+
+
+class Parameter:
+    def __init__(self, data: Array, grad: Array) -> None:
+        self.data, self.grad = data, grad
+
+
+class Idle:
+    """An optimizer whose step costs nothing."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        pass
+
+
+def contenders(gradients: Gradients) -> list[Contender]:
+    """A step with and without its guards; what is asked for; the yardstick."""
+    import horo_lite as hvd
+    from horo_lite._native import Tensors
+
+    arrays = gradients.arrays
+    replica = [np.zeros_like(array) for array in arrays]
+    parameters = [Parameter(x, array) for x, array in zip(replica, arrays, strict=True)]
+
+    def bare() -> None:
+        transport = hvd.world().group.transport
+        tensors = Tensors([parameter.grad for parameter in parameters])
+        transport.agree(0)
+        transport.allreduce(
+            tensors, op="average", wire="none", prescale=1.0, scale=1.0, divisor=hvd.size()
+        )
+
+    def step(**options: Any) -> Callable[[], object]:
+        return hvd.DistributedOptimizer(Idle(parameters), **options).step
+
+    def copy() -> None:
+        for to, array in zip(gradients.copies, arrays, strict=True):
+            np.copyto(to, array)
+
+    return [
+        Contender(MEMCPY, copy, alone=True),
+        Contender(BARE, bare, arrays, divides=True),
+        Contender("step, guards as they are", step(), arrays, divides=True),
+        Contender('step, check_finite="raise"', step(check_finite="raise"), arrays, divides=True),
+        Contender(COMPARISON, lambda: hvd.check_in_sync(replica)),
+    ]
+
+
+def work(repeats: int, output: Path) -> None:
+    """One rank's part of a job; rank 0 writes down what came out."""
+    import horo_lite as hvd
+
+    world = hvd.init()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    results = []
+    for which, shapes in SETS.items():
+        gradients = Gradients(shapes(), comm.rank, comm.size)
+        gradients.fill(gradients.arrays)
+        field = contenders(gradients)
+        for turn in range(repeats + 2):  # the second step is the first under a plan agreed on
+            take_turns(gradients, field, comm, counts=turn > 1)
+        results.append(
+            {
+                "set": which,
+                "bytes": gradients.flat.nbytes,
+                "milliseconds": {contender.name: contender.times for contender in field},
+            }
+        )
+    if comm.rank == 0:
+        output.write_text(
+            json.dumps({"ranks": comm.size, "transport": world.transport, "results": results})
+        )
+    hvd.shutdown()
+
+
+# --- the driver -------------------------------------------------------------------------------
+
+
+def table(job: dict[str, Any], result: dict[str, Any]) -> str:
+    """Medians, and what each step costs beyond the bare exchange of the same turn."""
+    times = {name: np.array(ms) for name, ms in result["milliseconds"].items()}
+    bare = times[BARE]
+    width = max(map(len, times))
+    lines = [
+        f"{result['set']}: {result['bytes'] / 2**20:.1f} MiB, {job['ranks']} ranks",
+        f"{'':<{width}}{'ms':>10}{'beyond the bare exchange, ms (quartiles)':>44}{'':>4}%",
+    ]
+    for name, ms in times.items():
+        line = f"{name:<{width}}{np.median(ms):>10.3f}"
+        if name.startswith("step"):
+            low, middle, high = np.quantile(ms - bare, [0.25, 0.5, 0.75])
+            line += f"{f'{middle:.3f} ({low:.3f} to {high:.3f})':>44}"
+            line += f"{100 * middle / np.median(bare):>5.1f}"
+        if name == COMPARISON:
+            per_100_mb = np.median(ms) * 1e8 / result["bytes"]
+            line += f"{f'{per_100_mb:.2f} ms for 100 MB':>44}" if result["bytes"] > 1e6 else ""
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, prints, and writes the JSON where it was asked for."""
+    parser = argparse.ArgumentParser(
+        description="time what noticing drift, mismatches and NaN costs",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="job sizes")
+    parser.add_argument("--repeats", type=int, default=60, help="turns")
+    parser.add_argument("--output", type=Path, help="write everything there as JSON")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.repeats, options.output)
+        return
+    here = machine()
+    print("  ".join(f"{name}: {value}" for name, value in here.items()))
+    jobs = []
+    for ranks in options.ranks:
+        arguments = ["--work", "--repeats", str(options.repeats)]
+        jobs.append(launch(sys.executable, ranks, arguments, 600, HERE))
+        for result in jobs[-1]["results"]:
+            print(f"\n{table(jobs[-1], result)}", flush=True)
+    if options.output:
+        options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
