@@ -427,6 +427,20 @@ def test_comparisons_are_off_unless_the_environment_says_so(
     assert "HORO_LITE_CHECK_EVERY=often" in raises_alike(1, train(1, 0, flip), ValueError)
 
 
+def test_each_of_several_optimizers_has_its_own_turn() -> None:
+    def run(group: Any) -> None:
+        first = hvd.DistributedOptimizer(Sgd(), group=group, check_every=2)
+        second = hvd.DistributedOptimizer(Sgd(), group=group, check_every=3)
+        for step in range(1, 7):
+            for optimizer in (first, second):
+                backward(optimizer, group.rank)
+                if step == 5 and optimizer is second:
+                    flip(group.rank, optimizer)
+                optimizer.step()
+
+    assert "differ after step 6: " in raises_alike(2, run, hvd.DriftError)
+
+
 def test_nothing_is_compared_while_a_rank_waits_in_join() -> None:
     def run(group: Any) -> None:
         optimizer = hvd.DistributedOptimizer(Sgd(), group=group, check_every=2)
