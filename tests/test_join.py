@@ -436,6 +436,79 @@ def test_torch_optimizer_with_uneven_batches(op: str, monkeypatch: Any) -> None:
             torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["adam", "lbfgs", "compressor"])
+def test_whoever_joined_goes_on_as_the_last_rank_would(kind: str) -> None:
+    """The usual idiom: parameters and the optimizer's state from the last rank, two epochs."""
+    torch = pytest.importorskip("torch")
+    import horo_lite.torch as th
+
+    class Halves:  # a compressor of the user's own
+        compress = staticmethod(lambda x: (x.half(), x.dtype))
+        decompress = staticmethod(lambda x, dtype: x.to(dtype))
+
+    counts, n_epochs = [0, 3, 1], 1 if kind == "lbfgs" else 2
+    options: dict[str, Any] = {
+        "adam": {"gradient_predivide_factor": 2.0, "num_groups": 2},
+        "lbfgs": {},
+        "compressor": {"compression": Halves()},
+    }[kind]
+
+    def optimizer_of(net: Any) -> Any:
+        if kind == "lbfgs":
+            return torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+        return torch.optim.Adam(net.parameters(), lr=0.01)
+
+    def net_of() -> Any:
+        torch.manual_seed(3)
+        return torch.nn.Linear(2, 3, dtype=torch.float64)
+
+    def loss_of(net: Any, epoch: int, step: int, rank: int) -> Any:
+        return (net(batch(torch, epoch, step, rank).double()) - rank).square().mean()
+
+    def train(optimizer: Any, loss_of_step: Callable[[], Any]) -> None:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = loss_of_step()
+            loss.backward()
+            return loss
+
+        if kind == "lbfgs":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+    def rank(group: Group) -> list[Any]:
+        net, r = net_of(), group.rank
+        optimizer = th.DistributedOptimizer(
+            optimizer_of(net), net.named_parameters(), process_set=group, **options
+        )
+        for epoch in range(n_epochs):
+            for step in range(counts[(r + epoch) % 3]):
+                train(optimizer, lambda e=epoch, s=step: loss_of(net, e, s, r))
+            last = join_group(group)
+            th.broadcast_parameters(net, last, process_set=group)
+            if kind != "lbfgs":
+                th.broadcast_optimizer_state(optimizer, last, process_set=group)
+        return [p.detach() for p in net.parameters()]
+
+    expected = net_of()
+    optimizer = optimizer_of(expected)
+    for epoch in range(n_epochs):
+        for step in range(3):
+            here = [r for r in range(3) if step < counts[(r + epoch) % 3]]
+            train(
+                optimizer,
+                lambda e=epoch, s=step, here=here: (
+                    sum(loss_of(expected, e, s, r) for r in here) / 3
+                ),
+            )
+    for parameters in run_threads(3, rank):
+        for p, q in zip(parameters, expected.parameters(), strict=True):
+            rtol = 1e-3 if kind == "compressor" else 1e-9
+            torch.testing.assert_close(p, q.detach(), rtol=rtol, atol=rtol)
+
+
 def test_sync_batch_norm_of_those_that_have_batches() -> None:
     torch = pytest.importorskip("torch")
     import horo_lite.torch as th
