@@ -16,6 +16,7 @@
 #include "engine.h"
 #include "fingerprint.h"
 #include "layout.h"
+#include "lookout.h"
 #include "nccl_dl.h"
 #include "pack.h"
 #include "segment.h"
@@ -44,6 +45,20 @@ struct Group {
       : segment(std::move(memory)), shm(segment->data() + offset, rank, size, std::move(pids), std::move(names)) {
     shm.on_idle = check_signals;
   }
+};
+
+struct HeldLookout : Lookout {
+  std::shared_ptr<Segment> segment;
+
+  HeldLookout(std::shared_ptr<Segment> memory, size_t offset, int rank, std::vector<int> hosts, std::vector<int> pids,
+              std::vector<std::string> names)
+      : Lookout(memory->data() + offset, rank, std::move(hosts), std::move(pids), std::move(names)),
+        segment(std::move(memory)) {}
+};
+
+// A wait in Python.
+struct PyWait {
+  std::optional<Lookout::Wait> wait;
 };
 
 size_t total_bytes(const std::vector<TensorRef>& refs) {
@@ -235,6 +250,8 @@ NB_MODULE(_native, m) {
       std::rethrow_exception(error);
     } catch (const PeerLost& e) {
       PyErr_SetString(error_class("PeerLostError").ptr(), e.what());
+    } catch (const Stalled& e) {
+      PyErr_SetString(error_class("StallError").ptr(), e.what());
     } catch (const Mismatch& e) {
       PyErr_SetString(error_class("MismatchError").ptr(), e.what());
     } catch (const DeviceError& e) {
@@ -373,12 +390,77 @@ NB_MODULE(_native, m) {
       .def_prop_ro("token", &Segment::token)
       .def_prop_ro("address", [](const Segment& segment) { return reinterpret_cast<uintptr_t>(segment.data()); });
 
+  nb::class_<PyWait>(m, "Wait", "What one thread of this rank waits for.")
+      .def(
+          "look",
+          [](PyWait& self, const std::string& what, const std::vector<int>& come, const std::vector<int>& late) {
+            const nb::gil_scoped_release release;
+            self.wait.value().look(what, come, late);
+          },
+          "what"_a, "come"_a, "late"_a, "To be called a few times a second. Raises StallError.")
+      .def(
+          "close",
+          [](PyWait& self, bool went_well) {
+            if (self.wait && went_well) self.wait->over();
+            self.wait.reset();
+          },
+          "went_well"_a);
+
+  nb::class_<HeldLookout>(m, "Lookout", "Who waits for whom among the ranks of a host, and who is late.")
+      .def(nb::init<std::shared_ptr<Segment>, size_t, int, std::vector<int>, std::vector<int>,
+                    std::vector<std::string>>(),
+           "segment"_a, "offset"_a, "rank"_a, "hosts"_a, "pids"_a, "names"_a)
+      .def_static("memory_bytes", &Lookout::memory_bytes, "size"_a)
+      .def_prop_ro("rank", [](const HeldLookout& l) { return l.rank(); })
+      .def(
+          "set_limits", [](HeldLookout& l, double warn_s, double abort_s) { l.set_limits(warn_s, abort_s); },
+          "warn_s"_a, "abort_s"_a)
+      .def(
+          "give_stacks", [](HeldLookout& l, int fd, int signal) { l.give_stacks(fd, signal); }, "fd"_a, "signal"_a)
+      .def(
+          "announce",
+          [](HeldLookout& l, int rank, const std::string& what, double expect_s) { l.announce(rank, what, expect_s); },
+          "rank"_a, "what"_a, "expect_s"_a)
+      .def(
+          "doing", [](HeldLookout& l, const std::string& what) { l.doing(what, Lookout::clock_ns()); }, "what"_a)
+      .def(
+          "wait",
+          [](const std::shared_ptr<HeldLookout>& l) {
+            auto wait = std::make_unique<PyWait>();
+            wait->wait.emplace(l);
+            return wait.release();
+          },
+          nb::rv_policy::take_ownership)
+      .def(
+          "scope", [](const HeldLookout& l, const std::vector<int>& ranks) { return l.scope(ranks); }, "ranks"_a)
+      .def(
+          "waited_for", [](HeldLookout& l, int rank, double s) { l.waited_for(rank, static_cast<int64_t>(s * 1e9)); },
+          "rank"_a, "seconds"_a)
+      .def(
+          "tallies",
+          [](const HeldLookout& l) {
+            std::vector<std::pair<int64_t, double>> all;
+            for (const Tally& tally : l.tallies()) all.emplace_back(tally.n_last, tally.waited_s);
+            return all;
+          },
+          "Of every rank: how often it came last, and how long each of the others waited for it on average.")
+      .def(
+          "stall", [](HeldLookout& l, const std::string& reason) { l.stall(reason); }, "reason"_a,
+          "All ranks of this host raise StallError, now or in their next call.")
+      .def("check", [](const HeldLookout& l) { l.check(); });
+
   nb::class_<Group>(m, "ShmGroup", "The ranks of one host, meeting in shared memory.")
       .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(),
            "segment"_a, "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
       .def_static("memory_bytes", &ShmGroup::memory_bytes, "size"_a)
       .def_prop_ro("rank", [](const Group& g) { return g.shm.rank(); })
       .def_prop_ro("size", [](const Group& g) { return g.shm.size(); })
+      .def(
+          "watched_by",
+          [](Group& g, std::shared_ptr<HeldLookout> lookout, std::vector<int> ranks, bool direct) {
+            g.shm.watched_by(std::move(lookout), std::move(ranks), direct);
+          },
+          "lookout"_a, "ranks"_a, "direct"_a, "`ranks` are the numbers of the group's ranks in the world.")
       .def(
           "agree",
           [](Group& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
@@ -535,6 +617,10 @@ NB_MODULE(_native, m) {
           },
           "channel"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(),
           "`serve(timeout_s)`, where MPI allows one thread only: runs what the channel asks of it.")
+      .def(
+          "watched_by",
+          [](Engine& engine, std::shared_ptr<HeldLookout> lookout) { engine.watched_by(std::move(lookout)); },
+          "lookout"_a, "To be called at once, if at all.")
       .def("n_in_flight", &Engine::n_in_flight)
       .def_prop_ro("n_failed", &Engine::n_failed, "How often everything that lacked a match has failed.")
       .def("drain", &Engine::drain, nb::call_guard<nb::gil_scoped_release>())

@@ -119,11 +119,18 @@ void Engine::submit(std::shared_ptr<Job> job) {
     if (std::this_thread::get_id() == thread_.get_id()) return;
     news_.push_back(job->entry);
   }
+  if (lookout_ != nullptr) lookout_->doing(job->entry.name, Lookout::clock_ns());
   channel_->wake();
+}
+
+void Engine::watched_by(std::shared_ptr<Lookout> lookout) {
+  const std::lock_guard lock(mutex_);
+  lookout_ = std::move(lookout);
 }
 
 void Engine::set_awaited(std::shared_ptr<Job> job) {
   const std::lock_guard lock(mutex_);
+  awaited_ns_ = Lookout::clock_ns();
   awaited_ = std::move(job);
   ++n_awaited_;
 }
@@ -175,6 +182,7 @@ void Engine::loop() {
     }
     pump(n_jobs != 0 ? kBlockedSeconds : kForeverSeconds);
   }
+  seen_.reset();
   ended_ = true;
 }
 
@@ -190,6 +198,7 @@ void Engine::pump(double timeout_s) {
     };
     if (!should_meet()) {
       channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
+      look();
       check_peers();
       // This rank waits while some name lacks its match: tell the others, who may be waiting as well. Told twice, since
       // only then it is certain that all did at one moment.
@@ -197,7 +206,9 @@ void Engine::pump(double timeout_s) {
       if (!stuck && !should_meet()) return;
     }
     round();
+    if (seen_) look();
   } catch (...) {
+    seen_.reset();
     fail_all(std::current_exception());
   }
 }
@@ -217,6 +228,7 @@ void Engine::round() {
   }
   const std::vector<std::string> everyone = channel_->meet(mine.text());
 
+  ++n_rounds_;
   const int n_ranks = channel_->size();
   std::vector<uint64_t> waits(n_ranks);
   bool something_new = false;
@@ -236,6 +248,8 @@ void Engine::round() {
       known.entries.resize(n_ranks);
       known.has.resize(n_ranks);
       known.has[r] = true;
+      known.latest = known.round == n_rounds_ ? -1 : r;
+      known.round = n_rounds_;
       known.entries[r] = std::move(entry);
     }
   }
@@ -247,10 +261,12 @@ void Engine::round() {
   // Whoever has joined takes part in all that comes before the end of that.
   std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name != kJoin; });
   for (const std::string& name : ready) {
+    tally(name, known_.at(name));
     Known known = std::move(known_.at(name));
     known_.erase(name);
     run(name, std::move(known));
   }
+  if (!ready.empty()) moved_ns_ = Lookout::clock_ns();
 
   // Direct calls that all ranks wait in will end by themselves.
   bool all_wait = true, some_wait_here = false;
@@ -375,6 +391,42 @@ void Engine::check_peers() {
   }
 }
 
+// What the training thread waits for while some ranks have not submitted it.
+void Engine::look() {
+  auto found = known_.end();
+  int64_t since = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (lookout_ == nullptr) return;
+    since = awaited_ns_;
+    if (awaited_ != nullptr) found = known_.find(awaited_->entry.name);
+    else if (stopping_)
+      found = std::find_if(known_.begin(), known_.end(),
+                           [&](const auto& each) { return each.second.has[channel_->rank()]; });
+  }
+  const bool waits = found != known_.end();
+  // Who has joined waits for as long as the others do nothing.
+  if (waits && found->first == kJoin) since = std::max(since, moved_ns_);
+  if (seen_ && (!waits || since != seen_since_ns_)) {
+    seen_->over();
+    seen_.reset();
+  }
+  if (!waits) return;
+  if (!seen_) seen_.emplace(lookout_, since);
+  seen_since_ns_ = since;
+  const std::vector<bool>& has = found->second.has;
+  const auto is_late = [&](int r) { return !has[r] && (found->first == kJoin || !has_joined(r)); };
+  seen_->look(found->first + lookout_->scope(ranks_), numbers([&](int r) { return !is_late(r); }), numbers(is_late));
+}
+
+// The training thread waits for this, which one rank has submitted later than all others.
+void Engine::tally(const std::string& name, const Known& known) {
+  const std::lock_guard lock(mutex_);
+  if (lookout_ == nullptr || awaited_ == nullptr || awaited_->entry.name != name) return;
+  if (known.latest < 0 || known.latest == channel_->rank()) return;
+  lookout_->waited_for(ranks_[known.latest], Lookout::clock_ns() - awaited_ns_);
+}
+
 // All ranks wait, none for an operation that all have submitted: every name in flight is somebody's alone.
 void Engine::fail_unmatched() {
   // As soon as the first job is failed, its thread may submit again, under any of these names.
@@ -429,6 +481,7 @@ void Engine::drain() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
+    awaited_ns_ = Lookout::clock_ns();
   }
   channel_->wake();
   while (serve && !ended_) serve(1e-3);

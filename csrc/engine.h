@@ -18,10 +18,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "lookout.h"
 
 namespace horo {
 
@@ -115,6 +118,10 @@ class Engine {
   // there was anything to do. To be set at once, or not at all.
   std::function<bool(double timeout_s)> serve;
 
+  // The training thread's waits are seen by the lookout of the world. To be called before the first submission, or not
+  // at all.
+  void watched_by(std::shared_ptr<Lookout> lookout);
+
   // Throws std::invalid_argument where the name is in flight already. From the engine's own thread: a stand-in's job,
   // of which the others know.
   void submit(std::shared_ptr<Job> job);
@@ -135,6 +142,8 @@ class Engine {
   struct Known {                 // who has submitted one name, and what they said of it
     std::vector<Entry> entries;  // by rank
     std::vector<bool> has;
+    uint64_t round = 0;  // the latest in which somebody did
+    int latest = -1;     // who; -1: several at once
   };
 
   void loop();
@@ -148,6 +157,8 @@ class Engine {
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
   uint64_t waiting();
   void check_peers();
+  void look();
+  void tally(const std::string& name, const Known& known);
   void fail_unmatched();
   void fail_all(std::exception_ptr error);
   std::shared_ptr<Job> take(const std::string& name);
@@ -168,10 +179,17 @@ class Engine {
   std::exception_ptr broken_;
   std::shared_ptr<Job> awaited_;
   uint64_t n_awaited_ = 0;
+  int64_t awaited_ns_ = 0;  // since when
   bool stopping_ = false;
   bool stopped_ = false;
 
+  std::shared_ptr<Lookout> lookout_;
+
   // Only for the engine's own thread.
+  std::optional<Lookout::Wait> seen_;  // the training thread's wait for a name that some lack
+  int64_t seen_since_ns_ = 0;
+  int64_t moved_ns_ = 0;  // when an operation was run last
+  uint64_t n_rounds_ = 0;
   std::map<std::string, Known> known_;  // told by some ranks, not yet by all; alike on every rank
   std::vector<std::string> order_;      // in which they were told of
   uint64_t n_told_ = 0;

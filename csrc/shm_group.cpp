@@ -161,6 +161,7 @@ struct alignas(4096) ShmGroup::RankBlock {
   std::atomic<uint32_t> told;  // rank 0's: whether some rank of the host has said why the job ends
   // Two, because a fast rank may enter the next meeting while a slow one still reads this one's headers.
   Header headers[2];
+  int64_t entered_ns[2];
 };
 
 size_t ShmGroup::memory_bytes(int size) {
@@ -219,12 +220,17 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     if (oversubscribed_) sched_yield();
   } while (std::chrono::steady_clock::now() < until);
   const Waiting waiting(n_waits_);
+  Lookout::Wait wait(lookout_);
   while (true) {
     flag.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
     if (!reached(seen, value)) futex_wait(flag.value, seen, kIdleSeconds);
     flag.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    if (reached(flag.value.load(std::memory_order_acquire), value)) return;
+    if (reached(flag.value.load(std::memory_order_acquire), value)) {
+      wait.over();
+      return;
+    }
+    look(wait, which, value);
     check_peers(rank);
     try {
       if (on_idle) on_idle();
@@ -239,6 +245,29 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
 void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value) {
   // Starting with the next rank spreads the ranks over the flags, and ends with the most likely latecomers.
   for (int i = 1; i < size_; ++i) wait_for((rank_ + i) % size_, flag, value);
+}
+
+void ShmGroup::watched_by(std::shared_ptr<Lookout> lookout, std::vector<int> ranks, bool direct) {
+  scope_ = lookout->scope(ranks);
+  ranks_ = std::move(ranks);
+  lookout_ = std::move(lookout);
+  direct_ = direct;
+}
+
+void ShmGroup::look(Lookout::Wait& wait, Flag RankBlock::* which, uint32_t value) {
+  if (lookout_ == nullptr) return;
+  std::vector<int> come, late;
+  for (int r = 0; r < size_; ++r) {
+    const bool here = reached((block(r).*which).value.load(std::memory_order_acquire), value);
+    (here ? come : late).push_back(ranks_[r]);
+  }
+  try {
+    wait.look(block(rank_).label + scope_, come, late);
+  } catch (const Stalled& stalled) {
+    broken_ = stalled.what();
+    abandon(broken_);
+    throw;
+  }
 }
 
 std::string ShmGroup::name(int rank) const { return names_[rank]; }
@@ -313,17 +342,30 @@ bool ShmGroup::first_to_tell() { return block(0).told.exchange(1) == 0; }
 
 std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool ring) {
   if (!broken_.empty()) throw PeerLost("the world can no longer be used: " + broken_);
+  if (lookout_ != nullptr) lookout_->check();
   RankBlock& own = block(rank_);
   set_label(label);
   ++entered_;
   own.headers[entered_ % 2] = mine;
+  if (lookout_ != nullptr) {
+    const int64_t now = Lookout::clock_ns();
+    own.entered_ns[entered_ % 2] = now;
+    if (direct_) lookout_->doing(label, now);
+  }
   signal(own.entered, entered_);
   for (int r = 0; ring && r < size_; ++r) {
     if (r != rank_) ring_bell(r);
   }
   wait_for_all(&RankBlock::entered, entered_);
   std::vector<Header> headers(size_);
-  for (int r = 0; r < size_; ++r) headers[r] = block(r).headers[entered_ % 2];
+  int last = rank_;
+  for (int r = 0; r < size_; ++r) {
+    headers[r] = block(r).headers[entered_ % 2];
+    if (block(r).entered_ns[entered_ % 2] > block(last).entered_ns[entered_ % 2]) last = r;
+  }
+  if (direct_ && last != rank_) {
+    lookout_->waited_for(ranks_[last], block(last).entered_ns[entered_ % 2] - own.entered_ns[entered_ % 2]);
+  }
   return headers;
 }
 

@@ -8,11 +8,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "layout.h"
+#include "lookout.h"
 
 namespace horo {
 
@@ -89,6 +91,10 @@ class ShmGroup {
   // A number that changes whenever this rank begins or stops to wait for others, odd while it does.
   uint64_t n_waits() const { return n_waits_.load(); }
 
+  // Waits are seen by the lookout of the world, in which the group's ranks have these numbers. If the calls are
+  // `direct`, they tell what the training thread does, and whom it waits for. To be called at once or not at all.
+  void watched_by(std::shared_ptr<Lookout> lookout, std::vector<int> ranks, bool direct);
+
   // Called while waiting, a few times a second, so that signals are seen; throws to stop waiting.
   std::function<void()> on_idle;
 
@@ -103,6 +109,7 @@ class ShmGroup {
   void wait_for_all(Flag RankBlock::* flag, uint32_t value);
   void check_peers(int awaited);
   void set_label(const std::string& label);
+  void look(Lookout::Wait& wait, Flag RankBlock::* flag, uint32_t value);
   [[noreturn]] void lost(const std::string& cause, const std::string& while_what, const std::string& more);
   std::string name(int rank) const;
   bool died(int rank);
@@ -116,6 +123,10 @@ class ShmGroup {
   std::string broken_;  // why this group can no longer be used
   bool oversubscribed_;
   long n_oom_kills_;  // when this began
+  std::shared_ptr<Lookout> lookout_;
+  std::vector<int> ranks_;  // as the lookout numbers them
+  std::string scope_;
+  bool direct_ = false;
   std::atomic<uint64_t> n_waits_{0};
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;

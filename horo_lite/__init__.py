@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from horo_lite.errors import *  # noqa: F403
     from horo_lite.join import join as join
     from horo_lite.optimizer import DistributedOptimizer as DistributedOptimizer
+    from horo_lite.stall import Straggler as Straggler
+    from horo_lite.stall import announce as announce
+    from horo_lite.stall import stragglers as stragglers
     from horo_lite.world import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -46,6 +49,7 @@ _HOME = {
         "PeerLostError StallError LauncherError DeviceError CheckpointError JobError",
         "join": "join",
         "optimizer": "DistributedOptimizer",
+        "stall": "announce stragglers Straggler",
         "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "
         "cross_size is_homogeneous device World Device",
     }.items()

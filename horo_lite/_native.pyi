@@ -74,6 +74,45 @@ class Segment:
     @property
     def address(self) -> int: ...
 
+class Wait:
+    """What one thread of this rank waits for."""
+
+    def look(self, what: str, come: Sequence[int], late: Sequence[int]) -> None:
+        """To be called a few times a second. Raises StallError."""
+
+    def close(self, went_well: bool) -> None: ...
+
+class Lookout:
+    """Who waits for whom among the ranks of a host, and who is late."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        offset: int,
+        rank: int,
+        hosts: Sequence[int],
+        pids: Sequence[int],
+        names: Sequence[str],
+    ) -> None: ...
+    @staticmethod
+    def memory_bytes(size: int) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def set_limits(self, warn_s: float, abort_s: float) -> None: ...
+    def give_stacks(self, fd: int, signal: int) -> None: ...
+    def announce(self, rank: int, what: str, expect_s: float) -> None: ...
+    def doing(self, what: str) -> None: ...
+    def wait(self) -> Wait: ...
+    def scope(self, ranks: Sequence[int]) -> str: ...
+    def waited_for(self, rank: int, seconds: float) -> None: ...
+    def tallies(self) -> list[tuple[int, float]]:
+        """Of every rank: how often it came last, and how long each other waited on average."""
+
+    def stall(self, reason: str) -> None:
+        """All ranks of this host raise StallError, now or in their next call."""
+
+    def check(self) -> None: ...
+
 class ShmGroup:
     """The ranks of one host, meeting in shared memory."""
 
@@ -92,6 +131,9 @@ class ShmGroup:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    def watched_by(self, lookout: Lookout, ranks: Sequence[int], direct: bool) -> None:
+        """`ranks` are the numbers of the group's ranks in the world."""
+
     def agree(
         self, label: str, digest: int, count: int = 0, weight: float = 1.0
     ) -> list[tuple[int, int, float]]: ...
@@ -180,6 +222,9 @@ class Engine:
         explain: Callable[[str, list[str], list[int]], str],
         serve: Callable[[float], bool] | None = None,
     ) -> Engine: ...
+    def watched_by(self, lookout: Lookout) -> None:
+        """To be called at once, if at all."""
+
     def n_in_flight(self) -> int: ...
     @property
     def n_failed(self) -> int:

@@ -743,12 +743,17 @@ class Group:
 
         ranks = list(direct.ranks)
         if isinstance(direct, ShmTransport) and isinstance(other, ShmTransport):
-            return _native.Engine.over_shm(other.group, direct.group, ranks, explain)
-        from horo_lite.transports.mpi import MpiChannel, MpiTransport
+            engine = _native.Engine.over_shm(other.group, direct.group, ranks, explain)
+        else:
+            from horo_lite.transports.mpi import MpiChannel, MpiTransport
 
-        assert isinstance(other, MpiTransport)
-        channel = MpiChannel(other)
-        return _native.Engine.over_channel(channel, ranks, explain, channel.serve)
+            assert isinstance(other, MpiTransport)
+            channel = MpiChannel(other)
+            engine = _native.Engine.over_channel(channel, ranks, explain, channel.serve)
+        lookout = getattr(direct, "lookout", None)
+        if lookout is not None:
+            engine.watched_by(lookout)
+        return engine
 
     def _reduce_async(
         self,

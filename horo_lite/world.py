@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from horo_lite import launcher
+from horo_lite import launcher, stall
 from horo_lite.errors import (
     HoroLiteError,
     MismatchError,
@@ -30,6 +30,7 @@ from horo_lite.errors import (
 )
 
 if TYPE_CHECKING:
+    from horo_lite import _native
     from horo_lite.collectives import Group
     from horo_lite.transports import Transport
 
@@ -81,9 +82,12 @@ class _Session(NamedTuple):
     host_of_rank: list[int]
     restore_threads: Callable[[], None]
     parts: list[Group]  # that new_group() made and free_group() has not closed
+    began: float
 
     def close(self, reason: str) -> None:
         """This rank has left the world and all its parts."""
+        if self.world.rank == 0:
+            stall.print_summary(_lookout_of(self.world), time.monotonic() - self.began)
         with contextlib.ExitStack() as stack:
             stack.callback(self.world.group.close, reason)
             for group in self.parts:
@@ -103,6 +107,8 @@ def init(
     threads: int | str | None = None,
     binding: str | None = None,
     test_hosts: str | Sequence[int] | None = None,
+    stall_warn_s: float | None = None,
+    stall_abort_s: float | None = None,
 ) -> World:
     """The world this process belongs to, ready for collectives.
 
@@ -114,14 +120,24 @@ def init(
     where there is one. `threads`: of BLAS and OpenMP; by itself this rank's share of the host's
     cores, unless OMP_NUM_THREADS or the like is set or the world is of one. `binding`: "keep"
     stays on the cores where Open MPI put this rank, "auto" leaves them where they are too few and
-    nobody asked for it. `test_hosts`: sizes of the hosts that a test pretends, "2,1". Each can
+    nobody asked for it. `test_hosts`: sizes of the hosts that a test pretends, "2,1".
+    `stall_warn_s`: how long a rank may wait for another before one of those that wait reports who
+    is late, and where; 30, and 0 for never. `stall_abort_s`: how long before every rank raises
+    StallError; by itself never. Each can
     also be a variable, HORO_LITE_DEVICE and so on; the argument counts.
 
     LauncherError: launcher and MPI library do not fit. MismatchError, on every rank: the ranks
     differ. ValueError: an argument makes no sense, or is not that of the first call.
     """
     global _session
-    arguments = {"device": device, "threads": threads, "binding": binding, "test_hosts": test_hosts}
+    arguments = {
+        "device": device,
+        "threads": threads,
+        "binding": binding,
+        "test_hosts": test_hosts,
+        "stall_warn_s": stall_warn_s,
+        "stall_abort_s": stall_abort_s,
+    }
     given = {
         name: value if value is not None else os.environ.get(f"HORO_LITE_{name.upper()}") or None
         for name, value in arguments.items()
@@ -189,6 +205,10 @@ def _join(given: dict[str, Any]) -> _Session:
         )
     # The third compares what the ranks queue on their GPUs.
     transports = connect(comm, host_of_rank, n_transports=3 if kind == "cuda" else 2)
+    lookout = getattr(transports[0], "lookout", None)
+    if lookout is not None:
+        lookout.set_limits(mine["stall_warn_s"], mine["stall_abort_s"])
+        stall.give_stacks(lookout)
     if comm is not None and _ending is not None:
         _ending.transports = transports
     group = Group(*transports)
@@ -206,7 +226,7 @@ def _join(given: dict[str, Any]) -> _Session:
     )
     # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)
-    return _Session(given, world, comm, host_of_rank, restore_threads, [])
+    return _Session(given, world, comm, host_of_rank, restore_threads, [], time.monotonic())
 
 
 def _communicator(comm: Any, launch: launcher.Launch | None) -> tuple[Any, Any]:
@@ -281,6 +301,8 @@ def _checked(given: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
         "pretended": pretended,
         "device": (kind, int(index) if index else None),
         "gpus": gpus,
+        "stall_warn_s": stall.limit("stall_warn_s", given["stall_warn_s"], stall.WARN_S),
+        "stall_abort_s": stall.limit("stall_abort_s", given["stall_abort_s"], 0.0),
     }
 
 
@@ -477,6 +499,15 @@ def _undefined() -> int:
     return int(MPI.UNDEFINED)
 
 
+def lookout() -> _native.Lookout | None:
+    """Who looks out for ranks that are late; None in a world of one."""
+    return _lookout_of(world())
+
+
+def _lookout_of(world: World) -> _native.Lookout | None:
+    return getattr(world.group.transport, "lookout", None)
+
+
 def is_initialized() -> bool:
     """True between init() and shutdown()."""
     return _session is not None
@@ -660,7 +691,7 @@ class _Ending:
             # The cause lies elsewhere, and should not drown in the words of its victims.
             if first:
                 _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{at}\n")
-        elif isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt) or (isinstance(error, StallError) and first):
             _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{at}\n")
         elif isinstance(error, (MismatchError, StallError)) and not first:
             _tell(f"[horo_lite] {self._name}: {type(error).__name__}, as said above{at}\n")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from horo_lite._native import Lookout
     from horo_lite.collectives import Group
 
 T = TypeVar("T")
@@ -303,19 +304,33 @@ def run_ranks(
         return job.wait(timeout_s)
 
 
-def run_threads(n: int, fn: Callable[[Group], T], *, timeout_s: float = 20) -> list[T]:
+def run_threads(
+    n: int,
+    fn: Callable[[Group], T],
+    *,
+    timeout_s: float = 20,
+    lookouts: Sequence[Lookout] | None = None,
+) -> list[T]:
     """What `fn(group)` returned on each of n ranks that are threads of this process.
 
     Where one raises, the others are told (they raise PeerLostError), and RanksFailedError holds
     everything that was raised. Ranks that do not end by themselves are given up after `timeout_s`,
-    with their stacks in the message.
+    with their stacks in the message. `lookouts`, one a rank, see who waits for whom.
     """
     from horo_lite._native import thread_group
     from horo_lite.collectives import Group
     from horo_lite.transports.shm import ShmTransport
 
-    transports = [ShmTransport(native) for native in thread_group(n)]
-    engines = [ShmTransport(native) for native in thread_group(n)]
+    def transports_of(direct: bool) -> list[ShmTransport]:
+        natives = thread_group(n)
+        for native, lookout in zip(natives, lookouts or (), strict=bool(lookouts)):
+            native.watched_by(lookout, range(n), direct)
+        return [
+            ShmTransport(native, None, each) for native, each in zip(natives, seen, strict=True)
+        ]
+
+    seen = lookouts or [None] * n
+    transports, engines = transports_of(True), transports_of(False)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["Header", "Transport", "connect"]
 
 
+# The numbers of the transports: for direct calls, and for threads that nobody waits for (watch.py).
+DIRECT, WATCH = 0, 2
+
+
 class Header(NamedTuple):
     """What one rank says when all meet."""
 
@@ -104,9 +108,14 @@ class Local(NamedTuple):
     pids: list[int]
     names: list[str]
     n_transports: int
+    here: list[int]
+    """The world's numbers of the ranks of this host."""
+    leaders: list[int]
+    """The first rank of each host, as `connect`'s ranks are numbered."""
+    lookout: _native.Lookout
 
     def group(self, which: int) -> _native.ShmGroup:
-        return _native.ShmGroup(
+        group = _native.ShmGroup(
             self.segment,
             which * self.group_bytes,
             self.comm.rank,
@@ -114,6 +123,10 @@ class Local(NamedTuple):
             self.pids,
             self.names,
         )
+        if which != WATCH:
+            direct = which == DIRECT and self.scratch_bytes == 0
+            group.watched_by(self.lookout, self.here, direct)
+        return group
 
     def scratch(self, which: int) -> int:
         """The address of memory that all ranks of this host see."""
@@ -142,9 +155,11 @@ def connect(
         return [SoloTransport(ranks) for _ in range(n_transports)]
     # Who waits in a part of a world must let the world's engine go on: see Funnel.
     funnel = getattr(beside, "funnel", None)
+    lookout = getattr(beside, "lookout", None)
     hosts = sorted(set(host_of_rank))
     over_mpi = len(hosts) > 1 or funnel is not None
-    local = _local(comm, hosts.index(host_of_rank[comm.rank]), over_mpi, n_transports, ranks)
+    host = hosts.index(host_of_rank[comm.rank])
+    local = _local(comm, host, over_mpi, n_transports, ranks, lookout)
     if local is None:
         warnings.warn(
             "horo_lite: the ranks of a host cannot open each other's memory through /proc "
@@ -153,14 +168,14 @@ def connect(
             stacklevel=3,
         )
         over_mpi = True
-        local = _local(comm, comm.rank, over_mpi, n_transports, ranks)
+        local = _local(comm, comm.rank, over_mpi, n_transports, ranks, lookout)
         if local is None:
             raise OSError("shared memory could not be made on this host: see the system's limits")
     if not over_mpi:
         from horo_lite.transports.shm import ShmTransport
 
         transports: list[Transport] = [
-            ShmTransport(local.group(i), ranks) for i in range(n_transports)
+            ShmTransport(local.group(i), ranks, local.lookout) for i in range(n_transports)
         ]
         local.comm.Free()  # MPI has done its part
         return transports
@@ -174,16 +189,25 @@ def connect(
 
 
 def _local(
-    comm: MPI.Comm, host: int, over_mpi: bool, n_transports: int, ranks: Sequence[int]
+    comm: MPI.Comm,
+    host: int,
+    over_mpi: bool,
+    n_transports: int,
+    ranks: Sequence[int],
+    lookout: _native.Lookout | None,
 ) -> Local | None:
-    """This rank's host; None, on every rank, if some host's ranks cannot share memory."""
+    """This rank's host; None, on every rank, if some host's ranks cannot share memory.
+
+    A part of a world has the world's lookout.
+    """
     from horo_lite.transports.mpi import scratch_bytes
 
     # As `comm` numbers them: ranks of a host keep their order.
     neighbours = comm.Split(host, comm.rank)
     group_bytes = _native.ShmGroup.memory_bytes(neighbours.size)
     scratch = scratch_bytes(neighbours.size) if over_mpi else 0
-    n_bytes = n_transports * (group_bytes + scratch)
+    board = n_transports * (group_bytes + scratch)
+    n_bytes = board + (_native.Lookout.memory_bytes(comm.size) if lookout is None else 0)
     segment = None
     opened = True
     where: tuple[int, int, int] | None = None
@@ -206,14 +230,22 @@ def _local(
     segment.close_descriptor()
     pid = os.getpid()
     name = f"rank {ranks[comm.rank]} (pid {pid} on {socket.gethostname()})"
-    people: list[tuple[int, str]] = neighbours.allgather((pid, name))
+    everyone: list[tuple[int, int, str]] = comm.allgather((host, pid, name))
+    if lookout is None:
+        on, pids, names = (list(each) for each in zip(*everyone, strict=True))
+        lookout = _native.Lookout(segment, board, comm.rank, on, pids, names)
+    places = [place for place, _, _ in everyone]
+    here = [r for r, place in enumerate(places) if place == host]
     return Local(
         neighbours,
         ranks,
         segment,
         group_bytes,
         scratch,
-        [pid for pid, _ in people],
-        [name for _, name in people],
+        [everyone[r][1] for r in here],
+        [everyone[r][2] for r in here],
         n_transports,
+        [ranks[r] for r in here],
+        [places.index(place) for place in sorted(set(places))],
+        lookout,
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 
 from horo_lite import _native
-from horo_lite.errors import HoroLiteError, PeerLostError
+from horo_lite.errors import HoroLiteError, PeerLostError, StallError
 from horo_lite.transports import Header
 
 if TYPE_CHECKING:
@@ -35,8 +35,13 @@ PIECE_BYTES = 1 << 28
 # A rank that has left may have sent this rank everything it waits for.
 GRACE_S = 1.0
 
-_HEADER = np.dtype([("digest", "u8"), ("count", "i8"), ("weight", "f8")])
-_LEFT, _GAVE_UP = 1, 2  # tags of messages about the end
+# Who waits for longer tells the others that it has come.
+COME_S = 0.25
+
+# How long a rank has waited in the last meeting is said in the next.
+_HEADER = np.dtype([("digest", "u8"), ("count", "i8"), ("weight", "f8"), ("waited", "f8")])
+# Tags of messages about the end, and about who is late.
+_LEFT, _GAVE_UP, _STALLED, _HAS_COME, _ANNOUNCES = 1, 2, 4, 5, 6
 _TOLD_BYTES = 480
 
 
@@ -243,6 +248,10 @@ class MpiTransport:
         self.rank = comm.rank
         self.size = comm.size
         self.ranks = local.ranks
+        self.lookout = local.lookout
+        self._is_direct = which == 0
+        self._leaders = local.leaders
+        self._scope = local.lookout.scope(local.ranks)
         self._local = local.group(which)
         self._segment = local.segment
         n_local = local.comm.size
@@ -259,6 +268,9 @@ class MpiTransport:
         self._label = ""
         self._left: dict[int, tuple[float, str]] = {}  # when, and why
         self._goodbyes: set[int] = set()
+        self._n_met = 0
+        self._come: dict[int, int] = {}  # in which meeting a peer was said to wait
+        self._waited_s = 0.0  # in the last meeting
 
     # Meeting and reducing.
 
@@ -271,14 +283,27 @@ class MpiTransport:
     ) -> list[Header]:
         if self._broken:
             raise PeerLostError(f"the world can no longer be used: {self._broken}")
+        self.lookout.check()
         if self._serve is not None:
             self._serve(0.0)  # even if this call never waits
-        mine = np.array([(digest, count, weight)], _HEADER)
+        mine = np.array([(digest, count, weight, self._waited_s)], _HEADER)
         everyone = np.empty(self.size, _HEADER)
         byte = self._mpi.BYTE
         self._label = label
+        self._n_met += 1
+        if self._is_direct:
+            self.lookout.doing(label)
+        began = time.monotonic()
         self._wait([self._call(self._comm.Iallgather, [mine, byte], [everyone, byte])])
+        self._tally(everyone["waited"].tolist())
+        self._waited_s = time.monotonic() - began
         return [Header(int(h["digest"]), int(h["count"]), float(h["weight"])) for h in everyone]
+
+    def _tally(self, waited_s: list[float]) -> None:
+        """Hosts have clocks of their own: last in the last meeting was who waited least."""
+        last = waited_s.index(min(waited_s))
+        if self._is_direct and last != self.rank and self._waited_s > 0:
+            self.lookout.waited_for(self.ranks[last], self._waited_s - waited_s[last])
 
     def allreduce(
         self,
@@ -329,13 +354,15 @@ class MpiTransport:
                     [sums, (sizes, begins), byte],
                     [inbox, ([own_size] * self.n_hosts, arrivals), byte],
                 )
-            ]
+            ],
+            self._leaders,
         )
         # Where each host's image of the whole window would begin.
         images = [inbox.ctypes.data + arrival - own_begin for arrival in arrivals]
         layout.reduce(window, host, images, scale, divisor, self._total)
         in_place = self._mpi.IN_PLACE
-        self._wait([self._call(across.Iallgatherv, in_place, [total, (sizes, begins), byte])])
+        gathering = self._call(across.Iallgatherv, in_place, [total, (sizes, begins), byte])
+        self._wait([gathering], self._leaders)
 
     def _meet_locally(self) -> None:
         if self._local.size > 1:
@@ -382,14 +409,19 @@ class MpiTransport:
 
     # Waiting and ending.
 
-    def _wait(self, requests: list[Any]) -> None:
-        """All requests are complete. MPI itself would wait for ever, at full speed, and deaf."""
+    def _wait(self, requests: list[Any], among: Sequence[int] = ()) -> None:
+        """All requests are complete. MPI itself would wait for ever, at full speed, and deaf.
+
+        They are of the ranks `among`; by itself, of all.
+        """
         test: Callable[[list[Any]], bool] = self._mpi.Request.Testall
         if self._call is not _at_once:
             test = partial(self._call, test)
         pause = self._serve or time.sleep
         started = time.monotonic()
         n_looks = 0
+        wait = self.lookout.wait()
+        went_well = False
         try:
             while not test(requests):
                 n_looks += 1
@@ -398,14 +430,32 @@ class MpiTransport:
                 pause(min(1e-3, 20e-6 * (n_looks - 199)))
                 if n_looks % 20 == 0:
                     self._check_peers(started)
-        except PeerLostError as error:
+                    self._look(wait, started, among or range(self.size))
+            went_well = True
+        except (PeerLostError, StallError) as error:
             self._broken = str(error)
-            self.abandon(str(error))
+            self.abandon(self._broken)
             raise
         except BaseException:
             self._broken = "this rank was interrupted in the middle of an operation"
             self.abandon("it was interrupted")
             raise
+        finally:
+            wait.close(went_well)
+
+    def _look(self, wait: _native.Wait, started: float, among: Sequence[int]) -> None:
+        """The ranks of this host, and those that wait on others, see that this one waits."""
+        waited_s = time.monotonic() - started
+        if waited_s > COME_S and self._come.get(self.rank) != self._n_met:
+            self._come[self.rank] = self._n_met
+            self._call(self._control.tell, self._n_met.to_bytes(8, "little"), _HAS_COME)
+        come = [r for r in among if r == self.rank or self._come.get(r, 0) >= self._n_met]
+        late = [self.ranks[r] for r in among if r not in come]
+        wait.look(self._label + self._scope, [self.ranks[r] for r in come], late)
+
+    def announce(self, what: str, expect_s: float) -> None:
+        """Peers on other hosts know that this rank will be late; "": that it is over."""
+        self._call(self._control.tell, f"{expect_s} {what}".encode(), _ANNOUNCES)
 
     def _check_peers(self, started: float) -> None:
         self._hear()
@@ -421,14 +471,23 @@ class MpiTransport:
         self._local.check_peers(name)
 
     def _hear(self) -> None:
-        """What peers said about their end has been heard."""
+        """What peers said about their end, and about who is late, has been heard."""
         for peer, tag, text in self._call(self._control.hear):
-            reason = text.decode(errors="replace")
+            words = text.decode(errors="replace")
             if tag == _GAVE_UP:
                 raise PeerLostError(
-                    f"rank {self.ranks[peer]} gave up while {self._doing()}: {reason}"
+                    f"rank {self.ranks[peer]} gave up while {self._doing()}: {words}"
                 )
-            self._left[peer] = time.monotonic(), reason
+            if tag == _STALLED:
+                self.lookout.stall(words)
+                raise StallError(words)
+            if tag == _HAS_COME:
+                self._come[peer] = int.from_bytes(text, "little")
+            elif tag == _ANNOUNCES:
+                expect_s, _, what = words.partition(" ")
+                self.lookout.announce(self.ranks[peer], what, float(expect_s))
+            else:
+                self._left[peer] = time.monotonic(), words
 
     def _check_left(self, peer: int, started: float, doing: str) -> None:
         when, reason = self._left[peer]
@@ -441,6 +500,10 @@ class MpiTransport:
     def abandon(self, reason: str) -> None:
         self._broken = self._broken or f"this rank gave up: {reason}"
         self._local.abandon(reason)
+        try:
+            self.lookout.check()
+        except StallError as stalled:
+            self._tell(str(stalled).encode(), _STALLED)
         self._tell(reason.encode(), _GAVE_UP)
 
     def leave(self, reason: str) -> None:

@@ -23,11 +23,17 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, group: _native.ShmGroup, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        group: _native.ShmGroup,
+        ranks: Sequence[int] | None = None,
+        lookout: _native.Lookout | None = None,
+    ) -> None:
         self.group = group
         self.rank = group.rank
         self.size = group.size
         self.ranks = range(group.size) if ranks is None else ranks
+        self.lookout = lookout
 
     @property
     def host(self) -> ShmTransport:

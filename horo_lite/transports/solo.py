@@ -14,6 +14,7 @@ class SoloTransport:
     name = "solo"
     rank = 0
     size = 1
+    lookout = None
 
     def __init__(self, ranks: Sequence[int] = (0,)) -> None:
         self.ranks = ranks

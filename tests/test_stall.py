@@ -1,0 +1,278 @@
+"""Who is late: what those that wait report, when, and how a stall ends the job."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from launch import Job, RanksFailedError, run_threads, start_ranks
+
+import horo_lite as hvd
+from horo_lite import stall
+from horo_lite._native import Lookout, Segment, thread_group
+from horo_lite.collectives import Group
+from horo_lite.transports.shm import ShmTransport
+
+HEADLINE = re.compile(r"^\[horo_lite\] stalled for .*$", re.MULTILINE)
+
+
+def lookouts_of(n: int, warn_s: float = 0.0, abort_s: float = 0.0) -> list[Lookout]:
+    """Of ranks that are threads of this process."""
+    segment = Segment.create(Lookout.memory_bytes(n))
+    names = [f"rank {rank} (a thread)" for rank in range(n)]
+    made = [Lookout(segment, 0, rank, [0] * n, [0] * n, names) for rank in range(n)]
+    for one in made:
+        one.set_limits(warn_s, abort_s)
+    return made
+
+
+# --- ranks as threads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_report_of_one_stall(asynchronous: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not of the meetings before it, and however many wait."""
+
+    def body(group: Group) -> None:
+        for _ in range(5):
+            time.sleep(0.1 * group.rank)
+            group.barrier()
+        if group.rank == 1:
+            time.sleep(1.0)
+        if asynchronous:
+            group.synchronize(group.allreduce_async(1.0 + group.rank, name="loss"))
+        else:
+            group.allreduce(1.0 + group.rank, name="loss")
+
+    run_threads(3, body, lookouts=lookouts_of(3, warn_s=0.4))
+    told = capfd.readouterr().err
+    assert len(HEADLINE.findall(told)) == 1, told
+    assert re.search(r"stalled for 0\.[4-9] s: rank 1 is late$", told, re.MULTILINE), told
+    assert re.search(r"ranks 0, 2 have waited 0\.\d s in allreduce 'loss' for rank 1$", told, re.M)
+    assert re.search(r"rank 1 \(a thread\) was last in barrier, which it came to", told), told
+    assert len(re.findall(r"rank [02] goes on, after waiting for [01]\.\d s", told)) == 1, told
+
+
+def test_a_stall_ends_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """The late one, too, in its next call, even if that is the last to come to a barrier."""
+
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            time.sleep(0.8)
+        group.barrier()
+
+    with pytest.raises(RanksFailedError) as failed:
+        run_threads(3, body, lookouts=lookouts_of(3, abort_s=0.4))
+    assert set(failed.value.errors) == {0, 1, 2}
+    for error in failed.value.errors.values():
+        assert isinstance(error, hvd.StallError)
+        assert "rank 1 did not come; rank 1 has made no call yet" in str(error)
+    assert len(HEADLINE.findall(capfd.readouterr().err)) == 1
+
+
+def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> None:
+    """In different parts of the world, each of which sees nothing wrong."""
+    lookouts = lookouts_of(3, warn_s=0.3, abort_s=0.6)
+    parts = {"one": [0, 1], "two": [1, 2], "three": [2, 0]}
+    groups: dict[tuple[str, int], Group] = {}
+    for name, ranks in parts.items():
+        for native, rank in zip(thread_group(2), ranks, strict=True):
+            native.watched_by(lookouts[rank], ranks, True)
+            groups[name, rank] = Group(ShmTransport(native, ranks, lookouts[rank]))
+
+    def body(group: Group) -> None:
+        name = ["one", "two", "three"][group.rank]
+        groups[name, group.rank].allreduce(1.0, name=name)
+
+    with pytest.raises(RanksFailedError) as failed:
+        run_threads(3, body, lookouts=lookouts)
+    assert all(isinstance(error, hvd.StallError) for error in failed.value.errors.values())
+    told = capfd.readouterr().err
+    assert "the ranks wait for each other" in HEADLINE.findall(told)[0]
+    for rank, (name, ranks) in enumerate(parts.items()):
+        (other,) = set(ranks) - {rank}
+        of = f"ranks {min(ranks)}{'-' if 0 else ', '}{max(ranks)}"
+        line = rf"rank {rank} has waited 0\.\d s in allreduce '{name}' of {of} for rank {other}"
+        assert re.search(line, told), told
+
+
+def test_what_was_announced_is_no_stall(capfd: pytest.CaptureFixture[str]) -> None:
+    """Until the time announced is over; then it says so."""
+    lookouts = lookouts_of(2, warn_s=0.2, abort_s=0.9)
+
+    def body(group: Group) -> None:
+        for expected_s in (30.0, 0.5):
+            if group.rank == 0:
+                lookouts[0].announce(0, "evaluation", expected_s)
+                time.sleep(0.75)
+                lookouts[0].announce(0, "", 0)
+            group.barrier()
+            if expected_s == 30.0:
+                assert not HEADLINE.findall(capfd.readouterr().err)
+
+    run_threads(2, body, lookouts=lookouts)
+    told = capfd.readouterr().err
+    assert len(HEADLINE.findall(told)) == 1, told
+    assert re.search(r"announced 'evaluation' 0\.\d s ago, for 0\.5 s at most", told), told
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_stragglers(
+    asynchronous: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes last is charged with what the others waited, as they see it themselves."""
+    lookouts = lookouts_of(3)
+    waited = [0.0] * 3
+
+    def body(group: Group) -> None:
+        for step in range(4):
+            if group.rank == (2 if step == 0 else 1):
+                time.sleep(0.2)
+            began = time.monotonic()
+            if asynchronous:
+                group.synchronize(group.allreduce_async(1.0, name=str(step)))
+            else:
+                group.barrier()
+            waited[group.rank] += time.monotonic() - began
+
+    run_threads(3, body, lookouts=lookouts)
+    tallies = lookouts[0].tallies()
+    assert tallies == lookouts[2].tallies()
+    # Rank 0 was never late: its own waiting is the sum of the two.
+    assert tallies[1][1] + tallies[2][1] == pytest.approx(waited[0], rel=0.2)
+    assert tallies[1][1] > 2 * tallies[2][1] > 0.2
+    assert tallies[0][1] < 0.1
+    assert tallies[1][0] >= 3
+
+    stall.print_summary(lookouts[0], 1.0)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(stall, "WORTH_TELLING_S", 0.1)
+    stall.print_summary(lookouts[0], 1000.0)
+    assert capfd.readouterr().err == ""
+    stall.print_summary(lookouts[0], 1.0)
+    assert "waited 1 s for rank 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["soon", "-1", "inf", "nan"])
+def test_limits_are_seconds(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="stall_warn_s must be a number of seconds"):
+        stall.limit("stall_warn_s", wrong, 30.0)
+    assert stall.limit("stall_warn_s", None, 30.0) == 30.0
+    assert stall.limit("stall_warn_s", "0", 30.0) == 0.0
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+PRELUDE = """\
+import ctypes, os, signal, sys, time
+import numpy as np
+import horo_lite as hvd
+world = hvd.init()
+rank, size = world.rank, world.size
+hvd.barrier()
+"""
+LATE = """
+def asleep():
+    time.sleep(3)
+def in_a_loop():
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        pass
+def holding_the_gil():
+    ctypes.PyDLL(None).usleep(3_000_000)
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+for late in (asleep, in_a_loop, holding_the_gil, stopped):
+    if rank == 1:
+        late()
+    hvd.allreduce(np.ones(3), name=late.__name__)
+print("came through", flush=True)
+"""
+
+
+def reports(job: Job) -> list[str]:
+    """Each with its headline and all that belongs to it."""
+    parts = re.split(r"^(?=\[horo_lite\])", job.stderr(), flags=re.MULTILINE)
+    return [part for part in parts if HEADLINE.match(part)]
+
+
+@pytest.mark.mpi
+def test_where_the_late_rank_is() -> None:
+    """Whatever it does, and even if it cannot speak; nobody is harmed by being asked."""
+    env = {"HORO_LITE_STALL_WARN_S": "0.5"}
+    with start_ranks(PRELUDE + LATE, 3, env=env) as job:
+        until = time.monotonic() + 25
+        while "SIGSTOP" not in job.stderr() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(job.ranks()[1], signal.SIGCONT)
+        result = job.wait(20).check()
+        told = reports(job)
+    assert result.stdout.count("came through") == 3
+    for what in ("asleep", "in_a_loop", "holding_the_gil"):
+        (first, *_) = [one for one in told if f"in allreduce '{what}' for rank 1" in one]
+        assert "ranks 0, 2 have waited" in first
+        # The main thread's comes first, and the innermost of its frames.
+        assert re.search(rf"its Python stacks:\n.*\n +File .* line \d+ in {what}\n", first), first
+    (first, *_) = [one for one in told if "SIGSTOP" in one]
+    assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 lets it go on", first), first
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("hosts", ["", "1,2"])
+@pytest.mark.parametrize("waiting", ["direct", "asynchronous"])
+def test_a_stall_ends_the_job(hosts: str, waiting: str) -> None:
+    """Even where the late rank is stopped, and can raise nothing."""
+    call = {
+        "direct": "hvd.allreduce(np.ones(3), name='loss')",
+        "asynchronous": "hvd.synchronize(hvd.allreduce_async(np.ones(3), name='loss'))",
+    }[waiting]
+    body = f"""
+if rank == 1:
+    print("FAULT", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+{call}
+print("came through", flush=True)
+"""
+    env = {"HORO_LITE_STALL_ABORT_S": "1", "HORO_LITE_TEST_HOSTS": hosts}
+    with start_ranks(PRELUDE + body, 3, env=env) as job:
+        job.wait_for("FAULT")
+        began = time.monotonic()
+        result = job.wait(20)
+        elapsed_s = time.monotonic() - began
+        told = reports(job)
+        until = time.monotonic() + 1
+        while job.processes() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not job.processes(), str(result)
+    assert result.returncode != 0, str(result)
+    assert elapsed_s < 6, str(result)
+    assert "came through" not in result.stdout
+    assert len(told) == 1, str(result)
+    assert "rank 1 is late" in told[0]
+    assert "SIGSTOP" in told[0]
+    assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not come", result.stderr)
+
+
+@pytest.mark.mpi
+def test_announcing_and_asking_who_was_late() -> None:
+    """Over hosts, which have no board in common."""
+    body = """
+if rank == 1:
+    with hvd.announce("evaluation", expect_s=60):
+        time.sleep(2)
+hvd.allreduce(np.ones(3))
+hvd.barrier()
+worst = hvd.stragglers()[0]
+if rank == 0:
+    assert worst.rank == 1 and worst.n_last > 0 and 1.5 < worst.waited_s < 3, worst
+    print("asked", flush=True)
+"""
+    for hosts in ("", "1,2"):
+        env = {"HORO_LITE_STALL_WARN_S": "0.8", "HORO_LITE_TEST_HOSTS": hosts}
+        with start_ranks(PRELUDE + body, 3, env=env) as job:
+            result = job.wait(20).check()
+        assert "asked" in result.stdout
+        assert result.stderr.strip() == "", str(result)
