@@ -107,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             def attempt(number: int) -> jobs.Failure | None:
                 job = jobs.Job(program, env | {jobs.RESTART: str(number)})
                 code = job.wait()
-                if not code:
-                    return None
-                return jobs.Failure(code, "; ".join(filter(None, [jobs.how(code), job.cause()])))
+                return jobs.failure_of(code, jobs.cause(job.tail)) if code else None
 
             failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
             if failure is not None:

@@ -81,12 +81,13 @@ def run(
             code = job.wait(has_failed=lambda: any(Path(folder).glob("error.*")))
             errors[:] = _errors(Path(folder))
             if errors:
-                return jobs.Failure(code, f"rank {errors[0].rank} raised {errors[0].summary}")
+                raised = f"rank {errors[0].rank} raised {errors[0].summary}"
+                return jobs.Failure(code, jobs.lost_rank(raised) or raised)
             missing = [rank for rank in range(np) if not Path(folder, f"result.{rank}").exists()]
             if code == 0 and not missing:
                 return None
             why = f"no result from rank {', '.join(map(str, missing))}" if not code else ""
-            return jobs.Failure(code, "; ".join(filter(None, [jobs.how(code), why, job.cause()])))
+            return jobs.failure_of(code, why, jobs.cause(job.tail))
 
         failure = jobs.until_done(attempt, restarts=restarts, checkpoint=commits)
         if errors:

@@ -137,41 +137,38 @@ class Job:
     """A launcher and all that it starts on this host; its output goes where this process's does."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.tail = ""  # of what was printed
+        self._printed = threading.Lock()
         self._mark = secrets.token_hex(16)
-        self._stderr_tail = ""
-        sys.stdout.flush()
-        # A notebook's or a test's stdout is no file; stderr is read in any case.
-        direct = sys.stdout is sys.__stdout__
-        pipes = [(target, os.pipe()) for target in ([] if direct else [sys.stdout]) + [sys.stderr]]
-        ends = [write for _, (_, write) in pipes]
+        out, err = os.pipe(), os.pipe()
         self._launcher = subprocess.Popen(
             [sys.executable, "-ISc", _BOUND, str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
-            stdout=None if direct else ends[0],
-            stderr=ends[-1],
+            stdout=out[1],
+            stderr=err[1],
             # The launcher holds the ends that are read here, too: should this process be killed,
             # Open MPI's would die of SIGPIPE on its way to ending its ranks.
-            pass_fds=[read for _, (read, _) in pipes],
+            pass_fds=(out[0], err[0]),
             env={**env, _JOB: self._mark},
             # A Ctrl-C on the terminal comes to this process alone, which ends the job in order.
             start_new_session=True,
         )
-        for end in ends:
-            os.close(end)
         self._readers = [
-            threading.Thread(target=self._pass_on, args=(target, read, i), daemon=True)
-            for i, (target, (read, _)) in enumerate(reversed(pipes))
+            threading.Thread(target=self._pass_on, args=(pipe[0], to), daemon=True)
+            for pipe, to in ((out, sys.stdout), (err, sys.stderr))
         ]
-        for reader in self._readers:
+        for pipe, reader in zip((out, err), self._readers, strict=True):
+            os.close(pipe[1])
             reader.start()
 
-    def _pass_on(self, target: TextIO, source: int, is_stdout: int) -> None:
+    def _pass_on(self, source: int, target: TextIO) -> None:
+        # A notebook's stdout is no file that the job could have in place of a pipe.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with open(source, "rb", buffering=0) as file:
             while data := file.read(1 << 16):
                 text = decoder.decode(data)
-                if not is_stdout:
-                    self._stderr_tail = (self._stderr_tail + text)[-(1 << 16) :]
+                with self._printed:
+                    self.tail = (self.tail + text)[-(1 << 16) :]
                 with contextlib.suppress(OSError, ValueError):  # ours is closed, theirs stays open
                     target.write(text)
                     target.flush()
@@ -223,31 +220,31 @@ class Job:
                     found.append(pid)
         return found
 
-    def cause(self) -> str:
-        """The rank that ended the job and why, in a line, as far as stderr tells."""
-        said = self._stderr_tail
-        if found := re.search(r"^\[horo_lite\] (rank (\d+) of .*:)$", said, re.M):
-            lines = re.findall(rf"^\[rank {found[2]}\] (.*)$", said, re.M)
-            return " ".join([found[1], *lines[-1:]])
-        for pattern in _CAUSES:
-            if found := pattern.search(said):
-                return ": ".join(filter(None, found.groups()))
-        return ""
 
-
-# What ranks say of a lost one, what Open MPI's launcher says, and MPICH's, which knows no ranks.
-_CAUSES = (
-    re.compile(r"^\[horo_lite\] .*PeerLostError: (rank .*?)(?: while |; | \(at |$)", re.M),
+# Open MPI's, and MPICH's, which names no rank.
+_LAUNCHERS_CAUSES = (
     re.compile(r"\b(process rank \d+ with PID \d+ .*?)(?: calling|\.$)", re.M | re.S),
-    re.compile(r"^=   (PID \d+ RUNNING AT \S+)$.*^YOUR .*EXIT STRING: (.*)$", re.M | re.S),
+    re.compile(r"^=   (PID \d+ RUNNING AT \S+)$.*^YOUR [^\n]*: ([^\n]*)$", re.M | re.S),
 )
 
 
-def how(returncode: int) -> str:
-    """An exit code in words."""
-    if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}"
-    return f"exit code {returncode}"
+def cause(said: str) -> str:
+    """The rank that ended a job and why, in a line, as far as it can be told from its output."""
+    if found := re.search(r"^\[horo_lite\] (rank (\d+) of .* ends the job.*)$", said, re.M):
+        lines = re.findall(rf"^\[rank {found[2]}\] (.*)$", said, re.M)
+        return " ".join([found[1], *lines[-1:]])
+    if lost := lost_rank(said):
+        return lost
+    for pattern in _LAUNCHERS_CAUSES:
+        if found := pattern.search(said):
+            return " ".join(": ".join(found.groups()).split())
+    return ""
+
+
+def lost_rank(said: str) -> str:
+    """Which rank was lost, and how, out of what another says who missed it; "" if none does."""
+    found = re.search(r"PeerLostError: (rank \d+ .*?)(?: while |; | \(at |$)", said, re.M)
+    return found[1] if found else ""
 
 
 # --- again and again ------------------------------------------------------------------------------
@@ -258,6 +255,14 @@ class Failure(NamedTuple):
 
     returncode: int
     why: str
+
+
+def failure_of(returncode: int, *more: str) -> Failure:
+    """With the exit code in words, and what else is known."""
+    code = f"exit code {returncode}"
+    if returncode < 0:
+        code = f"killed by {signal.Signals(-returncode).name}"
+    return Failure(returncode, "; ".join(filter(None, [code, *more])))
 
 
 def until_done(

@@ -208,10 +208,10 @@ def test_a_job_started_again_ends_where_an_undisturbed_one_does(
         assert begun_at == (1, 3 * 3)  # of 16 batches an epoch, 21 // 3 * 3 are committed
         for a, b in zip(expected, found, strict=True):
             np.testing.assert_array_equal(a, b)
-    for number in (1, 2):
-        assert re.search(
-            rf"the job ended badly \(.+\): restart {number} of 2 in 0\.1 s, from the commit", said
-        ), said
+    for number, rank in ((1, 1), (2, 0)):  # MPICH tells of processes and not of ranks
+        why = rf"(rank {rank} \(pid \d+ on \S+\) |.*PID \d+ .*Killed).*"
+        when = rf"restart {number} of 2 in 0\.1 s, from the commit"
+        assert re.search(rf"the job ended badly \({why}\): {when}", said), said
     assert said.count("going on from the commit of") == 2
     assert not os.listdir(tmp_path)
 
@@ -243,6 +243,38 @@ def test_who_ends_the_launcher_wants_no_restart_and_finds_the_last_commit(tmp_pa
     assert kept is not None, str(result)
     assert checkpoint.load(kept[1]) == {"step": 7}
     assert "restart" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "[horo_lite] rank 1 of 2 (vm, pid 7) ends the job with an exception:\n"
+            "[rank 1] Traceback (most recent call last):\n[rank 1] ValueError: odd\n"
+            "[horo_lite] rank 0 of 2 (vm, pid 6): PeerLostError: rank 1 (pid 7 on vm) gave up\n",
+            "rank 1 of 2 (vm, pid 7) ends the job with an exception: ValueError: odd",
+        ),
+        (
+            "loading\n[horo_lite] rank 0 of 2 (vm, pid 6): PeerLostError: rank 1 (pid 7 on vm) was "
+            "killed by signal 9 (Killed) while rank 0 (pid 6 on vm) waited in barrier\n",
+            "rank 1 (pid 7 on vm) was killed by signal 9 (Killed)",
+        ),
+        (
+            "----\nprterun noticed that process rank 1 with PID 7 on node vm exited on\n"
+            "signal 9 (Killed).\n----\n",
+            "process rank 1 with PID 7 on node vm exited on signal 9 (Killed)",
+        ),
+        (
+            "=====\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n"
+            "=   PID 7 RUNNING AT vm\n=   EXIT CODE: 9\n=====\n"
+            "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nThis typically\n",
+            "PID 7 RUNNING AT vm: Killed (signal 9)",
+        ),
+        ("nothing of the kind, rank and file", ""),
+    ],
+)
+def test_the_cause_is_found_in_what_ranks_and_launchers_say(said: str, cause: str) -> None:
+    assert jobs.cause(said) == cause
 
 
 def repeated(
