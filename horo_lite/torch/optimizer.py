@@ -85,8 +85,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         never, because a comparison reads all parameters (7 ms for 100 MB).
     check_finite: "raise" or "warn" where a rank's own dense gradient, before it is averaged, has
         NaN or inf: NonFiniteError from backward() on every rank, or a RuntimeWarning on rank 0,
-        with the rank, the tensor that left first and how many. Reads gradients once more, in the
-        host's memory only; off by default, and not for GradScaler, which means to meet inf.
+        with the rank, the tensor that left first and how many. Reads the gradients once more (4 ms
+        for 100 MB), in the host's memory only; off by default, and not for GradScaler, to which
+        inf is nothing new.
     gradient_as_bucket_view: from the first exchange on, gradients live in memory that the ranks of
         the host share, and are added up where they lie, to the same bits; see below.
 
