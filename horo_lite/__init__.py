@@ -46,7 +46,8 @@ _HOME = {
         "data": "DistributedSampler partition_dataset",
         "drift": "check_in_sync",
         "errors": "HoroLiteError NotInitializedError MismatchError DriftError NonFiniteError "
-        "PeerLostError StallError LauncherError DeviceError CheckpointError JobError",
+        "PeerLostError TooFewRanksError StallError LauncherError DeviceError CheckpointError "
+        "JobError",
         "join": "join",
         "optimizer": "DistributedOptimizer",
         "stall": "announce stragglers Straggler",

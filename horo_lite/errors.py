@@ -36,6 +36,10 @@ class PeerLostError(HoroLiteError):
     """
 
 
+class TooFewRanksError(PeerLostError):
+    """Fewer ranks are left than `elastic.run` shall go on with: start the job again."""
+
+
 class StallError(HoroLiteError):
     """Nobody moved for longer than the job allows."""
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import fcntl
 import os
+import signal
 import socket
 import stat
 import sys
@@ -159,16 +160,16 @@ def init(
     return _session.world
 
 
-def _join(given: dict[str, Any]) -> _Session:
+def _join(given: dict[str, Any], ours: Any = None) -> _Session:
     from horo_lite import __version__
     from horo_lite.collectives import Group
     from horo_lite.transports import connect
 
     global _ending
     launch = launcher.detect(os.environ)
-    comm, MPI = _communicator(given["comm"], launch)
+    comm, MPI = _communicator(given["comm"], launch) if ours is None else _as_ours(ours)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    if comm is not None:
+    if MPI is not None:
         # Already now: a rank that fails below must not leave the others waiting for it.
         _ending = _Ending(rank, size, MPI, _ending)
 
@@ -209,7 +210,7 @@ def _join(given: dict[str, Any]) -> _Session:
     if lookout is not None:
         lookout.set_limits(mine["stall_warn_s"], mine["stall_abort_s"])
         stall.give_stacks(lookout)
-    if comm is not None and _ending is not None:
+    if MPI is not None and _ending is not None:
         _ending.transports = transports
     group = Group(*transports)
     world = World(
@@ -245,6 +246,13 @@ def _communicator(comm: Any, launch: launcher.Launch | None) -> tuple[Any, Any]:
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm must be an mpi4py intracommunicator, not {type(comm).__name__}")
     return (comm.Dup(), MPI) if comm.size > 1 else (None, None)
+
+
+def _as_ours(comm: Any) -> tuple[Any, Any]:
+    """The same of a communicator that is ours already."""
+    from mpi4py import MPI
+
+    return (comm if comm.size > 1 else None), MPI
 
 
 def _checked(given: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -423,6 +431,48 @@ def groups() -> list[Group]:
     group = world().group
     assert _session is not None
     return [group, *_session.parts]
+
+
+def renew(comm: Any) -> World:
+    """The world of the ranks of `comm`: those that are left of the one before, in its order.
+
+    Each of them calls it. Nothing that the former world made can be used any more: its groups
+    raise. If one more rank is lost meanwhile, this raises PeerLostError or an error of MPI's, and
+    can be called again, with fewer.
+    """
+    global _session
+    assert _session is not None
+    session = _session
+    with contextlib.suppress(Exception):  # whatever was in flight has failed
+        session.close("it goes on without the ranks that were lost")
+    session.restore_threads()
+    given = dict(session.given)
+    if given["test_hosts"]:
+        left = comm.Get_group().Translate_ranks(None, session.comm.Get_group())
+        hosts = [session.host_of_rank[rank] for rank in left]
+        given["test_hosts"] = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    _session = _join(given, comm)._replace(given=session.given)
+    for renewed in when_renewed:
+        renewed()
+    return _session.world
+
+
+when_renewed: list[Callable[[], None]] = []
+"""Called on each rank after `renew`."""
+
+
+def abandon(reason: str) -> None:
+    """Whoever waits for this rank, in whichever group, now or later, raises PeerLostError."""
+    for group in groups():
+        for transport in group.transports():
+            transport.abandon(reason)
+
+
+def communicator() -> Any:
+    """The world's own mpi4py communicator; None in a world of one."""
+    world()
+    assert _session is not None
+    return _session.comm
 
 
 def new_group(ranks: Sequence[int]) -> Group | None:
@@ -702,6 +752,19 @@ class _Ending:
 
     def report_exit(self, said: str) -> None:
         _tell(f"[horo_lite] {self._name} ends the job before init(): {said}\n")
+
+
+def die(error: BaseException) -> NoReturn:
+    """This process is gone at once, after its traceback; ranks that survive that go on alone."""
+    assert _ending is not None
+    trace, package = error.__traceback__, str(Path(__file__).parent)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
+        trace = trace.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+    text = "".join(f"{_ending._prefix}{line}\n" for line in lines)
+    _tell(f"[horo_lite] {_ending._name} ends with an exception, and the others go on:\n{text}")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise error
 
 
 def _in_one_line(error: BaseException) -> str:

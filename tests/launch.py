@@ -253,10 +253,12 @@ def start_ranks(
     mpi: str | None = None,
     launcher: bool = True,
     prefix: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Iterator[Job]:
     """A job that runs while the block does. Arguments as for `run_ranks`.
 
-    `prefix` goes before the whole command, as `unshare …` or `taskset …` would.
+    `prefix` goes before the whole command, as `unshare …` or `taskset …` would; `options` are more
+    arguments of mpiexec.
     """
     if not launcher and np != 1:
         raise ValueError(f"{np} ranks need a launcher")
@@ -268,7 +270,7 @@ def start_ranks(
             script.write_text(textwrap.dedent(code_or_path))
         command = [sys.executable, str(script), *args]
         if launcher:
-            start = [mpiexec_path(), "-n", str(np)]
+            start = [mpiexec_path(), *options, "-n", str(np)]
             if mpi_name(mpi) == "openmpi":
                 start.insert(1, "--oversubscribe")
             command = start + command
@@ -289,6 +291,7 @@ def run_ranks(
     mpi: str | None = None,
     launcher: bool = True,
     prefix: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Result:
     """How `mpiexec -n np python script args…` ended; nothing of it lives any more.
 
@@ -299,7 +302,14 @@ def run_ranks(
     The exit code is the caller's to look at: `.check()` asserts that it is 0.
     """
     with start_ranks(
-        code_or_path, np, args=args, env=env, mpi=mpi, launcher=launcher, prefix=prefix
+        code_or_path,
+        np,
+        args=args,
+        env=env,
+        mpi=mpi,
+        launcher=launcher,
+        prefix=prefix,
+        options=options,
     ) as job:
         return job.wait(timeout_s)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from horo_lite.elastic.recovery import HostsUpdatedInterrupt, run
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.elastic.state import ArrayState, ObjectState, State
 
-__all__ = ["ArrayState", "ObjectState", "Sampler", "State"]
+__all__ = ["ArrayState", "HostsUpdatedInterrupt", "ObjectState", "Sampler", "State", "run"]

@@ -21,10 +21,10 @@ from horo_lite.optimizer import DistributedOptimizer
 
 
 class Progress(NamedTuple):
-    """How far a rank is; ranks that were in lockstep are comparable."""
+    """How far a rank is. The larger the further: ranks were in lockstep."""
 
     is_whole: bool  # no step that nothing has counted
-    n_changes: int  # steps, commits, assignments, records since all ranks were made equal
+    n_changes: int  # steps, assignments, records
     n_commits: int
 
 
@@ -63,7 +63,7 @@ class State:
         self._n_steps_before = 0  # of optimizers that count their own steps
         for name, value in things.items():
             setattr(self, name, value)
-        self._forget()
+        self._n_steps_before = self._n_steps()
         self._saved = self.snapshot()
 
     # Kept, taken back, moved.
@@ -146,12 +146,16 @@ class State:
 
         group = world().group
         is_root = group.rank == root_rank
-        content = group.broadcast_object(self.snapshot() if is_root else None, root_rank)
-        assert content is not None
+        mine = (self.snapshot(), self.progress()) if is_root else None
+        received = group.broadcast_object(mine, root_rank)
+        assert received is not None
+        content, progress = received
         if not is_root:
             self.load(content)
         self._saved = content
-        self._forget()
+        self._n_commits = progress.n_commits + 1
+        self._n_changes = progress.n_changes + 1 + self._n_steps_before - self._n_steps()
+        self._counted()
 
     # What happens when ranks were lost.
 
@@ -173,11 +177,6 @@ class State:
         counts = any(_is_counter(value) for value in self._things().values())
         n_changes = self._n_changes + self._n_steps() - self._n_steps_before
         return Progress(not counts or n_changes == self._n_at_count, n_changes, self._n_commits)
-
-    def _forget(self) -> None:
-        """All ranks are equal: whatever led here is past."""
-        self._n_commits = self._n_changes = self._n_at_count = 0
-        self._n_steps_before = self._n_steps()
 
     # Attributes.
 

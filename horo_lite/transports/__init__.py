@@ -6,6 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from horo_lite import _native
@@ -98,7 +99,8 @@ class Transport(Protocol):
 class Local(NamedTuple):
     """The ranks of this host, and the memory they share."""
 
-    comm: MPI.Comm
+    rank: int
+    size: int
     ranks: Sequence[int]
     """Of all of `connect`'s ranks, their numbers in the world."""
     segment: _native.Segment
@@ -118,8 +120,8 @@ class Local(NamedTuple):
         group = _native.ShmGroup(
             self.segment,
             which * self.group_bytes,
-            self.comm.rank,
-            self.comm.size,
+            self.rank,
+            self.size,
             self.pids,
             self.names,
         )
@@ -156,10 +158,8 @@ def connect(
     # Who waits in a part of a world must let the world's engine go on: see Funnel.
     funnel = getattr(beside, "funnel", None)
     lookout = getattr(beside, "lookout", None)
-    hosts = sorted(set(host_of_rank))
-    over_mpi = len(hosts) > 1 or funnel is not None
-    host = hosts.index(host_of_rank[comm.rank])
-    local = _local(comm, host, over_mpi, n_transports, ranks, lookout)
+    over_mpi = len(set(host_of_rank)) > 1 or funnel is not None
+    local = _local(comm, host_of_rank, over_mpi, n_transports, ranks, lookout)
     if local is None:
         warnings.warn(
             "horo_lite: the ranks of a host cannot open each other's memory through /proc "
@@ -168,7 +168,7 @@ def connect(
             stacklevel=3,
         )
         over_mpi = True
-        local = _local(comm, comm.rank, over_mpi, n_transports, ranks, lookout)
+        local = _local(comm, range(comm.size), over_mpi, n_transports, ranks, lookout)
         if local is None:
             raise OSError("shared memory could not be made on this host: see the system's limits")
     if not over_mpi:
@@ -177,20 +177,17 @@ def connect(
         transports: list[Transport] = [
             ShmTransport(local.group(i), ranks, local.lookout) for i in range(n_transports)
         ]
-        local.comm.Free()  # MPI has done its part
         return transports
     from horo_lite.transports.mpi import Funnel, Lines, MpiTransport
 
     Lines.free_closed(comm)
     funnel = Funnel.if_needed(funnel)
-    transports = [MpiTransport(comm, local, i, funnel) for i in range(n_transports)]
-    local.comm.Free()
-    return transports
+    return [MpiTransport(comm, local, i, funnel) for i in range(n_transports)]
 
 
 def _local(
     comm: MPI.Comm,
-    host: int,
+    host_of_rank: Sequence[int],
     over_mpi: bool,
     n_transports: int,
     ranks: Sequence[int],
@@ -203,47 +200,41 @@ def _local(
     from horo_lite.transports.mpi import scratch_bytes
 
     # As `comm` numbers them: ranks of a host keep their order.
-    neighbours = comm.Split(host, comm.rank)
-    group_bytes = _native.ShmGroup.memory_bytes(neighbours.size)
-    scratch = scratch_bytes(neighbours.size) if over_mpi else 0
+    here = [r for r, host in enumerate(host_of_rank) if host == host_of_rank[comm.rank]]
+    group_bytes = _native.ShmGroup.memory_bytes(len(here))
+    scratch = scratch_bytes(len(here)) if over_mpi else 0
     board = n_transports * (group_bytes + scratch)
     n_bytes = board + (_native.Lookout.memory_bytes(comm.size) if lookout is None else 0)
     segment = None
-    opened = True
     where: tuple[int, int, int] | None = None
-    if neighbours.rank == 0:
-        try:
+    pid = os.getpid()
+    name = f"rank {ranks[comm.rank]} (pid {pid} on {socket.gethostname()})"
+    if comm.rank == here[0]:
+        with suppress(OSError):
             segment = _native.Segment.create(n_bytes)
-            where = (os.getpid(), segment.fd, segment.token)
-        except OSError:
-            opened = False
-    where = neighbours.bcast(where)
+            where = (pid, segment.fd, segment.token)
+    # All in `comm`: whoever has lost a peer revokes it, and nobody can be left in another one.
+    everyone = comm.allgather((pid, name, where))
+    where = everyone[here[0]][2]
     if segment is None and where is not None:
-        try:
+        with suppress(OSError, RuntimeError):
             segment = _native.Segment.open(where[0], where[1], n_bytes, where[2])
-        except (OSError, RuntimeError):
-            opened = False
-    if not all(comm.allgather(opened and segment is not None)):
-        neighbours.Free()
+    if not all(comm.allgather(segment is not None)):
         return None
     assert segment is not None
     segment.close_descriptor()
-    pid = os.getpid()
-    name = f"rank {ranks[comm.rank]} (pid {pid} on {socket.gethostname()})"
-    everyone: list[tuple[int, int, str]] = comm.allgather((host, pid, name))
     if lookout is None:
-        on, pids, names = (list(each) for each in zip(*everyone, strict=True))
-        lookout = _native.Lookout(segment, board, comm.rank, on, pids, names)
-    places = [place for place, _, _ in everyone]
-    here = [r for r, place in enumerate(places) if place == host]
+        pids, names, _ = (list(each) for each in zip(*everyone, strict=True))
+        lookout = _native.Lookout(segment, board, comm.rank, list(host_of_rank), pids, names)
     return Local(
-        neighbours,
+        here.index(comm.rank),
+        len(here),
         ranks,
         segment,
         group_bytes,
         scratch,
+        [everyone[r][0] for r in here],
         [everyone[r][1] for r in here],
-        [everyone[r][2] for r in here],
         n_transports,
         [ranks[r] for r in here],
         [places.index(place) for place in sorted(set(places))],

@@ -254,7 +254,7 @@ class MpiTransport:
         self._scope = local.lookout.scope(local.ranks)
         self._local = local.group(which)
         self._segment = local.segment
-        n_local = local.comm.size
+        n_local = local.size
         scratch = local.scratch(which)
         self._images = [scratch + r * WINDOW_BYTES for r in range(n_local)]
         self._sum = scratch + n_local * WINDOW_BYTES
