@@ -437,7 +437,8 @@ def renew(comm: Any) -> World:
     """The world of the ranks of `comm`: those that are left of the one before, in its order.
 
     Each of them calls it. Nothing that the former world made can be used any more: its groups
-    raise. If one more rank is lost meanwhile, this raises PeerLostError or an error of MPI's, and
+    raise. Callers of its functions, and optimizers, find the new one. If one more rank is lost
+    meanwhile, this raises PeerLostError or an error of MPI's, and
     can be called again, with fewer.
     """
     global _session

@@ -25,6 +25,7 @@ from horo_lite.reducer import Reducer
 from horo_lite.torch import bucket_views
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
+from horo_lite.world import when_renewed
 
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
 # zero_grad() or the user has replaced is told from one that is being added to.
@@ -359,26 +360,36 @@ class _Exchange:
         attributes = optimizer.__dict__
         self._param_groups = lambda: attributes["param_groups"]
         self._names = _names(named, self._parameters())
-        self.group = _group_of(options["process_set"])
-        self.active = self.group is not None and self.group.size > 1
         self.passes: int = options["backward_passes_per_step"]
         self.check_every = _check_every(options["check_every"], options["on_drift"])
         self.patched_step: Any = None
         self.is_skipping = False
 
-        self.slots: list[_Slot] = []
-        self._unhooked: list[_Slot] = []
+        self._of_id: dict[int, _Slot] = {}
+        self._finalizer = weakref.finalize(self, _release, self._of_id)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._tasks: set[int] = set()  # at whose end something is to be done
         self._pass = 1  # the number of the outermost backward pass that runs or comes next
+        self.is_nested = False  # passes inside of passes were seen: one may touch a slot twice
+        self.follow_world()
+
+    def follow_world(self) -> None:
+        """The ranks are those of the world as it is now; the gradients of another are forgotten."""
+        self.group = _group_of(self.options["process_set"])
+        self.active = self.group is not None and self.group.size > 1
+        self.slots: list[_Slot] = []
+        self._unhooked: list[_Slot] = []
         self._due = True  # nothing was exchanged since the last step() or zero_grad()
         self._is_broken = False  # a pass did not come to its end
-        self.is_nested = False  # passes inside of passes were seen: one may touch a slot twice
         self._n_steps = self._n_exchanges = 0
+        for slot in self._of_id.values():
+            slot.begin()
+            slot.travels, slot.home, slot.parameter.grad = False, None, None
         if not self.active:
             return
         assert self.group is not None
+        options = self.options
         factor = float(options["gradient_predivide_factor"])
         compression = options["compression"]
         if isinstance(self.op, AdasumOp) and self.group.size & (self.group.size - 1):
@@ -415,8 +426,6 @@ class _Exchange:
             and bucket_views.can_share(self.group)
         )
         self._sharing: tuple[Group, list[_Slot]] | None = None  # who has, and what
-        self._of_id: dict[int, _Slot] = {}
-        self._finalizer = weakref.finalize(self, _release, self._of_id)
         self.look_at_parameters()
         self._place()
         self.group.beginners.add(self)
@@ -535,6 +544,8 @@ class _Exchange:
 
     def touch(self, slot: _Slot) -> None:
         """A pass has added to the gradient."""
+        if not self.active:  # any more
+            return
         with self._lock:
             task = _graph_task()
             if task not in self._tasks and not self.enter(task):
@@ -853,6 +864,15 @@ def _hand_over(node: Any, exchanges: list[_Exchange]) -> None:
     for successor, _ in node.next_functions:
         if successor is not None:
             handles.append(successor.register_prehook(before))
+
+
+def _follow_world() -> None:
+    alive = {exchange for owner in _owner_of.values() if (exchange := owner()) is not None}
+    for exchange in sorted(alive, key=lambda exchange: exchange.number):
+        exchange.follow_world()
+
+
+when_renewed.append(_follow_world)
 
 
 def _hook(reference: weakref.ref[_Exchange], slot: _Slot) -> Callable[[Any], None]:
