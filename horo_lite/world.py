@@ -438,14 +438,14 @@ def renew(comm: Any) -> World:
 
     Each of them calls it. Nothing that the former world made can be used any more: its groups
     raise. Callers of its functions, and optimizers, find the new one. If one more rank is lost
-    meanwhile, this raises PeerLostError or an error of MPI's, and
-    can be called again, with fewer.
+    meanwhile, this raises PeerLostError or an error of MPI's, and can be called again, with fewer.
     """
     global _session
     assert _session is not None
     session = _session
-    with contextlib.suppress(Exception):  # whatever was in flight has failed
-        session.close("it goes on without the ranks that were lost")
+    for group in groups():
+        with contextlib.suppress(Exception):  # whatever was in flight has failed
+            group.close("it goes on without the ranks that were lost")
     session.restore_threads()
     given = dict(session.given)
     if given["test_hosts"]:

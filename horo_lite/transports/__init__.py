@@ -200,7 +200,8 @@ def _local(
     from horo_lite.transports.mpi import scratch_bytes
 
     # As `comm` numbers them: ranks of a host keep their order.
-    here = [r for r, host in enumerate(host_of_rank) if host == host_of_rank[comm.rank]]
+    places = list(host_of_rank)
+    here = [r for r, place in enumerate(places) if place == places[comm.rank]]
     group_bytes = _native.ShmGroup.memory_bytes(len(here))
     scratch = scratch_bytes(len(here)) if over_mpi else 0
     board = n_transports * (group_bytes + scratch)
@@ -225,7 +226,7 @@ def _local(
     segment.close_descriptor()
     if lookout is None:
         pids, names, _ = (list(each) for each in zip(*everyone, strict=True))
-        lookout = _native.Lookout(segment, board, comm.rank, list(host_of_rank), pids, names)
+        lookout = _native.Lookout(segment, board, comm.rank, places, pids, names)
     return Local(
         here.index(comm.rank),
         len(here),
