@@ -606,7 +606,7 @@ def test_torch_dtypes_that_numpy_lacks() -> None:
     assert "(float8_e4m3fn[6])" in raises_alike(2, run, hvd.DriftError)
 
 
-def torch_training(torch: Any, group: Any, kind: str, n_steps: int, **options: Any) -> Any:
+def torch_training(torch: Any, group: Any, kind: str, **options: Any) -> Any:
     """A model, its optimizer and a function for the next step."""
     from horo_lite.torch import DistributedOptimizer
 
@@ -638,7 +638,7 @@ def test_torch_optimizers_compare_every_so_many_steps(kind: str) -> None:
     torch = pytest.importorskip("torch")
 
     def run(group: Any) -> None:
-        net, _, step = torch_training(torch, group, kind, 4, check_every=2)
+        net, _, step = torch_training(torch, group, kind, check_every=2)
         for number in range(1, 5):
             step(0.5)
             if number == 3 and group.rank == 0:
@@ -655,7 +655,7 @@ def test_torch_state_is_named_after_its_parameter() -> None:
     torch = pytest.importorskip("torch")
 
     def run(group: Any) -> Any:
-        net, optimizer, step = torch_training(torch, group, "adam", 1)
+        net, optimizer, step = torch_training(torch, group, "adam")
         step(0.5)
         assert hvd.torch.check_in_sync(optimizer, state=True, process_set=group)
         if group.rank == 1:
@@ -680,14 +680,17 @@ def test_torch_state_is_named_after_its_parameter() -> None:
     assert "Ranks 1 and 2 differ from rank 0." in warned[0]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 def test_torch_gradients_that_leave_early_are_looked_at_before_they_do(
-    monkeypatch: pytest.MonkeyPatch,
+    shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("HORO_LITE_BUCKET_BYTES", "64")
 
     def run(group: Any) -> Any:
-        net, _, step = torch_training(torch, group, "adam", 5, check_finite="raise")
+        net, _, step = torch_training(
+            torch, group, "adam", check_finite="raise", gradient_as_bucket_view=shared
+        )
         for _ in range(3):
             step(0.5)
         before = [parameter.detach().clone() for parameter in net.parameters()]
