@@ -8,9 +8,13 @@ the step without any in the same turn. Numbers are medians over the turns. After
 rank compares all gradients with the average over the ranks: what is fast because it is wrong ends
 the benchmark.
 
+Where gradients live in shared memory, three things are timed by themselves, too: their reduction in
+place, moving gradients there (what the hooks do during backward()), and filling them with zeros
+(which zero_grad(set_to_none=False) would do instead).
+
 The yardstick is one memcpy of the gradients by one rank while the others sleep. Memory is measured
 in jobs of its own, one for each way: the largest resident size of a process during five steps, less
-what it was during local steps before.
+what it was during local steps before; of pages that several processes share, each counts its part.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from torch import nn
 
 HERE = Path(__file__).resolve()
 LOCAL = "no communication"
+SHARED = "horo_lite fp32, shared"
 TURNS = {"resnet50": 15, "transformer": 10}
 
 
@@ -180,7 +185,7 @@ class Contender:
             p.grad = None
 
 
-def horo_lite(compression: str) -> Callable[[Contender], None]:
+def horo_lite(compression: str, **options: Any) -> Callable[[Contender], None]:
     def wrap(contender: Contender) -> None:
         import horo_lite.torch as hvd
 
@@ -188,6 +193,7 @@ def horo_lite(compression: str) -> Callable[[Contender], None]:
             contender.optimizer,
             named_parameters=contender.module.named_parameters(),
             compression=getattr(hvd.Compression, compression),
+            **options,
         )
 
     return wrap
@@ -208,6 +214,7 @@ def ddp(hook: str | None) -> Callable[[Contender], None]:
 # Name, precision of what travels, and what is done to a plain module and optimizer.
 FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     "horo_lite fp32": (torch.float32, horo_lite("none")),
+    SHARED: (torch.float32, horo_lite("none", gradient_as_bucket_view=True)),
     "horo_lite fp16": (torch.float16, horo_lite("fp16")),
     "horo_lite bf16": (torch.bfloat16, horo_lite("bf16")),
     "DDP gloo": (torch.float32, ddp(None)),
@@ -235,6 +242,45 @@ def contender(name: str, model: Model) -> Contender:
     return made
 
 
+def time_alone(one: Contender, comm: Any) -> dict[str, float]:
+    """Milliseconds that the slowest rank takes for what is done to gradients in shared memory."""
+    from horo_lite.world import world
+
+    one.step()
+    homes = [p.grad for p in one.module.parameters()][::-1]
+    names = [str(i) for i in range(len(homes))]
+    # As large as autograd makes them, and as hot: one that has just been written.
+    fresh = torch.zeros(max(home.numel() for home in homes))
+    shared = one.optimizer._exchange.reducer.shared
+    assert shared is not None
+
+    def move() -> None:
+        for home in homes:
+            home.copy_(fresh[: home.numel()].fill_(1.0).view(home.shape))
+
+    def fill() -> None:
+        for home in homes:
+            fresh[: home.numel()].fill_(1.0)
+
+    def zero() -> None:
+        for home in homes:
+            home.zero_()
+
+    def reduce() -> None:
+        world().group.exchange(homes, names=names, label="alone", shared=shared)
+
+    found = {}
+    for what in (reduce, zero, move, fill):
+        rest(comm)
+        comm.Barrier()
+        began = time.perf_counter()
+        what()
+        found[what.__name__] = 1e3 * max(comm.allgather(time.perf_counter() - began))
+    found["move"] -= found.pop("fill")
+    one.forget()
+    return found
+
+
 def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
     """The times of every contender with one model, the same on every rank."""
     model = MODELS[which](comm)
@@ -244,6 +290,7 @@ def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
     sources = [average.float() for average in model.averages]
     copies = [torch.zeros_like(source) for source in sources]
     memcpys: list[float] = []
+    alone: list[dict[str, float]] = []
     for turn in range(-2, turns):  # plans are made and agreed on in the first two
         rest(comm)
         began = time.perf_counter()
@@ -266,6 +313,8 @@ def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
             slowest = max(comm.allgather(elapsed))
             if turn >= 0:
                 one.times.append(1e3 * slowest)
+                if one.name == SHARED:
+                    alone.append(time_alone(one, comm))
     local = field[0].times
     return {
         "model": which,
@@ -283,15 +332,21 @@ def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
             )
             for one in field[1:]
         },
+        "alone": {what: statistics.median(one[what] for one in alone) for what in alone[0]}
+        if alone
+        else {},
     }
 
 
 def peak_bytes() -> int:
-    """The largest resident size of this process so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    raise SystemExit("/proc/self/status does not tell VmHWM")
+    """The largest resident size of this process so far, less other processes' part of it."""
+    sizes = {}
+    for name in ("status", "smaps_rollup"):
+        for line in Path("/proc/self", name).read_text().splitlines():
+            key, _, size = line.partition(":")
+            if size.endswith("kB"):
+                sizes[key] = 1024 * int(size.split()[0])
+    return sizes["VmHWM"] - (sizes["Rss"] - sizes["Pss"])
 
 
 def measure_memory(which: str, name: str, comm: Any) -> int:
@@ -354,6 +409,9 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -
             line += f"{exchange:>13.2f}{exchange / unit:>9.2f}{exchange / step:>9.1%}"
             line += f"{memory[name] / 2**20:>10.1f}" if name in memory else ""
         lines.append(line)
+    if result["alone"]:
+        parts = [f"{what} {ms:.2f} ms ({ms / unit:.2f})" for what, ms in result["alone"].items()]
+        lines.append(f"{SHARED}, in memcpys: " + ", ".join(parts))
     # A machine that does something else meanwhile shows here first.
     spreads = {MEMCPY: result["memcpy_quartiles"], LOCAL: result["step_quartiles"][LOCAL]}
     lines.append(
