@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horo_lite.transports.shm import SharedMemory, ShmTransport, share_memory
+from horo_lite.transports.shm import SharedMemory, ShmTransport
 
 if TYPE_CHECKING:
     from horo_lite.collectives import Group
@@ -21,14 +20,11 @@ def can_share(group: Group) -> bool:
     return group.size > 1 and all(isinstance(t, ShmTransport) for t in group.transports())
 
 
-def share_gradients(
-    group: Group, parameters: Sequence[Any]
-) -> tuple[SharedMemory | None, list[Any]]:
-    """The memory, and a tensor in it for the gradient of each parameter; None where there is none.
+def homes_of(parameters: Sequence[Any]) -> tuple[SharedMemory | None, list[Any]]:
+    """Memory, and a tensor in it for the gradient of each parameter; None where there is none.
 
-    Called by every rank with parameters of the same shapes. Dense floating point parameters on the
-    CPU get one each, in the layout that autograd gives their gradients, with a storage of its own:
-    copying or saving one takes no more than that. Pages take memory once they are written.
+    Dense floating point parameters on the CPU get one each, in the layout that autograd gives their
+    gradients, with a storage of its own: copying or saving one takes no more than that.
     """
     begins: list[int | None] = []
     n_bytes = 0
@@ -36,14 +32,9 @@ def share_gradients(
         begins.append(n_bytes if _may_live_there(parameter) else None)
         if begins[-1] is not None:
             n_bytes += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-    memory = share_memory(group, n_bytes) if n_bytes else None
-    if memory is None:
-        if n_bytes and group.rank == 0:
-            warnings.warn(
-                "horo_lite: gradient_as_bucket_view=True, but the ranks could not share memory of "
-                f"{n_bytes / 2**20:.0f} MiB each: gradients stay in memory of their own",
-                stacklevel=2,
-            )
+    try:
+        memory = SharedMemory(n_bytes)
+    except OSError:
         return None, [None] * len(parameters)
     for begin, parameter in zip(begins, parameters, strict=True):
         if begin is not None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from horo_lite.reducer import Reducer
 from horo_lite.torch import bucket_views
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
+from horo_lite.transports.shm import SharedMemory, share
 from horo_lite.world import when_renewed
 
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
@@ -89,8 +91,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         with the rank, the tensor that left first and how many. Reads the gradients once more (4 ms
         for 100 MB), in the host's memory only; off by default, and not for GradScaler, to which
         inf is nothing new.
-    gradient_as_bucket_view: from the first exchange on, gradients live in memory that the ranks of
-        the host share, and are added up where they lie, to the same bits; see below.
+    gradient_as_bucket_view: gradients live in memory that the ranks of the host see, and are added
+        up where they lie, to the same bits; see below.
 
     What takes part in an exchange is what backward() has touched on any rank since the last one.
     Untouched everywhere, a gradient stays as it is: None, or what it was (with no zero_grad(), or
@@ -98,10 +100,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     whatever they hold, and all receive the result. A gradient that was assigned by hand takes part
     in step(); changed by hand after backward(), it is this rank's alone.
 
-    With gradient_as_bucket_view=True each `.grad` that was exchanged is a tensor in shared memory,
-    always the same one: what autograd or the user puts in its place is copied there before it
-    travels. zero_grad() works either way, and set_to_none=True, which leaves autograd nothing to
-    add to, is the faster. A gradient that somebody keeps therefore changes in the next step; clone
+    With gradient_as_bucket_view=True each `.grad` that backward() has touched is a tensor in shared
+    memory, always the same one: what autograd or the user puts in its place is copied there before
+    it travels. zero_grad() works either way, and set_to_none=True, which leaves autograd nothing to
+    add to, is the faster. A gradient that somebody keeps therefore changes in the next step: clone
     it. It needs all ranks on one host, CPU tensors, op Average or Sum, no compression and no
     predivide factor; otherwise, and with a warning where the system refuses the memory, the option
     changes nothing. Sparse gradients stay where they are. The memory takes the place of the
@@ -425,7 +427,7 @@ class _Exchange:
             and getattr(compression, "wire", "") == "none"
             and bucket_views.can_share(self.group)
         )
-        self._sharing: tuple[Group, list[_Slot]] | None = None  # who has, and what
+        self._memory: SharedMemory | None = None
         self.look_at_parameters()
         self._place()
         self.group.beginners.add(self)
@@ -521,6 +523,7 @@ class _Exchange:
             _release({i: self._of_id.pop(i) for i in gone})
             self._unhooked = [slot for slot in self.slots if slot.hook is None]
             self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
+            self._make_homes()
         for slot in [slot for slot in self._unhooked if slot.parameter.requires_grad]:
             hook = _hook(weakref.ref(self), slot)
             slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook)
@@ -723,8 +726,8 @@ class _Exchange:
             reducer.finish()
             if any(reducer.notes):
                 self._exchange_sparse(reducer.notes)
-            is_due = self._shares and self._sharing != (self.group, self.slots)
-            if is_due and reducer.all_are_here:
+            # All ranks have just agreed on a plan, and so on what lies where in their memory.
+            if self._shares and reducer.shared is None and reducer.all_are_here:
                 self._share()
             self._n_exchanges += 1
         except MismatchError:
@@ -742,19 +745,33 @@ class _Exchange:
                         self._mark(slot)
             self._place()
 
+    def _make_homes(self) -> None:
+        """There is memory for every gradient, which other ranks will be able to see."""
+        self.reducer.shared = None
+        if self._shares:
+            # As they travel, so that those of a bucket are neighbours.
+            slots = self.slots[::-1]
+            self._memory, homes = bucket_views.homes_of([slot.parameter for slot in slots])
+            for slot, home in zip(slots, homes, strict=True):
+                slot.home = home
+
     def _share(self) -> None:
-        """Gradients live in shared memory. Collective: all ranks have just agreed on a plan."""
+        """Gradients are reduced where they lie from now on, unless a rank cannot. Collective."""
         assert self.group is not None
-        # As they travel, so that those of a bucket are neighbours.
-        slots = self.slots[::-1]
-        memory, homes = bucket_views.share_gradients(self.group, [s.parameter for s in slots])
-        self.reducer.shared = memory
-        self._sharing = self.group, self.slots
-        for slot, home in zip(slots, homes, strict=True):
-            slot.home = home
-            if slot.touched:
-                slot.bring_home()
-                self._mark(slot)
+        if share(self.group, self._memory):
+            self.reducer.shared = self._memory
+            return
+        if self.group.rank == 0:
+            warnings.warn(
+                "horo_lite: gradient_as_bucket_view=True, but the ranks cannot see each other's "
+                "memory, or one got none: gradients are exchanged as without it",
+                stacklevel=2,
+            )
+        self._shares = False
+        self._memory = None
+        for slot in self.slots:
+            if not slot.is_away:
+                slot.home = None
 
     def _mark(self, slot: _Slot) -> None:
         """The gradient is known, although no backward() has made it."""

@@ -110,70 +110,76 @@ class ShmTransport:
 
 
 class SharedMemory:
-    """Memory that all ranks of a group see, a region of `n_bytes` for each.
+    """Memory of this rank, which the other ranks of a group see once they have met in `share`.
 
-    `number` is how many the group had before, alike on all ranks; `arrays`, filled by whoever lays
-    the memory out, are what lies in this rank's region, by offset.
+    `arrays`, filled by whoever lays the memory out, are what lies in it, by offset: alike on all
+    ranks. Pages take memory when they are written. OSError where the system has none to give.
     """
 
-    def __init__(self, segment: _native.Segment, n_bytes: int, group: Group) -> None:
-        self._segment = segment
+    def __init__(self, n_bytes: int) -> None:
+        self._segment = _native.Segment.create(n_bytes)
         self._n_bytes = n_bytes
-        self._begin = group.rank * n_bytes
-        self.distances = [(r - group.rank) * n_bytes for r in range(group.size)]
+        self._others: list[_native.Segment] = []
         self.arrays: dict[int, Array] = {}
-        self.number = _n_memories[group] = _n_memories.get(group, 0) + 1
-        _memories.setdefault(group, WeakValueDictionary())[self.number] = self
-        _segments.add(segment)
+        self.distances: list[int] = []  # how far each rank's memory is from this one's
+        self.number = 0
+        _segments.add(self._segment)
 
     def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
-        """A part of this rank's region, which lives as long as somebody holds such a part."""
-        return self._segment.array(self._begin + begin, n_bytes)
+        """A part of it. The memory lives as long as somebody holds one."""
+        return self._segment.array(begin, n_bytes)
 
     def offsets(self, tensors: _native.Tensors) -> tuple[int, ...] | None:
-        """Where in this rank's region the tensors begin; None where one lies elsewhere."""
-        start = self._segment.address + self._begin
+        """Where in it the tensors begin; None where one lies elsewhere."""
+        start = self._segment.address
         offsets = tuple(address - start if n else 0 for address, n in tensors.buffers())
         inside = all(0 <= offset < self._n_bytes for offset in offsets)
         return offsets if inside else None
 
+    def _open(self, everyone: list[tuple[int, int, int] | None], rank: int) -> bool:
+        self._others, self.distances = [], []
+        try:
+            for r, where in enumerate(everyone):
+                if where is None:
+                    return False
+                segment = self._segment
+                if r != rank:
+                    pid, descriptor, token = where
+                    segment = _native.Segment.open(pid, descriptor, self._n_bytes, token)
+                    segment.close_descriptor()
+                    self._others.append(segment)
+                self.distances.append(segment.address - self._segment.address)
+        except (OSError, RuntimeError):
+            return False
+        return True
 
-def share_memory(group: Group, n_bytes: int) -> SharedMemory | None:
-    """Memory that all ranks of `group` see; None, on every rank, where they cannot have any.
 
-    Called by every rank with the same `n_bytes`, of which each gets as many. None if the ranks are
-    on several hosts, the system refuses, or the sizes differ.
+def share(group: Group, memory: SharedMemory | None) -> bool:
+    """Whether the ranks of `group` see each other's memory from now on: the same on all of them.
+
+    Called by every rank, with None where it has no memory; also a second time, for another group.
+    False where one has none, its size differs, or the system does not let them see it.
     """
-    if group.size == 1 or not all(isinstance(t, ShmTransport) for t in group.transports()):
-        return None
-    n_bytes = -(-n_bytes // _PAGE) * _PAGE  # no cache line belongs to two ranks
-    segment = where = None
-    try:
-        if group.rank == 0:
-            segment = _native.Segment.create(group.size * n_bytes)
-            where = os.getpid(), segment.fd, segment.token
-    except OSError:
-        pass
-    where = group.broadcast_object(where, name="shared memory")
-    try:
-        if segment is None and where is not None:
-            segment = _native.Segment.open(where[0], where[1], group.size * n_bytes, where[2])
-    except (OSError, RuntimeError):
-        pass
-    if not all(group.allgather_object(segment is not None, name="shared memory")):
-        return None
-    assert segment is not None
-    return SharedMemory(segment, n_bytes, group)
+    where = None
+    if memory is not None:
+        where = os.getpid(), memory._segment.fd, memory._segment.token
+    everyone = group.allgather_object(where, name="where shared memory is")
+    is_open = memory is not None and memory._open(everyone, group.rank)
+    if not all(group.allgather_object(is_open, name="who sees it")):
+        return False
+    assert memory is not None
+    memory.number = _n_shared[group] = _n_shared.get(group, 0) + 1
+    _shared.setdefault(group, WeakValueDictionary())[memory.number] = memory
+    return True
 
 
 def memory_of(group: Group, number: int) -> SharedMemory | None:
-    """The group's memory of that number; None if this rank has dropped it."""
-    return _memories[group].get(number)
+    """What the group has shared as the `number`-th; None if this rank has dropped it."""
+    return _shared[group].get(number)
 
 
-_PAGE = 4096
-_n_memories: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-_memories: WeakKeyDictionary[Group, WeakValueDictionary[int, SharedMemory]] = WeakKeyDictionary()
+_n_shared: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[Group, WeakValueDictionary[int, SharedMemory]] = WeakKeyDictionary()
 _segments: WeakSet[_native.Segment] = WeakSet()
 
 
