@@ -390,13 +390,13 @@ class Reducer:
         rank, first = next(iter(found.items()))
         counts = ((first.n_nan, "NaN"), (first.n_inf, "inf"))
         what = " and ".join(f"{n:,} {name}" for n, name in counts if n)
-        more = f", like {first.n_tensors - 1} others of its" if first.n_tensors > 1 else ""
+        more = f", one of {first.n_tensors} such there" if first.n_tensors > 1 else ""
         others = [str(other) for other in found if other != rank]
         also = f" Ranks with such gradients, too: {', '.join(others)}." if others else ""
         text = (
-            f"the gradient of {first.name!r} has {what} on rank {rank}, before averaging{more}."
-            f"{also} Look at that rank's samples of this step, at divisions by 0 and logarithms "
-            "of it, and at the learning rate."
+            f"the gradient of {first.name!r} has {what} on rank {rank}, before averaging{more} "
+            f"({self._label}).{also} Look at that rank's samples of this step, at divisions by 0 "
+            "and logarithms of it, and at the learning rate."
         )
         if self._check_finite == "raise":
             raise NonFiniteError(text)
