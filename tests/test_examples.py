@@ -108,6 +108,13 @@ def test_a_forgotten_broadcast_is_noticed() -> None:
     assert "bit-identical" not in result.stdout
 
 
+def test_training_that_is_killed_ends_with_the_same_bits() -> None:
+    result = run("restart.py", 1, "--epochs", 2, "--kill-in-epoch", 2).check()
+    assert "the same weights, to the bit" in result.stdout
+    assert result.stdout.count("epoch 1: test accuracy") == 2
+    assert re.search(r"job ended badly.*: restart 1 of 1 in 1 s, from the commit", result.stderr)
+
+
 def cupy_and_a_gpu() -> bool:
     try:
         import cupy

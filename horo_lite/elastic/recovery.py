@@ -71,7 +71,8 @@ def survives() -> bool:
         return False
     setting = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
     enabled = setting.lower() not in ("0", "false", "no")
-    if not enabled and rank() == 0:
+    restarts = os.environ.get("HORO_LITE_CHECKPOINT")  # the job has another way to go on
+    if not enabled and not restarts and rank() == 0:
         warnings.warn(
             "horo_lite: without `--with-ft ulfm`, an option of Open MPI 5's mpiexec, elastic.run "
             "cannot go on without ranks that die: the job ends",
