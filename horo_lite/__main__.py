@@ -6,11 +6,8 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import NoReturn
 
 from horo_lite import __version__, jobs
 from horo_lite.errors import LauncherError
@@ -102,14 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             if not args.restarts:
                 os.execvpe(program[0], program, env)
-            _end_on_signals()
 
             def attempt(number: int) -> jobs.Failure | None:
                 job = jobs.Job(program, env | {jobs.RESTART: str(number)})
                 code = job.wait()
                 return jobs.failure_of(code, jobs.cause(job.tail)) if code else None
 
-            failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
+            # Being told to end is no failure of the job, which is not started again then.
+            with jobs.ended_by_signals():
+                failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
             if failure is not None:
                 code = failure.returncode
                 raise SystemExit(128 - code if code < 0 else code)  # so the commits are kept
@@ -119,17 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _end_on_signals() -> None:
-    """Being told to end is no failure of the job: it ends too, and is not started again."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, end)
 
 
 if __name__ == "__main__":

