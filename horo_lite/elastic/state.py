@@ -54,8 +54,9 @@ class State:
     whole or not at all, and waits for the disk: commit so often that this does not matter.
     """
 
-    def __init__(self, *, checkpoint: str | None = None, **things: Any) -> None:
-        self._checkpoint = checkpoint or os.environ.get("HORO_LITE_CHECKPOINT")
+    def __init__(self, *, checkpoint: str | os.PathLike[str] | None = None, **things: Any) -> None:
+        given = checkpoint or os.environ.get("HORO_LITE_CHECKPOINT")
+        self._checkpoint = os.fspath(given) if given else None
         self._callbacks: list[Callable[[], None]] = []
         self._n_commits = 0
         self._n_changes = 0
