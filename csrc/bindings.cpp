@@ -199,7 +199,7 @@ struct PyJob {
       throw;
     }
     engine->set_awaited(nullptr);
-    job->result();
+    engine->result(*job);
   }
 };
 
@@ -234,10 +234,13 @@ std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector
     const nb::gil_scoped_acquire gil;
     return nb::cast<std::string>(nb::handle(held.get())(label, descriptions, whose));
   };
-  return std::shared_ptr<Engine>(new Engine(std::move(channel), std::move(ranks), text), [](Engine* engine) {
+  const auto remove = [](Engine* engine) {
     const nb::gil_scoped_release release;  // its thread may want the GIL to end
     delete engine;
-  });
+  };
+  const std::shared_ptr<Engine> engine(new Engine(std::move(channel), std::move(ranks), text), remove);
+  engine->on_idle = check_signals;
+  return engine;
 }
 
 }  // namespace
@@ -605,8 +608,15 @@ NB_MODULE(_native, m) {
           "group"_a, "direct"_a, "ranks"_a, "explain"_a)
       .def_static(
           "over_channel",
-          [](nb::object channel, std::vector<int> ranks, nb::callable explain, nb::object serve) {
+          [](nb::object channel, std::vector<int> ranks, nb::callable explain, nb::object serve,
+             nb::object direct_waits) {
             auto engine = new_engine(std::make_unique<PythonChannel>(channel), std::move(ranks), explain);
+            if (!direct_waits.is_none()) {
+              engine->direct_waits = [held = shared(direct_waits)] {
+                const nb::gil_scoped_acquire gil;
+                return nb::cast<uint64_t>(nb::handle(held.get())());
+              };
+            }
             if (!serve.is_none()) {
               engine->serve = [held = shared(serve)](double timeout_s) {
                 const nb::gil_scoped_acquire gil;
@@ -615,8 +625,9 @@ NB_MODULE(_native, m) {
             }
             return engine;
           },
-          "channel"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(),
-          "`serve(timeout_s)`, where MPI allows one thread only: runs what the channel asks of it.")
+          "channel"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(), "direct_waits"_a = nb::none(),
+          "`serve(timeout_s)`, where MPI allows one thread only: runs what the channel asks of it. `direct_waits()`: "
+          "a number that is odd while this rank waits in a direct call, and never the same in two such waits.")
       .def(
           "watched_by",
           [](Engine& engine, std::shared_ptr<HeldLookout> lookout) { engine.watched_by(std::move(lookout)); },

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "shm_group.h"
+
 namespace horo {
 namespace {
 
@@ -183,7 +185,9 @@ void Engine::loop() {
     pump(n_jobs != 0 ? kBlockedSeconds : kForeverSeconds);
   }
   seen_.reset();
+  const std::lock_guard lock(mutex_);
   ended_ = true;
+  end_.notify_all();
 }
 
 void Engine::pump(double timeout_s) {
@@ -344,11 +348,11 @@ void Engine::run(const std::string& name, Known known) {
   } catch (...) {
     // Whatever this was, the other ranks may be in the middle of it still.
     take(name);
-    if (job != nullptr) job->finish(std::current_exception());
+    if (job != nullptr) finish(*job, std::current_exception());
     throw;
   }
   take(name);
-  if (job != nullptr) job->finish(error);  // one that has joined goes on waiting for what it can take part in
+  if (job != nullptr) finish(*job, error);  // one that has joined goes on waiting for what it can take part in
 }
 
 // This rank's job for an operation that ranks which have joined lack, and their entries.
@@ -380,6 +384,24 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
     if (!known->has[r]) known->entries[r] = entry;
   }
   return job;
+}
+
+void Engine::finish(Job& job, std::exception_ptr error) {
+  if (error) {
+    const std::lock_guard lock(mutex_);
+    if (!failed_) failed_ = error;
+  }
+  job.finish(error);
+}
+
+void Engine::result(const Job& job) {
+  try {
+    job.result();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    error_seen_ = true;
+    throw;
+  }
 }
 
 void Engine::check_peers() {
@@ -448,11 +470,11 @@ void Engine::fail_unmatched() {
     if (!known.has[channel_->rank()]) continue;
     const std::string have = list(numbers([&](int r) { return known.has[r]; }));
     const std::string lack = list(numbers([&](int r) { return !known.has[r] && !has_joined(r); }));
-    failed.emplace_back(take(name), "'" + name + "' was submitted by rank " + have + " but not by rank " + lack +
+    failed.emplace_back(take(name), name + " was submitted by rank " + have + " but not by rank " + lack +
                                         ", and every rank is waiting: nothing can go on. Asynchronous operations are "
                                         "matched by name; see that every rank submits the same ones.");
   }
-  for (const auto& [job, text] : failed) job->finish(std::make_exception_ptr(Mismatch(text)));
+  for (const auto& [job, text] : failed) finish(*job, std::make_exception_ptr(Mismatch(text)));
 }
 
 void Engine::fail_all(std::exception_ptr error) {
@@ -466,6 +488,12 @@ void Engine::fail_all(std::exception_ptr error) {
   std::string reason = "its engine stopped";
   try {
     std::rethrow_exception(error);
+  } catch (const PeerLost& lost) {
+    std::string in_flight;
+    for (const auto& [name, job] : jobs) in_flight += (in_flight.empty() ? "; in flight: " : ", ") + name;
+    if (in_flight.size() > 200) in_flight.replace(200, std::string::npos, " …");
+    reason = lost.what();
+    error = std::make_exception_ptr(PeerLost(reason + in_flight));
   } catch (const std::exception& e) {
     reason = e.what();
   } catch (...) {
@@ -474,7 +502,7 @@ void Engine::fail_all(std::exception_ptr error) {
     channel_->abandon(reason);
   } catch (...) {  // peers will have to find out by themselves
   }
-  for (auto& [name, job] : jobs) job->finish(error);
+  for (auto& [name, job] : jobs) finish(*job, error);
 }
 
 void Engine::drain() {
@@ -484,8 +512,17 @@ void Engine::drain() {
     awaited_ns_ = Lookout::clock_ns();
   }
   channel_->wake();
-  while (serve && !ended_) serve(1e-3);
+  const auto has_ended = [this] {
+    std::unique_lock lock(mutex_);
+    const auto patience = std::chrono::duration<double>(serve ? 0.0 : kBlockedSeconds);
+    return end_.wait_for(lock, patience, [this] { return ended_; });
+  };
+  while (!has_ended()) {
+    if (serve) serve(1e-3);
+    if (on_idle) on_idle();
+  }
   if (thread_.joinable()) thread_.join();
+  if (failed_ && !error_seen_) std::rethrow_exception(failed_);
 }
 
 }  // namespace horo

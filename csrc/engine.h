@@ -118,6 +118,9 @@ class Engine {
   // there was anything to do. To be set at once, or not at all.
   std::function<bool(double timeout_s)> serve;
 
+  // Called while draining, a few times a second, so that signals are seen; throws to stop waiting.
+  std::function<void()> on_idle;
+
   // The training thread's waits are seen by the lookout of the world. To be called before the first submission, or not
   // at all.
   void watched_by(std::shared_ptr<Lookout> lookout);
@@ -135,7 +138,10 @@ class Engine {
   size_t n_in_flight();
   // How often everything that lacked a match has failed: alike on all ranks.
   uint64_t n_failed() const { return n_failed_; }
-  // Completes what all ranks have submitted, then stops. Errors stay with their jobs.
+  // What the job threw, which somebody has seen then.
+  void result(const Job& job);
+  // Completes what all ranks have submitted, then stops. Errors stay with their jobs, but if nobody has seen any, this
+  // throws the first.
   void drain();
 
  private:
@@ -159,6 +165,7 @@ class Engine {
   void check_peers();
   void look();
   void tally(const std::string& name, const Known& known);
+  void finish(Job& job, std::exception_ptr error);
   void fail_unmatched();
   void fail_all(std::exception_ptr error);
   std::shared_ptr<Job> take(const std::string& name);
@@ -168,7 +175,6 @@ class Engine {
   Explain explain_;
   int pid_;
   std::thread thread_;
-  std::atomic<bool> ended_{false};
   std::atomic<uint64_t> n_failed_{0};
 
   // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want
@@ -177,11 +183,15 @@ class Engine {
   std::map<std::string, std::shared_ptr<Job>> jobs_;  // in flight
   std::deque<Entry> news_;                            // submitted, not yet told
   std::exception_ptr broken_;
+  std::exception_ptr failed_;  // the first job's that failed
+  bool error_seen_ = false;    // of any of them
   std::shared_ptr<Job> awaited_;
   uint64_t n_awaited_ = 0;
   int64_t awaited_ns_ = 0;  // since when
   bool stopping_ = false;
   bool stopped_ = false;
+  bool ended_ = false;  // the thread has left its loop
+  std::condition_variable end_;
 
   std::shared_ptr<Lookout> lookout_;
 

@@ -37,7 +37,7 @@ constexpr double kIdleSeconds = 0.05;
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr auto kShortSpin = std::chrono::microseconds(3);
 
-enum State : uint32_t { kTakingPart = 0, kLeft = 1, kGaveUp = 2 };
+enum State : uint32_t { kTakingPart = 0, kLeft = 1, kGaveUp = 2, kLostPeer = 3 };
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -99,7 +99,8 @@ std::string how_it_died(int pidfd, long n_oom_kills_before) {
       how = "ended with os._exit(" + std::to_string(WEXITSTATUS(status)) + ") or the like";
     }
   }
-  if (oom_kills() > n_oom_kills_before) how += ", and the kernel has killed a process for want of memory,";
+  if (oom_kills() > n_oom_kills_before)
+    how += " (and the kernel has killed some process of this host for want of memory)";
   return how;
 }
 
@@ -281,9 +282,9 @@ bool ShmGroup::died(int rank) {
   return kill(pids_[rank], 0) != 0 && errno == ESRCH;
 }
 
-void ShmGroup::lost(const std::string& cause, const std::string& while_what, const std::string& more) {
-  broken_ = cause + while_what + more;
-  abandon(cause + more);
+void ShmGroup::lost(const std::string& cause) {
+  broken_ = cause + " while " + name(rank_) + " waited in " + block(rank_).label;
+  give_up(kLostPeer, cause);
   throw PeerLost(broken_);
 }
 
@@ -300,30 +301,32 @@ void ShmGroup::check_peers(int awaited, const std::string& label) {
 }
 
 void ShmGroup::check_peers(int awaited) {
-  const std::string waiting = " while " + name(rank_) + " waited in " + block(rank_).label;
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     RankBlock& peer = block(r);
     const uint32_t state = peer.state.load(std::memory_order_acquire);
-    const std::string last = peer.label[0] != 0 ? std::string("; it was last seen in ") + peer.label : "";
-    if (state == kGaveUp) lost(name(r) + " gave up", waiting, std::string(": ") + peer.reason);
+    const std::string last = peer.label[0] != 0 ? std::string(", last seen in ") + peer.label + "," : "";
+    if (state == kGaveUp) lost(name(r) + " gave up (" + peer.reason + ")");
+    if (state == kLostPeer) lost(peer.reason);
     if (state == kLeft && r == awaited) {
-      lost(name(r) + " has left (" + peer.reason + ")", waiting, last);
+      lost(name(r) + " has left (" + peer.reason + ")" + last);
     }
     if (state == kTakingPart && died(r)) {
       // It may have left between the two looks.
       if (peer.state.load(std::memory_order_acquire) != kTakingPart) continue;
-      lost(name(r) + " " + how_it_died(pidfds_[r], n_oom_kills_), waiting, last);
+      lost(name(r) + " " + how_it_died(pidfds_[r], n_oom_kills_) + last);
     }
   }
 }
 
-void ShmGroup::abandon(const std::string& reason) {
+void ShmGroup::abandon(const std::string& reason) { give_up(kGaveUp, reason); }
+
+void ShmGroup::give_up(uint32_t how, const std::string& reason) {
   RankBlock& own = block(rank_);
-  uint32_t expected = own.state.load();
-  if (expected == kGaveUp) return;
+  const uint32_t state = own.state.load();
+  if (state == kGaveUp || state == kLostPeer) return;
   std::strncpy(own.reason, reason.c_str(), kTextBytes - 1);
-  own.state.store(kGaveUp, std::memory_order_seq_cst);
+  own.state.store(how, std::memory_order_seq_cst);
   for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
 }
 

@@ -110,7 +110,8 @@ class ShmGroup {
   void check_peers(int awaited);
   void set_label(const std::string& label);
   void look(Lookout::Wait& wait, Flag RankBlock::* flag, uint32_t value);
-  [[noreturn]] void lost(const std::string& cause, const std::string& while_what, const std::string& more);
+  [[noreturn]] void lost(const std::string& cause);
+  void give_up(uint32_t how, const std::string& reason);
   std::string name(int rank) const;
   bool died(int rank);
 

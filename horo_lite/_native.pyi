@@ -221,6 +221,7 @@ class Engine:
         ranks: Sequence[int],
         explain: Callable[[str, list[str], list[int]], str],
         serve: Callable[[float], bool] | None = None,
+        direct_waits: Callable[[], int] | None = None,
     ) -> Engine: ...
     def watched_by(self, lookout: Lookout) -> None:
         """To be called at once, if at all."""

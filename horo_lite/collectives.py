@@ -747,9 +747,12 @@ class Group:
         else:
             from horo_lite.transports.mpi import MpiChannel, MpiTransport
 
+            assert isinstance(direct, MpiTransport)
             assert isinstance(other, MpiTransport)
             channel = MpiChannel(other)
-            engine = _native.Engine.over_channel(channel, ranks, explain, channel.serve)
+            engine = _native.Engine.over_channel(
+                channel, ranks, explain, channel.serve, lambda: direct.n_waits
+            )
         lookout = getattr(direct, "lookout", None)
         if lookout is not None:
             engine.watched_by(lookout)
@@ -785,7 +788,7 @@ class Group:
 
         def describe() -> str:
             order = "C order" if layout == 0 else f"another order than C ({layout:x})"
-            return f"{reduction.describe()}\nmemory in {order}"
+            return reduction.describe(f"memory in {order}")
 
         def complete() -> Any:
             reduction.complete()
@@ -935,13 +938,14 @@ class _Reduction:
             self.offsets,
         )
 
-    def describe(self) -> str:
+    def describe(self, *more: str) -> str:
         options = [
             f"op {self.op.name}",
             f"compression {self.compression.name}",
             f"prescale_factor {self.prescale}, postscale_factor {self.postscale}",
             f"weighted: {self.weight is not None}",
             "memory of this rank" if self.shared is None else f"shared memory at {self.offsets}",
+            *more,
         ]
         return "\n".join([self.label, *options, *self.memory.describe(self.names)])
 
@@ -977,7 +981,7 @@ class _Reduction:
 
         def describe() -> str:
             order = "C order" if layout == 0 else f"another order than C ({layout:x})"
-            return f"{self.describe()}\nmemory in {order}"
+            return self.describe(f"memory in {order}")
 
         digest = digest_of((self.contract(), layout))
         notice = watch.announce(self.label, digest, describe, follows=follows)

@@ -89,10 +89,11 @@ class _Session(NamedTuple):
         """This rank has left the world and all its parts."""
         if self.world.rank == 0:
             stall.print_summary(_lookout_of(self.world), time.monotonic() - self.began)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.world.group.close, reason)
+        try:
             for group in self.parts:
-                stack.callback(group.close, reason)
+                group.close(reason)
+        finally:
+            self.world.group.close(reason)
 
 
 _session: _Session | None = None
@@ -738,14 +739,12 @@ class _Ending:
         package = str(Path(__file__).parent)
         frames = [at for at in traceback.extract_tb(trace) if package not in at.filename]
         at = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in frames[-1:])
-        if isinstance(error, PeerLostError):
-            # The cause lies elsewhere, and should not drown in the words of its victims.
-            if first:
-                _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{at}\n")
-        elif isinstance(error, KeyboardInterrupt) or (isinstance(error, StallError) and first):
-            _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{at}\n")
+        if isinstance(error, PeerLostError) and not first:
+            pass  # the cause lies elsewhere, and should not drown in the words of its victims
         elif isinstance(error, (MismatchError, StallError)) and not first:
-            _tell(f"[horo_lite] {self._name}: {type(error).__name__}, as said above{at}\n")
+            _tell(f"[horo_lite] {self._name}: {type(error).__name__} as well{at}\n")
+        elif isinstance(error, (PeerLostError, StallError, KeyboardInterrupt)) or not frames:
+            _tell(f"[horo_lite] {self._name}: {_in_one_line(error)}{at}\n")
         else:
             lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
             text = "".join(f"{self._prefix}{line}\n" for line in lines)

@@ -506,7 +506,7 @@ def test_open_mpis_binding_is_left_unless_asked_for() -> None:
     assert plain_mpiexec(after, HORO_LITE_BINDING="keep").startswith("{1}")
 
 
-# --- ends (more of them, seen from outside, in test_faults.py) -----------------------------------
+# --- ends (more of them, seen from outside, in tests/faults) --------------------------------------
 
 
 @pytest.mark.mpi

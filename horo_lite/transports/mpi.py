@@ -252,6 +252,7 @@ class MpiTransport:
         self._is_direct = which == 0
         self._leaders = local.leaders
         self._scope = local.lookout.scope(local.ranks)
+        self._names: list[str] = comm.allgather(local.names[local.rank])
         self._local = local.group(which)
         self._segment = local.segment
         n_local = local.size
@@ -266,6 +267,7 @@ class MpiTransport:
         self.n_hosts: int = comm.allreduce(int(self._leads))
         self._broken = ""
         self._label = ""
+        self.n_waits = 0  # changes whenever this rank begins or stops to wait, odd while it does
         self._left: dict[int, tuple[float, str]] = {}  # when, and why
         self._goodbyes: set[int] = set()
         self._n_met = 0
@@ -427,6 +429,8 @@ class MpiTransport:
                 n_looks += 1
                 if n_looks < 200:
                     continue
+                if n_looks == 200:
+                    self.n_waits += 1
                 pause(min(1e-3, 20e-6 * (n_looks - 199)))
                 if n_looks % 20 == 0:
                     self._check_peers(started)
@@ -441,6 +445,7 @@ class MpiTransport:
             self.abandon("it was interrupted")
             raise
         finally:
+            self.n_waits += self.n_waits % 2
             wait.close(went_well)
 
     def _look(self, wait: _native.Wait, started: float, among: Sequence[int]) -> None:
@@ -467,7 +472,7 @@ class MpiTransport:
         """PeerLostError if `peer`, which this rank needs for `name`, has left or given up."""
         self._hear()
         if peer in self._left:
-            self._check_left(peer, 0.0, f"rank {self.ranks[self.rank]} waited for it in {name}")
+            self._check_left(peer, 0.0, f"{self._names[self.rank]} waited for it in {name}")
         self._local.check_peers(name)
 
     def _hear(self) -> None:
@@ -475,9 +480,7 @@ class MpiTransport:
         for peer, tag, text in self._call(self._control.hear):
             words = text.decode(errors="replace")
             if tag == _GAVE_UP:
-                raise PeerLostError(
-                    f"rank {self.ranks[peer]} gave up while {self._doing()}: {words}"
-                )
+                raise PeerLostError(f"{self._names[peer]} gave up ({words}) while {self._doing()}")
             if tag == _STALLED:
                 self.lookout.stall(words)
                 raise StallError(words)
@@ -492,10 +495,10 @@ class MpiTransport:
     def _check_left(self, peer: int, started: float, doing: str) -> None:
         when, reason = self._left[peer]
         if time.monotonic() - max(when, started) > GRACE_S:
-            raise PeerLostError(f"rank {self.ranks[peer]} has left ({reason}) while {doing}")
+            raise PeerLostError(f"{self._names[peer]} has left ({reason}) while {doing}")
 
     def _doing(self) -> str:
-        return f"rank {self.ranks[self.rank]} waited in {self._label or 'an operation'}"
+        return f"{self._names[self.rank]} waited in {self._label or 'an operation'}"
 
     def abandon(self, reason: str) -> None:
         self._broken = self._broken or f"this rank gave up: {reason}"

@@ -1,4 +1,4 @@
-"""What happens when something goes wrong, seen from outside: exit code, words, time, leftovers."""
+"""What must not go wrong: leftovers, clean ends, forks, waiting, the import."""
 
 from __future__ import annotations
 
@@ -13,25 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import Job, Result, mpi_name, run_ranks, start_ranks
+from launch import run_ranks, start_ranks
+from runner import ALLREDUCE, ASYNCHRONOUS, end_of, named_segments
 
 pytestmark = pytest.mark.mpi
 
-LIMIT_S = 5.0  # from the fault to the end of the job
-OVER = {"shm": "", "mpi": "1,1,1", "mixed": "2,1"}
+OVER = {"shm": "", "mixed": "2,1"}
 PRELUDE = """\
 import os, signal, sys, time
 import numpy as np
 import horo_lite as hvd
 world = hvd.init()
 rank, size = world.rank, world.size
-def fault():
-    print("FAULT", flush=True)
 """
-# What a launcher adds once a rank has failed.
-LAUNCHERS_WORDS = re.compile(
-    r"prterun|mpiexec|MPI_ABORT|BAD TERMINATION|application called MPI_Abort"
-)
 
 
 def script(body: str) -> str:
@@ -40,190 +34,12 @@ def script(body: str) -> str:
     return PRELUDE + "\n".join(line[indent:] for line in lines) + "\n"
 
 
-def end_of(job: Job) -> Result:
-    """The job's end, which must come within the limit and leave no process behind."""
-    began = time.monotonic()
-    result = job.wait(20)
-    assert time.monotonic() - began < LIMIT_S, f"the end took too long: {result}"
-    until = time.monotonic() + 1  # MPICH's launcher may end before the ranks it has killed
-    while job.processes() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not job.processes(), f"processes are left: {result}"
-    return result
-
-
-WAITING = {
-    "allreduce": "hvd.allreduce(np.ones(1000))",
-    "asynchronous": "hvd.synchronize(hvd.allreduce_async(np.ones(1000), name='w'))",
-}
-ENDS = {
-    "exception": ("raise ValueError('no such file')", "no such file"),
-    "sys.exit(3)": ("sys.exit(3)", ""),
-    "sys.exit(0)": ("sys.exit(0)", ""),
-    "sys.exit(text)": ("sys.exit('nothing to train on')", "nothing to train on"),
-    "end of the program": ("pass", ""),
-    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-    "os._exit(0)": ("os._exit(0)", ""),
-}
-# Everything once; of the rest what differs in who notices.
-CASES = [("shm", "allreduce", end) for end in ENDS]
-CASES += [
-    ("shm", "asynchronous", end)
-    for end in ("exception", "sys.exit(0)", "end of the program", "SIGKILL")
-]
-CASES += [
-    (over, waiting, end)
-    for over in ("mpi", "mixed")
-    for waiting, end in (
-        ("allreduce", "exception"),
-        ("asynchronous", "sys.exit(0)"),
-        ("allreduce", "end of the program"),
-        ("allreduce", "SIGKILL"),
-    )
-]
-
-
-@pytest.mark.parametrize(("over", "waiting", "end"), CASES)
-def test_one_rank_ends_while_the_others_wait(over: str, waiting: str, end: str) -> None:
-    """The job ends soon, not with 0, and stderr names the rank; its own words come first."""
-    statement, words = ENDS[end]
-    body = f"""
-    hvd.allreduce(np.ones(10))
-    if rank == 1:
-        time.sleep(0.3)
-        fault()
-        {statement}
-    else:
-        {WAITING[waiting]}
-        print("came through", flush=True)
-    """
-    env = {"HORO_LITE_TEST_HOSTS": OVER[over]}
-    with start_ranks(script(body), 3, env=env) as job:
-        job.wait_for("FAULT")
-        result = end_of(job)
-    assert "came through" not in result.stdout
-    if mpi_name() == "mpich" and end in ("SIGKILL", "os._exit(0)"):
-        # Its launcher kills the others within milliseconds, before they can say anything.
-        assert end != "SIGKILL" or result.returncode != 0, str(result)
-        return
-    assert result.returncode != 0, str(result)
-    assert re.search(r"\brank 1\b", result.stderr), str(result)
-    if words:
-        assert words in result.stderr, str(result)
-        launchers = LAUNCHERS_WORDS.search(result.stderr)
-        assert launchers is None or result.stderr.index(words) < launchers.start(), str(result)
-    if end == "exception":
-        assert "Traceback" in result.stderr
-        assert re.search(r"rank 1\b.*", result.stderr[: result.stderr.index(words)]), str(result)
-
-
-def test_plans_that_differ() -> None:
-    """MismatchError on every rank with the ranks and the tensor, whatever it is that differs."""
-    body = """
-    class Parameter:
-        def __init__(self, shape, dtype):
-            self.data = np.zeros(shape, dtype)
-            self.grad = np.full(shape, rank + 1, dtype)
-
-    class Descent:
-        def __init__(self, params):
-            self.params = params
-        def step(self):
-            for p in self.params:
-                p.data -= p.grad
-
-    def train(shapes, dtypes, names, compression):
-        params = [Parameter(s, d) for s, d in zip(shapes, dtypes)]
-        opt = hvd.DistributedOptimizer(
-            Descent(params), named_parameters=list(zip(names, params)), compression=compression
-        )
-        opt.step()
-        return params
-
-    f4, none = np.float32, hvd.Compression.none
-    odd = rank == size - 1
-    cases = {
-        "names": ([(2,), (3,)], [f4, f4], ["weight", "other" if odd else "bias"], none),
-        "shapes": ([(2,), (4,) if odd else (3,)], [f4, f4], ["weight", "bias"], none),
-        "dtypes": ([(2,), (3,)], [f4, np.float64 if odd else f4], ["weight", "bias"], none),
-        "count": ([(2,), (3,), (3,)][: 2 + odd], [f4] * (2 + odd),
-                  ["weight", "bias", "more"][: 2 + odd], none),
-        "compression": ([(2,), (3,)], [f4, f4], ["weight", "bias"],
-                        hvd.Compression.fp16 if odd else none),
-    }
-    for case, arguments in cases.items():
-        try:
-            train(*arguments)
-        except hvd.MismatchError as error:
-            text = " ".join(str(error).split())
-            print(f"<{rank}|{case}|{text}>", flush=True)
-    params = train([(2,), (3,)], [f4, f4], ["weight", "bias"], none)
-    assert all(np.all(p.data == -(size + 1) / 2) for p in params)
-    """
-    result = run_ranks(script(body), 3).check()
-    found = re.findall(r"<(\d)\|(\w+)\|(.*?)>\n", result.stdout)
-    words = {
-        "names": ["other", "bias"],
-        "shapes": ["bias", "3", "4"],
-        "dtypes": ["bias", "float32", "float64"],
-        "count": ["2", "3"],
-        "compression": ["fp16", "none"],
-    }
-    assert {(int(rank), case) for rank, case, _ in found} == {
-        (rank, case) for rank in range(3) for case in words
-    }, str(result)
-    for _, case, text in found:
-        for word in (*words[case], "rank", "2"):
-            assert word in text, f"{case}: {word!r} is not in: {text}"
-
-
-def test_a_mismatch_that_nobody_catches_ends_the_job() -> None:
-    body = """
-    fault()
-    hvd.allreduce(np.ones(3 + rank), name="weights")
-    """
-    with start_ranks(script(body), 2) as job:
-        job.wait_for("FAULT")
-        result = end_of(job)
-    assert result.returncode != 0
-    assert "MismatchError" in result.stderr
-    for word in ("weights", "rank 0", "rank 1", "3", "4"):
-        assert word in result.stderr
-
-
-def test_who_has_called_shutdown_is_not_waited_for() -> None:
-    body = """
-    hvd.allreduce(np.ones(3))
-    if rank == 1:
-        hvd.shutdown()
-        time.sleep(8)  # alive, but no longer taking part
-    else:
-        time.sleep(0.2)
-        began = time.monotonic()
-        try:
-            hvd.allreduce(np.ones(3))
-        except hvd.PeerLostError as error:
-            print(f"lost after {time.monotonic() - began:.1f} s: {error}", flush=True)
-        fault()
-    """
-    with start_ranks(script(body), 2) as job:
-        job.wait_for("FAULT")
-        assert re.search(r"lost after [01]\.\d s: .*rank 1", job.stdout()), job.stdout()
-
-
 # --- leftovers ------------------------------------------------------------------------------------
-
-# Open MPI's and MPICH's own, which they do not always clear away after a crash.
-MPIS_OWN = re.compile(r"vader_segment|sm_segment|mpich_sh|osc_rdma|psm|ucx|pmix|prrte")
-
-
-def named_leftovers() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if not MPIS_OWN.search(name)}
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.6, 0.9, 1.2])
 def test_sigkill_during_init_leaves_nothing(delay_s: float, tmp_path: Path) -> None:
-    before = named_leftovers()
+    before = named_segments()
     body = "import horo_lite as hvd; hvd.init(); hvd.barrier(); print('up', flush=True)"
     with start_ranks(body, 3, env={"TMPDIR": str(tmp_path)}) as job:
         time.sleep(delay_s)
@@ -231,14 +47,14 @@ def test_sigkill_during_init_leaves_nothing(delay_s: float, tmp_path: Path) -> N
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         job.launcher.wait(10)
-    assert named_leftovers() <= before
+    assert named_segments() <= before
     ours = [path for path in tmp_path.rglob("*") if "horo" in path.name]
     assert not ours
 
 
 def test_nothing_is_left_behind() -> None:
     """No name in /dev/shm while the job runs or after it, and no descriptor kept open."""
-    before = named_leftovers()
+    before = named_segments()
     body = """
     hvd.allreduce(np.ones(100_000))
     fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -253,12 +69,12 @@ def test_nothing_is_left_behind() -> None:
     """
     with start_ranks(script(body), 3) as job:
         job.wait_for("memfd open:", count=3)
-        assert named_leftovers() <= before
+        assert named_segments() <= before
         result = job.wait(20).check()
         assert not job.processes()
     assert result.stdout.count("memfd open: 0") == 3, str(result)
     assert result.stdout.count("memfd mapped: 0") == 3, str(result)
-    assert named_leftovers() <= before
+    assert named_segments() <= before
 
 
 def test_a_container_has_64_mib_of_dev_shm() -> None:
@@ -416,6 +232,8 @@ def test_forked_children_are_no_ranks() -> None:
 
 # --- waiting --------------------------------------------------------------------------------------
 
+WAITING = {"allreduce": ALLREDUCE, "asynchronous": ASYNCHRONOUS}
+
 
 @pytest.mark.parametrize("waiting", WAITING)
 @pytest.mark.parametrize("hosts", ["", "1,1"])
@@ -436,9 +254,10 @@ def test_ctrl_c_while_waiting(waiting: str, hosts: str) -> None:
     with start_ranks(script(body), 2, env={"HORO_LITE_TEST_HOSTS": hosts}) as job:
         job.wait_for("waiting")
         time.sleep(0.3)
+        since = time.time()
         os.kill(job.ranks()[1], signal.SIGINT)
         job.wait_for("interrupted", timeout_s=2)
-        result = end_of(job)
+        result = end_of(job, since)
     assert result.returncode != 0
     assert "KeyboardInterrupt" in result.stderr
 
@@ -450,8 +269,9 @@ def test_ctrl_c_without_a_launcher() -> None:
     """
     with start_ranks(script(body), 1, launcher=False) as job:
         job.wait_for("waiting")
+        since = time.time()
         job.launcher.send_signal(signal.SIGINT)
-        result = end_of(job)
+        result = end_of(job, since)
     assert "KeyboardInterrupt" in result.stderr
     assert "abort" not in result.stderr.lower()
 

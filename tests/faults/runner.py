@@ -1,0 +1,146 @@
+"""One fault in one real job, seen from outside: how the job ends, what it says, what it leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch import Job, Result, mpi_name, start_ranks
+
+LIMIT_S = 5.0  # from the fault to the end of the job
+
+ALLREDUCE = "hvd.allreduce(np.ones(1000), name='w')"
+ASYNCHRONOUS = "hvd.synchronize(hvd.allreduce_async(np.ones(1000), name='w'))"
+
+SCRIPT = """\
+import atexit, os, signal, socket, sys, threading, time
+import numpy as np
+import horo_lite as hvd
+
+def fault():
+    print("FAULT", time.time(), os.getpid(), socket.gethostname(), flush=True)
+
+def fail():
+    raise ValueError("no such file")
+
+{before}
+world = hvd.init()
+rank, size = world.rank, world.size
+hvd.allreduce(np.ones(10))
+if rank == {rank}:
+    time.sleep(0.2)
+    {fault}
+{does}
+else:
+{others}
+"""
+BEFORE_INIT = """\
+if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == "{rank}":
+    time.sleep(0.2)
+    fault()
+{does}
+"""
+# What a launcher adds once a rank has failed, and what the MPIs leave there after a crash.
+LAUNCHERS_WORDS = re.compile(
+    r"prterun|mpiexec|MPI_ABORT|BAD TERMINATION|application called MPI_Abort"
+)
+OTHERS_SHM = re.compile(
+    r"vader_segment|sm_segment|mpich_sh|osc_rdma|psm|ucx|pmix|prrte|torch_|sem\.|mp-"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table."""
+
+    name: str
+    does: str
+    """What the faulty rank does; `fault()`, which notes the moment, was called just before."""
+    says: Sequence[str] = ()
+    """Stand on stderr; {rank}, {pid} and {host} are the faulty rank's."""
+    code: int | None = None
+    """None: anything but 0."""
+    messages: int | None = 1
+    """How many ranks speak; None: it does not matter."""
+    others: str = ALLREDUCE
+    """What the other ranks do meanwhile."""
+    rank: int = 1
+    ranks: int = 3
+    hosts: str = ""
+    before_init: bool = False
+    late: bool = False
+    """`does` itself calls fault()."""
+    sudden: bool = False
+    """Only the peers could tell, and MPICH's launcher kills them within milliseconds; unless it is
+    asked not to, which this test does."""
+
+    def script(self) -> str:
+        does = textwrap.indent(textwrap.dedent(self.does).strip("\n"), "    ")
+        others = textwrap.indent(textwrap.dedent(self.others).strip("\n"), "    ")
+        before = BEFORE_INIT.format(rank=self.rank, does=does) if self.before_init else ""
+        return SCRIPT.format(
+            before=before,
+            rank=self.rank,
+            fault="pass" if self.late else "fault()",
+            does="    pass" if self.before_init else does,
+            others=others,
+        )
+
+
+def run(fault: Fault, options: Sequence[str] = ()) -> Result:
+    """How the job ended; all that every fault must respect has been checked."""
+    before = named_segments()
+    env = {"HORO_LITE_TEST_HOSTS": fault.hosts}
+    with start_ranks(fault.script(), fault.ranks, env=env, options=options) as job:
+        result = end_of(job)
+    assert named_segments() <= before
+    if fault.code is None:
+        assert result.returncode != 0, str(result)
+    else:
+        assert result.returncode == fault.code, str(result)
+    return result
+
+
+def check_words(fault: Fault, result: Result) -> None:
+    """What the row wants to be said was said, before the launcher's own words."""
+    rank, host = str(fault.rank), moment(result)[2]
+    for text in fault.says:
+        said = text.format(rank=rank, pid=moment(result)[1], host=host)
+        assert said in result.stderr, f"{said!r} is missing: {result}"
+        launchers = LAUNCHERS_WORDS.search(result.stderr)
+        assert launchers is None or result.stderr.index(said) < launchers.start(), str(result)
+    if fault.messages is not None:
+        assert result.stderr.count("[horo_lite] rank") == fault.messages, str(result)
+
+
+def moment(result: Result) -> tuple[float, str, str]:
+    """When the fault happened, in which process, on which host."""
+    found = re.search(r"FAULT (\S+) (\d+) (\S+)", result.stdout)
+    assert found, f"the fault did not happen: {result}"
+    return float(found[1]), found[2], found[3]
+
+
+def end_of(job: Job, since: float | None = None) -> Result:
+    """The job's end, within the limit after its fault; no process is left behind."""
+    result = job.wait(40)
+    took = time.time() - (since or moment(result)[0])
+    assert took < LIMIT_S, f"the end came {took:.1f} s after the fault: {result}"
+    until = time.monotonic() + 1  # MPICH's launcher may end before the ranks it has killed
+    while job.processes() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not job.processes(), f"processes are left: {result}"
+    return result
+
+
+def named_segments() -> set[str]:
+    """The names in /dev/shm, but for what MPI and frameworks put there."""
+    return {name for name in os.listdir("/dev/shm") if not OTHERS_SHM.search(name)}
+
+
+def uncleaned() -> list[str]:
+    """The option with which MPICH's launcher leaves the peers of a dead rank time to speak."""
+    return ["-disable-auto-cleanup"] if mpi_name() == "mpich" else []
