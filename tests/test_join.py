@@ -368,13 +368,22 @@ def test_torch_operations_while_a_rank_has_joined() -> None:
     run_threads(4, rank)
 
 
+def filled(torch: Any, net: Any) -> Any:
+    """`net`, the same for whoever asks: ranks that are threads share torch's own generator."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
+    return net
+
+
 def network(torch: Any) -> Any:
-    torch.manual_seed(7)
-    return torch.nn.Sequential(
+    net = torch.nn.Sequential(
         torch.nn.EmbeddingBag(6, 3, mode="sum", sparse=True, dtype=torch.float64),
         torch.nn.Linear(3, 4, dtype=torch.float64),
         torch.nn.Linear(4, 2, dtype=torch.float64),
     )
+    return filled(torch, net)
 
 
 def batch(torch: Any, epoch: int, step: int, rank: int) -> Any:
@@ -459,8 +468,7 @@ def test_whoever_joined_goes_on_as_the_last_rank_would(kind: str) -> None:
         return torch.optim.Adam(net.parameters(), lr=0.01)
 
     def net_of() -> Any:
-        torch.manual_seed(3)
-        return torch.nn.Linear(2, 3, dtype=torch.float64)
+        return filled(torch, torch.nn.Linear(2, 3, dtype=torch.float64))
 
     def loss_of(net: Any, epoch: int, step: int, rank: int) -> Any:
         return (net(batch(torch, epoch, step, rank).double()) - rank).square().mean()
