@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from horo_lite import __version__, jobs
 from horo_lite.errors import LauncherError
@@ -88,6 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint:
             more = {jobs.CHECKPOINT: checkpoint} if checkpoint else {}
             env = jobs.environment(more | {jobs.RESTART: "0"})
+            # With fault tolerance mpiexec's exit code is 0 even if all ranks were killed.
+            end = Path(f"{checkpoint}.end") if args.elastic and args.restarts else None
+            if end:
+                env[jobs.END] = str(end)
             if args.n > 1 or args.hosts or args.elastic or args.mpiexec_args:
                 program = jobs.find_mpiexec().command(
                     program,
@@ -101,15 +106,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.execvpe(program[0], program, env)
 
             def attempt(number: int) -> jobs.Failure | None:
+                if end:
+                    end.unlink(missing_ok=True)
                 job = jobs.Job(program, env | {jobs.RESTART: str(number)})
-                code = job.wait()
-                return jobs.failure_of(code, jobs.cause(job.tail)) if code else None
+                code, why = job.wait(), ""
+                if end and not code:
+                    if not end.exists() or "MPI_ABORT was invoked" in job.tail:
+                        why = "no rank came to its end"
+                    end.unlink(missing_ok=True)
+                if not code and not why:
+                    return None
+                return jobs.failure_of(code, why, jobs.cause(job.tail))
 
             # Being told to end is no failure of the job, which is not started again then.
             with jobs.ended_by_signals():
                 failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
             if failure is not None:
-                code = failure.returncode
+                code = failure.returncode or 1
                 raise SystemExit(128 - code if code < 0 else code)  # so the commits are kept
     except LauncherError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

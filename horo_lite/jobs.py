@@ -26,6 +26,7 @@ from horo_lite.errors import LauncherError
 
 CHECKPOINT = "HORO_LITE_CHECKPOINT"
 RESTART = "HORO_LITE_RESTART"
+END = "HORO_LITE_END"  # a file that a rank makes when it comes to its end
 _JOB = "HORO_LITE_JOB"  # marks every process of a job
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GRACE_S = 5.0
@@ -223,8 +224,9 @@ class Job:
         return found
 
 
-# Open MPI's, and MPICH's, which names no rank.
-_LAUNCHERS_CAUSES = (
+# A rank's last words; Open MPI's, and MPICH's, which names no rank.
+_OTHER_CAUSES = (
+    re.compile(r"^\[horo_lite\] (rank \d+ of \d+ [^:]*: .*?)(?: \(at .*)?$", re.M),
     re.compile(r"\b(process rank \d+ with PID \d+ .*?)(?: calling|\.$)", re.M | re.S),
     re.compile(r"^=   (PID \d+ RUNNING AT \S+)$.*^YOUR [^\n]*: ([^\n]*)$", re.M | re.S),
 )
@@ -237,7 +239,7 @@ def cause(said: str) -> str:
         return " ".join([found[1], *lines[-1:]])
     if lost := lost_rank(said):
         return lost
-    for pattern in _LAUNCHERS_CAUSES:
+    for pattern in _OTHER_CAUSES:
         if found := pattern.search(said):
             return " ".join(": ".join(found.groups()).split())
     return ""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import Job, environment
+from launch import Job, environment, mpi_name
 
 import horo_lite as hvd
 from horo_lite import jobs
@@ -220,6 +220,47 @@ def test_a_job_started_again_ends_where_an_undisturbed_one_does(
     assert not os.listdir(tmp_path)
 
 
+ELASTIC = """
+import os, signal
+import numpy as np
+import horo_lite as hvd
+hvd.init()
+first, rank = os.environ["HORO_LITE_RESTART"] == "0", hvd.rank()
+state = hvd.elastic.State(total=np.zeros(4), step=0)
+
+@hvd.elastic.run(min_size=2)
+def train(state):
+    print(f"<{hvd.size()} ranks from step {state.step}>", flush=True)
+    while state.step < 9:
+        state.total = state.total + hvd.allreduce(np.full(4, state.step))
+        state.step += 1
+        if state.step == 5:
+            state.commit()
+        if first and (rank, state.step) in ((2, 3), (0, 7)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(state)
+print("<end", *state.total, ">", flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_too_few_ranks_of_an_elastic_job_are_a_bad_end(tmp_path: Path) -> None:
+    """Open MPI's launcher ends with 0 then: what was committed would be thrown away."""
+    if mpi_name() != "openmpi":
+        pytest.skip("only Open MPI goes on without dead ranks; the other launcher's test is enough")
+    (tmp_path / "train.py").write_text(ELASTIC)
+    command = [sys.executable, "-m", "horo_lite", "-n", "3", "--elastic", "--restarts", "1"]
+    env = environment({"TMPDIR": str(tmp_path)})
+    with contextlib.closing(Job([*command, "train.py"], env, tmp_path)) as job:
+        result = job.wait(60).check()
+    begun = re.findall(r"<(\d) ranks from step (\d)>", result.stdout)
+    assert begun == [("3", "0")] * 3 + [("2", "3")] * 2 + [("3", "7")] * 3, str(result)
+    assert result.stdout.count("<end 36.0 36.0 36.0 36.0 >") == 3
+    assert re.search(r"badly \(.*no rank came to its end; .*TooFewRanks.*restart 1", result.stderr)
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
 WAIT = """
 import os, time
 import horo_lite as hvd
@@ -273,6 +314,11 @@ def test_who_ends_the_launcher_wants_no_restart_and_finds_the_last_commit(tmp_pa
             "=   PID 7 RUNNING AT vm\n=   EXIT CODE: 9\n=====\n"
             "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\nThis typically\n",
             "PID 7 RUNNING AT vm: Killed (signal 9)",
+        ),
+        (
+            "[horo_lite] 2 ranks go on\n"
+            "[horo_lite] rank 0 of 1 (vm, pid 7): TooFewRanksError: 1 rank left (at /x.py:3, f)\n",
+            "rank 0 of 1 (vm, pid 7): TooFewRanksError: 1 rank left",
         ),
         ("nothing of the kind, rank and file", ""),
     ],
