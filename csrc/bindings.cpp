@@ -92,10 +92,9 @@ class ShmChannel : public Channel {
   }
   int rank() const override { return group_->shm.rank(); }
   int size() const override { return group_->shm.size(); }
-  std::vector<std::string> meet(const std::string& mine) override {
+  std::vector<std::string> meet(const std::string& mine, const std::string& label) override {
     ShmGroup& shm = group_->shm;
-    const auto headers =
-        shm.agree("the matching of asynchronous operations", {0, static_cast<int64_t>(mine.size()), 0}, true);
+    const auto headers = shm.agree(label, {0, static_cast<int64_t>(mine.size()), 0}, true);
     std::vector<std::string> all(size());
     std::vector<size_t> sizes(size());
     std::vector<Wanted> wanted;
@@ -128,10 +127,10 @@ class PythonChannel : public Channel {
         size_(nb::cast<int>(channel.attr("size"))) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  std::vector<std::string> meet(const std::string& mine) override {
+  std::vector<std::string> meet(const std::string& mine, const std::string& label) override {
     const nb::gil_scoped_acquire gil;
     std::vector<std::string> all;
-    for (nb::handle one : call("meet", nb::bytes(mine.data(), mine.size()))) {
+    for (nb::handle one : call("meet", nb::bytes(mine.data(), mine.size()), label)) {
       const auto bytes = nb::cast<nb::bytes>(one);
       all.emplace_back(bytes.c_str(), bytes.size());
     }

@@ -230,7 +230,7 @@ void Engine::round() {
     }
     news_.clear();
   }
-  const std::vector<std::string> everyone = channel_->meet(mine.text());
+  const std::vector<std::string> everyone = meet(mine.text());
 
   ++n_rounds_;
   const int n_ranks = channel_->size();
@@ -333,7 +333,7 @@ void Engine::run(const std::string& name, Known known) {
     }
     if (!alike) {
       std::vector<std::string> said;
-      const std::vector<std::string> everyone = channel_->meet(job == nullptr ? "" : job->describe());
+      const std::vector<std::string> everyone = meet(job == nullptr ? "" : job->describe());
       for (int r = 0; r < channel_->size(); ++r) {
         if (known.has[r]) said.push_back(everyone[r]);
       }
@@ -364,7 +364,7 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
     mine.real(recipe.weight);
     mine.string(recipe.text);
   }
-  const std::vector<std::string> everyone = channel_->meet(mine.text());
+  const std::vector<std::string> everyone = meet(mine.text());
   const auto first = static_cast<size_t>(std::find(known->has.begin(), known->has.end(), true) - known->has.begin());
   Reader reader(everyone[first]);
   if (const std::string refusal = reader.string(); !refusal.empty()) throw Mismatch(refusal);
@@ -402,6 +402,15 @@ void Engine::result(const Job& job) {
     error_seen_ = true;
     throw;
   }
+}
+
+std::vector<std::string> Engine::meet(const std::string& mine) {
+  std::string label = "the matching of asynchronous operations";
+  {
+    const std::lock_guard lock(mutex_);
+    if (awaited_ != nullptr && !awaited_->done()) label = awaited_->entry.name + ", in " + label;
+  }
+  return channel_->meet(mine, label);
 }
 
 void Engine::check_peers() {

@@ -53,8 +53,8 @@ class Channel {
   virtual ~Channel() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Enters the next round and returns what everyone had to say, in rank order.
-  virtual std::vector<std::string> meet(const std::string& mine) = 0;
+  // Enters the next round and returns what everyone had to say, in rank order. `label` is what messages call this.
+  virtual std::vector<std::string> meet(const std::string& mine, const std::string& label) = 0;
   // Returns when `wake` was called, when a peer has entered a round this rank has not, or after the time-out.
   virtual void wait(double timeout_s) = 0;
   virtual void wake() = 0;
@@ -162,6 +162,7 @@ class Engine {
   // What messages call the ranks of which that is so.
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
   uint64_t waiting();
+  std::vector<std::string> meet(const std::string& mine);
   void check_peers();
   void look();
   void tally(const std::string& name, const Known& known);

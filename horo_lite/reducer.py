@@ -545,7 +545,8 @@ class Reducer:
         self, plan: Plan, bucket: tuple[int, ...], arrays: list[Any], follows: bool = True
     ) -> bool:
         names = [plan.entries[i].name for i in bucket]
-        label = f"{self._label}, bucket {len(self._handles) + 1} of {len(plan.buckets)}"
+        number = len(self._handles) + 1
+        label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
         if plan.gpu and self._compares_later():
             # A stream keeps order by itself: no need to match names.
             sent = self.group.exchange(
@@ -608,6 +609,10 @@ class Reducer:
     @property
     def _own_weight(self) -> float:
         return 1.0 if self._weight is None else self._weight
+
+
+def _some_of(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 _NOTHING = Tensors([])

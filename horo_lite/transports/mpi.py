@@ -547,14 +547,12 @@ class MpiChannel:
         self._is_rung = False
         self._woken = threading.Event()
 
-    def meet(self, mine: bytes) -> list[bytes]:
+    def meet(self, mine: bytes, label: str) -> list[bytes]:
         number = self._round.to_bytes(8, "little")
         self._transport._call(self._bells.tell, number, self._BELL)
         self._round += 1
         self._is_rung = False
-        headers = self._transport.agree(
-            0, count=len(mine), label="the matching of asynchronous operations"
-        )
+        headers = self._transport.agree(0, count=len(mine), label=label)
         received = [np.empty(header.count, np.uint8) for header in headers]
         received[self.rank] = np.frombuffer(mine, np.uint8)
         tensors = [_native.Tensors([array], writable=False) for array in received]
