@@ -612,7 +612,9 @@ class Reducer:
 
 
 def _some_of(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+    return (
+        ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+    )
 
 
 _NOTHING = Tensors([])

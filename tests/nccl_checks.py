@@ -521,6 +521,25 @@ def one_call_ahead() -> None:
     print("came through", flush=True)
 
 
+def stalled() -> None:
+    """One rank is late, and the other waits for its GPU, in a call that is none of ours."""
+    group = start(STALL_WARN_S="0.5", STALL_ABORT_S="1.5")
+    usable(group)
+
+    def late() -> None:
+        time.sleep(4)
+
+    x = on_gpu(np.ones(1000))
+    if RANK == 1:
+        late()
+    else:
+        group.allreduce_(x, Sum, name="x")
+        x.numpy()
+    fails(lambda: group.allreduce_(x, Sum), hvd.StallError, "rank 1 did not come", "allreduce 'x'")
+    print("told", flush=True)
+    time.sleep(3 if RANK == 0 else 0)  # uncaught, it would end the job
+
+
 def killed() -> None:
     """One rank dies; the others wait for their GPUs."""
     group = start()

@@ -62,6 +62,15 @@ def test_one_call_ahead_at_the_end() -> None:
     assert re.search(r"PeerLostError: rank 1 has left.*rank 0 waited in allreduce", result.stderr)
 
 
+def test_a_rank_is_late() -> None:
+    """The other has queued something, and waits where only the GPU can tell it to go on."""
+    result = run_ranks(program("stalled"), 2, env=environment(), timeout_s=30)
+    assert result.stdout.count("told") == 2, str(result)
+    assert "rank 0 has waited 0." in result.stderr
+    assert "in allreduce 'x', queued on its GPU for rank 1" in result.stderr
+    assert re.search(r"line \d+ in late\n", result.stderr), str(result)
+
+
 @pytest.mark.mpi
 def test_a_rank_is_killed() -> None:
     """Those that wait for their GPUs hear of it: the job ends soon, and says who it was."""

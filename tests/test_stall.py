@@ -164,6 +164,28 @@ def test_limits_are_seconds(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert stall.limit("stall_warn_s", "0", 30.0) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"TIME_SECONDS": "45"}, {"WARN_S": "45.0"}),
+        ({"TIME_SECONDS": "45", "DISABLE": "1"}, {"WARN_S": "0"}),
+        ({"DISABLE": "0"}, {}),
+    ],
+)
+def test_horovods_variables(
+    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from horo_lite.torch.world import _read_stall_limits
+
+    monkeypatch.setattr(os, "environ", {f"HOROVOD_STALL_CHECK_{k}": v for k, v in given.items()})
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "600"
+    _read_stall_limits()
+    ours = {name: os.environ[name] for name in os.environ if name.startswith("HORO_LITE")}
+    named = {f"HORO_LITE_STALL_{name}": value for name, value in expected.items()}
+    assert ours == {**named, "HORO_LITE_STALL_ABORT_S": "600.0"}
+
+
 # --- processes ------------------------------------------------------------------------------------
 
 PRELUDE = """\
@@ -252,6 +274,7 @@ print("came through", flush=True)
     assert "came through" not in result.stdout
     assert len(told) == 1, str(result)
     assert "rank 1 is late" in told[0]
+    assert "in allreduce 'loss'" in told[0]
     assert "SIGSTOP" in told[0]
     assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not come", result.stderr)
 

@@ -5,6 +5,9 @@ a meaning here are honoured; where the HORO_LITE_ one is set, it counts:
 
     HOROVOD_FUSION_THRESHOLD    HORO_LITE_BUCKET_BYTES: how large a bucket of gradients gets
     HOROVOD_TIMELINE            what `init` gives to `start_timeline`; "DYNAMIC" starts none
+    HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
+                                HORO_LITE_STALL_WARN_S, HORO_LITE_STALL_ABORT_S
+    HOROVOD_STALL_CHECK_DISABLE HORO_LITE_STALL_WARN_S=0
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 from horo_lite import _native, launcher
 from horo_lite.errors import DeviceError
+from horo_lite.stall import limit
 from horo_lite.torch import timeline
 from horo_lite.torch.process_sets import ProcessSet, add_process_set, forget_process_sets
 from horo_lite.world import (
@@ -57,6 +58,8 @@ def init(
     threads: int | str | None = None,
     binding: str | None = None,
     test_hosts: str | Sequence[int] | None = None,
+    stall_warn_s: float | None = None,
+    stall_abort_s: float | None = None,
 ) -> World:
     """The world this process belongs to, ready for collectives; its process sets are registered.
 
@@ -77,13 +80,34 @@ def init(
         if not threshold.isdigit():
             raise ValueError(f"HOROVOD_FUSION_THRESHOLD is a number of bytes, not {threshold!r}")
         os.environ.setdefault("HORO_LITE_BUCKET_BYTES", str(max(1, int(threshold))))
-    here = _init(comm, device=device, threads=threads, binding=binding, test_hosts=test_hosts)
+    _read_stall_limits()
+    here = _init(
+        comm,
+        device=device,
+        threads=threads,
+        binding=binding,
+        test_hosts=test_hosts,
+        stall_warn_s=stall_warn_s,
+        stall_abort_s=stall_abort_s,
+    )
     for process_set in process_sets or ():
         add_process_set(process_set)
     path = os.environ.get("HOROVOD_TIMELINE")
     if first and path and path != "DYNAMIC":
         timeline.start_timeline(path)
     return here
+
+
+def _read_stall_limits() -> None:
+    """Horovod's variables count where neither ours nor arguments do."""
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        os.environ.setdefault("HORO_LITE_STALL_WARN_S", "0")
+    for variable, ours in (
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "HORO_LITE_STALL_WARN_S"),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HORO_LITE_STALL_ABORT_S"),
+    ):
+        if value := os.environ.get(variable):
+            os.environ.setdefault(ours, str(limit(variable, value, 0.0)))
 
 
 def _communicator(ranks: list[int]) -> Any:

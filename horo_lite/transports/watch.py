@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from horo_lite import _native
 from horo_lite.agreement import digest_of, explain, told
-from horo_lite.errors import DeviceError, MismatchError, PeerLostError
+from horo_lite.errors import DeviceError, MismatchError, PeerLostError, StallError
 from horo_lite.transports import Header, Transport
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class Watch:
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._first: Notice | None = None
         self._closing = False
+        self._lookout: _native.Lookout | None = getattr(meetings, "lookout", None)
+        self._unmatched: _native.Wait | None = (
+            None  # what this rank has queued, and others have not
+        )
         self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="horo_lite watch", daemon=True)
         meetings.watch = self
@@ -96,6 +101,8 @@ class Watch:
         self.check()
         if self._lost is not None:
             raise self._lost
+        if self._lookout is not None:
+            self._lookout.doing(label)
         state, n_met = _FOLLOWS if follows else _DIFFERS, self._meetings.n_met
 
         def tell() -> str:
@@ -113,7 +120,9 @@ class Watch:
         self.check()
 
     def check(self) -> None:
-        """Raises what the comparison of earlier notices led to."""
+        """Raises what the comparison of earlier notices led to, or StallError."""
+        if self._lookout is not None:
+            self._lookout.check()
         error = self._error
         if error is None:
             return
@@ -167,11 +176,18 @@ class Watch:
         try:
             while self._round():
                 pass
-        except Exception as error:  # a peer is gone
+        except Exception as error:  # a peer is gone, or nothing moves
             self._stop(error)
+            if isinstance(error, StallError):
+                self._transport.abandon(str(error))
+        finally:
+            if self._unmatched is not None:
+                self._unmatched.close(False)
 
     def _round(self) -> bool:
         """The ranks' threads have met; whether there is to be another time."""
+        if self._lookout is not None:
+            self._lookout.check()
         # What was announced before the latest of these meetings is seen below.
         n_met, place = self._meetings.n_met, self._meetings.label
         notice = self._next()
@@ -205,6 +221,7 @@ class Watch:
                 texts = told(self._transport, here if notice is None else notice.describe())
                 where = texts[speaks.index(True)].partition("\n")[0]
                 raise MismatchError(explain(where, texts, self._transport.ranks))
+            self._look(None if notice is None or all(speaks) else notice, speaks)
             if notice is None or silent:
                 return True
             if _FOLLOWS not in states:
@@ -218,6 +235,21 @@ class Watch:
             notice.settled.set()
             self._first = None
         return True
+
+    def _look(self, notice: Notice | None, speaks: Sequence[bool]) -> None:
+        """What this rank has queued waits for ranks that have not: they may be late."""
+        if self._lookout is None:
+            return
+        if notice is None:
+            if self._unmatched is not None:
+                self._unmatched.close(True)
+                self._unmatched = None
+            return
+        self._unmatched = self._unmatched or self._lookout.wait()
+        ranks = self._transport.ranks
+        come = [rank for rank, speaking in zip(ranks, speaks, strict=True) if speaking]
+        late = [rank for rank, speaking in zip(ranks, speaks, strict=True) if not speaking]
+        self._unmatched.look(f"{notice.label}, queued on its GPU", come, late)
 
     def _next(self) -> Notice | None:
         """The first notice that has not been compared; None if there is none for a while."""
