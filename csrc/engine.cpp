@@ -409,6 +409,7 @@ std::vector<std::string> Engine::meet(const std::string& mine) {
   {
     const std::lock_guard lock(mutex_);
     if (awaited_ != nullptr && !awaited_->done()) label = awaited_->entry.name + ", in " + label;
+    else if (!jobs_.empty()) label = jobs_.begin()->first + ", in " + label;
   }
   return channel_->meet(mine, label);
 }
