@@ -37,7 +37,8 @@ def join() -> int:
     averages are still divided by the number of all ranks, as Horovod has it; one that is weighted
     by numbers of samples, only by those that there are. In allgathers it has no rows, and of
     broadcasts from others it sees nothing. What needs it (a broadcast from it, alltoall,
-    reducescatter, objects, a new process set) is a MismatchError for those that call it.
+    reducescatter, objects, a new process set, so far whatever has arrays on a GPU) is a
+    MismatchError for those that call it.
 
     Its own parameters stay behind meanwhile; the last rank's have seen every step:
 
@@ -48,6 +49,7 @@ def join() -> int:
 
     The optimizer's state, and what else a step changes, has to be broadcast likewise. Afterwards
     everything is as before, and a next epoch may end in another join(). It is also a barrier.
+    PeerLostError where a rank ends or fails meanwhile.
     """
     from horo_lite.world import groups, world
 
