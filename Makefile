@@ -7,9 +7,12 @@
 #   STEP_ARGS more arguments for the second half of `make bench`, benchmarks/torch_step.py
 #   TORCH     what the tests with PyTorch install; TORCH= leaves PyTorch, and those tests, out
 #   CUDA_HOME a CUDA toolkit
+#   RUNS, LIMIT_S   of `make soak`: how many jobs, and after how many seconds no other begins
 #   OUT       of `make gpu-check`: a file for what it prints
 PYTHON ?= python3
 NP ?= 2
+RUNS ?= 200
+LIMIT_S ?= 1800
 TORCH ?= torch==2.13.0
 
 ifdef MPIEXEC
@@ -58,7 +61,7 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo test check fix bench examples wheel gpu-check clean
+.PHONY: help demo test check fix bench soak examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -102,6 +105,9 @@ bench: $(TEST_READY) ## time the all-reduce, the guards, and PyTorch's steps, ne
 	@$(PY) benchmarks/allreduce.py $(ARGS)
 	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
+
+soak: $(VENV)/.test ## RUNS=200 jobs that lose random ranks at random moments; half an hour at most
+	@$(PY) tests/soak.py --runs $(RUNS) --limit-s $(LIMIT_S)
 
 wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 13, without a toolkit
 	@echo "==> building a wheel (two minutes)"

@@ -518,6 +518,8 @@ NB_MODULE(_native, m) {
       .def(
           "leave", [](Group& g, const std::string& reason) { g.shm.leave(reason); }, "reason"_a)
       .def(
+          "silent", [](const Group& g) { return g.shm.silent(); }, "The pids of peers that neither left nor gave up.")
+      .def(
           "first_to_tell", [](Group& g) { return g.shm.first_to_tell(); },
           "True for one rank of the host, the first that asks.");
 

@@ -338,6 +338,14 @@ void ShmGroup::leave(const std::string& reason) {
   for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
 }
 
+std::vector<int> ShmGroup::silent() const {
+  std::vector<int> pids;
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && block(r).state.load(std::memory_order_acquire) == kTakingPart) pids.push_back(pids_[r]);
+  }
+  return pids;
+}
+
 bool ShmGroup::first_to_tell() { return block(0).told.exchange(1) == 0; }
 
 // --- meeting

@@ -79,6 +79,8 @@ class ShmGroup {
   void abandon(const std::string& reason);
   // This rank takes part in nothing any more; who waits for it raises PeerLost with this reason.
   void leave(const std::string& reason);
+  // Process ids of peers of which nothing was heard: they take part as far as anybody knows, alive or dead.
+  std::vector<int> silent() const;
   // True for one rank of the host, the first that asks: what several have to say is to be said once.
   bool first_to_tell();
 

@@ -85,13 +85,26 @@ def load_mpi(launch: Launch | None) -> Any:
         owner = os.getpid()
 
         def finalize() -> None:
-            if os.getpid() == owner and not MPI.Is_finalized():
+            if os.getpid() == owner and not _lost_ranks and not MPI.Is_finalized():
                 MPI.Finalize()
 
         atexit.register(finalize)
     if launch and launch.size and launch.size > 1 and MPI.COMM_WORLD.size == 1:
         raise mismatch(launch, MPI.Get_library_version())
     return MPI
+
+
+_lost_ranks = False
+
+
+def leave_without_finalize() -> None:
+    """This process ends without MPI.Finalize().
+
+    Once ranks have died, Open MPI 5.0's waits for ever in one of twenty jobs. What ends without it
+    counts as a failure for MPI, but not for the launcher.
+    """
+    global _lost_ranks
+    _lost_ranks = True
 
 
 def hydra() -> int | None:

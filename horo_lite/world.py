@@ -445,6 +445,7 @@ def renew(comm: Any) -> World:
     """
     global _session
     assert _session is not None
+    launcher.leave_without_finalize()
     session = _session
     for group in groups():
         with contextlib.suppress(Exception):  # whatever was in flight has failed
@@ -647,6 +648,7 @@ class _Ending:
         self.MPI = MPI
         self._name = f"rank {rank} of {size} ({socket.gethostname()}, pid {os.getpid()})"
         self._prefix = f"[rank {rank}] "
+        self._is_alone = size == 1
         self._exit: tuple[FrameType, int, Any, str] | None = None
         if earlier is not None:  # of guard_start(), or of an init() that failed
             earlier.uninstall()
@@ -732,6 +734,8 @@ class _Ending:
         """The launcher kills all ranks."""
         if self.MPI is None:
             launcher.abort_hydra(status)
+        elif self._is_alone:  # the others died: Open MPI's launcher takes its abort for a success
+            os._exit(status)
         else:
             self.MPI.COMM_WORLD.Abort(status)
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import warnings
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
 
 from horo_lite.elastic.state import Progress, State
-from horo_lite.errors import HoroLiteError, MismatchError, PeerLostError, TooFewRanksError
+from horo_lite.errors import (
+    HoroLiteError,
+    MismatchError,
+    PeerLostError,
+    StallError,
+    TooFewRanksError,
+)
 from horo_lite.world import abandon, communicator, die, rank, renew, size, world
 
 P = ParamSpec("P")
@@ -22,6 +30,8 @@ Train = Callable[Concatenate[S, P], T]
 
 # How a rank came out of training, as bits of which all ranks form the conjunction.
 _DONE, _RAISED, _NO_ERROR = 1, 2, 4
+# So long all others have for coming to terms before one looks what keeps them.
+_GRACE_S = 2.0
 
 
 class HostsUpdatedInterrupt(HoroLiteError):  # noqa: N818
@@ -120,7 +130,7 @@ class _Run:
             if comm is not None and not came & _DONE:
                 abandon(f"{type(error).__name__}: {error}")
                 comm.Revoke()
-            common, died = (came, False) if comm is None else _agreed(comm, came)
+            common, died = (came, False) if comm is None else _agreed(comm, came, error)
             if common & (_DONE | _RAISED) or (common & _NO_ERROR and not died):
                 if error is not None:  # on all ranks, or some have left their world but not died
                     raise error
@@ -165,26 +175,43 @@ def _is_loss(error: Exception) -> bool:
     """Other ranks are to blame."""
     from mpi4py import MPI
 
-    return isinstance(error, (PeerLostError, MPI.Exception))
+    return isinstance(error, (PeerLostError, StallError, MPI.Exception))
 
 
-def _agreed(comm: Any, bits: int) -> tuple[int, bool]:
+def _agreed(comm: Any, bits: int, error: BaseException | None = None) -> tuple[int, bool]:
     """What the bits of all living ranks have in common, and whether some ranks are known dead.
 
-    The same on every rank that survives it, whenever others die. Waits for all, at little cost.
+    The same on every rank that survives it, whenever others die. Waits for all, at little cost;
+    for those that `error`, a StallError, is about not any longer.
     """
     from mpi4py import MPI
 
     common = array("i", [bits])
     request = comm.Iagree(common)
-    pause_s = 20e-6
+    began, pause_s = time.monotonic(), 20e-6
     try:
         while not request.Test():
             time.sleep(pause_s)
             pause_s = min(1e-3, 1.5 * pause_s)
+            if error is not None and time.monotonic() - began > _GRACE_S:
+                began = time.monotonic()
+                _look_after(world().group.transport.silent(), error)
     except MPI.Exception:  # on all alike: some are dead
         return common[0], True
     return common[0], False
+
+
+def _look_after(silent: list[int], error: BaseException) -> None:
+    """None of these, who do not come, is waited for in vain."""
+    for pid in silent:
+        if isinstance(error, StallError):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        elif not os.path.exists(f"/proc/{pid}"):
+            raise PeerLostError(
+                f"{error} The others cannot go on: Open MPI notices the death of ranks that a "
+                "signal ends, and not of those that exit with a status of their own (os._exit)"
+            )
 
 
 def _shrink(comm: Any) -> None:

@@ -89,6 +89,9 @@ class Transport(Protocol):
     def leave(self, reason: str) -> None:
         """This rank takes part in nothing any more; peers that wait for it raise. Never blocks."""
 
+    def silent(self) -> list[int]:
+        """Process ids of this host's other ranks, alive or dead, that neither left nor gave up."""
+
     def first_to_tell(self) -> bool:
         """True for the first rank of the host that asks: what many have to say is said once."""
 

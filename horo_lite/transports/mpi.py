@@ -513,6 +513,9 @@ class MpiTransport:
         self._local.leave(reason)
         self._tell(reason.encode(), _LEFT)
 
+    def silent(self) -> list[int]:
+        return self._local.silent()
+
     def first_to_tell(self) -> bool:
         return self._local.first_to_tell()
 

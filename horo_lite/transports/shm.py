@@ -102,6 +102,9 @@ class ShmTransport:
     def leave(self, reason: str) -> None:
         self.group.leave(reason)
 
+    def silent(self) -> list[int]:
+        return self.group.silent()
+
     def first_to_tell(self) -> bool:
         return self.group.first_to_tell()
 

@@ -65,6 +65,9 @@ class SoloTransport:
     def leave(self, reason: str) -> None:
         pass
 
+    def silent(self) -> list[int]:
+        return []
+
     def first_to_tell(self) -> bool:
         return True
 

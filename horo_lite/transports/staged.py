@@ -109,6 +109,9 @@ class StagedTransport:
     def leave(self, reason: str) -> None:
         self.host.leave(reason)
 
+    def silent(self) -> list[int]:
+        return self.host.silent()
+
     def first_to_tell(self) -> bool:
         return self.host.first_to_tell()
 

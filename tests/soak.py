@@ -1,0 +1,227 @@
+"""Jobs that lose random ranks at random moments, and must train on: `make soak`.
+
+    python tests/soak.py [--runs 200] [--limit-s 1800] [--seed N]
+
+Each job trains a small model on 2 to 4 ranks under Open MPI's fault tolerance, while ranks are
+killed from outside or kill themselves: before, in, or after an exchange, while another sleeps, two
+at once, one more during the recovery. The survivors must end in time, with equal parameters, and
+these must be what one process computes from the batches that the job kept in its state; every
+sample must be among them as often as it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+N_SAMPLES, N_EPOCHS, BATCH, N_WEIGHTS = 240, 2, 4, 2000
+
+
+class Adam:
+    """Any optimizer with state would do; this one's steps depend on how many there were."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        self.params = [self]
+        self.data, self.grad = weights, np.zeros_like(weights)
+        self.mean, self.square, self.t = np.zeros_like(weights), np.zeros_like(weights), 0
+
+    def step(self) -> None:
+        self.t += 1
+        self.mean[:] = 0.9 * self.mean + 0.1 * self.grad
+        self.square[:] = 0.99 * self.square + 0.01 * self.grad**2
+        rate = 0.01 / (1 - 0.9**self.t)
+        self.data -= rate * self.mean / (np.sqrt(self.square / (1 - 0.99**self.t)) + 1e-8)
+
+
+def samples() -> np.ndarray:
+    return np.random.default_rng(7).normal(size=(N_SAMPLES, N_WEIGHTS))
+
+
+def gradient(weights: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    return (np.tanh(weights) - batch).mean(axis=0)
+
+
+def rank_main() -> None:
+    """One rank: dies by the plan in the environment, `{"rank": [place, step, signal], …}`."""
+    import horo_lite as hvd
+
+    hvd.init()
+    print("STARTS", flush=True)
+    me = hvd.rank()
+    place, at, how = json.loads(os.environ["SOAK_PLAN"]).get(str(me), ["nowhere", 0, 0])
+    sleepy = random.Random(me)
+
+    def here(where: str, step: int) -> None:
+        if where == place and step == at:
+            print(f"DIES {time.time()}", flush=True)
+            os.kill(os.getpid(), how)
+
+    inner = Adam(np.full(N_WEIGHTS, float(me)))
+    opt = hvd.DistributedOptimizer(inner)
+    data = samples()
+    sampler = hvd.elastic.Sampler(N_SAMPLES, seed=5)
+    # Who trained on what is kept in the state, and so goes on and back with it.
+    state = hvd.elastic.State(
+        weights=inner.data, opt=opt, sampler=sampler, epoch=0, step=0, history=[]
+    )
+    state.register_reset_callbacks([lambda: here("reset", 0)])
+    first_after = False
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.State) -> None:
+        nonlocal first_after
+        again = first_after
+        first_after = True
+        for state.epoch in range(state.epoch, N_EPOCHS):  # noqa: B020
+            sampler.set_epoch(state.epoch)
+            mine = list(sampler)
+            for i in range(0, len(mine), BATCH):
+                here("before", state.step)
+                if sleepy.random() < 0.02:
+                    time.sleep(0.05)
+                batch = mine[i : i + BATCH]
+                together = hvd.allgather_object(batch)
+                inner.grad[:] = gradient(inner.data, data[batch])
+                here("exchange", state.step)
+                handle = hvd.allreduce_async(np.ones(100_000), name="beside")
+                here("beside", state.step)
+                opt.step()
+                here("after", state.step)
+                state.history = [*state.history, [state.epoch, together]]
+                sampler.record_batch(i // BATCH, BATCH)
+                state.step += 1
+                hvd.synchronize(handle)
+                if again:
+                    again = False
+                    print(f"GOES ON {time.time()} {state.step}", flush=True)
+                if state.step % 10 == 0:
+                    here("commit", state.step)
+                    state.commit()
+        here("end", 0)
+
+    train(state)
+    seen = [(epoch, i) for epoch, parts in state.history for part in parts for i in part]
+    every = {(epoch, i) for epoch in range(N_EPOCHS) for i in range(N_SAMPLES)}
+    # Each epoch's end may be filled up with size - 1 samples, and a loss in it once more.
+    assert set(seen) == every, f"{len(every - set(seen))} samples were never seen"
+    assert len(seen) <= len(every) + 3 * N_EPOCHS + 3, f"{len(seen) - len(every)} were seen twice"
+    assert state.step == len(state.history) == inner.t
+
+    reference = Adam(np.zeros(N_WEIGHTS))  # rank 0's weights
+    for _, parts in state.history:
+        gradients = [gradient(reference.data, data[part]) for part in parts]
+        reference.grad[:] = np.mean(gradients, axis=0)
+        reference.step()
+    error = np.abs(reference.data - inner.data).max()
+    assert error < 1e-9, f"the weights are off by {error}"
+    assert len(set(hvd.allgather_object(inner.data.tobytes()))) == 1, "the survivors differ"
+    print(f"ENDS {hvd.size()} {state.step}", flush=True)
+
+
+def plan_of(rng: random.Random, n: int) -> dict[str, list[object]]:
+    """Who dies where: one rank, two at once, or one after the other."""
+    places = ["before", "exchange", "beside", "after", "commit", "end", "reset"]
+    how = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV]
+    n_dying = rng.randint(1, n - 1)
+    together = rng.random() < 0.4
+    step = rng.randint(0, 28)
+    plan: dict[str, list[object]] = {}
+    for rank in rng.sample(range(n), n_dying):
+        place = rng.choice(places)
+        at = step if together else rng.randint(0, 28)
+        if place == "commit":
+            at = max(10, at // 10 * 10)
+        plan[str(rank)] = [place, 0 if place in ("end", "reset") else at, int(rng.choice(how))]
+    if n > 2 and rng.random() < 0.3:  # one more in the recovery from the first
+        first = rng.choice(sorted(plan))
+        if plan[first][0] == "reset":
+            plan[first][:2] = ["exchange", step]
+        others = [str(r) for r in range(n) if str(r) != first]
+        other = rng.choice(others)
+        if len(plan) < n - 1 or other in plan:
+            plan[other] = ["reset", 0, int(signal.SIGKILL)]
+    return plan
+
+
+def main() -> None:
+    from launch import start_ranks
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=1800)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
+    args = parser.parse_args()
+    began = time.monotonic()
+    took: list[float] = []
+    n_deaths = n_runs = n_back = n_not_started = 0
+    for run in range(args.first, args.runs):
+        if time.monotonic() - began > args.limit_s:
+            break
+        rng = random.Random(f"{args.seed} {run}")
+        n = rng.randint(2, 4)
+        plan = plan_of(rng, n)
+        outside = rng.random() < 0.3  # beside what ranks do to themselves
+        with start_ranks(
+            Path(__file__),
+            n,
+            args=["--rank"],
+            env={"SOAK_PLAN": json.dumps(plan)},
+            mpi="openmpi",
+            options=["--with-ft", "ulfm"],
+        ) as job:
+            if outside and len(plan) < n - 1:
+                time.sleep(rng.uniform(0.5, 1.5))
+                of_rank = job.ranks()
+                spared = [r for r in of_rank if str(r) not in plan]
+                if len(spared) > 1 and "ENDS" not in job.stdout():
+                    os.kill(of_rank[rng.choice(spared)], signal.SIGKILL)
+            until = time.monotonic() + 40
+            while job.launcher.poll() is None and time.monotonic() < until:
+                time.sleep(0.1)
+            if job.launcher.poll() is None and job.stdout().count("STARTS") == 0:
+                n_not_started += 1  # MPI_Init hung on all ranks, before there was anything of ours
+                continue
+            if job.launcher.poll() is None:
+                for pid in job.ranks().values():
+                    os.kill(pid, signal.SIGABRT)  # faulthandler shows where they are
+                time.sleep(1)
+                said = f"{job.stdout()}\n{job.stderr()}\n{job.processes()}"
+                sys.exit(f"run {run} of seed {args.seed}, {n} ranks, {plan}, hangs:\n{said}")
+            result = job.wait(1)
+        ends = re.findall(r"ENDS (\d+) (\d+)", result.stdout)
+        died = sorted(float(t) for t in re.findall(r"DIES (\S+)", result.stdout))
+        back = sorted(float(t) for t in re.findall(r"GOES ON (\S+)", result.stdout))
+        good = result.returncode == 0 and ends and len(set(ends)) == 1
+        if not good or int(ends[0][0]) != len(ends):
+            sys.exit(f"run {run} of seed {args.seed}, {n} ranks, plan {plan}, failed:\n{result}")
+        n_runs += 1
+        n_deaths += n - len(ends)
+        if died and back:
+            took.append(back[0] - max(t for t in [died[0], *died] if t <= back[0]))
+        n_back += result.stderr.count("back to the last commit")
+        print(f"run {run}: {n} ranks, {plan}: {len(ends)} left", flush=True)
+    took.sort()
+    print(
+        f"{n_runs} runs, {n_deaths} deaths, no hang, no wrong sum (seed {args.seed}). "
+        f"{n_back} times back to a commit. MPI_Init hung {n_not_started} times."
+    )
+    if took:
+        median, most = took[len(took) // 2], took[-1]
+        print(f"From a death to the next completed step: median {median:.3f} s, most {most:.3f} s")
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        rank_main()
+    else:
+        main()

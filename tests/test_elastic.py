@@ -1,0 +1,413 @@
+"""Training goes on without the dead. Random moments are tests/soak.py's; here are chosen ones."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import Result, mpi_name, run_ranks
+
+import horo_lite as hvd
+from horo_lite import elastic
+from horo_lite.elastic import checkpoint
+
+SOAK = Path(__file__).with_name("soak.py")
+FT = ["--with-ft", "ulfm"]
+needs_ulfm = pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
+
+# --- State ---------------------------------------------------------------------------------------
+
+
+class Weight:
+    def __init__(self, n: int) -> None:
+        self.data, self.grad = np.zeros(n), np.zeros(n)
+
+
+class Momentum:
+    def __init__(self, params: list[Weight]) -> None:
+        self.params, self.rate = params, 0.1
+        self.speed = {id(weight): np.zeros_like(weight.data) for weight in params}
+
+    def step(self) -> None:
+        for weight in self.params:
+            self.speed[id(weight)] += weight.grad
+            weight.data -= self.rate * self.speed[id(weight)]
+
+
+class Net:
+    def __init__(self) -> None:
+        self.params = [Weight(3), Weight(2)]
+
+
+@pytest.fixture
+def alone():
+    yield hvd.init()
+    hvd.shutdown()
+
+
+def test_a_snapshot_holds_everything_and_is_independent(alone) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    torch = pytest.importorskip("torch")
+    net, array, tensor = Net(), np.arange(3.0), torch.zeros(2)
+    opt = hvd.DistributedOptimizer(Momentum(net.params))
+    layer = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(layer.parameters())
+    tree = {"a": jnp.zeros(2), "b": [jnp.ones(1)]}
+    state = elastic.State(
+        net=net, opt=opt, array=array, tensor=tensor, layer=layer, adam=adam, tree=tree,
+        sampler=elastic.Sampler(12), step=0, best=None, log=[],
+    )  # fmt: skip
+
+    def train() -> None:
+        for weight in net.params:
+            weight.grad[:] = 1
+        opt.step()
+        opt.rate *= 0.5
+        layer(torch.ones(1, 2)).sum().backward()
+        adam.step()
+        array[:] += 1
+        tensor.add_(1)
+        state.tree = {"a": state.tree["a"] + 1, "b": [state.tree["b"][0] * 3]}
+        state.sampler.record_batch(state.step, 2)
+        state.step, state.best, state.log = state.step + 1, 0.5, [*state.log, "x"]
+
+    def seen() -> bytes:
+        return pickle.dumps(
+            [
+                [weight.data.tolist() for weight in net.params],
+                [opt.speed[id(weight)].tolist() for weight in net.params],
+                [opt.rate, array.tolist(), tensor.tolist(), state.sampler.processed_num],
+                [p.tolist() for p in layer.parameters()],
+                [int(s["step"]) for s in adam.state.values()],
+                [state.tree["a"].tolist(), state.tree["b"][0].tolist()],
+                [state.step, state.best, state.log],
+            ]
+        )
+
+    looks = [seen()]
+    snapshots = [pickle.dumps(state.snapshot())]
+    for _ in range(3):
+        train()
+        if state.step == 2:
+            state.commit()
+        looks.append(seen())
+        snapshots.append(pickle.dumps(state.snapshot()))
+    assert len(set(looks)) == 4
+    state.restore()
+    assert seen() == looks[2]
+    for look, snapshot in zip(looks, snapshots, strict=True):
+        state.load(pickle.loads(snapshot))
+        assert seen() == look
+    assert state.array is array
+    assert state.tensor is tensor
+
+
+def test_who_is_furthest(alone) -> None:
+    weight = Weight(2)
+    opt = hvd.DistributedOptimizer(Momentum([weight]))
+    states = [elastic.State(opt=opt, array=weight.data, step=0) for _ in range(2)]
+    ahead, behind = states
+    ahead.step = behind.step = 1
+    assert ahead.progress() == behind.progress()
+    ahead.step = 2
+    assert max(states, key=elastic.State.progress) is ahead
+    opt.step()  # both see it, and neither has counted it
+    assert not ahead.progress().is_whole
+    behind.step = 2
+    assert max(states, key=elastic.State.progress) is behind
+    ahead.commit()
+    assert max(states, key=elastic.State.progress) is ahead
+
+
+def test_what_counts_nothing_is_always_whole(alone) -> None:
+    opt = hvd.DistributedOptimizer(Momentum([Weight(2)]))
+    state = elastic.State(opt=opt, array=np.zeros(2))
+    opt.step()
+    assert state.progress().is_whole
+
+
+def test_what_cannot_be_copied_is_named(alone) -> None:
+    with pytest.raises(TypeError, match=r"state\.numbers\[1\] is a generator"):
+        elastic.State(numbers=[1, (i for i in range(3))])
+
+
+# --- Sampler -------------------------------------------------------------------------------------
+
+
+def dealt(sampler: elastic.Sampler, monkeypatch, size: int, n_batches: int, batch: int) -> Counter:
+    """What a world of that size consumes in so many batches; the sampler is rank 0's after that."""
+    seen: Counter = Counter()
+    content = sampler.state_dict()
+    for rank in reversed(range(size)):
+        monkeypatch.setattr(elastic.sampler, "_place", lambda *_, r=rank: (r, size))
+        sampler.load_state_dict(content)
+        mine = list(sampler)
+        assert len(mine) == len(sampler)
+        for i in range(n_batches):
+            seen.update(mine[i * batch : (i + 1) * batch])
+            sampler.record_batch(i, batch)
+    return seen
+
+
+@pytest.mark.parametrize("worlds", [[(4, 3), (3, 2), (1, 99)], [(2, 1), (1, 99)], [(3, 99)]])
+def test_every_sample_is_seen_once_whoever_is_lost(monkeypatch, worlds) -> None:
+    sampler = elastic.Sampler(60, seed=3)
+    sampler.set_epoch(2)
+    seen: Counter = Counter()
+    for size, n_batches in worlds:
+        seen += dealt(sampler, monkeypatch, size, n_batches, 2)
+        sampler.set_epoch(2)  # it is under way
+    assert set(seen) == set(range(60))
+    assert seen.total() <= 60 + sum(size - 1 for size, n in worlds if n == 99)
+    assert (len(sampler), sampler.remaining_indices) == (0, [])
+    sampler.set_epoch(3)
+    assert len(sampler.remaining_indices) == 60
+    assert sampler.remaining_indices != list(range(60))
+
+
+def test_ends_are_filled_up(monkeypatch) -> None:
+    seen = dealt(elastic.Sampler(10, shuffle=False), monkeypatch, 4, 3, 1)
+    assert seen == Counter([*range(10), 0, 1])
+    assert dealt(elastic.Sampler(1), monkeypatch, 4, 1, 1) == Counter({0: 4})
+
+
+def test_the_order_is_that_of_seed_and_epoch(alone) -> None:
+    orders = []
+    for seed, epoch in [(0, 0), (0, 1), (1, 0)]:
+        sampler = elastic.Sampler(20, seed=seed)
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert len(set(map(tuple, orders))) == 3
+    sampler.record_indices(orders[2][:5])
+    assert (sampler.processed_indices, sampler.remaining_indices) == (orders[2][:5], orders[2][5:])
+
+
+# --- jobs that lose ranks ------------------------------------------------------------------------
+
+
+def soak(plan: dict[int, list[object]], n: int = 4) -> Result:
+    env = {"SOAK_PLAN": json.dumps(plan)}
+    return run_ranks(SOAK, n, args=["--rank"], env=env, options=FT, timeout_s=40).check()
+
+
+@needs_ulfm
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {0: ["exchange", 3, 9]},
+        {0: ["beside", 12, 9], 3: ["exchange", 12, 11]},
+        {1: ["after", 4, 15], 2: ["reset", 0, 9], 0: ["before", 30, 9]},
+        {2: ["end", 0, 9]},
+    ],
+    ids=["rank 0", "two at once", "one more while they recover", "at the end"],
+)
+def test_the_rest_goes_on(plan) -> None:
+    result = soak(plan)
+    left = 4 - len(plan)
+    assert re.findall(r"ENDS (\d)", result.stdout) == [str(left)] * left, str(result)
+    assert "back to the last commit" not in result.stderr, str(result)
+
+
+TRAIN = """
+import os, signal, sys, time
+import numpy as np
+import horo_lite as hvd
+
+hvd.init(stall_abort_s=STALL)
+me = hvd.rank()
+
+class SGD:
+    def __init__(self):
+        self.params = [self]
+        self.data, self.grad = np.zeros(3), np.zeros(3)
+    def step(self):
+        self.data -= 0.5 * self.grad
+
+inner = SGD()
+opt = hvd.DistributedOptimizer(inner)
+state = hvd.elastic.State(data=inner.data, opt=opt, step=0, sizes=[])
+resets = []
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+@hvd.elastic.run(min_size=MIN)
+def train(state):
+    while state.step < 12:
+        inner.grad[:] = inner.data - state.step - hvd.rank()
+        BEFORE
+        opt.step()
+        AFTER
+        state.step, state.sizes = state.step + 1, [*state.sizes, hvd.size()]
+        if state.step % 5 == 0:
+            state.commit()
+    return "trained"
+
+answer = train(state)
+reference = np.zeros(3)
+for step, size in enumerate(state.sizes):
+    reference -= 0.5 * (reference - step - (size - 1) / 2)
+assert np.allclose(inner.data, reference, rtol=0, atol=1e-12), (inner.data, reference)
+assert hvd.allgather_object(inner.data.tobytes()) == [inner.data.tobytes()] * hvd.size()
+print(f"ENDS {answer} {state.sizes} {resets}", flush=True)
+"""
+
+
+def train(n: int, before: str = "pass", after: str = "pass", **options: object) -> Result:
+    options.setdefault("options", FT)
+    text = TRAIN.replace("MIN", str(options.pop("min_size", 1)))
+    text = text.replace("STALL", str(options.pop("stall_abort_s", 0)))
+    text = text.replace("BEFORE", before).replace("AFTER", after)
+    return run_ranks(text, n, timeout_s=40, **options)
+
+
+def ends(sizes: list[int], resets: list[int]) -> str:
+    return f"ENDS trained {sizes} {resets}\n" * sizes[-1]
+
+
+@needs_ulfm
+def test_an_exception_or_exit_is_one_ranks_death() -> None:
+    result = train(
+        4,
+        "if (me, state.step) == (0, 2): raise ValueError('this rank only')\n"
+        "        if (me, state.step) == (3, 7): sys.exit(3)",
+    ).check()
+    assert result.stdout == ends([4] * 2 + [3] * 5 + [2] * 5, [3, 2])
+    assert "[rank 0] ValueError: this rank only" in result.stderr
+    assert result.stderr.count("Traceback") == 2, result.stderr
+    assert "horo_lite/elastic" not in result.stderr
+
+
+@needs_ulfm
+def test_an_exception_of_all_is_the_jobs_end() -> None:
+    result = train(3, "if state.step == 2: raise ValueError('everywhere')")
+    assert result.returncode == 1, str(result)
+    assert "everywhere" in result.stderr
+    assert "ENDS" not in result.stdout
+
+
+@needs_ulfm
+def test_a_step_that_nobody_counted_is_taken_back() -> None:
+    result = train(
+        3,
+        after="if (me, state.step, hvd.size()) == (1, 7, 3): os.kill(os.getpid(), 9)\n"
+        "        hvd.barrier()",
+    ).check()
+    assert "back to the last commit" in result.stderr
+    assert result.stdout == ends([3] * 5 + [2] * 7, [2])
+
+
+@needs_ulfm
+def test_too_few_are_the_jobs_end_and_the_state_is_saved(tmp_path) -> None:
+    path = tmp_path / "state"
+    result = train(
+        3,
+        "if (me, state.step) in ((0, 3), (1, 7)): os.kill(os.getpid(), 9)",
+        min_size=2,
+        env={"HORO_LITE_CHECKPOINT": str(path)},
+    )
+    assert result.returncode == 1, str(result)
+    assert f"1 rank left, fewer than min_size=2: the state is in {path}" in result.stderr
+    saved = checkpoint.load(path)
+    assert (saved["step"], saved["sizes"]) == (7, [3] * 3 + [2] * 4)
+
+
+@needs_ulfm
+def test_who_hangs_is_killed_and_who_is_slow_is_awaited() -> None:
+    result = train(
+        4,
+        "if state.step == 3 and me in (1, 2): time.sleep({1: 0.7, 2: 60}[me])\n"
+        "        if (me, state.step) == (3, 8): os.kill(os.getpid(), 9)\n"
+        "        if (me, state.step) == (1, 8): time.sleep(0.5)",
+        stall_abort_s=1.5,
+    ).check()
+    assert result.stdout == ends([4] * 3 + [3] * 5 + [2] * 4, [3, 2])
+
+
+@pytest.mark.mpi
+def test_without_fault_tolerance_a_lost_rank_ends_the_job() -> None:
+    result = train(2, "pass", options=[]).check()
+    assert result.stdout == ends([2] * 12, [])
+    assert result.stderr.count("without `--with-ft ulfm`") == 1
+    result = train(2, "if (me, state.step) == (1, 7): os.kill(os.getpid(), 9)", options=[])
+    assert result.returncode != 0
+    assert "ENDS" not in result.stdout
+
+
+TORCH = """
+import os, sys
+import torch
+import horo_lite.torch as hvd
+from torch.nn.functional import cross_entropy
+
+hvd.init()
+me = hvd.rank()
+torch.manual_seed(me)
+data = torch.randn(72, 5, generator=torch.Generator().manual_seed(1))
+labels = torch.arange(72) % 3
+model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+opts = [
+    hvd.DistributedOptimizer(
+        torch.optim.AdamW(model[i].parameters(), lr=0.0075),
+        model.named_parameters(),
+        gradient_as_bucket_view=(i == 2),
+    )
+    for i in (0, 2)
+]
+sampler = hvd.elastic.ElasticSampler(data)
+loader = torch.utils.data.DataLoader(range(72), batch_size=3, sampler=sampler)
+state = hvd.elastic.TorchState(model, opts, sampler=sampler, epoch=0, batch=0, history=[])
+
+def follow_size():
+    for opt in opts:
+        opt.param_groups[0]["lr"] = 0.0025 * hvd.size()
+
+state.register_reset_callbacks([follow_size])
+first = {}
+
+@hvd.elastic.run
+def train(state):
+    if not first:
+        first.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    for state.epoch in range(state.epoch, 2):
+        sampler.set_epoch(state.epoch)
+        for i, mine in enumerate(loader):
+            together = hvd.allgather(mine).tolist()
+            model.zero_grad()
+            loss = cross_entropy(model(data[mine]), labels[mine])
+            if (me, state.batch) == (0, 3):
+                os.kill(os.getpid(), 9)
+            loss.backward()
+            for opt in opts:
+                opt.step()
+            sampler.record_batch(i, len(mine))
+            state.history = [*state.history, (together, opts[0].param_groups[0]["lr"])]
+            state.batch += 1
+
+train(state)
+mine, rates = model, [rate for _, rate in state.history]
+model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+model.load_state_dict(first)
+alone = torch.optim.AdamW(model.parameters())
+for together, rate in state.history:
+    alone.param_groups[0]["lr"] = rate
+    alone.zero_grad()
+    cross_entropy(model(data[together]), labels[together]).backward()
+    alone.step()
+error = max((a - b).abs().max().item() for a, b in zip(mine.parameters(), model.parameters()))
+assert error < 1e-5, error
+consumed = [i for together, _ in state.history for i in together]
+assert set(consumed) == set(range(72))
+assert 2 * 72 <= len(consumed) <= 2 * 72 + 3, len(consumed)  # filled up at the end of an epoch
+print("ENDS", sorted(set(rates)), flush=True)
+"""
+
+
+@needs_ulfm
+def test_torch() -> None:
+    pytest.importorskip("torch")
+    result = run_ranks(TORCH, 3, options=FT, timeout_s=90).check()
+    assert result.stdout == "ENDS [0.005, 0.0075]\n" * 2, str(result)
