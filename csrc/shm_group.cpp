@@ -13,8 +13,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -74,33 +76,36 @@ long oom_kills() {
   return 0;
 }
 
-// In words. Only a parent is told how a process ended, or, since Linux 6.15, who has a pidfd of it, once its parent
-// was.
-std::string how_it_died(int pidfd, long n_oom_kills_before) {
-  std::string how = "died (killed, out of memory, or os._exit)";
+// The status of a process that has ended, as wait() would give it; -1 where nobody says. While its parent has not asked
+// for it, /proc shows it; afterwards a pidfd does, since Linux 6.15.
+int exit_status(int pid, int pidfd) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  const size_t name_end = text.rfind(')');
+  if (name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0) {
+    return std::atoi(text.c_str() + text.rfind(' '));
+  }
   struct {                   // pidfd_info of <linux/pidfd.h>, which is newer than many systems
     uint64_t mask = 1 << 3;  // PIDFD_INFO_EXIT
     uint64_t cgroup;
     uint32_t ids[11];
     int32_t status;
   } info;
-  const auto ask = [&] { return pidfd >= 0 && ioctl(pidfd, _IOWR(0xFF, 11, info), &info) == 0; };
-  bool known = ask();
-  for (int i = 0; known && (info.mask & 8) == 0 && i < 20; ++i) {
-    usleep(1000);
-    info.mask = 8;
-    known = ask();
+  const bool known = pidfd >= 0 && ioctl(pidfd, _IOWR(0xFF, 11, info), &info) == 0 && (info.mask & 1 << 3) != 0;
+  return known ? info.status : -1;
+}
+
+// In words.
+std::string how_it_died(int status, long n_oom_kills_before) {
+  std::string how = "died (killed, out of memory, or os._exit)";
+  if (status >= 0 && WIFSIGNALED(status)) {
+    how = "was killed by signal " + std::to_string(WTERMSIG(status)) + " (" + strsignal(WTERMSIG(status)) + ")";
+  } else if (status >= 0) {
+    how = "ended with os._exit(" + std::to_string(WEXITSTATUS(status)) + ") or the like";
   }
-  if (known && (info.mask & 8) != 0) {
-    const int status = info.status;
-    if (WIFSIGNALED(status)) {
-      how = "was killed by signal " + std::to_string(WTERMSIG(status)) + " (" + strsignal(WTERMSIG(status)) + ")";
-    } else {
-      how = "ended with os._exit(" + std::to_string(WEXITSTATUS(status)) + ") or the like";
-    }
-  }
-  if (oom_kills() > n_oom_kills_before)
+  if (oom_kills() > n_oom_kills_before) {
     how += " (and the kernel has killed some process of this host for want of memory)";
+  }
   return how;
 }
 
@@ -314,7 +319,7 @@ void ShmGroup::check_peers(int awaited) {
     if (state == kTakingPart && died(r)) {
       // It may have left between the two looks.
       if (peer.state.load(std::memory_order_acquire) != kTakingPart) continue;
-      lost(name(r) + " " + how_it_died(pidfds_[r], n_oom_kills_) + last);
+      lost(name(r) + " " + how_it_died(exit_status(pids_[r], pidfds_[r]), n_oom_kills_) + last);
     }
   }
 }

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -222,9 +223,7 @@ TABLES = {"generic": generic, "torch": torch_rows}
 
 
 def main(table: str) -> None:
-    import horo_lite.torch as face
-
-    (face if table == "torch" else hvd).init()
+    import_module("horo_lite.torch" if table == "torch" else "horo_lite").init()
     odd = hvd.rank() == hvd.size() - 1
     for row in TABLES[table]():
         hvd.barrier()

@@ -6,8 +6,8 @@ import os
 import re
 import textwrap
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from launch import Job, Result, mpi_name, start_ranks
 
@@ -74,9 +74,13 @@ class Fault:
     before_init: bool = False
     late: bool = False
     """`does` itself calls fault()."""
-    sudden: bool = False
-    """Only the peers could tell, and MPICH's launcher kills them within milliseconds; unless it is
-    asked not to, which this test does."""
+    by_signal: bool = False
+    """Only the peers could tell, and MPICH's launcher kills them before they can."""
+    by_exit: bool = False
+    """The same, but it lets them speak if asked to, as this test does."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
+    """A package without which this cannot be tried."""
 
     def script(self) -> str:
         does = textwrap.indent(textwrap.dedent(self.does).strip("\n"), "    ")
@@ -91,10 +95,12 @@ class Fault:
         )
 
 
-def run(fault: Fault, options: Sequence[str] = ()) -> Result:
+def run(fault: Fault) -> Result:
     """How the job ended; all that every fault must respect has been checked."""
     before = named_segments()
-    env = {"HORO_LITE_TEST_HOSTS": fault.hosts}
+    env = {"HORO_LITE_TEST_HOSTS": fault.hosts, **fault.env}
+    patient = fault.by_exit and mpi_name() == "mpich"
+    options = ["-disable-auto-cleanup"] if patient else []
     with start_ranks(fault.script(), fault.ranks, env=env, options=options) as job:
         result = end_of(job)
     assert named_segments() <= before
@@ -107,6 +113,8 @@ def run(fault: Fault, options: Sequence[str] = ()) -> Result:
 
 def check_words(fault: Fault, result: Result) -> None:
     """What the row wants to be said was said, before the launcher's own words."""
+    if fault.by_signal and mpi_name() == "mpich":
+        return
     rank, host = str(fault.rank), moment(result)[2]
     for text in fault.says:
         said = text.format(rank=rank, pid=moment(result)[1], host=host)
@@ -139,8 +147,3 @@ def end_of(job: Job, since: float | None = None) -> Result:
 def named_segments() -> set[str]:
     """The names in /dev/shm, but for what MPI and frameworks put there."""
     return {name for name in os.listdir("/dev/shm") if not OTHERS_SHM.search(name)}
-
-
-def uncleaned() -> list[str]:
-    """The option with which MPICH's launcher leaves the peers of a dead rank time to speak."""
-    return ["-disable-auto-cleanup"] if mpi_name() == "mpich" else []

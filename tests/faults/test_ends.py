@@ -15,7 +15,6 @@ from runner import (
     check_words,
     named_segments,
     run,
-    uncleaned,
 )
 
 pytestmark = pytest.mark.mpi
@@ -27,6 +26,7 @@ LEFT = (f"{PEERS}has left (its program ended)", " while rank ")
 KILLED = (f"{PEERS}was killed by signal 9 (Killed)",)
 
 PART = "from horo_lite.world import new_group\npart = new_group([0, 1])"
+SOON = {"HORO_LITE_STALL_WARN_S": "0.5", "HORO_LITE_STALL_ABORT_S": "1"}
 TORCH = """
 import torch, horo_lite.torch as hvt
 layer = torch.nn.Linear(3, 1)
@@ -62,9 +62,9 @@ ENDS = [
           (RAISED[1],), others="time.sleep(60)"),
     Fault("an exception in a backward hook",
           TORCH + "layer.weight.register_hook(lambda gradient: fail())\nfault()\nstep(1)",
-          RAISED, late=True, others=TORCH + "step(1)"),
+          RAISED, late=True, others=TORCH + "step(1)", needs="torch"),
     Fault("a data loader's worker is killed", "import torch\n" + A_WORKER,
-          ("[rank {rank}] RuntimeError: DataLoader worker (pid",), late=True),
+          ("[rank {rank}] RuntimeError: DataLoader worker (pid",), late=True, needs="torch"),
     Fault("an exception with stdout closed", "os.close(1)\nfail()", RAISED),
     Fault("an exception between hosts", "fail()", RAISED, hosts="1,1,1", messages=None),
     Fault("an exception, mixed hosts", "fail()", RAISED, hosts="2,1", messages=None),
@@ -137,21 +137,27 @@ ENDS = [
     # Sudden deaths: only the peers can tell.
     Fault("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)",
           (*KILLED, ", last seen in allreduce, while rank ", "waited in allreduce 'w'"),
-          sudden=True),
-    Fault("SIGKILL on rank 0", "os.kill(os.getpid(), signal.SIGKILL)", KILLED, rank=0, sudden=True),
+          by_signal=True),
+    Fault("SIGKILL on rank 0", "os.kill(os.getpid(), signal.SIGKILL)", KILLED, rank=0,
+          by_signal=True),
     Fault("SIGKILL, asynchronous", "os.kill(os.getpid(), signal.SIGKILL)", KILLED,
-          others=ASYNCHRONOUS, sudden=True),
+          others=ASYNCHRONOUS, by_signal=True),
     Fault("SIGKILL between hosts", "os.kill(os.getpid(), signal.SIGKILL)",
           hosts="1,1,1", messages=None),
     Fault("SIGKILL, mixed hosts", "os.kill(os.getpid(), signal.SIGKILL)",
           hosts="2,1", messages=None),
     Fault("SIGSEGV", "os.kill(os.getpid(), signal.SIGSEGV)",
-          (PEERS + "was killed by signal 11 (Segmentation fault)",), sudden=True),
+          (PEERS + "was killed by signal 11 (Segmentation fault)",), by_signal=True),
     Fault("SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)",
-          (PEERS + "was killed by signal 15 (Terminated)",), sudden=True),
-    Fault("abort()", "os.abort()", (PEERS + "was killed by signal 6 (Aborted)",), sudden=True),
-    Fault("os._exit(0)", "os._exit(0)", (PEERS + "ended with os._exit(0)",), sudden=True),
-    Fault("os._exit(3)", "os._exit(3)", (PEERS + "ended with os._exit(3)",), sudden=True),
+          (PEERS + "was killed by signal 15 (Terminated)",), by_signal=True),
+    Fault("abort()", "os.abort()", (PEERS + "was killed by signal 6 (Aborted)",), by_signal=True),
+    Fault("os._exit(0)", "os._exit(0)", (PEERS + "ended with os._exit(0)",), by_exit=True),
+    Fault("os._exit(3)", "os._exit(3)", (PEERS + "ended with os._exit(3)",), by_exit=True),
+    Fault("SIGSTOP", "os.kill(os.getpid(), signal.SIGSTOP)",
+          ("rank {rank} (pid {pid} on {host}) was last in allreduce", "is stopped (SIGSTOP",
+           "StallError: nothing has moved for 1"), env=SOON, messages=None),
+    Fault("an endless loop, between hosts", "while True: time.sleep(0.01)", ("StallError: ",),
+          hosts="1,1,1", env=SOON, messages=None),
     # Before init(), MPI knows nothing of this rank yet, and the others wait inside it.
     Fault("an import that fails", "import no_such_module",
           ("ModuleNotFoundError: No module named 'no_such_module'",), before_init=True,
@@ -172,7 +178,9 @@ ENDS = [
 
 @pytest.mark.parametrize("fault", ENDS, ids=lambda fault: fault.name)
 def test_the_job_ends(fault: Fault) -> None:
-    result = run(fault, uncleaned() if fault.sudden else ())
+    if fault.needs:
+        pytest.importorskip(fault.needs)
+    result = run(fault)
     check_words(fault, result)
 
 
