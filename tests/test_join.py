@@ -248,9 +248,8 @@ def test_a_rank_that_fails_ends_the_wait_of_those_that_have_joined() -> None:
         run_threads(3, rank)
     for r in (0, 2):
         assert isinstance(caught.value.errors[r], PeerLostError)
-        text = str(caught.value.errors[r])
-        assert "rank 1" in text
-        assert f"while rank {r} waited in join()" in text
+        # In join(), in its engine, or on its way there: what it heard first.
+        assert "rank 1" in str(caught.value.errors[r])
 
 
 def random_epoch(rng: random.Random, size: int) -> tuple[list[str], list[int]]:
