@@ -594,6 +594,9 @@ NB_MODULE(_native, m) {
              const nb::gil_scoped_release release;
              return job.engine->poll(*job.job);
            })
+      .def(
+          "begin_wait", [](PyJob& job) { job.engine->set_awaited(job.job); },
+          "Whoever looks out for late ranks counts from now; until wait() returns.")
       .def("wait", &PyJob::wait)
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 

@@ -38,8 +38,6 @@ struct Recoverable {
   std::exception_ptr error;
 };
 
-inline constexpr const char* kJoin = "join()";
-
 // How a rank that has joined takes part in an operation of the others.
 struct Recipe {
   std::string refusal;  // or why it cannot

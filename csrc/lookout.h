@@ -27,6 +27,9 @@ struct Tally {
   double waited_s = 0.0;  // by each of the others, on average
 };
 
+// Who has joined waits in two places, and only its engine knows whether the others move in either.
+inline constexpr const char* kJoin = "join()";
+
 class Lookout {
  public:
   static size_t memory_bytes(int size);

@@ -261,7 +261,7 @@ void ShmGroup::watched_by(std::shared_ptr<Lookout> lookout, std::vector<int> ran
 }
 
 void ShmGroup::look(Lookout::Wait& wait, Flag RankBlock::* which, uint32_t value) {
-  if (lookout_ == nullptr) return;
+  if (lookout_ == nullptr || std::string_view(block(rank_).label) == kJoin) return;
   std::vector<int> come, late;
   for (int r = 0; r < size_; ++r) {
     const bool here = reached((block(r).*which).value.load(std::memory_order_acquire), value);

@@ -90,6 +90,7 @@ def join_group(group: Group) -> int:
         transport = group.transport
         n_met = 0
         while True:
+            job.begin_wait()
             try:
                 headers = transport.agree(JOINED, n_met, 0.0, label="join()")
             except MismatchError:  # the others have queued something on their GPUs, and know

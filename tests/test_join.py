@@ -623,5 +623,22 @@ def test_a_job_in_which_ranks_join(hosts: str) -> None:
     assert "never" not in result.stdout
 
 
+def test_nobody_is_late_while_the_others_move() -> None:
+    """Three steps of the engine's, no direct call: longer than a rank may wait, each is shorter."""
+    code = """
+        import time
+        import numpy as np
+        import horo_lite as hvd
+
+        rank, _ = hvd.init()
+        for _ in range(3 * rank):
+            time.sleep(0.8)
+            hvd.synchronize(hvd.allreduce_async(np.ones(1)))
+        assert hvd.join() == 1
+    """
+    result = run_ranks(code, 2, env={"HORO_LITE_STALL_WARN_S": "2"}).check()
+    assert "stalled" not in result.stderr, str(result)
+
+
 def test_every_op_has_an_oracle() -> None:
     assert set(ORACLE) == set(Op)

@@ -454,6 +454,8 @@ class MpiTransport:
         if waited_s > COME_S and self._come.get(self.rank) != self._n_met:
             self._come[self.rank] = self._n_met
             self._call(self._control.tell, self._n_met.to_bytes(8, "little"), _HAS_COME)
+        if self._label == "join()":
+            return  # see kJoin in csrc/lookout.h
         come = [r for r in among if r == self.rank or self._come.get(r, 0) >= self._n_met]
         late = [self.ranks[r] for r in among if r not in come]
         wait.look(self._label + self._scope, [self.ranks[r] for r in come], late)
