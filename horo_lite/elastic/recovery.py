@@ -93,7 +93,7 @@ def survives() -> bool:
 
 
 class _Run:
-    """One call of a training function, over several"""
+    """One call of a training function, over several worlds."""
 
     def __init__(self, train: Callable[[], Any], state: State, min_size: int) -> None:
         self._train = train
@@ -116,7 +116,7 @@ class _Run:
                     self._resume()
                     if rank() == 0:
                         took_s = time.monotonic() - lost_at
-                        _tell(f"{_ranks(size())} go on, {took_s:.2f} s after the loss was noticed")
+                        _tell(f"{_ranks(size())} on, {took_s:.2f} s after the loss was noticed")
                 result = self._train()
                 if comm is not None:
                     world().group.agree("elastic.run", "the end of training")
@@ -137,9 +137,10 @@ class _Run:
                 return result
             if error is not None and came & _RAISED:
                 die(error)
-            _shrink(comm)
+            lost = _shrink(comm)
             if rank() == 0:
-                _tell(f"{n_ranks - size()} of {_ranks(n_ranks)} lost. {error or ''}")
+                which = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {n_ranks}"
+                _tell(f"lost {which}. {error or ''}")
             n_ranks = size()
 
     def _resume(self) -> None:
@@ -150,6 +151,9 @@ class _Run:
         if not furthest.is_whole:
             furthest = max(everyone, key=lambda progress: progress.n_commits)
         root = everyone.index(furthest)
+        if furthest.n_commits == 0:  # no rank has had the state of the first rank 0
+            root = 0
+            state.read_checkpoint()
         if group.rank == root and not furthest.is_whole:
             state.restore()
             _tell(
@@ -166,7 +170,7 @@ class _Run:
         self._state.write_checkpoint()
         group.barrier()
         raise TooFewRanksError(
-            f"{_ranks(group.size)} left, fewer than min_size={self._min_size}: "
+            f"{group.size} left of the ranks, fewer than min_size={self._min_size}: "
             + (f"the state is in {path}" if path else "the state is not saved, as it has no path")
         )
 
@@ -214,11 +218,11 @@ def _look_after(silent: list[int], error: BaseException) -> None:
             )
 
 
-def _shrink(comm: Any) -> None:
-    """The world is that of the ranks that live."""
+def _shrink(comm: Any) -> list[int]:
+    """The world is that of the ranks that live; the others' numbers before."""
     from mpi4py import MPI
 
-    common = 0
+    before, common = comm.Get_group(), 0
     while not common:
         comm = comm.Shrink()
         try:
@@ -227,10 +231,12 @@ def _shrink(comm: Any) -> None:
         except (PeerLostError, MPI.Exception):  # one more
             comm.Revoke()
         common, _ = _agreed(comm, common)
+    left = comm.Get_group().Translate_ranks(None, before)
+    return [rank for rank in range(before.size) if rank not in left]
 
 
 def _ranks(n: int) -> str:
-    return f"{n} rank" + ("s" if n != 1 else "")
+    return "1 rank goes" if n == 1 else f"{n} ranks go"
 
 
 def _tell(text: str) -> None:

@@ -436,6 +436,10 @@ class MpiTransport:
                     self._check_peers(started)
                     self._look(wait, started, among or range(self.size))
             went_well = True
+        except self._mpi.Exception as error:  # of MPI with fault tolerance
+            self._broken = f"a rank died while {self._doing()} ({error})"
+            self.abandon(self._broken)
+            raise PeerLostError(self._broken) from error
         except (PeerLostError, StallError) as error:
             self._broken = str(error)
             self.abandon(self._broken)
@@ -524,7 +528,8 @@ class MpiTransport:
     def _tell(self, text: bytes, tag: int) -> None:
         if tag not in self._goodbyes and not self._mpi.Is_finalized():
             self._goodbyes.add(tag)
-            self._call(self._control.tell, text, tag)
+            with suppress(self._mpi.Exception):  # some are dead
+                self._call(self._control.tell, text, tag)
 
     def close(self) -> None:
         """Its communicators can be given back: see Lines.free_closed."""
