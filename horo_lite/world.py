@@ -100,6 +100,7 @@ _session: _Session | None = None
 _ending: _Ending | None = None
 _was_shut_down = False
 _forked = False
+_dies_alone = False
 
 
 def init(
@@ -678,6 +679,8 @@ class _Ending:
         """threading.excepthook."""
         if self._is_over() or args.exc_value is None or isinstance(args.exc_value, SystemExit):
             self._previous[1](args)
+        elif _dies_alone and not self._is_alone:
+            die(args.exc_value)
         else:
             where = f" in thread {args.thread.name!r}" if args.thread else " in a thread"
             self._end(args.exc_value, args.exc_traceback, where, lambda: self._previous[1](args))
@@ -758,6 +761,17 @@ class _Ending:
 
     def report_exit(self, said: str) -> None:
         _tell(f"[horo_lite] {self._name} ends the job before init(): {said}\n")
+
+
+@contextlib.contextmanager
+def dying_alone() -> Iterator[None]:
+    """Inside, the other ranks can go on without this one, whichever of its threads fails."""
+    global _dies_alone
+    _dies_alone = True
+    try:
+        yield
+    finally:
+        _dies_alone = False
 
 
 def die(error: BaseException) -> NoReturn:

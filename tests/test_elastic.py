@@ -190,31 +190,27 @@ def test_the_order_is_that_of_seed_and_epoch(alone) -> None:
 # --- jobs that lose ranks ------------------------------------------------------------------------
 
 
-def soak(plan: dict[int, list[object]], n: int = 4) -> Result:
-    env = {"SOAK_PLAN": json.dumps(plan)}
-    return run_ranks(SOAK, n, args=["--rank"], env=env, options=FT, timeout_s=40).check()
-
-
 @needs_ulfm
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "hosts"),
     [
-        {0: ["exchange", 3, 9]},
-        {0: ["beside", 12, 9], 3: ["exchange", 12, 11]},
-        {1: ["after", 4, 15], 2: ["reset", 0, 9], 0: ["before", 30, 9]},
-        {2: ["end", 0, 9]},
+        ({0: ["exchange", 3, 9]}, ""),
+        ({0: ["beside", 12, 9], 3: ["exchange", 12, 11]}, "2,2"),
+        ({1: ["after", 4, 15], 2: ["reset", 0, 9], 0: ["before", 30, 9]}, ""),
+        ({2: ["end", 0, 9]}, ""),
     ],
-    ids=["rank 0", "two at once", "one more while they recover", "at the end"],
+    ids=["rank 0", "two at once, on two hosts", "one more while they recover", "at the end"],
 )
-def test_the_rest_goes_on(plan) -> None:
-    result = soak(plan)
+def test_the_rest_goes_on(plan: dict[int, list[object]], hosts: str) -> None:
+    env = {"SOAK_PLAN": json.dumps(plan), "HORO_LITE_TEST_HOSTS": hosts}
+    result = run_ranks(SOAK, 4, args=["--rank"], env=env, options=FT, timeout_s=40).check()
     left = 4 - len(plan)
     assert re.findall(r"ENDS (\d)", result.stdout) == [str(left)] * left, str(result)
     assert "back to the last commit" not in result.stderr, str(result)
 
 
 TRAIN = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import numpy as np
 import horo_lite as hvd
 
@@ -273,11 +269,14 @@ def test_an_exception_or_exit_is_one_ranks_death() -> None:
     result = train(
         4,
         "if (me, state.step) == (0, 2): raise ValueError('this rank only')\n"
-        "        if (me, state.step) == (3, 7): sys.exit(3)",
+        "        if (me, state.step) == (3, 7): sys.exit(3)\n"
+        "        if (me, state.step) == (1, 9):\n"
+        "            threading.Thread(target=int, args=('in a thread',)).start(), time.sleep(60)",
     ).check()
-    assert result.stdout == ends([4] * 2 + [3] * 5 + [2] * 5, [3, 2])
+    assert result.stdout == ends([4] * 2 + [3] * 5 + [2] * 2 + [1] * 3, [3, 2, 1])
     assert "[rank 0] ValueError: this rank only" in result.stderr
-    assert result.stderr.count("Traceback") == 2, result.stderr
+    assert "invalid literal for int() with base 10: 'in a thread'" in result.stderr
+    assert result.stderr.count("Traceback") == 3, result.stderr
     assert "horo_lite/elastic" not in result.stderr
 
 

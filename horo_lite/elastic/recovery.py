@@ -21,7 +21,7 @@ from horo_lite.errors import (
     StallError,
     TooFewRanksError,
 )
-from horo_lite.world import abandon, communicator, die, rank, renew, size, world
+from horo_lite.world import abandon, communicator, die, dying_alone, rank, renew, size, world
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +70,8 @@ def run(train: Any = None, *, min_size: int = 1) -> Any:
             state.read_checkpoint()
             state.sync()
             return train(state, *args, **kwargs)
-        return _Run(lambda: train(state, *args, **kwargs), state, min_size).result()
+        with dying_alone():
+            return _Run(lambda: train(state, *args, **kwargs), state, min_size).result()
 
     return call
 
