@@ -174,6 +174,9 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
     if MPI is not None:
         # Already now: a rank that fails below must not leave the others waiting for it.
         _ending = _Ending(rank, size, MPI, _ending)
+    elif _ending is not None:  # guard_start()'s: alone, this rank ends for itself
+        _ending.uninstall()
+        _ending = None
 
     mine: dict[str, Any] = {"version": __version__, "host": launcher.host_key(), "error": None}
     error: ValueError | None = None
@@ -826,8 +829,9 @@ def guard_start() -> None:
 
 
 def _at_exit_without_init() -> None:
-    if _forked or _ending is None or _ending.MPI is not None:
-        return
+    MPI = getattr(sys.modules.get("mpi4py"), "MPI", None)
+    if _forked or _ending is None or (MPI is not None and MPI.Is_initialized()):
+        return  # forked, alone or done; or MPI's launcher knows this rank, with us or without
     status, said = _ending.exited()
     if status not in (None, 0):
         _ending.report_exit(said)
