@@ -261,14 +261,16 @@ void ShmGroup::watched_by(std::shared_ptr<Lookout> lookout, std::vector<int> ran
 }
 
 void ShmGroup::look(Lookout::Wait& wait, Flag RankBlock::* which, uint32_t value) {
-  if (lookout_ == nullptr || std::string_view(block(rank_).label) == kJoin) return;
+  if (lookout_ == nullptr) return;
   std::vector<int> come, late;
   for (int r = 0; r < size_; ++r) {
     const bool here = reached((block(r).*which).value.load(std::memory_order_acquire), value);
     (here ? come : late).push_back(ranks_[r]);
   }
   try {
-    wait.look(block(rank_).label + scope_, come, late);
+    const std::string label = block(rank_).label;
+    if (label == kJoin) lookout_->check();
+    else wait.look(label + scope_, come, late);
   } catch (const Stalled& stalled) {
     broken_ = stalled.what();
     abandon(broken_);

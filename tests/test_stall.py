@@ -255,6 +255,7 @@ def test_a_stall_ends_the_job(hosts: str, waiting: str) -> None:
 if rank == 1:
     print("FAULT", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)  # its engine is to be stopped, too
 {call}
 print("came through", flush=True)
 """

@@ -35,8 +35,8 @@ PIECE_BYTES = 1 << 28
 # A rank that has left may have sent this rank everything it waits for.
 GRACE_S = 1.0
 
-# Who waits for longer tells the others that it has come.
-COME_S = 0.25
+# Who waits for longer tells the others that it has come, and again, lest it is stopped meanwhile.
+COME_S, AGAIN_S = 0.25, 10.0
 
 # How long a rank has waited in the last meeting is said in the next.
 _HEADER = np.dtype([("digest", "u8"), ("count", "i8"), ("weight", "f8"), ("waited", "f8")])
@@ -271,7 +271,9 @@ class MpiTransport:
         self._left: dict[int, tuple[float, str]] = {}  # when, and why
         self._goodbyes: set[int] = set()
         self._n_met = 0
-        self._come: dict[int, int] = {}  # in which meeting a peer was said to wait
+        self._began = 0.0  # the latest meeting
+        self._come: dict[int, tuple[int, float]] = {}  # who has come to which meeting, said when
+        self._said = 0, 0.0  # the same of this rank
         self._waited_s = 0.0  # in the last meeting
 
     # Meeting and reducing.
@@ -295,10 +297,10 @@ class MpiTransport:
         self._n_met += 1
         if self._is_direct:
             self.lookout.doing(label)
-        began = time.monotonic()
+        self._began = time.monotonic()
         self._wait([self._call(self._comm.Iallgather, [mine, byte], [everyone, byte])])
         self._tally(everyone["waited"].tolist())
-        self._waited_s = time.monotonic() - began
+        self._waited_s = time.monotonic() - self._began
         return [Header(int(h["digest"]), int(h["count"]), float(h["weight"])) for h in everyone]
 
     def _tally(self, waited_s: list[float]) -> None:
@@ -434,7 +436,7 @@ class MpiTransport:
                 pause(min(1e-3, 20e-6 * (n_looks - 199)))
                 if n_looks % 20 == 0:
                     self._check_peers(started)
-                    self._look(wait, started, among or range(self.size))
+                    self._look(wait, among or range(self.size))
             went_well = True
         except self._mpi.Exception as error:  # of MPI with fault tolerance
             self._broken = f"a rank died while {self._doing()} ({error})"
@@ -452,17 +454,26 @@ class MpiTransport:
             self.n_waits += self.n_waits % 2
             wait.close(went_well)
 
-    def _look(self, wait: _native.Wait, started: float, among: Sequence[int]) -> None:
+    def _look(self, wait: _native.Wait, among: Sequence[int]) -> None:
         """The ranks of this host, and those that wait on others, see that this one waits."""
-        waited_s = time.monotonic() - started
-        if waited_s > COME_S and self._come.get(self.rank) != self._n_met:
-            self._come[self.rank] = self._n_met
-            self._call(self._control.tell, self._n_met.to_bytes(8, "little"), _HAS_COME)
-        if self._label == "join()":
-            return  # see kJoin in csrc/lookout.h
-        come = [r for r in among if r == self.rank or self._come.get(r, 0) >= self._n_met]
+        self._say_it_has_come()
+        if self._label == "join()":  # see kJoin in csrc/lookout.h
+            self.lookout.check()
+            return
+        now = time.monotonic()
+        come = [self.rank]
+        for peer, (n_met, said) in self._come.items():
+            if peer in among and n_met >= self._n_met and now - said < 2.5 * AGAIN_S:
+                come.append(peer)
         late = [self.ranks[r] for r in among if r not in come]
         wait.look(self._label + self._scope, [self.ranks[r] for r in come], late)
+
+    def _say_it_has_come(self) -> None:
+        n_met, said = self._said
+        now = time.monotonic()
+        if now - self._began > COME_S and (n_met < self._n_met or now - said > AGAIN_S):
+            self._said = self._n_met, now
+            self._call(self._control.tell, self._n_met.to_bytes(8, "little"), _HAS_COME)
 
     def announce(self, what: str, expect_s: float) -> None:
         """Peers on other hosts know that this rank will be late; "": that it is over."""
@@ -480,6 +491,7 @@ class MpiTransport:
         if peer in self._left:
             self._check_left(peer, 0.0, f"{self._names[self.rank]} waited for it in {name}")
         self._local.check_peers(name)
+        self._say_it_has_come()  # and gone on: others may wait in that meeting still
 
     def _hear(self) -> None:
         """What peers said about their end, and about who is late, has been heard."""
@@ -491,7 +503,7 @@ class MpiTransport:
                 self.lookout.stall(words)
                 raise StallError(words)
             if tag == _HAS_COME:
-                self._come[peer] = int.from_bytes(text, "little")
+                self._come[peer] = int.from_bytes(text, "little"), time.monotonic()
             elif tag == _ANNOUNCES:
                 expect_s, _, what = words.partition(" ")
                 self.lookout.announce(self.ranks[peer], what, float(expect_s))
