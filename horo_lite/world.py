@@ -126,8 +126,8 @@ def init(
     nobody asked for it. `test_hosts`: sizes of the hosts that a test pretends, "2,1".
     `stall_warn_s`: how long a rank may wait for another before one of those that wait reports who
     is late, and where; 30, and 0 for never. `stall_abort_s`: how long before every rank raises
-    StallError; by itself never. Each can
-    also be a variable, HORO_LITE_DEVICE and so on; the argument counts.
+    StallError; by itself never. Each can also be a variable, HORO_LITE_DEVICE and so on; the
+    argument counts.
 
     LauncherError: launcher and MPI library do not fit. MismatchError, on every rank: the ranks
     differ. ValueError: an argument makes no sense, or is not that of the first call.

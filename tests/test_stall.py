@@ -198,13 +198,13 @@ hvd.barrier()
 """
 LATE = """
 def asleep():
-    time.sleep(3)
+    time.sleep(1.5)
 def in_a_loop():
-    until = time.monotonic() + 3
+    until = time.monotonic() + 1.5
     while time.monotonic() < until:
         pass
 def holding_the_gil():
-    ctypes.PyDLL(None).usleep(3_000_000)
+    ctypes.PyDLL(None).usleep(1_500_000)
 def stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 for late in (asleep, in_a_loop, holding_the_gil, stopped):
