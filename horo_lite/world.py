@@ -516,11 +516,11 @@ def new_group(ranks: Sequence[int]) -> Group | None:
         ranks=ranks,
         beside=world_.group.transport,
     )
-    if comm is not None:
-        comm.Free()
     if _ending is not None:
         _ending.transports = [*_ending.transports, *transports]
     group = Group(*transports)
+    if comm is not None:
+        comm.Free()
     _session.parts.append(group)
     return group
 

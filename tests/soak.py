@@ -18,7 +18,9 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +53,12 @@ def gradient(weights: np.ndarray, batch: np.ndarray) -> np.ndarray:
 
 
 def rank_main() -> None:
-    """One rank: dies by the plan in the environment, `{"rank": [place, step, signal], …}`."""
+    """One rank: dies by the plan in the environment, `{"rank": [place, step, signal], …}`.
+
+    Where the place is "renewal", the step is the milliseconds after which it dies in the first.
+    """
     import horo_lite as hvd
+    from horo_lite.elastic import recovery
 
     hvd.init()
     print("STARTS", flush=True)
@@ -65,6 +71,12 @@ def rank_main() -> None:
             print(f"DIES {time.time()}", flush=True)
             os.kill(os.getpid(), how)
 
+    def renew(comm: object, renew: Callable[[object], object] = recovery.renew) -> None:
+        if place == "renewal":
+            threading.Timer(at / 1000, os.kill, [os.getpid(), how]).start()
+        renew(comm)
+
+    recovery.renew = renew
     inner = Adam(np.full(N_WEIGHTS, float(me)))
     opt = hvd.DistributedOptimizer(inner)
     data = samples()
@@ -148,7 +160,8 @@ def plan_of(rng: random.Random, n: int) -> dict[str, list[object]]:
         others = [str(r) for r in range(n) if str(r) != first]
         other = rng.choice(others)
         if len(plan) < n - 1 or other in plan:
-            plan[other] = ["reset", 0, int(signal.SIGKILL)]
+            where = rng.choice([["reset", 0], ["renewal", rng.randint(0, 20)]])
+            plan[other] = [*where, int(signal.SIGKILL)]
     return plan
 
 
@@ -170,12 +183,14 @@ def main() -> None:
         rng = random.Random(f"{args.seed} {run}")
         n = rng.randint(2, 4)
         plan = plan_of(rng, n)
+        killed = False
         outside = rng.random() < 0.3  # beside what ranks do to themselves
+        hosts = f"{n // 2},{n - n // 2}" if rng.random() < 0.25 else ""
         with start_ranks(
             Path(__file__),
             n,
             args=["--rank"],
-            env={"SOAK_PLAN": json.dumps(plan)},
+            env={"SOAK_PLAN": json.dumps(plan), "HORO_LITE_TEST_HOSTS": hosts},
             mpi="openmpi",
             options=["--with-ft", "ulfm"],
         ) as job:
@@ -185,7 +200,7 @@ def main() -> None:
                 time.sleep(rng.uniform(0, 0.5))
                 of_rank = job.ranks()
                 spared = [r for r in of_rank if str(r) not in plan]
-                if len(spared) > 1:
+                if killed := len(spared) > 1:
                     os.kill(of_rank[rng.choice(spared)], signal.SIGKILL)
                 if "TRAINED" in job.stdout():  # after it, elastic.run has done its part
                     continue
@@ -207,10 +222,12 @@ def main() -> None:
             sys.exit(f"run {run} of seed {args.seed}, {n} ranks, plan {plan}, failed:\n{result}")
         n_runs += 1
         n_deaths += n - len(ends)
-        if died and back:
-            took.append(back[0] - max(t for t in [died[0], *died] if t <= back[0]))
+        before = [t for t in died if back and t < back[0]]
+        if before and not killed:
+            took.append(back[0] - before[-1])
         n_back += result.stderr.count("back to the last commit")
-        print(f"run {run}: {n} ranks, {plan}: {len(ends)} left", flush=True)
+        where = f" on hosts of {hosts}" if hosts else ""
+        print(f"run {run}: {n} ranks{where}, {plan}: {len(ends)} left", flush=True)
     took.sort()
     print(
         f"{n_runs} runs, {n_deaths} deaths, no hang, no wrong sum (seed {args.seed}), "

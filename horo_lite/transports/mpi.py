@@ -186,6 +186,8 @@ class Lines:
     def __init__(self, comm: MPI.Comm, leads: bool) -> None:
         from mpi4py import MPI
 
+        # All made from `comm`: who is left waiting when a rank dies meanwhile hears of it there.
+        self._parent = comm
         self.comm = comm.Dup()
         self.posts: list[Post] = []
         across = comm.Split(0 if leads else MPI.UNDEFINED, comm.rank)
@@ -194,7 +196,7 @@ class Lines:
         Lines.made.append(self)
 
     def post(self) -> Post:
-        self.posts.append(Post(self.comm))
+        self.posts.append(Post(self._parent))
         return self.posts[-1]
 
     def free(self, n_told: Sequence[Sequence[int]]) -> None:
