@@ -398,15 +398,20 @@ std::string Lookout::report(int64_t since_ns) const {
   std::string lines = who_waits(waits, now);
   for (size_t at = 0; (at = lines.find("; ", at)) != std::string::npos;) lines.replace(at, 2, "\n  ");
   text += "\n  " + lines + "\n";
-  for (size_t i = 0; i < late.size(); ++i) {
-    const int r = late[i];
+  // Where all wait, it matters from where.
+  std::set<int> shown(late.begin(), late.end());
+  for (const Waiting& wait : waits) {
+    if (late.empty()) shown.insert(wait.rank);
+  }
+  size_t n_stacks = 0;
+  for (const int r : shown) {
     text += "  " + names_[r] + last_call(r, now);
     const int64_t announced = row(r).announced_ns;
     if (row(r).announced[0] != 0) {
       text += " (it announced '" + std::string(row(r).announced) + "' " + duration(now - announced) + " ago, for " +
               duration(row(r).expected_ns - announced) + " at most)";
     }
-    text += (i < kStacks ? stacks(r) : "") + "\n";
+    text += (n_stacks++ < kStacks ? stacks(r) : "") + "\n";
   }
   if (abort_ns_ == 0) text += "  The job goes on waiting; HORO_LITE_STALL_ABORT_S=600 would end it after 600 s.\n";
   return text;

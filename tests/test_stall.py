@@ -280,6 +280,30 @@ print("came through", flush=True)
     assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not come", result.stderr)
 
 
+def test_where_ranks_wait_for_each_other() -> None:
+    """Each in an operation of another set of ranks: the lines of both are shown."""
+    body = """
+from horo_lite.world import new_group
+pair = new_group([1, 0])
+def one():
+    pair.allreduce(np.ones(3), name="pair")
+def two():
+    hvd.allreduce(np.ones(3), name="all")
+one() if rank == 0 else two()
+"""
+    env = {"HORO_LITE_STALL_WARN_S": "0.5", "HORO_LITE_STALL_ABORT_S": "1"}
+    with start_ranks(PRELUDE + body, 2, env=env) as job:
+        result = job.wait(20)
+        (told, *_) = reports(job)
+    assert result.returncode != 0
+    assert "the ranks wait for each other" in told
+    assert re.search(r"rank 0 has waited 0\.\d s in allreduce 'pair' for rank 1\n", told), told
+    assert re.search(r"rank 1 has waited 0\.\d s in allreduce 'all' for rank 0\n", told), told
+    for function in ("one", "two"):
+        assert re.search(rf"line \d+ in {function}\n", told), told
+    assert "StallError: nothing has moved for 1.0 s" in result.stderr
+
+
 @pytest.mark.mpi
 def test_announcing_and_asking_who_was_late() -> None:
     """Over hosts, which have no board in common."""
