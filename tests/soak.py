@@ -185,7 +185,7 @@ def main() -> None:
         plan = plan_of(rng, n)
         killed = False
         outside = rng.random() < 0.3  # beside what ranks do to themselves
-        hosts = f"{n // 2},{n - n // 2}" if rng.random() < 0.25 else ""
+        hosts = f"{n // 2},{n - n // 2}" if rng.random() < 0.4 else ""
         with start_ranks(
             Path(__file__),
             n,

@@ -108,7 +108,7 @@ class _Run:
             comm = communicator()
             result: Any = None
             error: BaseException | None = None
-            came = _DONE | _NO_ERROR
+            came, trains = _DONE | _NO_ERROR, False
             try:
                 if not lost_at:
                     self._state.read_checkpoint()
@@ -118,15 +118,17 @@ class _Run:
                     if rank() == 0:
                         took_s = time.monotonic() - lost_at
                         _tell(f"{_ranks(size())} on, {took_s:.2f} s after the loss was noticed")
+                trains = True
                 result = self._train()
                 if comm is not None:
                     world().group.agree("elastic.run", "the end of training")
-            except (MismatchError, TooFewRanksError, KeyboardInterrupt):
+            except (TooFewRanksError, KeyboardInterrupt):
                 raise
             except SystemExit as exit:
                 error, came = exit, _RAISED if exit.code else _DONE | _NO_ERROR
             except Exception as raised:
-                error, came = raised, _NO_ERROR if _is_loss(raised) else _RAISED
+                # Before training, MPI may have delivered anything while a rank died.
+                error, came = raised, _RAISED if trains and not _is_loss(raised) else _NO_ERROR
             lost_at = time.monotonic()
             if comm is not None and not came & _DONE:
                 abandon(f"{type(error).__name__}: {error}")
@@ -137,7 +139,11 @@ class _Run:
                     raise error
                 return result
             if error is not None and came & _RAISED:
-                die(error)
+                if not isinstance(error, MismatchError):
+                    die(error)
+                if not died:
+                    raise error
+                # Else no other rank had one: what MPI delivered while a rank died was no data.
             lost = _shrink(comm)
             if rank() == 0:
                 which = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {n_ranks}"
@@ -221,17 +227,20 @@ def _look_after(silent: list[int], error: BaseException) -> None:
 
 def _shrink(comm: Any) -> list[int]:
     """The world is that of the ranks that live; the others' numbers before."""
-    from mpi4py import MPI
-
-    before, common = comm.Get_group(), 0
-    while not common:
+    before = comm.Get_group()
+    while True:
         comm = comm.Shrink()
+        error = None
         try:
             renew(comm)
-            common = 1
-        except (PeerLostError, MPI.Exception):  # one more
+        except Exception as failed:  # of whatever kind: MPI may deliver anything while a rank dies
+            error = failed
             comm.Revoke()
-        common, _ = _agreed(comm, common)
+        stands, died = _agreed(comm, error is None)
+        if stands and not died:
+            break
+        if error is not None and not died:
+            raise error
     left = comm.Get_group().Translate_ranks(None, before)
     return [rank for rank in range(before.size) if rank not in left]
 
