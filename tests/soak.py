@@ -83,8 +83,9 @@ def rank_main() -> None:
     sampler = hvd.elastic.Sampler(N_SAMPLES, seed=5)
     # Who trained on what is kept in the state, and so goes on and back with it.
     state = hvd.elastic.State(
-        weights=inner.data, opt=opt, sampler=sampler, epoch=0, step=0, history=[]
-    )
+        weights=inner.data, opt=opt, sampler=sampler, epoch=0, step=0, history=[],
+        begin=inner.data.copy(),
+    )  # fmt: skip
     state.register_reset_callbacks([lambda: here("reset", 0)])
     first_after = False
 
@@ -128,7 +129,7 @@ def rank_main() -> None:
     assert len(seen) <= len(every) + 3 * N_EPOCHS + 3, f"{len(seen) - len(every)} were seen twice"
     assert state.step == len(state.history) == inner.t
 
-    reference = Adam(np.zeros(N_WEIGHTS))  # rank 0's weights
+    reference = Adam(state.begin)
     for _, parts in state.history:
         gradients = [gradient(reference.data, data[part]) for part in parts]
         reference.grad[:] = np.mean(gradients, axis=0)

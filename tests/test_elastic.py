@@ -110,8 +110,9 @@ def test_a_snapshot_holds_everything_and_is_independent(alone) -> None:
 def test_who_is_furthest(alone) -> None:
     weight = Weight(2)
     opt = hvd.DistributedOptimizer(Momentum([weight]))
-    states = [elastic.State(opt=opt, array=weight.data, step=0) for _ in range(2)]
+    states = [elastic.State(opt=opt, step=0, array=weight.data) for _ in range(2)]
     ahead, behind = states
+    assert ahead.progress().is_whole
     ahead.step = behind.step = 1
     assert ahead.progress() == behind.progress()
     ahead.step = 2

@@ -65,6 +65,7 @@ class State:
         for name, value in things.items():
             setattr(self, name, value)
         self._n_steps_before = self._n_steps()
+        self._counted()
         self._saved = self.snapshot()
 
     # Kept, taken back, moved.
@@ -230,9 +231,9 @@ def _is_counter(value: Any) -> bool:
     if isinstance(value, (bool, int, float, str, type(None))):
         return True
     if isinstance(value, dict):
-        return bool(value) and all(map(_is_counter, value.values()))
+        return all(map(_is_counter, value.values()))
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(map(_is_counter, value))
+        return all(map(_is_counter, value))
     return False
 
 
