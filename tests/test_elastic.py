@@ -290,6 +290,13 @@ def test_an_exception_of_all_is_the_jobs_end() -> None:
 
 
 @needs_ulfm
+def test_who_ends_early_in_good_order_is_told_of() -> None:
+    result = train(2, "if (me, state.step) == (1, 2): sys.exit(0)")
+    assert result.returncode == 1, str(result)
+    assert "rank 1: the end of training" in result.stderr
+
+
+@needs_ulfm
 def test_a_step_that_nobody_counted_is_taken_back() -> None:
     result = train(
         3,

@@ -119,13 +119,18 @@ class _Run:
                         took_s = time.monotonic() - lost_at
                         _tell(f"{_ranks(size())} on, {took_s:.2f} s after the loss was noticed")
                 trains = True
-                result = self._train()
+                try:
+                    result = self._train()
+                except SystemExit as exit:
+                    if exit.code:
+                        raise
+                    error = exit  # to be raised when all ranks are done
                 if comm is not None:
                     world().group.agree("elastic.run", "the end of training")
             except (TooFewRanksError, KeyboardInterrupt):
                 raise
             except SystemExit as exit:
-                error, came = exit, _RAISED if exit.code else _DONE | _NO_ERROR
+                error, came = exit, _RAISED
             except Exception as raised:
                 # Before training, MPI may have delivered anything while a rank died.
                 error, came = raised, _RAISED if trains and not _is_loss(raised) else _NO_ERROR
@@ -220,7 +225,7 @@ def _look_after(silent: list[int], error: BaseException) -> None:
                 os.kill(pid, signal.SIGKILL)
         elif not os.path.exists(f"/proc/{pid}"):
             raise PeerLostError(
-                f"{error} The others cannot go on: Open MPI notices the death of ranks that a "
+                f"{error}. The others cannot go on: Open MPI notices the death of ranks that a "
                 "signal ends, and not of those that exit with a status of their own (os._exit)"
             )
 
