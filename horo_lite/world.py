@@ -450,6 +450,7 @@ def renew(comm: Any) -> World:
     global _session
     assert _session is not None
     launcher.leave_without_finalize()
+    atexit.unregister(_at_exit)  # the new world registers it again
     session = _session
     for group in groups():
         with contextlib.suppress(Exception):  # whatever was in flight has failed

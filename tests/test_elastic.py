@@ -329,7 +329,7 @@ def test_who_hangs_is_killed_and_who_is_slow_is_awaited() -> None:
         "if state.step == 3 and me in (1, 2): time.sleep({1: 0.7, 2: 60}[me])\n"
         "        if (me, state.step) == (3, 8): os.kill(os.getpid(), 9)\n"
         "        if (me, state.step) == (1, 8): time.sleep(0.5)",
-        stall_abort_s=1.5,
+        stall_abort_s=3,
     ).check()
     assert result.stdout == ends([4] * 3 + [3] * 5 + [2] * 4, [3, 2])
 
