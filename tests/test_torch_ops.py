@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -509,6 +510,8 @@ def test_what_ranks_do_not_agree_on_is_an_error_on_all() -> None:
 
 
 def test_wrong_arguments_are_value_errors_at_the_call() -> None:
+    others_have_tried = threading.Barrier(3)
+
     def rank(group: Group) -> None:
         k = {"process_set": group}
         one = torch.ones(3)
@@ -552,7 +555,8 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
         if group.rank:
             with pytest.raises(ValueError, match=r"'twice'.*in flight"):
                 hvd.allreduce_async(one, name="twice", **k)
-        else:
+        others_have_tried.wait(20)  # while rank 0 has not submitted it, and it is in flight
+        if group.rank == 0:
             first = hvd.allreduce_async(tensor(group.rank), name="twice", **k)
         same(hvd.synchronize(first), sum(values(r) for r in range(3)) / 3)
 
