@@ -153,7 +153,7 @@ uint64_t Engine::waiting() {
     wait_ = wait;
     wait_began_ = now;
   }
-  // Whether a direct call is over is known only once its thread runs again.
+  // Over MPI, whether a direct call is over is known only once its thread runs again.
   const double patience_s = wait % 2 == 1 ? kBlockedSeconds : 6 * kBlockedSeconds;
   return std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait;
 }

@@ -225,6 +225,8 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     }
     if (oversubscribed_) sched_yield();
   } while (std::chrono::steady_clock::now() < until);
+  awaited_ = &flag;
+  awaited_value_ = value;
   const Waiting waiting(n_waits_);
   Lookout::Wait wait(lookout_);
   while (true) {
@@ -246,6 +248,13 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
       throw;
     }
   }
+}
+
+uint64_t ShmGroup::n_waits() const {
+  const uint64_t n = n_waits_;
+  if (n % 2 == 0) return n;
+  const bool is_there = reached(awaited_.load()->value.load(std::memory_order_acquire), awaited_value_);
+  return is_there || n_waits_ != n ? n + 1 : n;  // if that has changed, another wait's were read, and this one is over
 }
 
 void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value) {

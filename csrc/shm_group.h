@@ -90,8 +90,9 @@ class ShmGroup {
   // Returns when rung, when a peer is ahead, or after the time-out.
   void wait_for_bell(double timeout_s);
 
-  // A number that changes whenever this rank begins or stops to wait for others, odd while it does.
-  uint64_t n_waits() const { return n_waits_.load(); }
+  // A number that changes whenever this rank begins or stops to wait for others, odd while it does. It stops when what
+  // it waits for is there, even if its thread has yet to wake. For any thread.
+  uint64_t n_waits() const;
 
   // Waits are seen by the lookout of the world, in which the group's ranks have these numbers. If the calls are
   // `direct`, they tell what the training thread does, and whom it waits for. To be called at once or not at all.
@@ -131,6 +132,8 @@ class ShmGroup {
   std::string scope_;
   bool direct_ = false;
   std::atomic<uint64_t> n_waits_{0};
+  std::atomic<const Flag*> awaited_{nullptr};  // in the wait under way, to be this:
+  std::atomic<uint32_t> awaited_value_{0};
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;
   uint32_t reduced_ = 0;
