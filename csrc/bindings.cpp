@@ -118,6 +118,15 @@ class ShmChannel : public Channel {
   std::shared_ptr<Group> group_;
 };
 
+nb::object error_class(const char* name) { return nb::module_::import_("horo_lite.errors").attr(name); }
+
+// Instead of what ends the engine, which all its jobs and callers are to raise: one of Python's can be raised once.
+void throw_native(nb::python_error& error) {
+  const auto text = [&] { return nb::cast<std::string>(nb::str(error.value())); };
+  if (error.matches(error_class("PeerLostError"))) throw PeerLost(text());
+  if (error.matches(error_class("StallError"))) throw Stalled(text());
+}
+
 // Engines that reach each other through a Python object with the methods of Channel (MPI, through mpi4py).
 class PythonChannel : public Channel {
  public:
@@ -164,7 +173,12 @@ class PythonChannel : public Channel {
  private:
   template <class... Args>
   nb::object call(const char* method, Args&&... args) {
-    return nb::handle(channel_.get()).attr(method)(std::forward<Args>(args)...);
+    try {
+      return nb::handle(channel_.get()).attr(method)(std::forward<Args>(args)...);
+    } catch (nb::python_error& error) {
+      throw_native(error);
+      throw;
+    }
   }
   Shared channel_;
   int rank_;
@@ -201,8 +215,6 @@ struct PyJob {
     engine->result(*job);
   }
 };
-
-nb::object error_class(const char* name) { return nb::module_::import_("horo_lite.errors").attr(name); }
 
 std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
                                double weight, nb::callable describe, nb::callable recipe) {
@@ -679,6 +691,7 @@ NB_MODULE(_native, m) {
                     error.matches(PyExc_ValueError)) {
                   throw Recoverable{std::current_exception()};
                 }
+                throw_native(error);
                 throw;
               }
             };

@@ -488,6 +488,18 @@ void Engine::fail_unmatched() {
 }
 
 void Engine::fail_all(std::exception_ptr error) {
+  // Before other threads have it: Python's exceptions are empty once they have been raised.
+  std::string reason = "its engine stopped";
+  bool is_loss = false;
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& lost) {
+    reason = lost.what();
+    is_loss = true;
+  } catch (const std::exception& e) {
+    reason = e.what();
+  } catch (...) {
+  }
   std::map<std::string, std::shared_ptr<Job>> jobs;
   {
     const std::lock_guard lock(mutex_);
@@ -495,18 +507,11 @@ void Engine::fail_all(std::exception_ptr error) {
     jobs.swap(jobs_);
     news_.clear();
   }
-  std::string reason = "its engine stopped";
-  try {
-    std::rethrow_exception(error);
-  } catch (const PeerLost& lost) {
+  if (is_loss) {
     std::string in_flight;
     for (const auto& [name, job] : jobs) in_flight += (in_flight.empty() ? "; in flight: " : ", ") + name;
     if (in_flight.size() > 200) in_flight.replace(200, std::string::npos, " …");
-    reason = lost.what();
     error = std::make_exception_ptr(PeerLost(reason + in_flight));
-  } catch (const std::exception& e) {
-    reason = e.what();
-  } catch (...) {
   }
   try {
     channel_->abandon(reason);

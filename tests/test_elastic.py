@@ -89,20 +89,21 @@ def test_a_snapshot_holds_everything_and_is_independent(alone) -> None:
             ]
         )
 
-    looks = [seen()]
+    looks, digests = [seen()], [state._digest()]
     snapshots = [pickle.dumps(state.snapshot())]
     for _ in range(3):
         train()
         if state.step == 2:
             state.commit()
         looks.append(seen())
+        digests.append(state._digest())
         snapshots.append(pickle.dumps(state.snapshot()))
-    assert len(set(looks)) == 4
+    assert len(set(looks)) == len(set(digests)) == 4
     state.restore()
     assert seen() == looks[2]
-    for look, snapshot in zip(looks, snapshots, strict=True):
+    for look, digest, snapshot in zip(looks, digests, snapshots, strict=True):
         state.load(pickle.loads(snapshot))
-        assert seen() == look
+        assert (seen(), state._digest()) == (look, digest)
     assert state.array is array
     assert state.tensor is tensor
 
@@ -123,6 +124,23 @@ def test_who_is_furthest(alone) -> None:
     assert max(states, key=elastic.State.progress) is behind
     ahead.commit()
     assert max(states, key=elastic.State.progress) is ahead
+
+
+def test_a_digest_tells_any_difference(alone) -> None:
+    def digest(**changes: object) -> int:
+        whole = {"a": np.arange(6.0).reshape(2, 3), "odd": np.arange(4) > 1, "n": 1, "s": ["x", {}]}
+        return elastic.State(**{**whole, **changes})._digest()
+
+    other = np.arange(6.0).reshape(2, 3)
+    other[1, 2] = 5.5
+    changes = [
+        {"a": other}, {"a": np.asfortranarray(np.arange(6.0).reshape(2, 3))},
+        {"a": np.arange(6.0).reshape(3, 2)}, {"a": np.arange(12.0).reshape(2, 6)[:, ::2]},
+        {"a": np.arange(6).reshape(2, 3)}, {"odd": np.arange(4) > 2}, {"n": 2},
+        {"s": ["x", {1: 2}]}, {"odd": np.array([None, "x"])},
+    ]  # fmt: skip
+    assert digest() == digest()
+    assert len({digest(), *(digest(**change) for change in changes)}) == len(changes) + 1
 
 
 def test_what_counts_nothing_is_always_whole(alone) -> None:

@@ -173,12 +173,14 @@ class _Run:
                 "horo_lite.elastic.State)"
             )
         state.on_reset()
-        state.sync(root)
+        if furthest.n_commits == 0 or not state.is_alike():
+            state.sync(root)
         if group.size < self._min_size:
             self._stop()
 
     def _stop(self) -> NoReturn:
         group, path = world().group, self._state._checkpoint
+        self._state.save()
         self._state.write_checkpoint()
         group.barrier()
         raise TooFewRanksError(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from horo_lite import _native
+from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import is_array
-from horo_lite.broadcast import _in_host_memory, _is_writable, _Places
+from horo_lite.arrays import gpu_of
+from horo_lite.broadcast import _is_writable, _Places
 from horo_lite.elastic import checkpoint
 from horo_lite.errors import CheckpointError
 from horo_lite.optimizer import DistributedOptimizer
@@ -72,7 +78,10 @@ class State:
 
     def snapshot(self) -> dict[str, Any]:
         """The content now, independent of the state and ready to be pickled."""
-        return {name: _content(name, value) for name, value in self._things().items()}
+        return self._content(_copy_of)
+
+    def _content(self, take: Callable[[Any], Any]) -> dict[str, Any]:
+        return {name: _content(name, value, take) for name, value in self._things().items()}
 
     def load(self, snapshot: dict[str, Any]) -> None:
         """The content is that of the snapshot, which can be used again. On this rank only."""
@@ -159,6 +168,30 @@ class State:
         self._n_changes = progress.n_changes + 1 + self._n_steps_before - self._n_steps()
         self._counted()
 
+    def is_alike(self) -> bool:
+        """Whether all ranks have the same content and are equally far: the same answer on all.
+
+        Collective. Reads arrays where they lie, and nothing but a hash travels.
+        """
+        from horo_lite.world import world
+
+        mine = self._digest(), self.progress()
+        return len(set(world().group.allgather_object(mine))) == 1
+
+    def _digest(self) -> int:
+        arrays: list[Any] = []
+
+        def look(array: Any) -> tuple[str, ...]:
+            arrays.append(array)
+            strides = array.stride() if hasattr(array, "stride") else getattr(array, "strides", ())
+            return str(array.dtype), str(tuple(array.shape)), str(strides)
+
+        rest = io.BytesIO()
+        pickler = pickle.Pickler(rest, pickle.HIGHEST_PROTOCOL)
+        pickler.fast = True  # alike for values that are, whether or not they are one object
+        pickler.dump(self._content(look))
+        return _native.hash64(rest.getvalue() + repr(list(map(_hash_of, arrays))).encode())
+
     # What happens when ranks were lost.
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -237,18 +270,21 @@ def _is_counter(value: Any) -> bool:
     return False
 
 
-def _content(name: str, value: Any) -> Any:
-    """What `value` holds, as an object of its own that can be pickled."""
+def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
+    """What `value` holds, as an object of its own that can be pickled; of arrays, what `take` says.
+
+    `take` is `_copy_of` for what `_taken` is to understand.
+    """
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        return copy.deepcopy(_in_host_memory(value.state_dict()))
+        value = dict(value.state_dict())
     if is_array(value):
-        return _copy_of(value)
+        return take(value)
     if isinstance(value, dict):
-        return {key: _content(f"{name}[{key!r}]", item) for key, item in value.items()}
+        return {key: _content(f"{name}[{key!r}]", item, take) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_content(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return type(value)(_content(f"{name}[{i}]", item, take) for i, item in enumerate(value))
     if known := _Known(value):
-        return known.content()
+        return _content(name, known.content(), take)
     try:
         return copy.deepcopy(value)
     except Exception as error:
@@ -281,6 +317,13 @@ def _taken(old: Any, content: Any) -> Any:
         known.take(content)
         return old
     return copy.deepcopy(content)
+
+
+def _hash_of(array: Any) -> int:
+    if gpu_of(array) is None:
+        with suppress(TypeError, ValueError, BufferError):  # dtypes and strides beyond the core
+            return _native.fingerprints(Tensors([to_host(array)], writable=False))[0]
+    return _native.hash64(pickle.dumps(_copy_of(array)))
 
 
 def _copy_of(array: Any) -> Any:
@@ -324,7 +367,7 @@ class _Known:
     def content(self) -> Any:
         if self._steps:
             return self._places().portable(vars(self._obj))
-        return [_copy_of(self._adapter.value(parameter)) for _, parameter in self._named]
+        return [self._adapter.value(parameter) for _, parameter in self._named]
 
     def take(self, content: Any) -> None:
         if self._steps:

@@ -153,8 +153,12 @@ class Post:
         """What has come: peer, tag, text."""
         heard = []
         status = self._mpi.Status()
-        while self.comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
-            heard.append(self._receive(status.Get_source()))
+        try:
+            while self.comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG, status):
+                heard.append(self._receive(status.Get_source()))
+        except self._mpi.Exception as error:  # of MPI with fault tolerance
+            if not heard:
+                raise PeerLostError(f"a rank died ({error})") from error
         return heard
 
     def _receive(self, peer: int) -> tuple[int, int, bytes]:
