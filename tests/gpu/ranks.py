@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -77,6 +78,7 @@ def join() -> tuple[Any, Group]:
         "host_of_rank": [0] * size,
         "restore_threads": lambda: None,
         "parts": [],
+        "began": time.monotonic(),
     }
     worlds._session = worlds._Session(**{name: session[name] for name in worlds._Session._fields})
     worlds._use_gpu(world.device.index)
