@@ -8,9 +8,11 @@
 #   TORCH     what the tests with PyTorch install; TORCH= leaves PyTorch, and those tests, out
 #   CUDA_HOME a CUDA toolkit
 #   RUNS, LIMIT_S   of `make soak`: how many jobs, and after how many seconds no other begins
+#   JOBS      how many test files run at once; JOBS=0: one after the other, as a debugger needs it
 #   OUT       of `make gpu-check`: a file for what it prints
 PYTHON ?= python3
 NP ?= 2
+JOBS ?= 2
 RUNS ?= 200
 LIMIT_S ?= 1800
 TORCH ?= torch==2.13.0
@@ -53,6 +55,8 @@ PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*.py tests examples benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Jobs spend most of their time waiting, and of the workers each has whole files.
+AT_ONCE = -n $(JOBS) --dist loadfile
 TEST_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch) $(if $(MPIEXEC),,$(MPICH)/.test)
 
 WHEEL := .venv-wheel
@@ -82,10 +86,10 @@ examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example that 
 
 test: $(TEST_READY) ## run the tests under Open MPI, and those that launch ranks again under MPICH
 ifdef MPIEXEC
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(AT_ONCE) $(ARGS)
 else
-	HORO_LITE_TEST_MPI=openmpi $(PY) -m pytest $(ARGS)
-	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m mpi $(ARGS)
+	HORO_LITE_TEST_MPI=openmpi $(PY) -m pytest $(AT_ONCE) $(ARGS)
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m mpi $(AT_ONCE) $(ARGS)
 endif
 
 check: $(VENV)/.test ## lint, format and types; changes nothing

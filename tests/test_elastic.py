@@ -335,7 +335,7 @@ def test_too_few_are_the_jobs_end_and_the_state_is_saved(tmp_path) -> None:
         env={"HORO_LITE_CHECKPOINT": str(path)},
     )
     assert result.returncode == 1, str(result)
-    assert f"1 left of the ranks, fewer than min_size=2: the state is in {path}" in result.stderr
+    assert f"1 rank left, fewer than min_size=2: the state is in {path}" in result.stderr
     saved = checkpoint.load(path)
     assert (saved["step"], saved["sizes"]) == (7, [3] * 3 + [2] * 4)
 

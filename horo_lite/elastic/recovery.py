@@ -183,8 +183,9 @@ class _Run:
         self._state.save()
         self._state.write_checkpoint()
         group.barrier()
+        ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
         raise TooFewRanksError(
-            f"{group.size} left of the ranks, fewer than min_size={self._min_size}: "
+            f"{ranks} left, fewer than min_size={self._min_size}: "
             + (f"the state is in {path}" if path else "the state is not saved, as it has no path")
         )
 
