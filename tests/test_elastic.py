@@ -299,6 +299,94 @@ def test_an_exception_or_exit_is_one_ranks_death() -> None:
     assert "horo_lite/elastic" not in result.stderr
 
 
+GROWN = """
+import os, time
+import numpy as np
+import horo_lite as hvd
+
+new = "HORO_LITE_REPLACEMENT" in os.environ
+START
+hvd.init()
+me = None if new else hvd.rank()
+assert not new or hvd.size() == 1  # its script runs alone as far as elastic.run
+
+class SGD:
+    def __init__(self):
+        self.params = [self]
+        self.data, self.grad = np.full(3, 9.0 if new else 0.0), np.zeros(3)
+    def step(self):
+        self.data -= 0.5 * self.grad
+
+inner = SGD()
+opt = hvd.DistributedOptimizer(inner)
+state = hvd.elastic.State(data=inner.data, opt=opt, step=0, sizes=[], left=6)
+resets = []
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+@hvd.elastic.run(max_size=3)
+def train(state):
+    while state.left:
+        inner.grad[:] = inner.data - state.step - hvd.rank()
+        DIES
+        opt.step()
+        state.step, state.sizes = state.step + 1, [*state.sizes, hvd.size()]
+        if FULL:
+            state.left -= 1
+        if state.step % 5 == 0:
+            hvd.barrier()
+            time.sleep(0.02)
+            state.commit()
+
+train(state)
+reference = np.zeros(3)
+for step, size in enumerate(state.sizes):
+    reference -= 0.5 * (reference - step - (size - 1) / 2)
+assert np.allclose(inner.data, reference, rtol=1e-12, atol=0), (inner.data, reference)
+assert hvd.allgather_object(inner.data.tobytes()) == [inner.data.tobytes()] * hvd.size()
+sizes = [size for i, size in enumerate(state.sizes) if i == 0 or size != state.sizes[i - 1]]
+print(f"ENDS {hvd.rank()} {sizes} {resets}", flush=True)
+"""
+
+
+def grow(dies: str, full: str, start: str = "pass") -> list[str]:
+    text = GROWN.replace("DIES", dies).replace("FULL", full).replace("START", start)
+    options = [*FT, "--prtemca", "prte_state_base_recoverable", "1"]
+    result = run_ranks(text, 3, options=options, timeout_s=60).check()
+    return sorted(re.findall(r"ENDS (.*)", result.stdout))
+
+
+@needs_ulfm
+def test_a_replacement_joins_at_a_commit() -> None:
+    ends = grow(
+        "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
+        full="hvd.size() == 3 and 2 in state.sizes",
+    )
+    assert ends == ["0 [3, 2, 3] [2, 3]", "1 [3, 2, 3] [2, 3]", "2 [3, 2, 3] [3]"]
+
+
+@needs_ulfm
+def test_replacements_and_those_who_started_them_may_die() -> None:
+    ends = grow(
+        "n = str(state.sizes).count('3, 2')\n"
+        "        who = [(1, 1), (0, 0), (None, 2), ()][n]\n"
+        "        if (me, hvd.rank()) == who and state.sizes[-1:] == [3]:\n"
+        "            os.kill(os.getpid(), 9)",
+        full="hvd.size() == 3 and str(state.sizes).count('3, 2') == 3",
+    )
+    sizes = [3, 2, 3, 2, 3, 2, 3]
+    assert ends == [f"{i} {sizes} {sizes[first:]}" for i, first in enumerate([1, 2, 6])]
+
+
+@needs_ulfm
+def test_a_replacement_that_never_comes_holds_nobody_up() -> None:
+    ends = grow(
+        "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
+        full="state.step > 400",
+        start="if new: os.kill(os.getpid(), 9)",
+    )
+    assert ends == ["0 [3, 2] [2]", "1 [3, 2] [2]"]
+
+
 @needs_ulfm
 def test_an_exception_of_all_is_the_jobs_end() -> None:
     result = train(3, "if state.step == 2: raise ValueError('everywhere')")

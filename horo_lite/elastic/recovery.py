@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
 
+from horo_lite.elastic import growth
 from horo_lite.elastic.state import Progress, State
 from horo_lite.errors import (
     HoroLiteError,
@@ -29,20 +30,24 @@ S = TypeVar("S", bound=State)
 Train = Callable[Concatenate[S, P], T]
 
 # How a rank came out of training, as bits of which all ranks form the conjunction.
-_DONE, _RAISED, _NO_ERROR = 1, 2, 4
+_DONE, _RAISED, _NO_ERROR, _GROWS = 1, 2, 4, 8
 # So long all others have for coming to terms before one looks what keeps them.
 _GRACE_S = 2.0
 
 
 class HostsUpdatedInterrupt(HoroLiteError):  # noqa: N818
-    """Horovod's, for scripts that name it: never raised here, where no rank joins a running job."""
+    """A rank is about to join: raised by `state.commit()` on every rank, and caught by `run`."""
 
 
 @overload
-def run(train: Train[S, P, T], *, min_size: int = 1) -> Train[S, P, T]: ...
+def run(
+    train: Train[S, P, T], *, min_size: int = 1, max_size: int | None = None
+) -> Train[S, P, T]: ...
 @overload
-def run(*, min_size: int = 1) -> Callable[[Train[S, P, T]], Train[S, P, T]]: ...
-def run(train: Any = None, *, min_size: int = 1) -> Any:
+def run(
+    *, min_size: int = 1, max_size: int | None = None
+) -> Callable[[Train[S, P, T]], Train[S, P, T]]: ...
+def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) -> Any:
     """`train(state, …)`, which goes on with the ranks that are left when some are lost.
 
         @hvd.elastic.run
@@ -60,18 +65,28 @@ def run(train: Any = None, *, min_size: int = 1) -> Any:
 
     min_size: with fewer ranks left than this, rank 0 writes the state to its checkpoint, if it has
         one, and all raise TooFewRanksError.
+    max_size: experimental. With fewer ranks than this, rank 0 starts replacements: this script once
+        more, in a world of its own until it comes to `run`. One joins, as the last rank, at a
+        `state.commit()`, where the ranks then wait for each other; `train` is called again.
     """
     if train is None:
-        return partial(run, min_size=min_size)
+        return partial(run, min_size=min_size, max_size=max_size)
 
     @wraps(train)
     def call(state: State, *args: Any, **kwargs: Any) -> Any:
-        if not survives():
+        joins = growth.is_replacement()
+        if not joins and not survives():
             state.read_checkpoint()
             state.sync()
             return train(state, *args, **kwargs)
         with dying_alone():
-            return _Run(lambda: train(state, *args, **kwargs), state, min_size).result()
+            job = _Run(lambda: train(state, *args, **kwargs), state, min_size, max_size)
+            if joins:
+                job.join()
+            try:
+                return job.result()
+            finally:
+                job.end()
 
     return call
 
@@ -96,28 +111,44 @@ def survives() -> bool:
 class _Run:
     """One call of a training function, over several worlds."""
 
-    def __init__(self, train: Callable[[], Any], state: State, min_size: int) -> None:
+    def __init__(
+        self, train: Callable[[], Any], state: State, min_size: int, max_size: int | None
+    ) -> None:
         self._train = train
         self._state = state
         self._min_size = min_size
+        self._replacements = growth.Replacements(max_size or 0)
+        self._changed_at = 0.0  # the world, last
+        self._is_new = False
+
+    def join(self) -> None:
+        """This process, a replacement, is a rank of the job."""
+        _settle(growth.join())
+        self._is_new, self._changed_at = True, time.monotonic()
+
+    def end(self) -> None:
+        """No rank joins any more."""
+        self._state._look_for_ranks = None
+        self._replacements.end()
 
     def result(self) -> Any:
         """What the function returns, in the last of the worlds."""
-        n_ranks, lost_at = size(), 0.0
+        n_ranks, event = size(), "loss was noticed"
         while True:
             comm = communicator()
             result: Any = None
             error: BaseException | None = None
             came, trains = _DONE | _NO_ERROR, False
             try:
-                if not lost_at:
+                if not self._changed_at:
                     self._state.read_checkpoint()
                     self._state.sync()
                 else:
                     self._resume()
                     if rank() == 0:
-                        took_s = time.monotonic() - lost_at
-                        _tell(f"{_ranks(size())} on, {took_s:.2f} s after the loss was noticed")
+                        took_s = time.monotonic() - self._changed_at
+                        _tell(f"{_ranks(size())} on, {took_s:.2f} s after the {event}")
+                self._look_out()
                 trains = True
                 try:
                     result = self._train()
@@ -129,16 +160,23 @@ class _Run:
                     world().group.agree("elastic.run", "the end of training")
             except (TooFewRanksError, KeyboardInterrupt):
                 raise
+            except HostsUpdatedInterrupt as interrupt:
+                error, came = interrupt, _GROWS | _NO_ERROR
             except SystemExit as exit:
                 error, came = exit, _RAISED
             except Exception as raised:
                 # Before training, MPI may have delivered anything while a rank died.
                 error, came = raised, _RAISED if trains and not _is_loss(raised) else _NO_ERROR
-            lost_at = time.monotonic()
-            if comm is not None and not came & _DONE:
+            self._changed_at = time.monotonic()
+            if comm is not None and not came & (_DONE | _GROWS):
                 abandon(f"{type(error).__name__}: {error}")
                 comm.Revoke()
             common, died = (came, False) if comm is None else _agreed(comm, came, error)
+            if common & _GROWS and not died:
+                event = "last commit"
+                self._grow(comm)
+                n_ranks = size()
+                continue
             if common & (_DONE | _RAISED) or (common & _NO_ERROR and not died):
                 if error is not None:  # on all ranks, or some have left their world but not died
                     raise error
@@ -153,12 +191,38 @@ class _Run:
             if rank() == 0:
                 which = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {n_ranks}"
                 _tell(f"lost {which}. {error or ''}")
-            n_ranks = size()
+            n_ranks, event = size(), "loss was noticed"
+
+    def _look_out(self) -> None:
+        """Replacements are started where they are wanted, and looked for at commits."""
+        looks = self._replacements.wanted(size()) and world().thread_multiple
+        self._state._look_for_ranks = self._look_for_ranks if looks else None
+        if looks and rank() == 0:
+            self._replacements.start()
+
+    def _look_for_ranks(self) -> None:
+        """HostsUpdatedInterrupt, on every rank, where one waits to join."""
+        if world().group.broadcast_object(self._replacements.ready(), 0):
+            raise HostsUpdatedInterrupt("a rank joins")
+
+    def _grow(self, comm: Any) -> None:
+        """The world has one more rank, unless that came to nothing."""
+        from mpi4py import MPI
+
+        grown = self._replacements.take_in(MPI.COMM_SELF if comm is None else comm)
+        if grown is not None:
+            _settle(grown)
+            if rank() == 0:
+                _tell(f"rank {size() - 1} joins")
+        elif rank() == 0:
+            _tell("the replacement did not come: going on without")
 
     def _resume(self) -> None:
         """All ranks have the state of the most advanced."""
         state, group = self._state, world().group
-        everyone: list[Progress] = group.allgather_object(state.progress())
+        # Whoever joins has nothing to give, as long as anybody else is left.
+        progress = Progress(False, 0, 0) if self._is_new else state.progress()
+        everyone: list[Progress] = group.allgather_object(progress)
         furthest = max(everyone)
         if not furthest.is_whole:
             furthest = max(everyone, key=lambda progress: progress.n_commits)
@@ -175,6 +239,7 @@ class _Run:
         state.on_reset()
         if furthest.n_commits == 0 or not state.is_alike():
             state.sync(root)
+        self._is_new = False
         if group.size < self._min_size:
             self._stop()
 
@@ -236,8 +301,13 @@ def _look_after(silent: list[int], error: BaseException) -> None:
 def _shrink(comm: Any) -> list[int]:
     """The world is that of the ranks that live; the others' numbers before."""
     before = comm.Get_group()
+    left = _settle(comm.Shrink()).Get_group().Translate_ranks(None, before)
+    return [rank for rank in range(before.size) if rank not in left]
+
+
+def _settle(comm: Any) -> Any:
+    """The world is that of the ranks of `comm` that live; their communicator."""
     while True:
-        comm = comm.Shrink()
         error = None
         try:
             renew(comm)
@@ -246,11 +316,10 @@ def _shrink(comm: Any) -> list[int]:
             comm.Revoke()
         stands, died = _agreed(comm, error is None)
         if stands and not died:
-            break
+            return comm
         if error is not None and not died:
             raise error
-    left = comm.Get_group().Translate_ranks(None, before)
-    return [rank for rank in range(before.size) if rank not in left]
+        comm = comm.Shrink()
 
 
 def _ranks(n: int) -> str:

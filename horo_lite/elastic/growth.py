@@ -1,0 +1,189 @@
+"""Replacements for lost ranks: started while training goes on, taken in at a commit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from horo_lite import launcher
+
+# Who started this process, as "pid@host"; set for replacements only.
+_VARIABLE = "HORO_LITE_REPLACEMENT"
+# So long a replacement that has reached elastic.run may take to be connected with the others.
+_CONNECT_S = 15.0
+# What its starter sends it, beside the name of a port.
+_GO, _LEAVE = "go", "leave"
+
+
+def is_replacement() -> bool:
+    """Whether this process was started to replace a lost rank."""
+    return _VARIABLE in os.environ
+
+
+class Replacements:
+    """One at a time is started by rank 0. Every rank has an object and makes the same calls.
+
+    A thread starts it, since MPI's Spawn returns only when the new process has come as far as
+    elastic.run: training goes on meanwhile, and is not held up by one that never comes.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._peer: Any = None  # it and we, once it is ready
+        self._started = self._ended = False
+
+    def wanted(self, size: int) -> bool:
+        """Whether a world of that size is to grow."""
+        return size < self._max_size
+
+    def ready(self) -> bool:
+        """On rank 0: whether one waits to be taken in."""
+        return self._peer is not None
+
+    def start(self) -> None:
+        """A replacement is on its way, if none was before. Called by rank 0."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._spawn, name="horo_lite spawn", daemon=True).start()
+
+    def end(self) -> None:
+        """Nobody is taken in any more; who is ready, or comes later, ends."""
+        self._ended = True
+        peer, self._peer = self._peer, None
+        self._send(peer, _LEAVE)
+
+    def take_in(self, comm: Any) -> Any:
+        """A communicator with one more rank, the last; None where that came to nothing.
+
+        Every rank of `comm` calls it, and waits _CONNECT_S at most.
+        """
+        from mpi4py import MPI
+
+        from horo_lite.elastic.recovery import _agreed
+
+        peer, self._peer = self._peer, None
+        # In a thread and with a communicator of its own, so that it can be given up.
+        ours = comm.Shrink()
+        merged: list[Any] = []
+
+        def accept() -> None:
+            with suppress(MPI.Exception):
+                port = ""
+                if comm.rank == 0:
+                    port = MPI.Open_port()
+                    peer.send(port, 1)
+                merged.append(ours.Accept(port).Merge(high=False))
+
+        thread = threading.Thread(target=accept, name="horo_lite accept", daemon=True)
+        thread.start()
+        thread.join(_CONNECT_S)
+        connected, died = _agreed(comm, bool(merged))
+        if connected and not died:
+            self._started = False  # so that the next can be
+            self._send(peer, _GO)
+            return merged[0]
+        ours.Revoke()
+        self._send(peer, _LEAVE)
+        return None
+
+    def _spawn(self) -> None:
+        from mpi4py import MPI
+
+        launcher.leave_without_finalize()
+        variable = f"{_VARIABLE}={os.getpid()}@{_host()}"
+        # The variable goes by way of `env`: Open MPI passes on the environment of mpiexec.
+        command = [variable, sys.executable, *sys.orig_argv[1:]]
+        try:
+            peer = MPI.COMM_SELF.Dup().Spawn("env", command, 1).Merge(high=False)
+        except MPI.Exception as error:
+            print(
+                f"[horo_lite] no replacement can be started ({error}): going on without. "
+                "Has mpiexec a slot for it? (--oversubscribe)",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+        if self._ended:
+            self._send(peer, _LEAVE)
+        else:
+            self._peer = peer
+
+    @staticmethod
+    def _send(peer: Any, word: str) -> None:
+        from mpi4py import MPI
+
+        if peer is not None:
+            with suppress(MPI.Exception):  # it is dead
+                peer.send(word, 1)
+
+
+def join() -> Any:
+    """The communicator of a running job's ranks, of which this process is the last.
+
+    Called by a replacement, which ends here where it is not wanted any more.
+    """
+    launcher.leave_without_finalize()
+    watch = _Watch()
+    MPI = launcher.load_mpi(None)
+    try:
+        peer = MPI.Comm.Get_parent().Merge(high=True)
+        watch.suspend()
+        port = _word(peer)  # comes at the others' next commit
+        watch.resume()
+        comm = MPI.COMM_SELF.Connect(port).Merge(high=True)
+        if _word(peer) != _GO:
+            _leave()
+    except MPI.Exception:  # whoever started it is dead
+        _leave()
+    watch.end()
+    return comm
+
+
+def _word(peer: Any) -> str:
+    while not peer.Iprobe(0):
+        time.sleep(1e-3)
+    word = str(peer.recv(source=0))
+    if word == _LEAVE:
+        _leave()
+    return word
+
+
+def _leave() -> NoReturn:
+    os._exit(0)
+
+
+class _Watch:
+    """This process ends where it waits inside of MPI for somebody who will not come."""
+
+    def __init__(self) -> None:
+        pid, _, host = os.environ[_VARIABLE].partition("@")
+        # On another host nothing but the time tells.
+        self._starter = Path("/proc", pid if host == _host() else "self")
+        self._over = False
+        self.resume()
+        threading.Thread(target=self._look, name="horo_lite watch", daemon=True).start()
+
+    def suspend(self) -> None:
+        """It may take any time, as long as the starter lives."""
+        self._until = float("inf")
+
+    def resume(self) -> None:
+        self._until = time.monotonic() + 2 * _CONNECT_S
+
+    def end(self) -> None:
+        self._over = True
+
+    def _look(self) -> None:
+        while not self._over:
+            if time.monotonic() > self._until or not self._starter.exists():
+                _leave()
+            time.sleep(0.05)
+
+
+def _host() -> str:
+    return ",".join(launcher.host_key())
