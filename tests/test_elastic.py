@@ -310,6 +310,37 @@ hvd.init()
 me = None if new else hvd.rank()
 assert not new or hvd.size() == 1  # its script runs alone as far as elastic.run
 
+OPTIMIZER
+state = hvd.elastic.State(opt=opt, data=data, step=0, sizes=[], left=6)
+resets = []
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+
+@hvd.elastic.run(max_size=3)
+def train(state):
+    while state.left:
+        GRADIENT
+        DIES
+        opt.step()
+        state.step, state.sizes = state.step + 1, [*state.sizes, hvd.size()]
+        if FULL:
+            state.left -= 1
+        if state.step % 5 == 0:
+            hvd.barrier()
+            time.sleep(0.05)
+            state.commit()
+
+train(state)
+reference = np.zeros(3)
+for step, size in enumerate(state.sizes):
+    reference -= 0.5 * (reference - step - (size - 1) / 2)
+assert np.allclose(data, reference, rtol=1e-12, atol=0), (data, reference)
+assert hvd.allgather_object(data.tobytes()) == [data.tobytes()] * hvd.size()
+sizes = [size for i, size in enumerate(state.sizes) if i == 0 or size != state.sizes[i - 1]]
+print(f"ENDS {hvd.rank()} {sizes} {resets}", flush=True)
+"""
+
+
+NUMPY = """
 class SGD:
     def __init__(self):
         self.params = [self]
@@ -318,48 +349,37 @@ class SGD:
         self.data -= 0.5 * self.grad
 
 inner = SGD()
-opt = hvd.DistributedOptimizer(inner)
-state = hvd.elastic.State(data=inner.data, opt=opt, step=0, sizes=[], left=6)
-resets = []
-state.register_reset_callbacks([lambda: resets.append(hvd.size())])
-
-@hvd.elastic.run(max_size=3)
-def train(state):
-    while state.left:
-        inner.grad[:] = inner.data - state.step - hvd.rank()
-        DIES
-        opt.step()
-        state.step, state.sizes = state.step + 1, [*state.sizes, hvd.size()]
-        if FULL:
-            state.left -= 1
-        if state.step % 5 == 0:
-            hvd.barrier()
-            time.sleep(0.02)
-            state.commit()
-
-train(state)
-reference = np.zeros(3)
-for step, size in enumerate(state.sizes):
-    reference -= 0.5 * (reference - step - (size - 1) / 2)
-assert np.allclose(inner.data, reference, rtol=1e-12, atol=0), (inner.data, reference)
-assert hvd.allgather_object(inner.data.tobytes()) == [inner.data.tobytes()] * hvd.size()
-sizes = [size for i, size in enumerate(state.sizes) if i == 0 or size != state.sizes[i - 1]]
-print(f"ENDS {hvd.rank()} {sizes} {resets}", flush=True)
+data, opt = inner.data, hvd.DistributedOptimizer(inner)
 """
+GRADIENT = "inner.grad[:] = data - state.step - hvd.rank()"
+IN_TORCH = """
+import torch, horo_lite.torch
+weight = torch.nn.Parameter(torch.full((3,), 9.0 if new else 0.0, dtype=torch.float64))
+data = weight.detach().numpy()
+opt = horo_lite.torch.DistributedOptimizer(torch.optim.SGD([weight], 0.5), [("weight", weight)])
+"""
+TORCH_GRADIENT = """opt.zero_grad()
+        (0.5 * (weight - state.step - hvd.rank()) ** 2).sum().backward()"""
 
 
-def grow(dies: str, full: str, start: str = "pass") -> list[str]:
-    text = GROWN.replace("DIES", dies).replace("FULL", full).replace("START", start)
+def grow(dies: str, full: str, start: str = "pass", torch: bool = False) -> list[str]:
+    text = GROWN.replace("OPTIMIZER", IN_TORCH if torch else NUMPY)
+    text = text.replace("GRADIENT", TORCH_GRADIENT if torch else GRADIENT)
+    text = text.replace("DIES", dies).replace("FULL", full).replace("START", start)
     options = [*FT, "--prtemca", "prte_state_base_recoverable", "1"]
     result = run_ranks(text, 3, options=options, timeout_s=60).check()
     return sorted(re.findall(r"ENDS (.*)", result.stdout))
 
 
 @needs_ulfm
-def test_a_replacement_joins_at_a_commit() -> None:
+@pytest.mark.parametrize("torch", [False, True])
+def test_a_replacement_joins_at_a_commit(torch: bool) -> None:
+    if torch:
+        pytest.importorskip("torch")
     ends = grow(
         "if (me, state.step) == (1, 3): os.kill(os.getpid(), 9)",
         full="hvd.size() == 3 and 2 in state.sizes",
+        torch=torch,
     )
     assert ends == ["0 [3, 2, 3] [2, 3]", "1 [3, 2, 3] [2, 3]", "2 [3, 2, 3] [3]"]
 

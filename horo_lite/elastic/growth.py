@@ -108,10 +108,9 @@ class Replacements:
                 flush=True,
             )
             return
+        self._peer = peer
         if self._ended:
-            self._send(peer, _LEAVE)
-        else:
-            self._peer = peer
+            self.end()
 
     @staticmethod
     def _send(peer: Any, word: str) -> None:
@@ -161,7 +160,7 @@ class _Watch:
     """This process ends where it waits inside of MPI for somebody who will not come."""
 
     def __init__(self) -> None:
-        pid, _, host = os.environ[_VARIABLE].partition("@")
+        pid, _, host = os.environ.pop(_VARIABLE).partition("@")  # it is a rank like others then
         # On another host nothing but the time tells.
         self._starter = Path("/proc", pid if host == _host() else "self")
         self._over = False

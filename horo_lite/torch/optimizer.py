@@ -27,7 +27,7 @@ from horo_lite.torch import bucket_views
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
 from horo_lite.transports.shm import SharedMemory, share
-from horo_lite.world import when_renewed
+from horo_lite.world import when_renewed, world
 
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
 # zero_grad() or the user has replaced is told from one that is being added to.
@@ -38,6 +38,8 @@ _evaluating = torch._C._current_autograd_node
 
 # Whose gradients a parameter's are, by the parameter's id, so that nobody averages them twice.
 _owner_of: dict[int, weakref.ref[_Exchange]] = {}
+# Those of a world of one, which own nothing, and have work once that has grown.
+_alone: weakref.WeakSet[_Exchange] = weakref.WeakSet()
 _wrapper_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
@@ -388,7 +390,10 @@ class _Exchange:
         for slot in self._of_id.values():
             slot.begin()
             slot.travels, slot.home, slot.parameter.grad = False, None, None
+        _alone.discard(self)
         if not self.active:
+            if self.group is world().group:
+                _alone.add(self)
             return
         assert self.group is not None
         options = self.options
@@ -885,7 +890,7 @@ def _hand_over(node: Any, exchanges: list[_Exchange]) -> None:
 
 def _follow_world() -> None:
     alive = {exchange for owner in _owner_of.values() if (exchange := owner()) is not None}
-    for exchange in sorted(alive, key=lambda exchange: exchange.number):
+    for exchange in sorted(alive.union(_alone), key=lambda exchange: exchange.number):
         exchange.follow_world()
 
 
