@@ -27,7 +27,7 @@ from horo_lite.torch import bucket_views
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
 from horo_lite.transports.shm import SharedMemory, share
-from horo_lite.world import when_renewed, world
+from horo_lite.world import is_initialized, when_renewed, world
 
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
 # zero_grad() or the user has replaced is told from one that is being added to.
@@ -392,7 +392,7 @@ class _Exchange:
             slot.travels, slot.home, slot.parameter.grad = False, None, None
         _alone.discard(self)
         if not self.active:
-            if self.group is world().group:
+            if is_initialized() and self.group is world().group:
                 _alone.add(self)
             return
         assert self.group is not None
