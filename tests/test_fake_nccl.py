@@ -17,7 +17,7 @@ CHECKS = Path(fake_nccl.__file__).with_name("checks.py")
 def launch(size: int, folder: Path, *checks: str, **environment: str) -> None:
     """All ranks have done what `checks` say; `environment` without HORO_LITE_FAKE_NCCL_."""
     settings = {f"HORO_LITE_FAKE_NCCL_{name}": value for name, value in environment.items()}
-    env = {**os.environ, "HORO_LITE_NCCL_LIB": fake_nccl.library(), **settings}
+    env = {**os.environ, "HORO_LITE_NCCL_LIB": fake_nccl.compiled(), **settings}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(CHECKS), str(rank), str(size), str(folder), *checks],
@@ -93,8 +93,8 @@ def test_the_log_tells_every_call_in_order(tmp_path: Path) -> None:
 
 
 def test_variants_lack_what_older_versions_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = ctypes.CDLL(fake_nccl.library(fake_nccl.SINCE_2_27))
-    newer = ctypes.CDLL(fake_nccl.library())
+    older = ctypes.CDLL(fake_nccl.compiled(fake_nccl.SINCE_2_27))
+    newer = ctypes.CDLL(fake_nccl.compiled())
     assert hasattr(newer, "ncclCommWindowRegister")
     assert not hasattr(older, "ncclCommWindowRegister")
     assert hasattr(older, "ncclCommRegister")

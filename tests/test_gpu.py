@@ -13,7 +13,7 @@ def environment(ranks: int, hosts: str = "", gpus: str = "own") -> dict[str, str
         "HORO_LITE_TEST_SIZE": str(ranks),
         "HORO_LITE_TEST_HOSTS": hosts,
         "HORO_LITE_TEST_GPUS": gpus,
-        "HORO_LITE_NCCL_LIB": fake_nccl.library(),
+        "HORO_LITE_NCCL_LIB": fake_nccl.compiled(),
         "HORO_LITE_BUCKET_BYTES": "65536",
     }
 

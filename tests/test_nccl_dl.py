@@ -43,18 +43,18 @@ def opened(*candidates: str, loaded: str = "", ok: bool = True, **environment: s
 
 @pytest.fixture(scope="module")
 def newer() -> str:
-    return fake_nccl.library()
+    return fake_nccl.compiled()
 
 
 @pytest.fixture(scope="module")
 def older() -> str:
     """Another file, with what 2.18 has."""
-    return fake_nccl.library(fake_nccl.SINCE_2_19 + fake_nccl.SINCE_2_27)
+    return fake_nccl.compiled(fake_nccl.SINCE_2_19 + fake_nccl.SINCE_2_27)
 
 
 @pytest.fixture(scope="module")
 def crippled() -> str:
-    return fake_nccl.library(["ncclCommSplit"])
+    return fake_nccl.compiled(["ncclCommSplit"])
 
 
 def test_the_environment_variable_is_the_only_place(newer: str, older: str) -> None:

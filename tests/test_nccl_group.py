@@ -15,7 +15,7 @@ from launch import mpi_name, run_ranks, start_ranks
 
 
 def environment(log: Path | None = None, hosts: str = "") -> dict[str, str]:
-    env = {"HORO_LITE_NCCL_LIB": fake_nccl.library(), "HORO_LITE_TEST_HOSTS": hosts}
+    env = {"HORO_LITE_NCCL_LIB": fake_nccl.compiled(), "HORO_LITE_TEST_HOSTS": hosts}
     return env if log is None else {**env, "HORO_LITE_FAKE_NCCL_LOG": str(log / "log")}
 
 

@@ -23,7 +23,7 @@ SINCE_2_27 = ("ncclCommWindowRegister", "ncclCommWindowDeregister")
 SINCE_2_19 = ("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister")
 
 
-def library(without: Sequence[str] = ()) -> str:
+def compiled(without: Sequence[str] = ()) -> str:
     """The path of a libnccl.so.2 for HORO_LITE_NCCL_LIB, without those symbols; compiled once.
 
     It lies in the project's build directory, in a folder named by all that went into it.

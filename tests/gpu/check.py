@@ -190,7 +190,7 @@ def environment(step: Step, rank: int, limit_s: float) -> dict[str, str]:
     if TWIN:
         import fake_nccl
 
-        env["HORO_LITE_NCCL_LIB"] = os.environ.get("HORO_LITE_NCCL_LIB") or fake_nccl.library()
+        env["HORO_LITE_NCCL_LIB"] = os.environ.get("HORO_LITE_NCCL_LIB") or fake_nccl.compiled()
         env["HORO_LITE_TEST_GPUS"] = "ab"[rank] if step.env else "a"
     return env
 

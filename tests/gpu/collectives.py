@@ -359,14 +359,14 @@ def lose_a_peer(group: Group, library: Library) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("framework", choices=LIBRARIES)
     parser.add_argument("transport", choices=["nccl", "staged", "alone"])
     parser.add_argument("--lose-a-peer", action="store_true")
     args = parser.parse_args()
     faulthandler.enable()
     faulthandler.dump_traceback_later(float(os.environ.get("HORO_LITE_CHECK_S", "60")) * 0.9)
 
-    library = LIBRARIES[args.library]()
+    library = LIBRARIES[args.framework]()
     world, referee = join()
     group = world.group
     if args.lose_a_peer:
