@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import twin
-from fake_nccl import SINCE_2_27, Call, library, read_log
+from fake_nccl import SINCE_2_27, Call, compiled, read_log
 from oracle import allgather_reference, allreduce_reference, share_of
 
 import horo_lite as hvd
@@ -227,7 +227,7 @@ def registration() -> None:
 
 def one_rank_has_no_windows() -> None:
     if RANK == 1:
-        os.environ["HORO_LITE_NCCL_LIB"] = library(SINCE_2_27)
+        os.environ["HORO_LITE_NCCL_LIB"] = compiled(SINCE_2_27)
     group = start()
     usable(group)
     assert not since(0, "CommWindowRegister")
@@ -338,7 +338,7 @@ def without_nccl() -> None:
     os.environ["HORO_LITE_DEVICE"] = ""
     travels([*install, "/nowhere/libnccl.so.2", "not there"], NCCL_LIB="/nowhere/libnccl.so.2")
     travels([*install, good, "2.17.1", "2.18"], NCCL_LIB=good, FAKE_NCCL_VERSION="21701")
-    lacks = library(["ncclCommSplit"])
+    lacks = compiled(["ncclCommSplit"])
     travels([*install, lacks, "ncclCommSplit"], NCCL_LIB=lacks, FAKE_NCCL_VERSION="22707")
     mine = "22707" if RANK == 0 else "22808"
     travels(
