@@ -57,6 +57,8 @@ _HOME = {
     for name in names.split()
 }
 __all__ = sorted(_HOME)
+# What is more than a name: horo_lite.jax and its like, imported when first used.
+_FACES = {"elastic", "torch"}
 
 
 class _Package(ModuleType):
@@ -73,8 +75,8 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name == "elastic":
-        return import_module(f"{__name__}.elastic")
+    if name in _FACES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
