@@ -6,6 +6,8 @@
 #   ARGS      more arguments for the demo, the benchmark, or (make test) pytest
 #   STEP_ARGS more arguments for the second half of `make bench`, benchmarks/torch_step.py
 #   TORCH     what the tests with PyTorch install; TORCH= leaves PyTorch, and those tests, out
+#   FRAMEWORKS of `make test-frameworks`: names such as `jax keras`; ALL=1 means every one
+#   PYTHON310 a Python 3.10, which NNabla needs
 #   CUDA_HOME a CUDA toolkit
 #   RUNS, LIMIT_S   of `make soak`: how many jobs, and after how many seconds no other begins
 #   JOBS      how many test files run at once; JOBS=0: one after the other, as a debugger needs it
@@ -45,6 +47,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One build tree serves both environments, so the build tools are those of the first one.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
+# Frameworks with tests; the first of them are quick enough for every change.
+KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt))))
+QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa nnabla
+FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
+# Asked whether it runs: pyenv has a python3.10 that only says which versions there are.
+PYTHON310 := $(or $(PYTHON310),$(shell \
+  for python in python3.10 $$(pyenv root 2>/dev/null)/versions/3.10*/bin/python3.10; \
+  do $$python -c '' 2>/dev/null && echo $$python && break; done))
+
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 PIP := -m pip -qq --no-input install
@@ -65,11 +76,11 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo test check fix bench soak examples wheel gpu-check clean
+.PHONY: help demo test test-frameworks check fix bench soak examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the exchange cost
 	@echo "==> $(NP) ranks, digits_numpy.py"
@@ -90,6 +101,20 @@ ifdef MPIEXEC
 else
 	HORO_LITE_TEST_MPI=openmpi $(PY) -m pytest $(AT_ONCE) $(ARGS)
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m mpi $(AT_ONCE) $(ARGS)
+endif
+
+test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## JAX, Keras, NNabla and more, in environments of their own
+
+framework-%: .venv-%/.ready tests/frameworks/%.txt
+	@echo "==> tests with $*"
+	@PATH=$(CURDIR)/.venv-$*/bin:$$PATH .venv-$*/bin/python -m pytest tests/frameworks/test_$*.py $(ARGS)
+
+$(addprefix framework-,$(filter-out $(KNOWN_FRAMEWORKS),$(FRAMEWORKS))):
+	@echo "no framework $(@:framework-%=%) is known; there are $(KNOWN_FRAMEWORKS)" && exit 2
+
+ifeq ($(PYTHON310),)
+framework-nnabla:
+	@echo "==> NNABLA WAS NOT TESTED: it needs a Python 3.10, and none was found; make PYTHON310=/path/to/python3.10"
 endif
 
 check: $(VENV)/.test ## lint, format and types; changes nothing
@@ -129,7 +154,7 @@ gpu-check: ## prove on a GPU what only a GPU can prove; builds for it, downloads
 	@OUT="$(OUT)" $(PYTHON) tests/gpu/check.py
 
 clean: ## remove the environments and everything built
-	rm -rf .venv .venv-site .venv-mpich .venv-wheel build dist *.egg-info horo_lite/*.so
+	rm -rf .venv .venv-* build dist *.egg-info horo_lite/*.so
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find horo_lite tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
@@ -155,6 +180,20 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.demo
 $(VENV)/.torch: pyproject.toml | $(VENV)/.test
 	@echo "==> installing $(TORCH)"
 	@$(PY) $(PIP) $(TORCH)
+	@touch $@
+
+# Where NNabla's Python is another one, the core is built for that, too; there is no GPU to use there.
+PYTHON_nnabla := $(PYTHON310)
+BUILD_nnabla := HORO_LITE_CUDA=0
+.venv-nnabla/.ready: $(SOURCES)
+
+.venv-%/.ready: tests/frameworks/%.txt pyproject.toml | $(VENV)/.demo
+	@echo "==> making .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
+	@rm -rf .venv-$*
+	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
+	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) .venv-$*/bin/python $(EDITABLE) \
+	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
 	@touch $@
 
 $(WHEEL)/.made: pyproject.toml
