@@ -52,7 +52,7 @@ _HOME = {
         "optimizer": "DistributedOptimizer",
         "stall": "announce stragglers Straggler",
         "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "
-        "cross_size is_homogeneous device World Device",
+        "cross_size is_homogeneous device new_group free_group World Device",
     }.items()
     for name in names.split()
 }

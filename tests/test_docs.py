@@ -1,0 +1,136 @@
+"""What the documents say: names that exist, and equivalents that are."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+
+import horo_lite
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed: pip install torch"
+)
+
+
+def faces() -> str:
+    """The text of everything that says `hvd` of itself, without importing any framework."""
+    return "\n".join(path.read_text() for path in (ROOT / "horo_lite").rglob("*.py"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
+    # In the left columns of tables `hvd` is Horovod.
+    text = re.sub(r"^\| `hvd[^|]*\|", "", document.read_text(), flags=re.MULTILINE)
+    names = {name for name in re.findall(r"\bhvd\.(\w+)", text) if name != "py"}
+    defined = faces()
+    missing = [
+        name
+        for name in sorted(names)
+        if not hasattr(horo_lite, name) and not re.search(rf"\b(def|class) {name}\b", defined)
+    ]
+    assert not missing
+    for path in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
+        assert (document.parent / path).exists(), f"a link to {path}, which is not there"
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
+        made = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert made, f"`make {target}`, which there is not"
+
+
+@needs_torch
+@pytest.mark.mpi
+def test_what_stands_beside_torch_distributed_does_the_same(tmp_path: Path) -> None:
+    code = f"""
+    import torch
+    import torch.distributed as dist
+    import horo_lite.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size=size)
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+
+    def mine(rows=4):
+        return torch.arange(rows * 3.0).reshape(rows, 3) + 100 * rank**2
+
+    theirs, ours = mine(), mine()
+    dist.all_reduce(theirs)
+    hvd.allreduce_(ours, op=hvd.Sum)
+    assert torch.equal(theirs, ours)
+
+    theirs, ours = mine(), mine()
+    work, handle = dist.all_reduce(theirs, async_op=True), hvd.allreduce_async_(ours, op=hvd.Sum)
+    work.wait()
+    hvd.synchronize(handle)
+    assert torch.equal(theirs, ours)
+
+    theirs, ours = mine(), mine()
+    dist.broadcast(theirs, 1)
+    hvd.broadcast_(ours, 1)
+    assert torch.equal(theirs, ours)
+
+    theirs = mine()
+    dist.reduce(theirs, 1)
+    ours = hvd.allreduce(mine(), op=hvd.Sum)
+    assert rank != 1 or torch.equal(theirs, ours)
+
+    theirs = [torch.empty(4, 3) for _ in range(size)]
+    dist.all_gather(theirs, mine())
+    assert torch.equal(torch.cat(theirs), hvd.allgather(mine()))
+
+    theirs = torch.empty(2, 3)
+    dist.reduce_scatter(theirs, list(mine(2 * size).chunk(size)))
+    assert torch.equal(theirs, hvd.reducescatter(mine(2 * size), op=hvd.Sum))
+
+    theirs, rows = torch.empty(2, 3), mine(2 * size) if rank == 1 else torch.empty(0, 3)
+    dist.scatter(theirs, list(rows.chunk(size)) if rank == 1 else None, src=1)
+    ours, _ = hvd.alltoall(rows, [2 if rank == 1 else 0] * size)
+    assert torch.equal(theirs, ours)
+
+    theirs = torch.empty(2 * size, 3)
+    dist.all_to_all_single(theirs, mine(2 * size))
+    ours, _ = hvd.alltoall(mine(2 * size), [2] * size)
+    assert torch.equal(theirs, ours)
+
+    theirs = [{{"rank": rank}}]
+    dist.broadcast_object_list(theirs, src=1)
+    assert theirs == [hvd.broadcast_object({{"rank": rank}}, root_rank=1)] == [{{"rank": 1}}]
+
+    theirs = [None] * size
+    dist.all_gather_object(theirs, rank)
+    assert theirs == hvd.allgather_object(rank)
+
+    pair, part = dist.new_group([0, 1]), hvd.add_process_set([0, 1])
+    if rank < 2:
+        theirs, ours = mine(), mine()
+        dist.all_reduce(theirs, group=pair)
+        hvd.allreduce_(ours, op=hvd.Sum, process_set=part)
+        assert torch.equal(theirs, ours)
+
+    # The tutorial's trainer.
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    model(mine()).square().sum().backward()
+    theirs = [p.grad.clone() for p in model.parameters()]
+    for gradient in theirs:
+        dist.all_reduce(gradient, op=dist.ReduceOp.SUM)
+        gradient /= size
+    ours = hvd.grouped_allreduce([p.grad for p in model.parameters()])
+    for p, a, b in zip(model.parameters(), theirs, ours):
+        hvd.allreduce_(p.grad)
+        assert torch.allclose(a, b, rtol=1e-6) and torch.equal(b, p.grad)
+
+    dist.barrier()
+    hvd.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
+    print("alike")
+    """
+    result = run_ranks(code, 3, timeout_s=90).check()
+    assert result.stdout.count("alike") == 3
