@@ -53,7 +53,8 @@ def test_what_stands_beside_torch_distributed_does_the_same(tmp_path: Path) -> N
 
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank, world_size=size)
+    meet = "file://{tmp_path}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=size)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
 
     def mine(rows=4):
