@@ -8,6 +8,8 @@ import signal
 import pytest
 from launch import mpi_name
 
+FEATURES = ("eager", "jit", "overlap", "in place", "fp16")  # the columns of README's table
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """A wrong HORO_LITE_TEST_MPI has ended the run before any test could seem to pass.
@@ -17,3 +19,12 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("HORO_LITE_TEST_MPI"):
         mpi_name()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A mark `shows` of a feature that README's table of frameworks does not have is an error."""
+    for item in items:
+        for mark in item.iter_markers("shows"):
+            unknown = [feature for feature in mark.args if feature not in FEATURES]
+            if unknown or not mark.args:
+                raise pytest.UsageError(f"{item.nodeid} shows {unknown or 'nothing'}: not a cell")

@@ -363,6 +363,7 @@ def test_a_mixture_is_an_error_that_says_who_has_what() -> None:
         assert "rank 0: memory of this rank; rank 1: shared memory at (0,)" in message
 
 
+@pytest.mark.shows("in place")
 def test_the_core_adds_up_in_place_and_touches_nothing_else() -> None:
     kinds = [np.float32, np.float64, np.float16]
     sizes = [1, 1023, 1024, 1025, 70_001]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from conftest import FEATURES
 from launch import run_ranks
 
 import horo_lite
@@ -41,6 +43,38 @@ def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
         made = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert made, f"`make {target}`, which there is not"
+
+
+def shown_by(path: Path) -> set[str]:
+    """What the marks `shows` in a file of tests say, without importing what it imports."""
+    return {
+        ast.literal_eval(feature)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.shows"
+        for feature in node.args
+    }
+
+
+def test_every_cell_of_the_table_of_frameworks_has_a_test_and_every_test_a_cell() -> None:
+    tests = ROOT / "tests"
+    # The first word of a row, and what tests it.
+    files = {
+        path.stem: [tests / "frameworks" / f"test_{path.stem}.py"]
+        for path in tests.glob("frameworks/*.txt")
+    }
+    files["pytorch"] = [*tests.glob("test_torch*.py"), tests / "test_bucket_views.py"]
+    files["numpy"] = [tests / f"test_{name}.py" for name in ("optimizer", "memory", "laws")]
+    _, table = (ROOT / "README.md").read_text().split("| framework | tested ")
+    rows = {}
+    for line in table.split("\n\n")[0].splitlines()[2:]:
+        name, version, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        key = re.split(r"\W", name.lower())[0]
+        assert len(cells) == len(FEATURES) and set(cells) <= {"✓", ""}, line
+        rows[key] = {feature for feature, cell in zip(FEATURES, cells, strict=True) if cell}
+        pins = tests / "frameworks" / f"{key}.txt"
+        if pins.exists() and (found := re.search(r"^[\w.\[\]-]+==(\S+)", pins.read_text(), re.M)):
+            assert found[1] in version, f"{name} is tested with {found[1]}"
+    assert rows == {key: set().union(*map(shown_by, paths)) for key, paths in files.items()}
 
 
 @needs_torch

@@ -44,6 +44,7 @@ def blocks_of_any_size(draw: st.DrawFn) -> list[Array]:
     return arrays
 
 
+@pytest.mark.shows("fp16")
 @law
 @given(blocks_of_any_size(), wires)
 @example([np.full(9, 6e4, np.float32)] * 8, "fp16")

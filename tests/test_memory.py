@@ -79,6 +79,7 @@ def test_the_peak_of_256_mib(hosts: str) -> None:
         assert float(mib) < 40, f"{way} needs {mib} MiB more: {result}"
 
 
+@pytest.mark.shows("in place")
 def test_only_what_is_not_dense_is_copied() -> None:
     def count(group: hvd.Group) -> list[int]:
         dense = [np.ones((30, 40)), np.ones((30, 40), order="F"), np.ones(7), np.array(1.0)]

@@ -90,6 +90,7 @@ def close(net: dict[str, Parameter], expected: dict[str, Any]) -> bool:
     return all(np.allclose(net[name].data, expected[name], rtol=1e-12) for name in expected)
 
 
+@pytest.mark.shows("eager")
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_shards_give_what_one_process_gives_on_the_whole(size: int) -> None:
     def rank(group: Group) -> dict[str, Any]:

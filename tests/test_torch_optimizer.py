@@ -144,6 +144,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.shows("eager")
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -171,6 +172,7 @@ def test_shards_give_what_one_process_gives_on_the_whole(kind: str, size: int, p
         )
 
 
+@pytest.mark.shows("overlap")
 def test_buckets_leave_before_backward_ends_and_all_is_there_when_it_returns(watched: Any) -> None:
     def rank(group: Group) -> None:
         net, alone = network(), network()
@@ -203,6 +205,7 @@ def test_buckets_leave_before_backward_ends_and_all_is_there_when_it_returns(wat
     run_threads(2, rank)
 
 
+@pytest.mark.shows("fp16")
 @pytest.mark.parametrize("op", [Average, Sum])
 def test_op_factor_groups_and_compression(op: Any, watched: Any) -> None:
     def rank(group: Group) -> None:
@@ -579,6 +582,7 @@ def test_passes_inside_of_passes_that_begin_later() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.shows("jit")
 def test_compiled() -> None:
     def rank(group: Group) -> Any:
         net = network()
