@@ -69,7 +69,8 @@ def test_every_cell_of_the_table_of_frameworks_has_a_test_and_every_test_a_cell(
     for line in table.split("\n\n")[0].splitlines()[2:]:
         name, version, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         key = re.split(r"\W", name.lower())[0]
-        assert len(cells) == len(FEATURES) and set(cells) <= {"✓", ""}, line
+        assert len(cells) == len(FEATURES), line
+        assert set(cells) <= {"✓", ""}, line
         rows[key] = {feature for feature, cell in zip(FEATURES, cells, strict=True) if cell}
         pins = tests / "frameworks" / f"{key}.txt"
         if pins.exists() and (found := re.search(r"^[\w.\[\]-]+==(\S+)", pins.read_text(), re.M)):
