@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from horo_lite.data import partition_dataset as partition_dataset
     from horo_lite.drift import check_in_sync as check_in_sync
     from horo_lite.errors import *  # noqa: F403
+    from horo_lite.gradients import average_gradients as average_gradients
+    from horo_lite.gradients import grad_and_average as grad_and_average
     from horo_lite.join import join as join
     from horo_lite.optimizer import DistributedOptimizer as DistributedOptimizer
     from horo_lite.stall import Straggler as Straggler
@@ -48,6 +50,7 @@ _HOME = {
         "errors": "HoroLiteError NotInitializedError MismatchError DriftError NonFiniteError "
         "PeerLostError TooFewRanksError StallError LauncherError DeviceError CheckpointError "
         "JobError",
+        "gradients": "average_gradients grad_and_average",
         "join": "join",
         "optimizer": "DistributedOptimizer",
         "stall": "announce stragglers Straggler",

@@ -113,6 +113,8 @@ class Group:
         self._n_failed = 0
         self._counting = threading.Lock()
         self.beginners: WeakSet[Beginner] = WeakSet()
+        self.kept: dict[object, Any] = {}
+        """What functions keep from call to call, each under a key of its own."""
         self._pid = os.getpid()
         self._closed = False
         self._engine = self._new_engine(transport, async_transport)

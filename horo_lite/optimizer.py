@@ -164,7 +164,7 @@ class DistributedOptimizer:
     ) -> Any:
         own = self._own
         step = getattr(own.inner, name)
-        if weight is not None and _takes_weight(step):
+        if weight is not None and takes_weight(step):
             raise TypeError(
                 f"{type(own.inner).__name__}.{name}() has an argument `weight` of its own: "
                 "give the number of samples to synchronize(weight=…), and step inside "
@@ -427,7 +427,8 @@ def _stepper(name: str) -> Callable[..., Any]:
     return step
 
 
-def _takes_weight(step: Callable[..., Any]) -> bool:
+def takes_weight(step: Callable[..., Any]) -> bool:
+    """Whether `weight=` would be this function's own argument."""
     try:
         return "weight" in inspect.signature(step).parameters
     except (TypeError, ValueError):  # written in C, perhaps

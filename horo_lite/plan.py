@@ -173,7 +173,7 @@ def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | 
         values = [f"{key}={setting.get(key)}" for setting in settings]
         if len(set(values)) > 1:
             return (
-                f"The options of DistributedOptimizer differ: {who_has(values, ranks)}. "
+                f"The options differ between the ranks: {who_has(values, ranks)}. "
                 "Give every rank the same."
             )
     for i in range(max(len(plan.entries) for plan in plans)):

@@ -66,6 +66,9 @@ class Reducer:
     A gradient that only some ranks have counts as zeros on the others, which receive the result
     too. One that no rank has stays as it is.
 
+    `title` says what is exchanged, alike on all ranks; without it, the gradients of an optimizer
+    that is counted at its first step.
+
     With `check_finite`, "raise" or "warn", a gradient that is not finite on some rank, before it is
     exchanged, is told by `finish()` on all of them, when everything has been exchanged.
     """
@@ -85,6 +88,7 @@ class Reducer:
         postscale_factor: float = 1.0,
         options: Sequence[tuple[str, str]] = (),
         check_finite: str | None = None,
+        title: str | None = None,
     ) -> None:
         self.group = group
         self._adapter = adapter
@@ -111,6 +115,7 @@ class Reducer:
         self.all_are_here = True  # no rank had joined when the last exchange ended
         self.note = ""
         self.notes: list[str] = []
+        self._title = title
         self._number = 0
         self._position = ""
         self._label = ""
@@ -126,9 +131,13 @@ class Reducer:
 
         `together` as in `Plan`.
         """
-        if len(parameters) == len(self._parameters) and all(
-            new is old and name == known
-            for (name, new), (known, old) in zip(parameters, self._parameters, strict=True)
+        if (
+            parameters
+            and len(parameters) == len(self._parameters)
+            and all(
+                new is old and name == known
+                for (name, new), (known, old) in zip(parameters, self._parameters, strict=True)
+            )
         ):
             return
         if self._handles:
@@ -184,8 +193,9 @@ class Reducer:
         self._relabel()
 
     def _relabel(self) -> None:
-        if self._number:
-            self._label = f"gradients of optimizer {self._number}{self._position}"
+        if self._title or self._number:
+            title = self._title or f"gradients of optimizer {self._number}"
+            self._label = f"{title}{self._position}"
 
     def ready(self, i: int) -> None:
         """Parameter i has its gradient of one backward pass; not to be touched until `finish()`."""
@@ -449,7 +459,7 @@ class Reducer:
 
     def _agree(self, mine: Plan) -> tuple[Plan, int]:
         """The plan of all ranks, and how many buckets of the last one some rank has begun."""
-        if not self._number:
+        if not (self._title or self._number):
             self._number = next(_numbers.setdefault(self.group, itertools.count(1)))
             self._relabel()
         agreed = 0 if self._agreed is None else self._agreed.digest
@@ -482,11 +492,12 @@ class Reducer:
         """The plan of the ranks `here` that came with different ones, if it is possible."""
         offer = self._offer(mine, len(self._handles))
         # Peers may be in another call altogether: the first line is for them, as in all such texts.
-        everyone = told(self.group.transport, f"{self._label}\n{pickle.dumps(offer).hex()}")
+        everyone = told(self.group.transport, f"{self._label}\n{_OFFER}{pickle.dumps(offer).hex()}")
         texts, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
-        if not all(text.startswith("gradients of optimizer ") for text in texts):
-            raise MismatchError(explain("DistributedOptimizer", texts, ranks))
-        offers = [pickle.loads(bytes.fromhex(text.partition("\n")[2])) for text in texts]
+        found = [text.partition(f"\n{_OFFER}")[2] for text in texts]
+        if not all(found):
+            raise MismatchError(explain(self._label, texts, ranks))
+        offers = [pickle.loads(bytes.fromhex(one)) for one in found]
         self.notes = [offer.note for offer in offers]
         self._findings = dict(zip(ranks, (offer.finding for offer in offers), strict=True))
         n_begun = max(offer.n_begun for offer in offers)
@@ -618,6 +629,7 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 _NOTHING = Tensors([])
+_OFFER = "offer "
 
 
 def _tensors(arrays: Sequence[Any]) -> Tensors:

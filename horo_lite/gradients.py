@@ -1,0 +1,243 @@
+"""Gradients as functions give them: trees of arrays in, the averages over all ranks out."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from horo_lite.adapters import Adapter, from_numpy
+from horo_lite.adapters.object import join, keyed
+from horo_lite.arrays import copy_of, like
+from horo_lite.collectives import Average, Op, Sum
+from horo_lite.compression import Compression, Compressor
+from horo_lite.optimizer import takes_weight
+from horo_lite.reducer import Reducer
+
+if TYPE_CHECKING:
+    from horo_lite.collectives import Group
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def average_gradients(
+    gradients: T,
+    *,
+    op: Op = Average,
+    compression: Compressor = Compression.none,
+    weight: float | None = None,
+    name: str | None = None,
+    group: Group | None = None,
+) -> T:
+    """A tree like `gradients`, whose arrays hold the averages over all ranks.
+
+    Called by every rank of `group` (default: all), with the same names, shapes, dtypes and options.
+    `gradients` are an array or a number, or dicts, lists, tuples, named tuples, dataclasses and
+    (where JAX is imported) pytrees of them, as jax.grad, torch.func.grad, mlx.nn.value_and_grad,
+    autograd.grad or a function of one's own return. They are not changed: the result has new arrays
+    of the same kinds in containers of the same kinds. In compiled functions of JAX, too.
+
+    A leaf that is None on every rank stays None; where other ranks have an array, it counts as
+    zeros and receives the result. (On GPUs every rank needs every array.)
+
+    op: Average or Sum. Averages of integer arrays are cut towards zero.
+    compression: what travels; `Compression.fp16` halves the bytes.
+    weight: this rank's number of samples, given on every rank or on none: with it the average is
+        the mean over all samples, however uneven the batches. 0 is allowed.
+    name: what messages call this exchange, alike on all ranks.
+
+    MismatchError on every rank, naming the first leaf that differs ("layers[0].weight") and who has
+    what; the next call may be made. TypeError, naming it, for a leaf that is no array. All arrays
+    travel as one. Costs a copy of them, and two meetings of the ranks beside the bytes.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"average_gradients takes op=Average or op=Sum, not {op}")
+    leaves: list[tuple[str, Any]] = []
+
+    def collect(path: str, leaf: Any) -> Any:
+        leaves.append((path or "gradients", leaf))
+        return leaf
+
+    _map(gradients, "", collect)
+    if _is_traced(leaves):
+        traced: T = import_module("horo_lite.jax").average_gradients(
+            gradients, op=op, compression=compression, weight=weight, name=name, group=group
+        )
+        return traced
+    if group is None:
+        from horo_lite.world import world
+
+        group = world().group
+    names, arrays = [path for path, _ in leaves], [leaf for _, leaf in leaves]
+    reducer, slots = _reducer(group, names, op, compression, name)
+    reducer.weight = weight
+    try:
+        for slot, path, array in zip(slots, names, arrays, strict=True):
+            slot.array = _copied(path, array)
+        reducer.finish()
+        # What was None here is of the kind of what was not.
+        some = next((array for array in arrays if array is not None), None)
+        results = iter(
+            [slot.result(array, some) for slot, array in zip(slots, arrays, strict=True)]
+        )
+    finally:
+        for slot in slots:
+            slot.array = None
+    averages: T = _map(gradients, "", lambda _, leaf: next(results))
+    return averages
+
+
+def grad_and_average(
+    fn: Callable[P, T],
+    *,
+    op: Op = Average,
+    compression: Compressor = Compression.none,
+    name: str | None = None,
+    group: Group | None = None,
+) -> Callable[..., T]:
+    """`fn`, whose result is averaged over all ranks: what it returns is alike on every rank.
+
+        gradient = hvd.grad_and_average(jax.value_and_grad(loss))
+        value, gradients = gradient(params, batch, weight=len(batch))
+
+    `fn` returns gradients, or anything that holds gradients: jax.grad(loss), torch.func.grad(loss),
+    autograd.grad(loss), mlx.nn.value_and_grad(model, loss) or a function of one's own. All numbers
+    and arrays in its result are averaged, the loss as well; it must hold nothing else. To leave
+    something out (predictions, a count of samples), call `average_gradients` on the rest.
+
+    Every rank calls the new function equally often, with arguments of its own. `weight` is its
+    number of samples, as in `average_gradients`, and is not passed on; the other arguments are.
+    """
+
+    @wraps(fn)
+    def averaged(*args: Any, weight: float | None = None, **kwargs: Any) -> T:
+        if weight is not None and takes_weight(fn):
+            raise TypeError(
+                f"{fn!r} has an argument `weight` of its own: call it, and then "
+                "hvd.average_gradients(result, weight=…)"
+            )
+        return average_gradients(
+            fn(*args, **kwargs),
+            op=op,
+            compression=compression,
+            weight=weight,
+            name=name,
+            group=group,
+        )
+
+    return averaged
+
+
+class _Slot:
+    """A leaf's place in the plan, the same from call to call; its array is this call's."""
+
+    array: Any = None
+
+    def result(self, leaf: Any, some: Any) -> Any:
+        if leaf is not None:
+            return like(self.array, leaf)
+        if isinstance(self.array, np.ndarray) and some is not None:
+            return from_numpy(self.array, some)
+        return self.array
+
+
+class _SlotAdapter(Adapter):
+    def gradient(self, parameter: _Slot) -> Any:
+        return parameter.array
+
+    def set_gradient(self, parameter: _Slot, array: Any) -> None:
+        parameter.array = array
+
+    def value(self, parameter: _Slot) -> Any:
+        return parameter.array
+
+
+_adapter = _SlotAdapter()
+
+
+def _reducer(
+    group: Group, paths: list[str], op: Op, compression: Compressor, name: str | None
+) -> tuple[Reducer, list[_Slot]]:
+    """Who exchanges a tree with leaves of these names, and where their arrays are put."""
+    known = group.kept.setdefault("average_gradients", {})
+    key = (tuple(paths), op, compression, name)
+    if key not in known:
+        if len(known) == 8:  # which leaves there are changes all the time
+            known.clear()
+        slots = [_Slot() for _ in paths]
+        title = "average_gradients" if name is None else f"average_gradients '{name}'"
+        known[key] = (
+            Reducer(
+                group,
+                _adapter,
+                list(zip(paths, slots, strict=True)),
+                op=op,
+                compression=compression,
+                streams=False,
+                title=title,
+            ),
+            slots,
+        )
+    found: tuple[Reducer, list[_Slot]] = known[key]
+    return found
+
+
+def _copied(path: str, leaf: Any) -> Any:
+    try:
+        return None if leaf is None else copy_of(leaf)
+    except TypeError as error:
+        raise TypeError(f"the gradient of {path!r}: {error}") from error
+
+
+def _is_traced(leaves: list[tuple[str, Any]]) -> bool:
+    """Whether this is a function of JAX that is being compiled, where there are no values yet."""
+    jax = sys.modules.get("jax")
+    return jax is not None and any(isinstance(leaf, jax.core.Tracer) for _, leaf in leaves)
+
+
+def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
+    """A new tree, with `visit(name, leaf)` where there was a leaf. None is one."""
+    if isinstance(tree, Mapping):
+        # Sorted: ranks may have filled their dicts in different orders.
+        new = {key: _map(tree[key], join(path, key), visit) for key in sorted(tree, key=str)}
+        if not isinstance(tree, MutableMapping):
+            return type(tree)(new)  # type: ignore[call-arg]
+        result = copy.copy(tree)
+        result.update(new)
+        return result
+    if isinstance(tree, (list, tuple)):
+        names = getattr(tree, "_fields", None)
+        if names is None and (pairs := keyed(tree)) is not None:
+            items = [(key, _map(leaf, join(path, key), visit)) for key, leaf in pairs]
+        elif names is not None:
+            items = [_map(x, join(path, n), visit) for n, x in zip(names, tree, strict=True)]
+        else:
+            items = [_map(x, f"{path or 'gradients'}[{i}]", visit) for i, x in enumerate(tree)]
+        return type(tree)(*items) if names is not None else type(tree)(items)
+    if (node := _node_of_jax(tree)) is not None:
+        children, rebuilt = node
+        return rebuilt([_map(x, f"{path}{key}".lstrip("."), visit) for key, x in children])
+    if is_dataclass(tree) and not isinstance(tree, type):
+        changed: Any = copy.copy(tree)
+        for field in fields(tree):
+            child = getattr(tree, field.name)
+            # It may be frozen.
+            object.__setattr__(changed, field.name, _map(child, join(path, field.name), visit))
+        return changed
+    return visit(path, tree)
+
+
+def _node_of_jax(tree: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
+    """What an object of a class that JAX was told of holds, named, and how to make another."""
+    util = getattr(sys.modules.get("jax"), "tree_util", None)
+    if util is None or tree is None or util.all_leaves([tree]):
+        return None
+    found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(util.keystr(path), child) for path, child in found], structure.unflatten
