@@ -147,11 +147,13 @@ def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if tree is None or is_array(tree) or isinstance(tree, (str, *NUMBERS)):
         return visit(path, tree)
-    named = (
-        tree._own.named()
-        if type(tree) is DistributedOptimizer
-        else adapter_of(tree).parameters(tree)
-    )
+    if type(tree) is DistributedOptimizer:
+        named = tree._own.named()
+    elif (flattened := adapter_of(tree).flattened(tree)) is not None:
+        named, rebuilt = flattened
+        return rebuilt(visit(join(path, name), leaf) for name, leaf in named)
+    else:
+        named = adapter_of(tree).parameters(tree)
     if not named:
         return visit(path, tree)
     for name, parameter in named:

@@ -178,12 +178,25 @@ class Group:
         compression: Compressor = Compression.none,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        names: Sequence[str] = (),
+        weight: float | None = None,
     ) -> list[Array]:
-        """New arrays hold the op over all ranks' `xs`, reduced as one. See `allreduce`."""
+        """New arrays hold the op over all ranks' `xs`, reduced as one. See `allreduce`.
+
+        `names` of the arrays, if given, are alike on all ranks; `weight` as for `exchange`.
+        """
         copies = [copy_of(x) for x in xs]
         memory = self._memory(copies, fresh=True)
         reduction = _Reduction(
-            "allreduce", name, memory, op, compression, prescale_factor, postscale_factor
+            "allreduce",
+            name,
+            memory,
+            op,
+            compression,
+            prescale_factor,
+            postscale_factor,
+            names=names,
+            weight=weight,
         )
         self._reduce(reduction)
         return [memory.result(copy, x) for copy, x in zip(copies, xs, strict=True)]
@@ -221,7 +234,7 @@ class Group:
         The first `len(x) % size` ranks get one row more than the others.
         """
         copy = copy_of(x)
-        part = self._part_of(copy)
+        part = self.part_of(copy)
         memory = self._memory([copy], fresh=True)
         reduction = _Reduction(
             "reducescatter", name, memory, op, compression, prescale_factor, postscale_factor
@@ -266,8 +279,8 @@ class Group:
             prescale_factor,
             postscale_factor,
             names=names,
+            weight=weight,
         )
-        reduction.weight = weight
         reduction.look_in(shared)
         return self._reduce(reduction, follows)
 
@@ -310,6 +323,14 @@ class Group:
         memory = self._memory(xs)
         self._run(lambda t: self._broadcast(t, memory, root_rank, None, names), memory.lane)()
         return list(xs)
+
+    def grouped_broadcast(
+        self, xs: Sequence[Array], root_rank: int = 0, *, names: Sequence[str] = ()
+    ) -> list[Array]:
+        """New arrays of what `xs` are on rank `root_rank`; `names`, if given, are alike."""
+        memory = self._memory(copies := [copy_of(x) for x in xs], fresh=True)
+        self._run(lambda t: self._broadcast(t, memory, root_rank, None, names), memory.lane)()
+        return [memory.result(copy, x) for copy, x in zip(copies, xs, strict=True)]
 
     def alltoall(
         self,
@@ -390,7 +411,7 @@ class Group:
     def reducescatter_async(self, /, x: Array, op: Op = Average, **options: Any) -> Handle:
         """`synchronize(handle)` returns what `reducescatter` would."""
         copy = copy_of(x)
-        part = self._part_of(copy)
+        part = self.part_of(copy)
         memory = self._memory([copy], fresh=True, asynchronous=True)
         return self._reduce_async(
             "reducescatter", memory, op, options, lambda: memory.part(copy, part, x)
@@ -420,8 +441,8 @@ class Group:
             prescale_factor,
             postscale_factor,
             names=names,
+            weight=weight,
         )
-        reduction.weight = weight
         reduction.look_in(shared)
         return self._submit_reduction(reduction, lambda: None)
 
@@ -584,7 +605,8 @@ class Group:
                 f"root_rank is {root_rank}, but the ranks are 0 to {self.size - 1} here"
             )
 
-    def _part_of(self, x: Array) -> slice:
+    def part_of(self, x: Array) -> slice:
+        """The rows of `x` that reducescatter leaves to this rank."""
         if not x.shape:
             raise ValueError("reducescatter needs an array with at least one dimension")
         rows, more = divmod(x.shape[0], self.size)
@@ -899,6 +921,7 @@ class _Reduction:
         *,
         names: Sequence[str] = (),
         label: str | None = None,
+        weight: float | None = None,
     ) -> None:
         if not isinstance(op, Op):
             raise ValueError(f"op is one of {', '.join(f'hvd.{o.name}' for o in Op)}, not {op!r}")
@@ -913,7 +936,7 @@ class _Reduction:
         self.compression = compression
         self.prescale = float(prescale_factor)
         self.postscale = float(postscale_factor)
-        self.weight: float | None = None
+        self.weight = weight
         self.memory = memory
         self.shared: SharedMemory | None = None  # where it happens in place
         self.offsets: tuple[int, ...] | None = None

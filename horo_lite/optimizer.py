@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, wraps
+from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,6 +63,13 @@ class DistributedOptimizer:
     the first that differs, where ranks come with different parameters, gradients or options; a
     gradient missing on some ranks counts as zeros there.
     """
+
+    def __new__(cls, optimizer: Any, **options: Any) -> Any:
+        """Where a framework's optimizers are no objects that step, its own kind of wrapper."""
+        face = adapter_of(optimizer).face
+        if face is not None and cls is DistributedOptimizer:
+            return import_module(face).DistributedOptimizer(optimizer, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
-"""JAX arrays: they cannot be written, so results come back as new ones."""
+"""JAX: arrays and trees of them, which cannot be written, so results come back as new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
 
-from horo_lite.adapters.object import Adapter
+from horo_lite.adapters.object import Adapter, Named
 from horo_lite.arrays import GpuView
 
 if TYPE_CHECKING:
@@ -18,16 +19,22 @@ if TYPE_CHECKING:
 
 
 class JaxAdapter(Adapter):
-    """Arrays; optimizers and modules of JAX are pytrees, not objects with `.grad`.
+    """Arrays, what was registered as a pytree (modules, states), and optax's transformations.
 
     JAX alone knows its streams: it makes others wait when it exports an array, and waits itself
     when it imports one, so a result on a GPU is exported in its name and imported again.
     """
 
     mutable = False
+    face = "horo_lite.jax"
 
     def matches(self, obj: object) -> bool:
-        return isinstance(obj, jax.Array)
+        return isinstance(obj, jax.Array) or _is_transformation(obj) or _is_registered(obj)
+
+    def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
+        from horo_lite.jax.trees import named_arrays
+
+        return named_arrays(tree) if _is_registered(tree) else None
 
     def value(self, parameter: Any) -> Any:
         # NumPy's view is read-only; JAX's DLPack capsule would let the core write into it.
@@ -47,6 +54,17 @@ class JaxAdapter(Adapter):
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
         return jnp.asarray(array)
+
+
+def _is_transformation(obj: object) -> bool:
+    return "optax" in sys.modules and isinstance(obj, sys.modules["optax"].GradientTransformation)
+
+
+def _is_registered(obj: object) -> bool:
+    """Whether it is a node of pytrees that only JAX knows."""
+    if obj is None or isinstance(obj, (list, tuple, dict, np.ndarray, np.generic)):
+        return False
+    return not jax.tree_util.all_leaves([obj])
 
 
 ADAPTER = JaxAdapter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,9 @@ class Adapter:
     mutable: bool = True
     """Whether arrays in a GPU's memory may be written in place."""
 
+    face: str | None = None
+    """The module whose DistributedOptimizer wraps this framework's optimizers, if not ours."""
+
     def matches(self, obj: object) -> bool:
         """Whether `obj` (an optimizer, a module, a parameter or an array) is this framework's."""
         return True
@@ -53,6 +56,10 @@ class Adapter:
             if named and all(hasattr(leaf, "grad") or is_array(leaf) for _, leaf in named):
                 return named
         return []
+
+    def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
+        """Of objects that are made anew rather than changed: leaves, and the tree with others."""
+        return None
 
     def gradient(self, parameter: Parameter) -> Array | None:
         """The gradient's own memory, or None if there is none."""

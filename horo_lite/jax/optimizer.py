@@ -1,0 +1,55 @@
+"""DistributedOptimizer for optax: average, then the inner transformation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from horo_lite.collectives import Average, Group, Op, Sum
+from horo_lite.compression import Compression, Compressor
+from horo_lite.jax.operations import Array, average_gradients
+
+if TYPE_CHECKING:
+    import optax
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: optax.GradientTransformation,
+    *,
+    op: Op = Average,
+    compression: Compressor = Compression.none,
+    name: str | None = None,
+    group: Group | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`optimizer`, whose `update` from now on works with the gradients of all ranks.
+
+    Every rank makes it with the same options and calls `update` equally often, inside `jax.jit` or
+    outside. What it takes and gives is optax's: it can be chained and wrapped, the state is that of
+    the inner transformation, and gradients are any pytree.
+
+    `update(…, weight=n)`, on every rank or on none, makes the average one over samples: n, a number
+    or a traced scalar, is how many this rank's gradients are the mean of. It is not passed on;
+    other extra arguments are.
+
+    Inside `optax.MultiSteps`, which calls it in every mini-step and keeps what the last one gave,
+    gradients are exchanged as often. See `average_gradients` for errors.
+    """
+    import optax
+
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"{type(optimizer).__name__} is no optax.GradientTransformation: give what optax.adam() "
+            "or its like returns, or MultiSteps(…).gradient_transformation()"
+        )
+    if op not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, weight: Array | None = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        updates = average_gradients(
+            updates, op=op, compression=compression, weight=weight, name=name, group=group
+        )
+        return inner.update(updates, state, params, **extra)  # type: ignore[no-any-return]
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

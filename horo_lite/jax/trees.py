@@ -1,0 +1,70 @@
+"""Pytrees: gradients, parameters and optimizer states of optax, flax, equinox and one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
+
+from horo_lite.collectives import Group
+from horo_lite.jax.inside_jit import ranks_of
+
+Tree = TypeVar("Tree")
+Array = Any
+
+
+def named_arrays(tree: Tree) -> tuple[list[tuple[str, Array]], Callable[[Iterable[Array]], Tree]]:
+    """The arrays of a pytree with names that say where they are, and the tree with others in place.
+
+    Numbers count as arrays. Other leaves, such as the functions in an equinox module, stay.
+    """
+    paths, structure = tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in paths]
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    named = [(keystr(paths[i][0], simple=True, separator="."), leaves[i]) for i in places]
+
+    def rebuilt(arrays: Iterable[Array]) -> Tree:
+        new = dict(zip(places, arrays, strict=True))
+        whole = [new.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return tree_unflatten(structure, whole)  # type: ignore[no-any-return]
+
+    return named, rebuilt
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (bool, int, float, complex)):
+        return True
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
+
+
+def broadcast_parameters(params: Tree, root_rank: int = 0, *, group: Group | None = None) -> Tree:
+    """A new tree with what rank `root_rank` has in `params`, and so alike on every rank.
+
+    Collective, outside jit. `params` is any pytree: parameters, an optimizer's state, both. Leaves
+    that are no arrays or numbers (functions, None) are each rank's own. MismatchError on every
+    rank, naming the first leaf that differs, where structures, dtypes or shapes are not alike.
+    """
+    named, rebuilt = named_arrays(params)
+    names = [name for name, _ in named]
+    values = [_sendable(x) for _, x in named]
+    received = ranks_of(group).grouped_broadcast(values, root_rank, names=names)
+    return rebuilt(_like(old, new) for (_, old), new in zip(named, received, strict=True))
+
+
+def _sendable(x: Array) -> Array:
+    if isinstance(x, (bool, int, float, complex)):
+        return np.asarray(x)
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _like(old: Array, new: Array) -> Array:
+    if isinstance(old, (bool, int, float, complex)):
+        return type(old)(new)
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
+
+
+def _is_key(x: Array) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
