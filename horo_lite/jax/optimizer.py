@@ -37,7 +37,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"{type(optimizer).__name__} is no optax.GradientTransformation: give what optax.adam() "
+            f"{type(optimizer).__name__} is no optax.GradientTransformation: give what optax.adam "
             "or its like returns, or MultiSteps(…).gradient_transformation()"
         )
     if op not in (Average, Sum):
