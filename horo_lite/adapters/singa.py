@@ -1,0 +1,109 @@
+"""SINGA's tensors: `array_of` and `write` are all that touches their memory.
+
+SINGA lends no memory to Python: its extension copies values out (`GetFloatValue`) and in
+(`CopyFloatDataFromHostPtr`), so every exchange does, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from singa import opt, singa_wrap, tensor
+
+from horo_lite.adapters.object import Adapter, Array, Named, name_leaves
+
+_KINDS = {
+    singa_wrap.kFloat32: ("Float", np.float32),
+    singa_wrap.kFloat16: ("HalfFloat", np.float16),
+    singa_wrap.kInt: ("Int", np.int32),
+}
+_HOST = -1  # the id() of SINGA's device for the host's memory
+
+
+def array_of(raw: Any) -> NDArray[Any]:
+    """A copy of what a raw tensor (`tensor.data`) holds, in its shape.
+
+    RuntimeError in SINGA's graph mode, where nothing has been computed yet.
+    """
+    if raw.device().graph_enabled():
+        raise RuntimeError(
+            "SINGA's graph mode records C++ operations and replays them without Python, so no "
+            "later step would exchange anything: model.compile(…, use_graph=False)"
+        )
+    word, _ = _kind(raw)
+    if raw.device().id() != _HOST:
+        raw = raw.Clone()
+        raw.ToHost()
+    values: NDArray[Any] = getattr(raw, f"Get{word}Value")(int(raw.Size()))
+    return values.reshape(tuple(raw.shape()))
+
+
+def write(raw: Any, array: NDArray[Any]) -> None:
+    """The raw tensor holds what `array`, of its shape, does."""
+    word, dtype = _kind(raw)
+    flat: NDArray[Any] = np.array(array, dtype).reshape(-1)
+    if raw.transpose():  # SINGA reads in the order of the shape, but writes in that of memory
+        flat[_places_in_memory(raw)] = flat.copy()
+    getattr(raw, f"Copy{word}DataFromHostPtr")(flat)
+
+
+def new_tensor(array: NDArray[Any], device: Any) -> Any:
+    """A tensor on that device that holds what `array` does."""
+    (kind,) = (kind for kind, (_, dtype) in _KINDS.items() if dtype == array.dtype)
+    new = tensor.Tensor(array.shape, device, kind)
+    write(new.data, array)
+    return new
+
+
+def _kind(raw: Any) -> tuple[str, type]:
+    if raw.data_type() not in _KINDS:
+        raise TypeError(
+            "SINGA lets Python read tensors of float32, float16 and int32, and this one is of "
+            f"type {raw.data_type()}: use as_type()"
+        )
+    return _KINDS[raw.data_type()]
+
+
+def _places_in_memory(raw: Any) -> NDArray[np.int64]:
+    """Where in memory each element is, in the order of the shape: numbers are written and read."""
+    probe, n = raw.Clone(), int(raw.Size())
+    word, dtype = _kind(raw)
+    places, unit = np.zeros(n, np.int64), 1
+    while unit < n:  # digit by digit, since float16 has no integers above 2048
+        digits: NDArray[Any] = (np.arange(n) // unit % 2048).astype(dtype)
+        getattr(probe, f"Copy{word}DataFromHostPtr")(digits)
+        places += array_of(probe).reshape(-1).astype(np.int64) * unit
+        unit *= 2048
+    return places
+
+
+class SingaAdapter(Adapter):
+    """Tensors, and layers and models with `get_params()`; optimizers: see `horo_lite.singa`."""
+
+    def matches(self, obj: object) -> bool:
+        return any(kind.__module__.partition(".")[0] == "singa" for kind in type(obj).__mro__)
+
+    def parameters(self, owner: Any) -> Named:
+        if isinstance(owner, opt.Optimizer):
+            raise TypeError(
+                "SINGA's optimizers hold no parameters, they see them in backward() only: use "
+                "DistributedOptimizer and broadcast_optimizer_state of horo_lite.singa"
+            )
+        found = owner.get_params() if hasattr(owner, "get_params") else []
+        return name_leaves(found, "params")
+
+    def value(self, parameter: Any) -> Array:
+        values = array_of(parameter.data)
+        values.flags.writeable = False  # it is a copy: whoever changes it must set_value()
+        return values
+
+    def set_value(self, parameter: Any, array: Array) -> None:
+        write(parameter.data, array)
+
+    def from_numpy(self, array: NDArray[Any], like: Any) -> Any:
+        return new_tensor(array, like.device)
+
+
+ADAPTER = SingaAdapter()

@@ -1,0 +1,53 @@
+"""SINGA over several processes, on CPUs too: `import horo_lite.singa as hvd`.
+
+    world = hvd.init()
+    hvd.broadcast_parameters(model.get_params())
+    sgd = hvd.DistributedOptimizer(opt.SGD(lr=0.1))         # in place of opt.DistOpt(…)
+    ...
+    sgd(loss)                                               # or sgd.backward_and_update(loss)
+
+`DistributedOptimizer` has the methods of SINGA's `DistOpt`, whose `Communicator` is only in builds
+with CUDA and NCCL. A program that is to stay as it is calls `install()` first: from then on
+`opt.DistOpt` itself works, with the `Communicator` here.
+
+Models must not be compiled with `use_graph=True`: SINGA then replays C++ operations, and no Python
+runs that could exchange anything; the first step says so.
+
+Tried with SINGA's Python interface over NumPy, and with SINGA 3.0.0.dev1's own tensors in part, as
+docs/coming-from.md tells; horo_lite.adapters.singa is all that touches SINGA's memory.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: F401, F403
+from horo_lite.broadcast import broadcast_parameters
+from horo_lite.collectives import (
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_object,
+    allreduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+)
+from horo_lite.compression import Compression
+from horo_lite.data import DistributedSampler, partition_dataset
+from horo_lite.errors import *
+from horo_lite.singa.communicator import Communicator, NcclIdHolder, install
+from horo_lite.singa.optimizer import DistributedOptimizer, broadcast_optimizer_state
+from horo_lite.world import (
+    cross_rank,
+    cross_size,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+    world,
+)

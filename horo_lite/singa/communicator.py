@@ -1,0 +1,167 @@
+"""What SINGA's extension has only where it was built with CUDA and NCCL."""
+
+# ruff: noqa: N802 (the names are SINGA's)
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite.adapters.singa import array_of, write
+from horo_lite.collectives import Group, Handle, Sum
+from horo_lite.compression import Compression, Compressor
+from horo_lite.singa.sparse import sparse_sum
+from horo_lite.world import init, is_initialized, local_rank, world
+
+Raw = Any  # what SINGA's tensors have in `.data`
+Arrays = list[NDArray[Any]]
+
+
+class NcclIdHolder:
+    """What a program makes to start ranks with `multiprocessing`; there is nothing to hold here."""
+
+
+class Communicator:
+    """Sums of raw tensors over all ranks, in place; a stand-in for singa_wrap.Communicator.
+
+    `Communicator(buffSize)` calls `horo_lite.init()` where nobody has;
+    `Communicator(local_rank, world_size, nccl_id, buffSize)` besides checks that the world is that.
+    The size of the buffer means nothing here. Made by every rank, as often and in the same order.
+
+    The calls return at once; the sums are in the tensors after `wait()`. MismatchError there, on
+    every rank, where the ranks called different things. Sums are float32, in rank order, the same
+    bits on every rank.
+    """
+
+    def __init__(self, *arguments: Any, group: Group | None = None) -> None:
+        if group is None:
+            group, place = (world() if is_initialized() else init()).group, local_rank()
+        else:
+            place = group.rank
+        self.group = group
+        if len(arguments) == 4:
+            self._check_world(*arguments[:2])
+        elif len(arguments) > 1:
+            raise TypeError(
+                "Communicator takes (buffSize) or (local_rank, world_size, nccl_id, buffSize), "
+                f"not {len(arguments)} arguments"
+            )
+        self.world_size = self.totalMPIRanksInGlobal = self.group.size
+        self.global_rank = self.MPIRankInGlobal = self.group.rank
+        self.local_rank = self.MPIRankInLocal = place
+        self._number = self.group.new_number("Communicator")
+        self._n_calls = 0
+        self._buffers: dict[str, Arrays] = {}
+        self._in_flight: list[tuple[Handle, Sequence[Raw], Arrays]] = []
+
+    def _check_world(self, rank: int, world_size: int) -> None:
+        if (rank, world_size) != (self.group.rank, self.group.size):
+            raise ValueError(
+                f"this is rank {self.group.rank} of {self.group.size}, and not {rank} of "
+                f"{world_size}: start the ranks with mpiexec, or with horo_lite.run(), in place of "
+                "multiprocessing"
+            )
+
+    def synch(self, t: Raw) -> None:
+        """After `wait()`, `t` holds the sum over all ranks."""
+        self._send("synch", [t], [array_of(t)], Compression.none)
+
+    def synchHalf(self, t: Raw) -> None:
+        """The same, with float16 on the wire; scaled, so that nothing overflows or vanishes."""
+        self._send("synchHalf", [t], [array_of(t)], Compression.fp16)
+
+    def fusedSynch(self, ts: Iterable[Raw], send: bool = True) -> None:
+        """After `wait()`, the tensors hold their sums; they travel together.
+
+        With `send=False` what they hold now is set aside; the next call that sends takes what was
+        set aside, in that order, and names the tensors that are to hold the sums.
+        """
+        self._fused("fusedSynch", list(ts), send, Compression.none)
+
+    def fusedSynchHalf(self, ts: Iterable[Raw], send: bool = True) -> None:
+        """The same, with float16 on the wire."""
+        self._fused("fusedSynchHalf", list(ts), send, Compression.fp16)
+
+    def sparsification(self, t: Raw, *rest: Any) -> None:
+        """`t` holds the sum of what is large on each rank; at once, without `wait()`.
+
+        The arguments are (t, accumulation, spars, topK) or (t, spars, topK); see `sparse_sum` for
+        what they mean. The raw tensor `accumulation` holds what has not travelled so far.
+        """
+        self._sparse("sparsification", [t], *rest)
+
+    def fusedSparsification(self, ts: Iterable[Raw], *rest: Any) -> None:
+        """The same for several tensors, as if they were one."""
+        self._sparse("fusedSparsification", list(ts), *rest)
+
+    def wait(self) -> None:
+        """Whatever was summed is in its tensors."""
+        done, self._in_flight = self._in_flight, []
+        for handle, tensors, arrays in done:
+            self.group.synchronize(handle)
+            for t, array in zip(tensors, arrays, strict=True):
+                write(t, array)
+
+    def _fused(self, call: str, ts: list[Raw], send: bool, compression: Compressor) -> None:
+        aside = self._buffers.setdefault(call, [])
+        if not send:
+            aside += map(array_of, ts)
+            return
+        arrays = self._buffers.pop(call) or [array_of(t) for t in ts]
+        shapes, here = [array.shape for array in arrays], [tuple(t.shape()) for t in ts]
+        if shapes != here:
+            raise ValueError(
+                f"{call}: with send=False tensors of shapes {shapes} were set aside on rank "
+                f"{self.global_rank}, and the sums are to go to tensors of shapes {here}"
+            )
+        self._send(call, ts, arrays, compression)
+
+    def _send(self, call: str, ts: list[Raw], arrays: Arrays, compression: Compressor) -> None:
+        handle = self.group.exchange_async(
+            arrays,
+            names=[f"tensor {i}" for i in range(len(ts))],
+            label=self.label(call),
+            op=Sum,
+            compression=compression,
+        )
+        self._in_flight.append((handle, ts, arrays))
+
+    def _sparse(self, call: str, ts: list[Raw], *rest: Any) -> None:
+        *accumulation, spars, top_k = rest
+        arrays = [array_of(t) for t in ts]
+        left_over = array_of(accumulation[0]).reshape(-1) if accumulation else None
+        total = sparse_sum(
+            self.group,
+            np.concatenate([array.reshape(-1) for array in arrays]),
+            left_over,
+            spars=spars,
+            top_k=top_k,
+            label=self.label(call),
+            what="\n".join(f"tensor {i}: {list(array.shape)}" for i, array in enumerate(arrays)),
+        )
+        ends = np.cumsum([array.size for array in arrays])
+        for t, array, part in zip(ts, arrays, np.split(total, ends[:-1]), strict=True):
+            write(t, part.reshape(array.shape))
+        if accumulation and left_over is not None:
+            write(accumulation[0], left_over)
+
+    def label(self, call: str) -> str:
+        """Which call this is, counted on every rank."""
+        self._n_calls += 1
+        return f"call {self._n_calls} of SINGA's Communicator {self._number}, {call}"
+
+
+def install() -> None:
+    """SINGA's own `opt.DistOpt` works in this process, on CPUs: its program can stay as it is.
+
+    Called before the first DistOpt is made. Puts `Communicator` and `NcclIdHolder` into
+    `singa.singa_wrap`, in place of those that a build with NCCL has.
+    """
+    from singa import singa_wrap
+
+    singa_wrap.Communicator = Communicator
+    singa_wrap.NcclIdHolder = NcclIdHolder
+    if not hasattr(singa_wrap, "VecTensor"):  # builds without NCCL that were seen had none
+        singa_wrap.VecTensor = list

@@ -1,0 +1,383 @@
+"""DistributedOptimizer: what SINGA's DistOpt does; gradients travel while backward() goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from singa import autograd, tensor
+
+from horo_lite.adapters.object import Adapter, name_leaves
+from horo_lite.adapters.singa import array_of, new_tensor, write
+from horo_lite.collectives import Average, Group
+from horo_lite.compression import Compression, Compressor
+from horo_lite.reducer import Reducer
+from horo_lite.singa.communicator import Communicator
+from horo_lite.singa.sparse import sparse_sum
+from horo_lite.world import world
+
+Tensor = Any
+Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
+THRESHOLD = 2097152  # elements that travel together, as SINGA has it
+
+
+class DistributedOptimizer:
+    """`opt`, one of SINGA's optimizers, which from now on steps with the gradients of all ranks.
+
+    In place of `opt.DistOpt(opt, …)`, with its methods and attributes; whatever else is asked of it
+    is the inner optimizer's (`get_states`, `lr_value`). Every rank makes one with the same options
+    and calls the same methods equally often. Parameters are known by their names, so names must be
+    alike on all ranks: those that SINGA makes up (`Dummy#7`) are, where every rank has made the
+    same tensors.
+
+    parameters: `model.get_params()`, or another dict or list of tensors: needed where some rank
+        may lack a gradient in the first step, or some tensors' names differ; a dict's names count.
+    compression: what travels in `backward_and_update`; `Compression.fp16` halves the bytes.
+    group: the ranks; default all.
+    nccl_id, local_rank, world_size, buffSize: see `Communicator`.
+
+    MismatchError on every rank, naming the first that differs, where ranks come with different
+    gradients or options; a gradient missing on some ranks counts as zeros there.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        nccl_id: Any = None,
+        local_rank: int | None = None,
+        world_size: int | None = None,
+        buffSize: int = 4194304,
+        *,
+        parameters: Any = None,
+        compression: Compressor = Compression.none,
+        group: Group | None = None,
+    ) -> None:
+        arguments = (buffSize,) if nccl_id is None else (local_rank, world_size, nccl_id, buffSize)
+        self.opt = opt
+        self.communicator = Communicator(*arguments, group=group)
+        self.world_size = self.communicator.world_size
+        self.local_rank = self.rank_in_local = self.communicator.local_rank
+        self.global_rank = self.rank_in_global = self.communicator.global_rank
+        self.partial = 0  # which part of the parameters was averaged last
+        self._group = self.communicator.group
+        self._compression = compression
+        self._known: dict[int, _Gradient] = {}  # by id(): tensors compare element by element
+        self._reducers: dict[tuple[Compressor, int], Reducer] = {}
+        if isinstance(parameters, Mapping):
+            self._know(list(parameters.items()))
+        elif parameters is not None:
+            self._know([(_name(p, i), p) for i, (_, p) in enumerate(name_leaves(parameters, ""))])
+
+    def __call__(self, loss: Tensor, weight: float | None = None) -> None:
+        self.backward_and_update(loss, weight=weight)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "opt":  # of a half-made object, while it is copied
+            raise AttributeError(name)
+        return getattr(self.opt, name)
+
+    def backward_and_update(
+        self, loss: Tensor, threshold: int = THRESHOLD, weight: float | None = None
+    ) -> None:
+        """Every parameter has been updated with the average of all ranks' gradients.
+
+        Gradients leave in buckets of `threshold` elements while backward() goes on, from the second
+        step on. `weight` is the rank's number of samples, given on every rank or on none: with it
+        the average is the mean over all samples, however uneven the batches. A rank without any
+        calls it with `loss=None` and `weight=0`.
+        """
+        self._update(loss, threshold, weight, self._compression)
+
+    def backward_and_update_half(
+        self,
+        loss: Tensor,
+        threshold: int = THRESHOLD,
+        clipping: bool = False,
+        clip_Value: float = 100,
+        weight: float | None = None,
+    ) -> None:
+        """The same with float16 on the wire: see `Compression.fp16`, which is scaled.
+
+        With `clipping`, every rank's gradients are cut off at `clip_Value`, either way, before.
+        """
+        self._update(loss, threshold, weight, Compression.fp16, clip_Value if clipping else None)
+
+    def backward_and_partial_update(self, loss: Tensor, threshold: int = THRESHOLD) -> None:
+        """Every parameter has taken its own rank's gradient, and one part of them was averaged.
+
+        A part is a parameter of more than `threshold` elements, or several smaller ones; each step
+        takes the next, and begins anew after the last. Replicas differ in between.
+        """
+
+        def updated() -> Iterator[Pair]:
+            for p, g in _backward(loss):
+                self._apply(p, g)
+                yield p, g
+
+        self.partial += 1
+        k, handle = 0, None
+        for k, part in enumerate(_parts(updated(), threshold), 1):
+            if k == self.partial:
+                parameters = [p for p, _ in part]
+                values = [array_of(p.data) for p in parameters]
+                handle = self._group.exchange_async(
+                    values,
+                    names=[self._gradient_of(p).name for p in parameters],
+                    label=self.communicator.label(f"part {k} of the parameters"),
+                    op=Average,
+                    compression=self._compression,
+                )
+        if handle is not None:
+            self._group.synchronize(handle)
+            for p, value in zip(parameters, values, strict=True):
+                write(p.data, value)
+        if self.partial >= k:
+            self.partial = 0
+        self.opt.step()
+
+    def backward_and_sparse_update(
+        self,
+        loss: Tensor,
+        threshold: int = THRESHOLD,
+        spars: float = 0.05,
+        topK: bool = False,
+        corr: bool = True,
+    ) -> None:
+        """Every parameter has been updated with what is large in the ranks' gradients.
+
+        What travels (see `sparse_sum`) is the fraction `spars` with `topK`, and otherwise whatever
+        is at least `spars`, of each part of the gradients, parts as above. With `corr`, what has
+        not travelled is kept, for each parameter, and added to its next gradient.
+        """
+        pairs: list[Pair] = []
+        for k, part in enumerate(_parts(_backward(loss), threshold), 1):
+            gradients = [array_of(g.data) for _, g in part]
+            known = [self._gradient_of(p) for p, _ in part]
+            flat = [gradient.reshape(-1) for gradient in gradients]
+            left_over = np.concatenate([each.not_sent() for each in known]) if corr else None
+            total = sparse_sum(
+                self._group,
+                np.concatenate(flat),
+                left_over,
+                spars=spars,
+                top_k=topK,
+                label=self.communicator.label(f"part {k} of the gradients"),
+                what="\n".join(
+                    f"corr {corr}, gradient {each.name!r} {list(gradient.shape)}"
+                    for each, gradient in zip(known, gradients, strict=True)
+                ),
+            )
+            ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
+            for (_, g), average in zip(part, np.split(total / self.world_size, ends), strict=True):
+                write(g.data, average.reshape(tuple(g.shape)))
+            if left_over is not None:
+                for each, rest in zip(known, np.split(left_over, ends), strict=True):
+                    each.left_over = rest
+            pairs += part
+        for p, g in pairs:
+            self._apply(p, g)
+        self.opt.step()
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        """`param` has been updated with `grad`, a sum over the ranks, divided by their number."""
+        grad /= self.world_size
+        self._apply(param, grad)
+
+    # What a training loop of one's own is made of, as in DistOpt: see `Communicator`.
+
+    def all_reduce(self, tensor: Any) -> None:
+        self.communicator.synch(tensor)
+
+    def all_reduce_half(self, tensor: Any) -> None:
+        self.communicator.synchHalf(tensor)
+
+    def fused_all_reduce(self, tensor: list[Any], send: bool = True) -> None:
+        self.communicator.fusedSynch(tensor, send)
+
+    def fused_all_reduce_half(self, tensor: list[Any], send: bool = True) -> None:
+        self.communicator.fusedSynchHalf(tensor, send)
+
+    def sparsification(self, tensor: Any, accumulation: Any, spars: float, topK: bool) -> None:
+        rest = () if accumulation is None else (accumulation,)
+        self.communicator.sparsification(tensor, *rest, spars, topK)
+
+    def fused_sparsification(
+        self, tensor: list[Any], accumulation: Any, spars: float, topK: bool
+    ) -> None:
+        rest = () if accumulation is None else (accumulation,)
+        self.communicator.fusedSparsification(tensor, *rest, spars, topK)
+
+    def wait(self) -> None:
+        self.communicator.wait()
+
+    # How the gradients travel.
+
+    def _update(
+        self,
+        loss: Tensor,
+        threshold: int,
+        weight: float | None,
+        compression: Compressor,
+        clip: float | None = None,
+    ) -> None:
+        reducer = self._reducer(compression, threshold, weight) if self._known else None
+        try:
+            for p, g in _backward(loss):
+                if reducer is not None and id(p) not in self._known:
+                    raise RuntimeError(
+                        f"the first gradient of {p.name!r} came on rank {self.global_rank} after "
+                        "others had left: DistributedOptimizer(…, parameters=model.get_params()) "
+                        "tells of all parameters before"
+                    )
+                gradient = self._gradient_of(p)
+                gradient.receive(g, clip)
+                if reducer is not None:
+                    reducer.ready(gradient.place)
+            if reducer is None:
+                reducer = self._reducer(compression, threshold, weight)
+            reducer.finish()
+            for gradient in self._known.values():
+                if gradient.array is not None:
+                    self._apply(gradient.parameter, gradient.averaged())
+        finally:
+            for gradient in self._known.values():
+                gradient.array = gradient.given = None
+        self.opt.step()
+
+    def _reducer(self, compression: Compressor, threshold: int, weight: float | None) -> Reducer:
+        # Its buckets begin with what comes last, and backward() begins there, too.
+        named = [(gradient.name, gradient) for gradient in reversed(self._known.values())]
+        for place, (_, gradient) in enumerate(named):
+            gradient.place = place
+        key = compression, threshold
+        if key not in self._reducers:
+            self._reducers[key] = Reducer(
+                self._group,
+                _GradientAdapter(),
+                named,
+                compression=compression,
+                bucket_bytes=4 * threshold,
+            )
+        reducer = self._reducers[key]
+        reducer.bind(named)
+        reducer.weight = weight
+        return reducer
+
+    def _know(self, named: list[tuple[str, Tensor]]) -> None:
+        for name, p in reversed(named):
+            self._known[id(p)] = _Gradient(name, p)
+
+    def _gradient_of(self, p: Tensor) -> _Gradient:
+        if id(p) not in self._known:
+            self._know([(_name(p, len(self._known)), p)])
+        return self._known[id(p)]
+
+    def _apply(self, p: Tensor, g: Tensor) -> None:
+        if hasattr(self.opt, "apply"):
+            if p.name is None:
+                p.name = id(p)
+            self.opt.apply(p.name, p, g)
+        else:  # before version 3
+            self.opt.update(p, g)
+
+
+class _Gradient:
+    """A parameter's gradient, in memory of ours while it travels."""
+
+    def __init__(self, name: str, parameter: Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.place = 0  # among all, as the reducer counts them
+        self.given: Tensor | None = None
+        self.array: NDArray[Any] | None = None
+        self.left_over: NDArray[Any] | None = None
+
+    def receive(self, given: Tensor, clip: float | None) -> None:
+        self.given = given
+        self.array = array_of(given.data)
+        if clip is not None:
+            np.clip(self.array, -clip, clip, out=self.array)
+
+    def not_sent(self) -> NDArray[Any]:
+        """What sparse updates have kept back of it so far."""
+        if self.left_over is None:
+            return np.zeros(int(self.parameter.size()), np.float32)
+        return self.left_over
+
+    def averaged(self) -> Tensor:
+        """The gradient for the optimizer, now that `array` is that of all ranks."""
+        assert self.array is not None
+        if self.given is None:  # only other ranks had one
+            return new_tensor(self.array, self.parameter.device)
+        write(self.given.data, self.array)
+        return self.given
+
+
+class _GradientAdapter(Adapter):
+    def gradient(self, parameter: _Gradient) -> NDArray[Any] | None:
+        return parameter.array
+
+    def set_gradient(self, parameter: _Gradient, array: NDArray[Any]) -> None:
+        parameter.array = array
+
+    def value(self, parameter: _Gradient) -> NDArray[Any]:
+        return array_of(parameter.parameter.data)
+
+
+def broadcast_optimizer_state(
+    optimizer: Any, root_rank: int = 0, *, group: Group | None = None
+) -> None:
+    """`optimizer` goes on as rank `root_rank`'s would: momenta, step count.
+
+    Collective; one of SINGA's optimizers or a DistributedOptimizer. It is asked for `get_states()`,
+    and the other ranks' are given that with `set_states()`, tensors in the host's memory. SINGA
+    keeps momenta by the names of parameters, which must be alike.
+    """
+    group = group or world().group
+    mine = _mapped(optimizer.get_states(), _portable) if group.rank == root_rank else None
+    states = group.broadcast_object(mine, root_rank)
+    if group.rank != root_rank:
+        optimizer.set_states(_mapped(states, _local))
+
+
+def _mapped(tree: Any, change: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    return change(tree)
+
+
+def _portable(x: Any) -> Any:
+    return array_of(x.data) if isinstance(x, tensor.Tensor) else x
+
+
+def _local(x: Any) -> Any:
+    return new_tensor(x, None) if isinstance(x, np.ndarray) else x
+
+
+def _backward(loss: Tensor | None) -> Iterator[Pair]:
+    """Parameters and their gradients, as they become ready; none where there is no loss."""
+    return iter(()) if loss is None else autograd.backward(loss)
+
+
+def _parts(pairs: Iterator[Pair], threshold: int) -> Iterator[list[Pair]]:
+    """What travels together: a large parameter alone, small ones until they are many enough."""
+    small: list[Pair] = []
+    n_elements = 0
+    for pair in pairs:
+        size = int(pair[0].size())
+        if size > threshold:
+            yield [pair]
+            continue
+        small.append(pair)
+        n_elements += size
+        if n_elements > threshold:
+            yield small
+            small, n_elements = [], 0
+    if small:
+        yield small
+
+
+def _name(p: Tensor, i: int) -> str:
+    return p.name if isinstance(p.name, str) else f"parameter {i}"

@@ -1,0 +1,222 @@
+"""SINGA's extension module, over NumPy: raw tensors, which SINGA's Python files call `.data`.
+
+As in the extension, a tensor's values are seen only as copies; a tensor in a GPU's memory is copied
+to the host first; a transposed one is read in the order of its shape and written in the order of
+its memory; and reading what was never written ends the process, here with `Fatal`.
+"""
+
+# ruff: noqa: N802 (the names are SINGA's)
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+kFloat32, kFloat16, kInt = range(3)  # noqa: N816
+_DTYPES = {kFloat32: np.float32, kFloat16: np.float16, kInt: np.int32}
+
+
+class Fatal(BaseException):
+    """What SINGA's logging library does: the process is at its end."""
+
+
+class Device:
+    def __init__(self, number: int) -> None:
+        self._number, self._graph = number, False
+
+    def id(self) -> int:
+        return self._number
+
+    def graph_enabled(self) -> bool:
+        return self._graph
+
+    def EnableGraph(self, enable: bool) -> None:
+        self._graph = enable
+
+
+_host = Device(-1)
+
+
+class Platform:
+    @staticmethod
+    def GetDefaultDevice() -> Device:
+        return _host
+
+    @staticmethod
+    def CreateCudaGPUsOn(numbers: Iterable[int]) -> list[Device]:
+        return [Device(number) for number in numbers]
+
+
+class Tensor:
+    """A view of a block of memory; `Tensor(other)` is another view of the same block."""
+
+    def __init__(self, shape: Any = (), device: Device = _host, dtype: int = kFloat32) -> None:
+        if isinstance(shape, Tensor):
+            vars(self).update(vars(shape))
+            return
+        self._dtype, self._device = dtype, device
+        self._view = np.empty(tuple(shape), _DTYPES[dtype])
+        self._block = {"is_initialized": False}
+
+    def _like(self, view: np.ndarray) -> Tensor:
+        new = Tensor(self)
+        new._view, new._block = view, {"is_initialized": True}
+        return new
+
+    @property
+    def values(self) -> np.ndarray:
+        """For the functions below only."""
+        if not self._block["is_initialized"]:
+            raise Fatal("Must initialize data before reading it")
+        return self._view
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._view[...] = values
+        self._block["is_initialized"] = True
+
+    def device(self) -> Device:
+        return self._device
+
+    def data_type(self) -> int:
+        return self._dtype
+
+    def shape(self) -> tuple[int, ...]:
+        return self._view.shape
+
+    def transpose(self) -> bool:
+        return not self._view.flags.c_contiguous
+
+    def Size(self) -> int:
+        return self._view.size
+
+    def Clone(self) -> Tensor:
+        return self._like(self.values.copy(order="K"))
+
+    def ToHost(self) -> None:
+        self.ToDevice(_host)
+
+    def ToDevice(self, device: Device) -> None:
+        if device is not self._device:
+            self._view, self._device = self._view.copy(order="K"), device
+
+    def SetFloatValue(self, x: float) -> None:
+        self.values = x
+
+    def CopyData(self, other: Tensor) -> None:
+        self.values = other.values
+
+    def _get(self, dtype: int, num: int) -> np.ndarray:
+        if self._device is not _host or self._dtype != dtype or num != self.Size():
+            raise Fatal("Check failed: device_ == defaultDevice")
+        return self.values.flatten()
+
+    def _put(self, dtype: int, source: np.ndarray) -> None:
+        if self._dtype != dtype or source.shape != (self.Size(),) or source.dtype != _DTYPES[dtype]:
+            raise Fatal("data copied from host memory must be of the tensor's type and size")
+        # In the order of memory, however the tensor is transposed.
+        order = np.argsort(np.abs(self._view.strides), kind="stable")[::-1]
+        memory = self._view.transpose(order)
+        memory[...] = source.reshape(memory.shape)
+        self._block["is_initialized"] = True
+
+    def GetFloatValue(self, num: int) -> np.ndarray:
+        return self._get(kFloat32, num)
+
+    def GetHalfFloatValue(self, num: int) -> np.ndarray:
+        return self._get(kFloat16, num)
+
+    def GetIntValue(self, num: int) -> np.ndarray:
+        return self._get(kInt, num)
+
+    def CopyFloatDataFromHostPtr(self, source: np.ndarray) -> None:
+        self._put(kFloat32, source)
+
+    def CopyHalfFloatDataFromHostPtr(self, source: np.ndarray) -> None:
+        self._put(kFloat16, source)
+
+    def CopyIntDataFromHostPtr(self, source: np.ndarray) -> None:
+        self._put(kInt, source)
+
+    def __iadd__(self, x: Any) -> Tensor:
+        self.values += x.values if isinstance(x, Tensor) else x
+        return self
+
+    def __imul__(self, x: Any) -> Tensor:
+        self.values *= x.values if isinstance(x, Tensor) else x
+        return self
+
+    def __itruediv__(self, x: Any) -> Tensor:
+        self.values /= x.values if isinstance(x, Tensor) else x
+        return self
+
+
+class VecTensor(list):
+    """A std::vector of tensors: it holds copies of the views, and no copies of the memory."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        super().__init__(Tensor(t) for t in tensors)
+
+
+def _new(values: Any, like: Tensor) -> Tensor:
+    values = np.asarray(values, like.values.dtype)
+    return like._like(values if values.ndim else values.reshape(1))
+
+
+def Mult(a: Tensor, b: Tensor) -> Tensor:
+    return _new(a.values @ b.values, a)
+
+
+def DefaultTranspose(a: Tensor) -> Tensor:
+    return _new(a.values.T, a)
+
+
+def AddRow(row: Tensor, matrix: Tensor) -> None:
+    matrix.values += row.values
+
+
+def Sum(a: Tensor, axis: int) -> Tensor:
+    return _new(a.values.sum(axis), a)
+
+
+def SumAll(a: Tensor) -> Tensor:
+    return _new(a.values.sum(), a)
+
+
+def ReLU(a: Tensor) -> Tensor:
+    return _new(np.maximum(a.values, 0), a)
+
+
+def ReLUBackward(dy: Tensor, x: Tensor) -> Tensor:
+    return _new(dy.values * (x.values > 0), dy)
+
+
+def SoftMax(a: Tensor) -> Tensor:
+    e = np.exp(a.values - a.values.max(1, keepdims=True))
+    return _new(e / e.sum(1, keepdims=True), a)
+
+
+def CrossEntropyFwd(p: Tensor, t: Tensor) -> Tensor:
+    return _new(-np.log(p.values[np.arange(len(p.values)), t.values]), p)
+
+
+def SoftmaxCrossEntropyBwd(p: Tensor, t: Tensor) -> Tensor:
+    return _new(p.values - np.eye(p.shape()[1])[t.values], p)
+
+
+def Add(a: Tensor, b: Tensor) -> Tensor:
+    return _new(a.values + b.values, a)
+
+
+def Clip(a: Tensor, low: float, high: float) -> Tensor:
+    return _new(np.clip(a.values, low, high), a)
+
+
+def Axpy(alpha: Any, x: Tensor, y: Tensor) -> None:
+    """Adds alpha * x to y."""
+    y.values += (alpha.values if isinstance(alpha, Tensor) else np.float32(alpha)) * x.values
+
+
+def Gaussian(mean: float, std: float, out: Tensor) -> None:
+    out.values = np.random.normal(mean, std, out.shape())

@@ -1,0 +1,707 @@
+"""SINGA's way of training, with a stand-in for SINGA: see singa_stand_in/singa/__init__.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import TESTS, RanksFailedError, run_ranks, run_threads
+
+STAND_IN = Path(__file__).with_name("singa_stand_in")
+sys.path.insert(0, str(STAND_IN))
+
+import small_net  # noqa: E402
+from singa import autograd, device, opt, singa_wrap, tensor  # noqa: E402
+from small_net import N_STEPS, alone, close, mean_loss, network, samples, values  # noqa: E402
+
+import horo_lite  # noqa: E402
+import horo_lite.singa as hvd  # noqa: E402
+from horo_lite.adapters import adapter_of  # noqa: E402
+from horo_lite.adapters.singa import array_of, write  # noqa: E402
+from horo_lite.collectives import Group  # noqa: E402
+from horo_lite.errors import MismatchError  # noqa: E402
+
+EXAMPLE = TESTS.parent / "examples" / "digits_singa.py"
+PYTHONPATH = os.pathsep.join([str(STAND_IN), str(TESTS), os.environ.get("PYTHONPATH", "")])
+
+
+def sgd() -> opt.SGD:
+    return opt.SGD(lr=0.3, momentum=0.9, weight_decay=1e-3)
+
+
+def new(array: Any, name: str | None = None) -> tensor.Tensor:
+    t = tensor.from_numpy(np.asarray(array, np.float32))
+    t.name = name or t.name
+    t.stores_grad = True
+    return t
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are lists of (parameter, gradient as numbers), in the order of their coming."""
+
+    def backward(loss: Any) -> Iterator[tuple[tensor.Tensor, tensor.Tensor]]:
+        for p, g in loss:
+            yield p, new(g)
+
+    monkeypatch.setattr(autograd, "backward", backward)
+
+
+# DistributedOptimizer.
+
+
+@pytest.mark.shows("eager")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_give_what_one_process_gives_on_the_whole(size: int) -> None:
+    def rank(group: Group) -> list[bytes]:
+        net = network()
+        optimizer = hvd.DistributedOptimizer(sgd(), group=group)
+        for step in range(N_STEPS):
+            x, y = (a[group.rank :: size] for a in samples(step))
+            optimizer.backward_and_update(mean_loss(net, x, y), threshold=[10, 10**6][step % 2])
+        assert close(net, alone())
+        return [a.tobytes() for a in values(net).values()]
+
+    results = run_threads(size, rank)
+    assert all(result == results[0] for result in results)
+
+
+def test_uneven_shards_with_weights_and_a_rank_without_samples() -> None:
+    bounds = [0, 1, 9, 9, 12]
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = hvd.DistributedOptimizer(sgd(), parameters=net, group=group)
+        for step in range(N_STEPS):
+            x, y = (a[bounds[group.rank] : bounds[group.rank + 1]] for a in samples(step))
+            optimizer(mean_loss(net, x, y) if len(x) else None, weight=len(x))
+        assert close(net, alone())
+
+    run_threads(4, rank)
+
+
+@pytest.mark.shows("overlap")
+def test_buckets_leave_before_the_last_gradient_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: dict[str, list[str]] = {}
+    backward = autograd.backward
+
+    def watched(loss: Any) -> Iterator[Any]:
+        for p, g in backward(loss):
+            events[threading.current_thread().name].append(p.name)
+            yield p, g
+
+    monkeypatch.setattr(autograd, "backward", watched)
+
+    def rank(group: Group) -> None:
+        mine = events[threading.current_thread().name] = []
+        exchange_async = group.exchange_async
+
+        def sends(*args: Any, **options: Any) -> Any:
+            mine.append(f"sends {' '.join(options['names'])}")
+            return exchange_async(*args, **options)
+
+        monkeypatch.setattr(group, "exchange_async", sends)
+        net = network()
+        optimizer = hvd.DistributedOptimizer(sgd(), group=group)
+        for step in range(3):
+            mine.clear()
+            x, y = (a[group.rank :: 2] for a in samples(step))
+            optimizer.backward_and_update(mean_loss(net, x, y), threshold=31)
+
+    run_threads(2, rank)
+    for mine in events.values():
+        assert mine.index("sends w2") < mine.index("w0")
+
+
+@pytest.mark.usefixtures("given")
+def test_a_missing_gradient_counts_as_zeros_and_one_that_nobody_has_is_left_alone() -> None:
+    def rank(group: Group) -> None:
+        a, b, c = (new([1, 1], name) for name in "abc")
+        optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), parameters=[c, b, a], group=group)
+        optimizer([(a, [2, 4])] if group.rank == 0 else [(b, [6, 8])])
+        assert [tensor.to_numpy(p).tolist() for p in (a, b, c)] == [[0, -1], [-2, -3], [1, 1]]
+        optimizer([(a, [group.rank, 1])] * (group.rank == 1))  # one of which knows only zeros
+        assert tensor.to_numpy(a).tolist() == [-0.5, -1.5]
+
+    run_threads(2, rank)
+
+
+@pytest.mark.usefixtures("given")
+def test_ranks_with_different_gradients_are_told() -> None:
+    def shapes(group: Group) -> None:
+        optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
+        n = 2 + group.rank // 2
+        optimizer([(new(np.ones(3), "bias"), np.ones(3)), (new(np.ones(n), "kernel"), np.ones(n))])
+
+    def names(group: Group) -> None:
+        optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
+        loss = [(new([1], "bias"), [1]), (new([1], "kernel"), [1])]
+        optimizer(loss[: 2 - group.rank // 2])
+
+    def sparsity(group: Group) -> None:
+        optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
+        loss = [(new([1, 2], "kernel"), [1, 2])]
+        optimizer.backward_and_sparse_update(loss, spars=0.5 if group.rank < 2 else 0.6)
+
+    for case, words in ((shapes, "kernel"), (names, "kernel"), (sparsity, "spars 0.6")):
+        with pytest.raises(RanksFailedError) as failed:
+            run_threads(3, case)
+        assert len(failed.value.errors) == 3
+        for error in failed.value.errors.values():
+            assert isinstance(error, MismatchError)
+            assert words in str(error)
+
+
+@pytest.mark.usefixtures("given")
+def test_a_parameter_that_turns_up_late_is_an_error_that_says_what_to_do() -> None:
+    a, b = new([1], "a"), new([1], "b")
+
+    def rank(group: Group) -> None:
+        optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
+        optimizer([(a, [1])])
+        with pytest.raises(
+            RuntimeError, match=r"'b' came on rank 0 .* parameters=model.get_params"
+        ):
+            optimizer([(a, [1]), (b, [1])])
+
+    run_threads(1, rank)
+
+
+def test_one_tensor_that_is_the_gradient_of_two_is_averaged_once() -> None:
+    """A sum hands its gradient on to both terms; weight decay then changes it in place."""
+
+    def loss(net: dict[str, Any], x: Any, y: Any) -> tensor.Tensor:
+        out = autograd.matmul(
+            tensor.Tensor(data=x, requires_grad=False), autograd.add(net["a"], net["b"])
+        )
+        return autograd.softmax_cross_entropy(out, tensor.from_numpy(y))
+
+    def fresh() -> dict[str, Any]:
+        return {"a": new(np.ones((4, 3)), "a"), "b": new(np.eye(4, 3), "b")}
+
+    autograd.training = True
+    expected, one = fresh(), sgd()
+    one(loss(expected, *samples(0)))
+
+    def rank(group: Group) -> None:
+        net = fresh()
+        optimizer = hvd.DistributedOptimizer(sgd(), group=group)
+        optimizer(loss(net, *(a[group.rank :: 2] for a in samples(0))))
+        assert np.allclose(tensor.to_numpy(net["a"]), tensor.to_numpy(expected["a"]), atol=1e-6)
+        # In one process b's gradient has a's weight decay in it; here each has its own.
+        decay = 0.3 * 1e-3 * np.ones((4, 3))
+        assert np.allclose(
+            tensor.to_numpy(net["b"]), tensor.to_numpy(expected["b"]) + decay, atol=1e-6
+        )
+
+    run_threads(2, rank)
+
+
+# Half precision.
+
+
+@pytest.mark.shows("fp16")
+@pytest.mark.usefixtures("given")
+def test_halves_are_scaled_and_clipped() -> None:
+    small, large = np.full(1024, 3e-8), np.full(1024, 2e6)
+
+    def rank(group: Group) -> None:
+        p = new(np.zeros(2048), "p")
+        optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), group=group)
+        mine = np.concatenate([small, large]) * (1 + group.rank)
+        optimizer.backward_and_update_half([(p, mine)])
+        assert np.allclose(-tensor.to_numpy(p), 1.5 * np.concatenate([small, large]), rtol=2**-9)
+        p.set_value(0)
+        optimizer.backward_and_update_half([(p, mine)], clipping=True, clip_Value=3e6)
+        assert np.allclose(-tensor.to_numpy(p)[1024:], 2.5e6, rtol=2**-9)  # of 2e6 and 3e6
+
+    run_threads(2, rank)
+
+
+@pytest.mark.shows("fp16")
+@pytest.mark.parametrize("method", ["backward_and_update_half", "backward_and_update"])
+def test_halves_travel(method: str) -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        compression = hvd.Compression.fp16 if method == "backward_and_update" else None
+        options = {"compression": compression} if compression else {}
+        optimizer = hvd.DistributedOptimizer(sgd(), group=group, **options)
+        for step in range(N_STEPS):
+            x, y = (a[group.rank :: 2] for a in samples(step))
+            getattr(optimizer, method)(mean_loss(net, x, y))
+        assert not close(net, alone())  # so they were rounded
+        for name, array in values(net).items():
+            assert np.allclose(array, alone()[name], atol=2e-3)  # four steps of 2^-11 of gradients
+
+    run_threads(2, rank)
+
+
+# A part of the parameters at a time.
+
+
+def test_partial_updates_average_one_part_after_the_other() -> None:
+    parts = [["w1"], ["w2", "b0", "w0"]]  # w1 is large, the others become more than 25 together
+
+    def rank(group: Group) -> list[dict[str, Any]]:
+        net = network(seed=group.rank)
+        optimizer = hvd.DistributedOptimizer(opt.SGD(lr=0.1), group=group)
+        history = []
+        for step in range(6):
+            x, y = (a[group.rank :: 2] for a in samples(step))
+            locally = network()
+            for name, p in net.items():
+                locally[name].copy_data(p)
+            opt.SGD(lr=0.1)(mean_loss(locally, x, y))
+            optimizer.backward_and_partial_update(mean_loss(net, x, y), threshold=25)
+            history.append({"local": values(locally), "now": values(net)})
+        assert float(tensor.to_numpy(optimizer.step_counter)[0]) == 6
+        return history
+
+    mine, other = run_threads(2, rank)
+    for step, (a, b) in enumerate(zip(mine, other, strict=True)):
+        for name in small_net.SHAPES:
+            if name in parts[step % 2]:
+                assert np.array_equal(a["now"][name], b["now"][name])
+                mean = (a["local"][name] + b["local"][name]) / 2
+                assert np.allclose(a["now"][name], mean, atol=1e-6)
+            else:
+                assert not np.array_equal(a["now"][name], b["now"][name])
+                assert np.array_equal(a["now"][name], a["local"][name])
+
+
+# What is large in the gradients.
+
+
+@pytest.mark.usefixtures("given")
+@pytest.mark.parametrize("corr", [True, False])
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({"topK": True, "spars": 0.4}, [[0, 9, 0, -7, 0], [0, 8, 0, 9, 0]]),
+        ({"topK": False, "spars": 7}, [[0, 9, 0, -7, 0], [-7, 8, 0, 9, 0]]),
+    ],
+)
+def test_what_travels_is_summed_exactly_and_the_rest_is_kept(
+    options: dict[str, Any], sent: list[list[int]], corr: bool
+) -> None:
+    """Two of five elements by magnitude, over both parameters as one, or all of at least 7."""
+    gradients = [[1, 9, 2, -7, 5], [-7, 8, 1, 9, 0]]
+
+    def rank(group: Group) -> None:
+        a, b = new([0, 0], "a"), new([0, 0, 0], "b")
+        optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), group=group)
+        mine = gradients[group.rank]
+        shipped = 0
+
+        def counted(x: Any, **names: Any) -> Any:
+            nonlocal shipped
+            shipped += x.nbytes
+            return Group.allgather(group, x, **names)
+
+        group.allgather = counted  # type: ignore[method-assign]
+        loss = [(a, mine[:2]), (b, mine[2:])]
+        optimizer.backward_and_sparse_update(loss, corr=corr, **options)
+        applied = -np.concatenate([tensor.to_numpy(a), tensor.to_numpy(b)])
+        assert applied.tolist() == (np.sum(sent, 0) / 2).tolist()
+        assert shipped == 8 * np.count_nonzero(sent[group.rank])
+        zeros = [(a, [0, 0]), (b, [0, 0, 0])]
+        optimizer.backward_and_sparse_update(zeros, topK=True, spars=1, corr=corr)
+        applied = -np.concatenate([tensor.to_numpy(a), tensor.to_numpy(b)])
+        assert applied.tolist() == (np.sum(gradients if corr else sent, 0) / 2).tolist()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.usefixtures("given")
+def test_nan_is_not_kept_back() -> None:
+    def rank(group: Group) -> None:
+        a = new([0, 0, 0], "a")
+        optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), group=group)
+        mine = [(a, [np.nan, 1, 0] if group.rank else [0, 1, 0])]
+        optimizer.backward_and_sparse_update(mine, topK=bool(group.size % 2), spars=0.3)
+        assert np.isnan(tensor.to_numpy(a)[0])
+
+    for size in (2, 3):
+        run_threads(size, rank)
+
+
+@pytest.mark.parametrize(
+    "options", [{"topK": True, "spars": 0.1}, {"topK": False, "spars": 0.15}], ids=["topK", "value"]
+)
+def test_sparse_updates_learn_as_much_with_correction(options: dict[str, Any]) -> None:
+    """The same batch again and again: the loss must come as far down as without sparsification."""
+    whole = samples(0, n=24)
+
+    def final_loss(train: Callable[[Group, Any], None]) -> Any:
+        def rank(group: Group) -> tuple[float, list[bytes]]:
+            net = network()
+            step = train(group, opt.SGD(lr=0.1))
+            for _ in range(150):
+                step(mean_loss(net, *(a[group.rank :: 2] for a in whole)), threshold=40)
+            loss = float(tensor.to_numpy(mean_loss(net, *whole))[0])
+            return loss, [a.tobytes() for a in values(net).values()]
+
+        (loss, bits), (_, other) = run_threads(2, rank)
+        assert bits == other
+        return loss
+
+    start = float(tensor.to_numpy(mean_loss(network(), *whole))[0])
+    dense = final_loss(lambda g, o: hvd.DistributedOptimizer(o, group=g).backward_and_update)
+
+    def sparse(corr: bool) -> Any:
+        def train(group: Group, inner: Any) -> Any:
+            optimizer = hvd.DistributedOptimizer(inner, group=group)
+            return lambda loss, threshold: optimizer.backward_and_sparse_update(
+                loss, threshold, corr=corr, **options
+            )
+
+        return train
+
+    assert dense < 0.7 * start
+    assert final_loss(sparse(corr=True)) < dense + 0.05 * (start - dense)
+    assert final_loss(sparse(corr=False)) > dense + 0.1 * (start - dense)
+
+
+# DistOpt's other methods and attributes.
+
+
+def test_what_programs_ask_of_distopt_is_there() -> None:
+    def rank(group: Group) -> None:
+        optimizer = hvd.DistributedOptimizer(sgd(), group=group)
+        me = (group.rank, group.rank, group.rank, group.rank, 2)
+        assert me == (
+            optimizer.global_rank,
+            optimizer.rank_in_global,
+            optimizer.local_rank,
+            optimizer.rank_in_local,
+            optimizer.world_size,
+        )
+        assert hasattr(optimizer, "communicator")  # by which SINGA's examples know a DistOpt
+        assert optimizer.get_states()["step_counter"] == 0
+        optimizer.set_states({"step_counter": 5, "moments": {}})
+        assert tensor.to_numpy(optimizer.opt.step_counter)[0] == 5
+        with pytest.raises(AttributeError):
+            optimizer.nothing  # noqa: B018
+        # A loop of one's own, as with DistOpt: sums, which update() divides.
+        p, g = new([1, 1], "p"), new([2 * group.rank, 4])
+        optimizer.all_reduce(g.data)
+        optimizer.wait()
+        assert tensor.to_numpy(g).tolist() == [2, 8]
+        optimizer.opt = opt.SGD(lr=1)
+        optimizer.update(p, g)
+        assert tensor.to_numpy(p).tolist() == [0, -3]
+        more = [new([group.rank, 1]), new([[1, 2]])]
+        optimizer.fused_all_reduce([t.data for t in more])
+        optimizer.all_reduce_half(g.data)
+        optimizer.wait()
+        optimizer.fused_all_reduce_half([t.data for t in more])
+        optimizer.wait()
+        assert [tensor.to_numpy(t).tolist() for t in more] == [[2, 4], [[4, 8]]]
+        assert tensor.to_numpy(g).tolist() == [2, 8]  # update() had divided it
+        kept = new([0, 0])
+        optimizer.sparsification(more[0].data, kept.data, 3, topK=False)
+        optimizer.fused_sparsification([more[1].data, g.data], None, 0.25, topK=True)
+        assert tensor.to_numpy(more[0]).tolist() == [0, 8]
+        assert tensor.to_numpy(kept).tolist() == [2, 0]
+
+    run_threads(2, rank)
+
+
+def test_an_optimizer_from_before_version_3() -> None:
+    class Old:  # update() and step() were all it had
+        n_steps = 0
+
+        def update(self, param: tensor.Tensor, grad: tensor.Tensor) -> None:
+            singa_wrap.Axpy(-1.0, grad.data, param.data)
+
+        def step(self) -> None:
+            self.n_steps += 1
+
+    def rank(group: Group) -> None:
+        net, old = network(), Old()
+        optimizer = hvd.DistributedOptimizer(old, group=group)
+        optimizer(mean_loss(net, *(a[group.rank :: 2] for a in samples(0))))
+        expected = network()
+        opt.SGD(lr=1)(mean_loss(expected, *samples(0)))
+        assert close(net, values(expected))
+        assert old.n_steps == 1
+
+    run_threads(2, rank)
+
+
+# Communicator.
+
+
+def test_sums_are_in_the_tensors_after_wait() -> None:
+    def rank(group: Group) -> None:
+        communicator = hvd.Communicator(4194304, group=group)
+        assert (communicator.global_rank, communicator.world_size) == (group.rank, 3)
+        assert (communicator.MPIRankInGlobal, communicator.totalMPIRanksInGlobal) == (group.rank, 3)
+        communicator.wait()  # for nothing
+        one, two, three = new([1 + group.rank, 10]), new([[group.rank]]), new(np.full(5, 1e6))
+        twice = new([2**group.rank])
+        communicator.synch(one.data)
+        communicator.synchHalf(three.data)
+        communicator.fusedSynch([two.data, twice.data])
+        communicator.wait()
+        assert tensor.to_numpy(one).tolist() == [6, 30]
+        assert tensor.to_numpy(two).tolist() == [[3]]
+        assert tensor.to_numpy(twice).tolist() == [7]
+        assert np.allclose(tensor.to_numpy(three), 3e6, rtol=2**-9)  # halves end at 65504
+
+    run_threads(3, rank)
+
+
+def test_tensors_set_aside_travel_as_they_were_then() -> None:
+    """DistOpt sets each gradient aside as it comes, and sends when there are enough."""
+
+    def rank(group: Group) -> None:
+        communicator = hvd.Communicator(4194304, group=group)
+        a, b, c = new([1, 2]), new([3]), new([4])
+        half = new([0.25])
+        communicator.fusedSynch(singa_wrap.VecTensor([a.data]), False)
+        communicator.fusedSynch(singa_wrap.VecTensor([b.data]), send=False)
+        communicator.fusedSynchHalf(singa_wrap.VecTensor([half.data]), False)
+        a.set_value(-1)
+        b.set_value(-1)
+        communicator.fusedSynch(singa_wrap.VecTensor([a.data, b.data]))
+        communicator.fusedSynchHalf(singa_wrap.VecTensor([half.data]), True)
+        communicator.fusedSynch(singa_wrap.VecTensor([c.data]), True)  # nothing is set aside
+        communicator.wait()
+        found = [tensor.to_numpy(t).tolist() for t in (a, b, c, half)]
+        assert found == [[2, 4], [6], [8], [0.5]]
+        communicator.fusedSynch([a.data], send=False)
+        with pytest.raises(ValueError, match=r"shapes \[\(2,\)\] were set aside on rank"):
+            communicator.fusedSynch([b.data])
+
+    run_threads(2, rank)
+
+
+def test_different_calls_are_told_at_wait() -> None:
+    def rank(group: Group) -> None:
+        communicator = hvd.Communicator(group=group)
+        communicator.synch(new(np.ones(3 if group.rank else 4)).data)
+        with pytest.raises(MismatchError, match="call 1 of SINGA's Communicator 1, synch"):
+            communicator.wait()
+
+    run_threads(2, rank)
+
+
+def test_a_world_that_is_not_this_one_is_an_error() -> None:
+    holder = hvd.NcclIdHolder()
+
+    def rank(group: Group) -> None:
+        assert hvd.Communicator(group.rank, 2, holder, 4194304, group=group).local_rank < 2
+        with pytest.raises(ValueError, match=r"rank . of 2, and not 1 of 4: .* horo_lite.run"):
+            hvd.DistributedOptimizer(sgd(), holder, 1, 4, group=group)
+        with pytest.raises(TypeError, match="2 arguments"):
+            hvd.Communicator(1, 4, group=group)
+
+    run_threads(2, rank)
+
+
+# SINGA's memory.
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.int32])
+def test_reading_and_writing_raw_tensors(kind: type) -> None:
+    array = np.arange(6 * 5000).reshape(6, 5000).astype(kind)  # more than float16 can number
+    t = tensor.from_numpy(array)
+    assert array_of(t.data).dtype == kind
+    assert np.array_equal(array_of(t.data), array)
+    write(t.data, array[::-1])
+    assert np.array_equal(tensor.to_numpy(t), array[::-1])
+    turned = singa_wrap.DefaultTranspose(t.data)  # the same memory
+    assert np.array_equal(array_of(turned), array[::-1].T)
+    write(turned, array.T)
+    assert np.array_equal(array_of(turned), array.T)
+    assert np.array_equal(tensor.to_numpy(t), array)
+
+
+def test_a_tensor_on_a_gpu_is_copied_to_the_host_and_stays_where_it_is() -> None:
+    gpu = device.create_cuda_gpu_on(0)
+    t = new([1, 2])
+    t.to_device(gpu)
+    with pytest.raises(singa_wrap.Fatal):
+        t.data.GetFloatValue(2)
+    assert array_of(t.data).tolist() == [1, 2]
+    write(t.data, np.array([3, 4]))
+    assert t.data.device() is gpu
+    assert tensor.to_numpy(t).tolist() == [3, 4]
+
+
+def test_graph_mode_is_refused() -> None:
+    here = device.get_default_device()
+    net = network()
+
+    def rank(group: Group) -> None:
+        loss = mean_loss(net, *samples(0))
+        here.EnableGraph(True)
+        with pytest.raises(RuntimeError, match=r"use_graph=False"):
+            hvd.DistributedOptimizer(sgd(), group=group)(loss)
+
+    try:
+        run_threads(1, rank)
+    finally:
+        here.EnableGraph(False)
+
+
+def test_the_generic_functions_know_tensors_models_and_optimizers() -> None:
+    class Model:  # SINGA's have get_params()
+        __module__ = "singa.model"
+
+        def __init__(self, net: dict[str, Any]) -> None:
+            self.net = net
+
+        def get_params(self) -> dict[str, Any]:
+            return self.net
+
+    def rank(group: Group) -> None:
+        net, other = network(seed=group.rank), network(seed=group.rank)
+        originals = dict(net)
+        horo_lite.broadcast_parameters(net, root_rank=1, group=group)
+        horo_lite.broadcast_parameters(Model(other), root_rank=1, group=group)
+        for name, expected in values(network(seed=1)).items():
+            assert net[name] is originals[name]
+            assert np.array_equal(tensor.to_numpy(net[name]), expected)
+            assert np.array_equal(tensor.to_numpy(other[name]), expected)
+        mean = group.allreduce(new([group.rank, 2]))
+        assert isinstance(mean, tensor.Tensor)
+        assert tensor.to_numpy(mean).tolist() == [1, 2]
+        net["w2"] = new(np.ones(2 + group.rank))
+        with pytest.raises(MismatchError, match="w2"):
+            horo_lite.broadcast_parameters(net, group=group)
+        for function in (horo_lite.DistributedOptimizer, horo_lite.broadcast_optimizer_state):
+            with pytest.raises(TypeError, match=r"horo_lite\.singa"):
+                function(sgd(), group=group)
+
+    run_threads(3, rank)
+    assert adapter_of(np.ones(2)).value(np.ones(2)).tolist() == [1, 1]
+
+
+def test_an_optimizers_state_is_that_of_the_root() -> None:
+    def rank(group: Group) -> None:
+        net, inner = network(), sgd()
+        if group.rank == 1:
+            for step in range(2):
+                inner(mean_loss(network(), *samples(step)))
+        hvd.broadcast_optimizer_state(inner, root_rank=1, group=group)
+        optimizer = hvd.DistributedOptimizer(inner, group=group)
+        for step in range(2, 4):
+            optimizer(mean_loss(net, *(a[group.rank :: 2] for a in samples(step))))
+
+        expected, one = network(), sgd()
+        for step in range(2):
+            one(mean_loss(network(), *samples(step)))
+        for step in range(2, 4):
+            one(mean_loss(expected, *samples(step)))
+        assert close(net, values(expected))
+        assert tensor.to_numpy(inner.step_counter)[0] == 4
+
+    run_threads(2, rank)
+
+
+# Real processes.
+
+
+SCRIPT = """
+import numpy as np
+import horo_lite.singa as hvd
+from singa import opt, singa_wrap, tensor
+from small_net import alone, close, mean_loss, network, samples, values
+
+world = hvd.init()
+
+def shard(step):
+    return [a[world.rank :: world.size] for a in samples(step)]
+
+def same_bits(net):
+    digests = hvd.allgather_object([a.tobytes() for a in values(net).values()])
+    return all(digest == digests[0] for digest in digests)
+
+def sgd():
+    return opt.SGD(lr=0.3, momentum=0.9, weight_decay=1e-3)
+
+net = network(seed=world.rank)
+hvd.broadcast_parameters(net)
+optimizer = hvd.DistributedOptimizer(sgd())
+assert (optimizer.global_rank, optimizer.local_rank) == (world.rank, world.local_rank)
+for step in range(4):
+    optimizer(mean_loss(net, *shard(step)))
+assert close(net, alone()) and same_bits(net)
+
+# SINGA's own DistOpt, unchanged.
+assert not hasattr(singa_wrap, "Communicator")
+hvd.install()
+for threshold in (5, 25, 2097152):
+    net = network()
+    dist = opt.DistOpt(sgd())
+    assert type(dist.communicator) is hvd.Communicator
+    assert (dist.global_rank, dist.world_size) == (world.rank, world.size)
+    for step in range(4):
+        dist.backward_and_update(mean_loss(net, *shard(step)), threshold)
+    assert close(net, alone()) and same_bits(net), threshold
+
+    net = network()
+    dist = opt.DistOpt(sgd(), singa_wrap.NcclIdHolder(), world.rank, world.size)
+    for step in range(4):
+        dist.backward_and_update_half(mean_loss(net, *shard(step)), threshold, clipping=True)
+    assert not close(net, alone()) and same_bits(net)
+    assert all(np.allclose(a, alone()[k], atol=2e-3) for k, a in values(net).items())
+
+    for spars, top_k in ((0.0, False), (1.0, True)):  # all of it is sent
+        net = network()
+        dist = opt.DistOpt(sgd())
+        for step in range(4):
+            dist.backward_and_sparse_update(mean_loss(net, *shard(step)), threshold, spars, top_k)
+        assert close(net, alone()) and same_bits(net), (spars, top_k)
+    for corr in (True, False):
+        ours, theirs = network(), network()
+        dist, optimizer = opt.DistOpt(sgd()), hvd.DistributedOptimizer(sgd())
+        for step in range(4):
+            sparse = dict(threshold=threshold, spars=0.3, topK=True, corr=corr)
+            dist.backward_and_sparse_update(mean_loss(theirs, *shard(step)), **sparse)
+            optimizer.backward_and_sparse_update(mean_loss(ours, *shard(step)), **sparse)
+        assert close(ours, values(theirs)) and same_bits(theirs), (threshold, corr)
+        assert not close(ours, alone())
+
+    ours, theirs = network(), network()
+    dist, optimizer = opt.DistOpt(sgd()), hvd.DistributedOptimizer(sgd())
+    for step in range(5):
+        dist.backward_and_partial_update(mean_loss(theirs, *shard(step)), threshold)
+        optimizer.backward_and_partial_update(mean_loss(ours, *shard(step)), threshold)
+        assert close(ours, values(theirs)) and optimizer.partial == dist.partial
+print(f"rank {world.rank} is done")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("size", [2, 3])
+def test_real_ranks_and_singas_own_distopt(size: int) -> None:
+    result = run_ranks(SCRIPT, size, env={"PYTHONPATH": PYTHONPATH}, timeout_s=60).check()
+    assert result.stdout.count("is done") == size
+
+
+@pytest.mark.mpi
+def test_the_example_learns_to_read_digits() -> None:
+    accuracies = []
+    for size in (1, 2):
+        arguments = ["--epochs", "3"]
+        env = {"PYTHONPATH": PYTHONPATH}
+        result = run_ranks(
+            EXAMPLE, size, args=arguments, env=env, launcher=size > 1, timeout_s=90
+        ).check()
+        (found,) = re.findall(r"^test accuracy (\d\.\d+)$", result.stdout, re.MULTILINE)
+        accuracies.append(float(found))
+        assert size == 1 or "parameters bit-identical on all 2 ranks" in result.stdout
+    assert accuracies[0] > 0.9
+    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.006)  # two of 359 images
