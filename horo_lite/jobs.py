@@ -112,7 +112,9 @@ def _asked(path: str) -> Mpiexec:
 
 # What a launcher leaves to its ranks: a job that one of them starts must not take it for its own.
 # (Slurm's stay: an mpiexec finds its hosts by them.)
-_OF_A_LAUNCHER = re.compile(r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA)_")
+_OF_A_LAUNCHER = re.compile(
+    r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|TORCHELASTIC)_|(RANK|WORLD_SIZE)$"
+)
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from horo_lite.errors import LauncherError
 
@@ -30,8 +31,11 @@ class Launch(NamedTuple):
 
 # Slurm: SLURM_NTASKS would not do, the one process of an sbatch script has it too. PMI's pair is
 # set by others than MPICH's launcher as well (Slurm, Flux, PALS): that one is told by its mark.
+# torchrun is first: srun or mpiexec may have started it, one on each host.
+TORCHRUN = "torchrun"
 _LAUNCHERS = (
     # name, number of ranks, own rank, mark
+    (TORCHRUN, "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),
     ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", None),
     ("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", None),
     ("MPICH", "PMI_SIZE", "PMI_RANK", "HYDI_CONTROL_FD"),
@@ -56,6 +60,78 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     return None
 
 
+class Appointment(NamedTuple):
+    """Where the ranks of a world that MPI did not start meet, and which of them this one is."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    served: bool
+    """Somebody else keeps the store there, as torchrun does; else rank 0 is to."""
+    attempt: str
+    """Which start of the job it is that meets there."""
+
+
+# What an argument of init() stands for where it is not given.
+_STANDARD = {"rank": "RANK", "size": "WORLD_SIZE", "address": "MASTER_ADDR and MASTER_PORT"}
+
+
+def appointment(given: Mapping[str, Any], environ: Mapping[str, str]) -> Appointment | None:
+    """What init()'s `rank`, `size` and `address` say, or torchrun's variables; None for neither.
+
+    Variables that another launcher's ranks have as well count for nothing. ValueError: an argument
+    makes no sense. LauncherError: a part of what belongs together is missing.
+    """
+    explicit = any(given[name] is not None for name in _STANDARD)
+    launch = detect(environ)
+    by_mpi = launch is not None and launch.name != TORCHRUN and launch.size != 1
+    if by_mpi and not explicit:
+        return None
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    standard = {
+        "rank": environ.get("RANK"),
+        "size": environ.get("WORLD_SIZE"),
+        "address": f"{host}:{port}" if host and port else None,
+    }
+    found = {name: standard[name] if given[name] is None else given[name] for name in _STANDARD}
+    if not explicit and standard["size"] is None and not (standard["rank"] and host):
+        return None  # one of them alone may mean anything
+    numbers = {name: _number(name, found[name]) for name in ("rank", "size")}
+    rank, size = numbers["rank"], numbers["size"]
+    if size == 1:
+        if rank:
+            raise ValueError(f"rank is {rank}, but size is 1")
+        return Appointment(0, 1, "", 0, False, "")
+    missing = [_STANDARD[name] for name, value in found.items() if value is None]
+    if missing or rank is None or size is None:
+        has = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+        lacks = " and ".join(missing)
+        raise LauncherError(
+            f"this process is to be a rank of a world that MPI does not start ({has}), but lacks "
+            f"{lacks}: set what is missing, call init(rank=…, size=…, address='host:port'), or "
+            "unset the others if it is to run alone"
+        )
+    where = urlsplit("//" + str(found["address"]).removeprefix("tcp://"))
+    try:
+        name, number = where.hostname, where.port
+    except ValueError:
+        name = number = None
+    if not name or not number:
+        raise ValueError(f"address is the host of rank 0 and a port, not {found['address']!r}")
+    ours = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and given["address"] is None
+    return Appointment(
+        rank, size, name, number, ours, environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+
+
+def _number(name: str, value: object) -> int | None:
+    least = {"rank": 0, "size": 1}[name]
+    if value is not None and not (str(value).isdigit() and int(str(value)) >= least):
+        raise ValueError(f"{name} must be a number, and at least {least}, not {value!r}")
+    return None if value is None else int(str(value))
+
+
 def load_mpi(launch: Launch | None) -> Any:
     """mpi4py.MPI, initialised; `launch` is None where the caller brings a communicator.
 
@@ -72,7 +148,10 @@ def load_mpi(launch: Launch | None) -> Any:
             mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LauncherError(f"{started} mpi4py does not load ({error}): {remedy}") from error
+        raise LauncherError(
+            f"{started} mpi4py does not load ({error}): {remedy}; on one host, ranks can also meet "
+            "without MPI, by init(rank=…, size=…, address='host:port')"
+        ) from error
     if MPI.Is_finalized():
         raise LauncherError("MPI is finalized already: init() must come before MPI.Finalize()")
     if not MPI.Is_initialized():

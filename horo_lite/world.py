@@ -106,6 +106,10 @@ _dies_alone = False
 def init(
     comm: Any = None,
     *,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    start_timeout_s: float | None = None,
     device: str | None = None,
     threads: int | str | None = None,
     binding: str | None = None,
@@ -119,6 +123,11 @@ def init(
     `test_hosts` and the same kind of device. Without a launcher it is a world of one, and MPI is
     not even imported. Called again with the same arguments it returns the same world.
 
+    Under torchrun, where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, or with `rank`,
+    `size` and `address` ("host:port", a free port of rank 0's host), the ranks meet in a store of
+    PyTorch's, without MPI; all on one host. Within `start_timeout_s` seconds (120) all must have
+    come. Inside a job of MPI's launcher only the arguments count.
+
     `device`: "cpu", "cuda" (GPU local_rank modulo their number) or "cuda:1"; by itself a GPU
     where there is one. `threads`: of BLAS and OpenMP; by itself this rank's share of the host's
     cores, unless OMP_NUM_THREADS or the like is set or the world is of one. `binding`: "keep"
@@ -129,11 +138,16 @@ def init(
     StallError; by itself never. Each can also be a variable, HORO_LITE_DEVICE and so on; the
     argument counts.
 
-    LauncherError: launcher and MPI library do not fit. MismatchError, on every rank: the ranks
-    differ. ValueError: an argument makes no sense, or is not that of the first call.
+    LauncherError: launcher and MPI library do not fit; or, without MPI, ranks are missing or two
+    have one number. MismatchError, on every rank: the ranks differ. ValueError: an argument makes
+    no sense, or is not that of the first call.
     """
     global _session
     arguments = {
+        "rank": rank,
+        "size": size,
+        "address": address,
+        "start_timeout_s": start_timeout_s,
         "device": device,
         "threads": threads,
         "binding": binding,
@@ -169,9 +183,9 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
 
     global _ending
     launch = launcher.detect(os.environ)
-    comm, MPI = _communicator(given["comm"], launch) if ours is None else _as_ours(ours)
+    comm, MPI = _communicator(given, launch) if ours is None else _as_ours(ours)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    if MPI is not None:
+    if comm is not None or MPI is not None:
         # Already now: a rank that fails below must not leave the others waiting for it.
         _ending = _Ending(rank, size, MPI, _ending)
     elif _ending is not None:  # guard_start()'s: alone, this rank ends for itself
@@ -202,7 +216,7 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
 
     here = [r for r, host in enumerate(host_of_rank) if host == host_of_rank[rank]]
     restore_threads = _take_cores(mine, everyone, rank, here)
-    thread_multiple = comm is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+    thread_multiple = comm is None or MPI is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
     if not thread_multiple and rank == 0:
         _warn(
             "MPI was initialised without THREAD_MULTIPLE: asynchronous operations progress only "
@@ -215,7 +229,7 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
     if lookout is not None:
         lookout.set_limits(mine["stall_warn_s"], mine["stall_abort_s"])
         stall.give_stacks(lookout)
-    if MPI is not None and _ending is not None:
+    if _ending is not None:
         _ending.transports = transports
     group = Group(*transports)
     world = World(
@@ -237,8 +251,19 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
     return _Session(given, world, comm, host_of_rank, restore_threads, [], time.monotonic())
 
 
-def _communicator(comm: Any, launch: launcher.Launch | None) -> tuple[Any, Any]:
-    """Our own communicator, of two ranks or more, and mpi4py.MPI; (None, None) for one rank."""
+def _communicator(given: dict[str, Any], launch: launcher.Launch | None) -> tuple[Any, Any]:
+    """Our own communicator, of two ranks or more, and mpi4py.MPI; (None, None) for one rank.
+
+    Of ranks that MPI did not start a Rendezvous, and None.
+    """
+    comm = given["comm"]
+    if comm is not None and given["rank"] is not None:
+        raise ValueError("comm and rank are two ways to say which world it is: give one of them")
+    if comm is None and (place := launcher.appointment(given, os.environ)) is not None:
+        from horo_lite.rendezvous import TIMEOUT_S, Rendezvous
+
+        timeout_s = stall.limit("start_timeout_s", given["start_timeout_s"], TIMEOUT_S)
+        return (Rendezvous(place, timeout_s) if place.size > 1 else None), None
     loaded: Any = sys.modules.get("mpi4py.MPI")
     running = loaded is not None and loaded.Is_initialized() and not loaded.Is_finalized()
     # Under plain PMIx the size is None, and only MPI knows it.
@@ -479,10 +504,16 @@ def abandon(reason: str) -> None:
 
 
 def communicator() -> Any:
-    """The world's own mpi4py communicator; None in a world of one."""
+    """The world's own mpi4py communicator; None in a world of one, or where there is no MPI."""
+    return _session.comm if started_by_mpi() and _session is not None else None
+
+
+def started_by_mpi() -> bool:
+    """Whether this world has several ranks, and MPI connects them."""
+    from horo_lite.rendezvous import Meeting
+
     world()
-    assert _session is not None
-    return _session.comm
+    return _session is not None and not isinstance(_session.comm, (Meeting, type(None)))
 
 
 def new_group(ranks: Sequence[int]) -> Group | None:
@@ -503,11 +534,8 @@ def new_group(ranks: Sequence[int]) -> Group | None:
             f"least one, not {ranks}"
         )
     assert _session is not None
-    comm, is_member = None, world_.rank in ranks
-    if _session.comm is not None:
-        # Ranks outside take part in this and in nothing else.
-        place = ranks.index(world_.rank) if is_member else 0
-        comm = _session.comm.Split(0 if is_member else _undefined(), place)
+    # Ranks outside take part in this and in nothing else.
+    comm, is_member = _part(_session.comm, world_, ranks), world_.rank in ranks
     if not is_member:
         return None
     transports = connect(
@@ -524,6 +552,23 @@ def new_group(ranks: Sequence[int]) -> Group | None:
         comm.Free()
     _session.parts.append(group)
     return group
+
+
+def _part(comm: Any, world: World, ranks: list[int]) -> Any:
+    """What those ranks make their group with; None for other ranks, and in a world of one."""
+    from horo_lite.rendezvous import Meeting, Part
+
+    is_member = world.rank in ranks
+    if comm is None:
+        return None
+    if not isinstance(comm, Meeting):
+        place = ranks.index(world.rank) if is_member else 0
+        return comm.Split(0 if is_member else _undefined(), place)
+    part = Part(world.group, ranks)
+    if is_member:
+        return part
+    part.attend()
+    return None
 
 
 def free_group(group: Group) -> None:
@@ -545,6 +590,8 @@ def ranks_of(members: Any) -> list[int]:
     assert _session is not None
     if _session.comm is None:
         return [0] * members.size
+    if not started_by_mpi():
+        raise ValueError("MPI did not start this world, so a communicator cannot be a part of it")
     everyone = _session.comm.Get_group()
     ranks = [int(rank) for rank in members.Translate_ranks(None, everyone)]
     everyone.Free()
@@ -645,7 +692,8 @@ class _Ending:
     """The job ends when this rank ends with an exception, and says which rank it was and why.
 
     An exception in any thread: what the main thread may wait for would never come. MPI is None
-    before init().
+    before init(), and where it did not start the world: then each rank ends itself, and those that
+    need it hear of that.
     """
 
     def __init__(self, rank: int, size: int, MPI: Any, earlier: _Ending | None) -> None:
@@ -733,15 +781,16 @@ class _Ending:
                     transport.abandon(_in_one_line(error))
         finally:
             # Who was first ends the job. Two aborts at once were seen to crash Open MPI's launcher.
-            if not first:
+            if not first and self.MPI is not None:
                 time.sleep(1.0)
             self.abort(1)
 
     def abort(self, status: int) -> None:
-        """The launcher kills all ranks."""
-        if self.MPI is None:
+        """The launcher kills all ranks, where it can be asked to; else this one ends."""
+        if self.MPI is None and not self.transports:
             launcher.abort_hydra(status)
-        elif self._is_alone:  # the others died: Open MPI's launcher takes its abort for a success
+        # Where the others died, Open MPI's launcher takes an abort for a success.
+        elif self.MPI is None or self._is_alone:
             os._exit(status)
         else:
             self.MPI.COMM_WORLD.Abort(status)

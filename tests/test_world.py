@@ -124,6 +124,13 @@ def test_a_wrong_argument_says_what_would_be_right(argument: str, value: str, wo
         # The one process of an sbatch script has these two.
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         ({"PMIX_RANK": "1"}, ("PMIx", 1, None)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        # One torchrun a host, which srun has started.
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "TORCHELASTIC_RUN_ID": "none"}
+            | {"RANK": "5", "WORLD_SIZE": "8"},
+            ("torchrun", 5, 8),
+        ),
     ],
 )
 def test_launchers_are_known_by_their_environment(

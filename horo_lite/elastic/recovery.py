@@ -94,6 +94,14 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
 def survives() -> bool:
     """Whether the rest of this world can go on without a rank."""
     if communicator() is None:
+        if size() > 1 and rank() == 0 and not os.environ.get("HORO_LITE_CHECKPOINT"):
+            warnings.warn(
+                "horo_lite: MPI did not start this job, so elastic.run cannot go on without ranks "
+                "that die: the job ends. With State(checkpoint=…) it goes on from its last commit "
+                "when it is started again, as `torchrun --max-restarts` does",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         return False
     setting = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
     enabled = setting.lower() not in ("0", "false", "no")

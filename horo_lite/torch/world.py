@@ -21,6 +21,7 @@ from horo_lite.world import (
     local_size,
     rank,
     size,
+    started_by_mpi,
     world,
 )
 from horo_lite.world import init as _init
@@ -54,6 +55,10 @@ def init(
     comm: Any = None,
     process_sets: Iterable[ProcessSet | Sequence[int]] | str | None = None,
     *,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    start_timeout_s: float | None = None,
     device: str | None = None,
     threads: int | str | None = None,
     binding: str | None = None,
@@ -83,6 +88,10 @@ def init(
     _read_stall_limits()
     here = _init(
         comm,
+        rank=rank,
+        size=size,
+        address=address,
+        start_timeout_s=start_timeout_s,
         device=device,
         threads=threads,
         binding=binding,
@@ -113,6 +122,11 @@ def _read_stall_limits() -> None:
 def _communicator(ranks: list[int]) -> Any:
     """A communicator over those ranks of all; None for all of them."""
     launch = launcher.detect(os.environ)
+    if launch is not None and launch.name == launcher.TORCHRUN:
+        raise ValueError(
+            f"comm is the list of ranks {ranks}, but MPI did not start this job: call init() on "
+            "every rank, and make a process set of those"
+        )
     if launch is None or launch.size == 1:
         if ranks != [0]:
             raise ValueError(f"comm is the list of ranks {ranks}, but there is one process only")
@@ -155,7 +169,7 @@ def mpi_built() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether this process is one of several ranks, which MPI connects."""
-    return is_initialized() and world().size > 1
+    return is_initialized() and started_by_mpi()
 
 
 def gloo_built() -> bool:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from horo_lite import _native
+from horo_lite.errors import LauncherError
+from horo_lite.rendezvous import Meeting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -140,7 +142,7 @@ class Local(NamedTuple):
 
 
 def connect(
-    comm: MPI.Comm | None,
+    comm: MPI.Comm | Meeting | None,
     host_of_rank: Sequence[int],
     n_transports: int = 2,
     ranks: Sequence[int] | None = None,
@@ -161,8 +163,22 @@ def connect(
     # Who waits in a part of a world must let the world's engine go on: see Funnel.
     funnel = getattr(beside, "funnel", None)
     lookout = getattr(beside, "lookout", None)
-    over_mpi = len(set(host_of_rank)) > 1 or funnel is not None
+    n_hosts = len(set(host_of_rank))
+    over_mpi = n_hosts > 1 or funnel is not None
+    if over_mpi and isinstance(comm, Meeting):
+        whose = [f"{ranks[r]} on host {host}" for r, host in enumerate(host_of_rank)]
+        raise LauncherError(
+            f"the ranks run on {n_hosts} hosts, or in containers that do not see each other's "
+            f"processes (rank {', '.join(whose)}), and MPI did not start them: without MPI a "
+            "world is of one host. Start the job with mpiexec, srun or `python -m horo_lite`"
+        )
     local = _local(comm, host_of_rank, over_mpi, n_transports, ranks, lookout)
+    if local is None and isinstance(comm, Meeting):
+        raise LauncherError(
+            "the ranks of this host cannot open each other's memory through /proc (different "
+            "users, or containers with little rights), and MPI, which would be the other way, did "
+            "not start them: start the job with mpiexec or `python -m horo_lite`"
+        )
     if local is None:
         warnings.warn(
             "horo_lite: the ranks of a host cannot open each other's memory through /proc "
@@ -183,13 +199,14 @@ def connect(
         return transports
     from horo_lite.transports.mpi import Funnel, Lines, MpiTransport
 
+    assert not isinstance(comm, Meeting)
     Lines.free_closed(comm)
     funnel = Funnel.if_needed(funnel)
     return [MpiTransport(comm, local, i, funnel) for i in range(n_transports)]
 
 
 def _local(
-    comm: MPI.Comm,
+    comm: MPI.Comm | Meeting,
     host_of_rank: Sequence[int],
     over_mpi: bool,
     n_transports: int,
