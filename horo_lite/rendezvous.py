@@ -68,9 +68,13 @@ class Rendezvous(Meeting):
         number = self._ask(lambda: self._store.add(f"{room}/come", 1)) - 1
         first = number - number % self.size  # this world's: there may have been others before
         self._prefix = f"{room}/{first}"
+        # Where others write what is wrong with this world, or with this process.
+        self._failures = [f"{self._prefix}/failure", f"{room}/come/{number}/failure"]
         self._put(f"{room}/come/{number}", [self.rank, self.size, self._me, os.getpid(), _here()])
         for place in range(first, first + self.size):
-            self._greet(*self._take(f"{room}/come/{place}"))
+            why = self._greet(*self._take(f"{room}/come/{place}"))
+            if why:
+                self._refuse(why, f"{room}/come/{place}/failure")
 
     def allgather(self, obj: Any) -> list[Any]:
         room = f"{self._prefix}/{self._n_rounds}"
@@ -102,14 +106,20 @@ class Rendezvous(Meeting):
                 with suppress(RuntimeError):  # the port is taken: by another rank 0?
                     # If torch.distributed has opened one there in this process, it is shared.
                     _stores[host, port] = TCPStore(
-                        host, port, None, True, timedelta(seconds=10), False, multi_tenant=True
+                        host,
+                        port,
+                        None,
+                        True,
+                        timedelta(seconds=min(10.0, self._timeout_s)),
+                        False,
+                        multi_tenant=True,
                     )
                     return _stores[host, port]
                 self._keeps_store = False
             self._listen_for_store(host, port)
             try:
                 _stores[host, port] = TCPStore(
-                    host, port, None, False, timedelta(seconds=10), False
+                    host, port, None, False, timedelta(seconds=min(10.0, self._timeout_s)), False
                 )
             except RuntimeError as error:
                 raise LauncherError(
@@ -133,22 +143,23 @@ class Rendezvous(Meeting):
                     ) from None
             time.sleep(0.02)
 
-    def _greet(self, rank: int, size: int, name: str, pid: int, host: Any) -> None:
-        """The next process that has come is a rank of this world, and no other."""
+    def _greet(self, rank: int, size: int, name: str, pid: int, host: Any) -> str:
+        """Why a process that has come is no rank of this world, or is another; "" if it is one."""
         if size != self.size:
-            self._refuse(
+            return (
                 f"the ranks believe in different sizes: {self.size} is that of {self._me}, but "
                 f"{size} that of {name}"
             )
         if not 0 <= rank < size:
-            self._refuse(f"{name} is in a world of {size}, whose ranks go from 0 to {size - 1}")
+            return f"{name} is in a world of {size}, whose ranks go from 0 to {size - 1}"
         if rank in self._pids or (rank == self.rank and name != self._me):
-            self._refuse(
+            return (
                 f"two processes say that they are rank {rank}: {self._names[rank]} and {name}. "
                 "Each needs a number of its own, and each job a port"
             )
         self._names[rank] = name
         self._pids[rank] = pid if host == _here() else 0
+        return ""
 
     def _absent(self) -> list[int]:
         return [r for r in range(self.size) if r not in self._names]
@@ -167,13 +178,19 @@ class Rendezvous(Meeting):
     def _put(self, key: str, obj: Any) -> None:
         self._ask(lambda: self._store.set(key, json.dumps(obj)))
 
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def _read(self, key: str) -> Any:
+        return json.loads(self._ask(lambda: self._store.get(key)))
+
     def _take(self, key: str, awaited: int | None = None) -> Any:
         """What stands under that key once a rank has written it; None: one of those to come."""
-        failure = f"{self._prefix}/failure"
         pause_s = 1e-3
-        while not self._ask(lambda: self._store.check([key])):
-            if self._ask(lambda: self._store.check([failure])):
-                raise LauncherError(json.loads(self._ask(lambda: self._store.get(failure))))
+        while not self._has(key):
+            for failure in self._failures:
+                if self._has(failure):
+                    raise LauncherError(self._read(failure))
             ranks = self._absent() if awaited is None else [awaited]
             for rank, pid in self._pids.items():
                 if pid and (awaited in (None, rank)) and not _lives(pid):
@@ -189,11 +206,12 @@ class Rendezvous(Meeting):
                 )
             time.sleep(pause_s)
             pause_s = min(0.05, 1.5 * pause_s)
-        return json.loads(self._ask(lambda: self._store.get(key)))
+        return self._read(key)
 
-    def _refuse(self, why: str) -> NoReturn:
+    def _refuse(self, why: str, *places: str) -> NoReturn:
         """LauncherError, on every rank that comes or has come."""
-        self._put(f"{self._prefix}/failure", why)
+        for failure in (*places, self._failures[0]):
+            self._put(failure, why)
         if self._keeps_store:
             time.sleep(GRACE_S)
         raise LauncherError(why)

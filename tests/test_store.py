@@ -1,0 +1,450 @@
+"""Worlds that MPI did not start: under torchrun, from variables, from arguments of init()."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import Job, Result, environment, run_ranks
+
+import horo_lite as hvd
+from horo_lite import launcher
+from horo_lite.launcher import Appointment
+
+torch = pytest.importorskip("torch")
+
+# Starts ranks as a scheduler would, and ends as they do: with 0 only if all have.
+START = """
+import os, subprocess, sys
+size, port, *command = sys.argv[1:]
+meet = {"WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+ranks = [subprocess.Popen([sys.executable, *command], env=os.environ | meet | {"RANK": str(rank)})
+         for rank in range(int(size))]
+sys.exit(max(rank.wait() != 0 for rank in ranks))
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@contextmanager
+def started(
+    code: str, size: int, folder: Path, command: Sequence[str] = (), env: Mapping[str, str] = {}
+) -> Iterator[Job]:
+    """A job of ranks that run `code`, started by START, or by `command`."""
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(code))
+    command = command or [sys.executable, "-c", START, str(size), str(free_port())]
+    job = Job([*command, str(script)], environment(env), folder)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def ended(
+    code: str, size: int, folder: Path, command: Sequence[str] = (), env: Mapping[str, str] = {}
+) -> Result:
+    with started(code, size, folder, command, env) as job:
+        return job.wait(60)
+
+
+# --- a world -------------------------------------------------------------------------------------
+
+WORLD = """
+import sys
+sys.modules["mpi4py"] = None  # there may be none
+import warnings
+import numpy as np
+import horo_lite as hvd
+import horo_lite.torch as hvt
+
+world = hvd.init()
+rank, size = world.rank, world.size
+assert (world.local_rank, world.local_size, world.transport) == (rank, size, "shm")
+assert hvt.init() is world and not hvt.mpi_enabled()
+ranks = np.arange(size)
+
+# Direct, by name in any order, in parts and in process sets.
+assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in ranks]
+assert hvd.allreduce(np.full(5, rank), op=hvd.Sum).tolist() == [ranks.sum()] * 5
+names = ["a", "b"][:: 1 if rank else -1]
+handles = {name: hvd.allreduce_async(np.full(9, rank + len(name)), name=name) for name in names}
+assert hvd.synchronize(handles["a"]).tolist() == [int(np.mean(ranks + 1))] * 9
+hvd.synchronize(handles["b"])
+first, last = hvd.new_group([1, 0]), hvd.new_group([size - 1, 0])
+for part, members in (first, [1, 0]), (last, [size - 1, 0]):
+    assert (part is None) == (rank not in members)
+    if part is not None:
+        assert part.allgather(np.array([rank])).tolist() == members
+        assert part.allreduce_async(np.ones(3), name="p", op=hvd.Sum).wait().tolist() == [2] * 3
+alone = hvd.new_group([1])
+assert (alone is None) == (rank != 1)
+evens = hvt.add_process_set([0, size - 1])
+if evens.included():
+    assert hvt.allgather_object(rank, process_set=evens) == [0, size - 1]
+
+# An optimizer on shards, against one process; one rank without a last batch.
+class SGD:
+    def __init__(self, params):
+        self.params = params
+    def step(self):
+        for p in self.params:
+            p.data -= 0.1 * p.grad
+
+class Param:
+    def __init__(self):
+        self.data, self.grad = np.full(3, float(rank), np.float32), None
+
+p = Param()
+hvd.broadcast_parameters([p], root_rank=1)
+opt = hvd.DistributedOptimizer(SGD([p]), check_every=1)
+alone = np.full(3, 1.0, np.float32)
+for step in range(4):
+    batch = np.arange(size * 2, dtype=np.float32).reshape(size, 2) - step
+    p.grad = batch[rank].mean() * p.data
+    opt.step()
+    alone -= 0.1 * np.float32(batch.mean()) * alone
+np.testing.assert_allclose(p.data, alone, rtol=1e-6)
+if rank == 0:
+    hvd.allreduce(np.ones(2), name="one more")
+else:
+    pass
+hvd.join()
+
+try:
+    hvd.allreduce(np.ones(rank + 1), name="sizes")
+except hvd.MismatchError as error:
+    assert "sizes" in str(error), error
+else:
+    raise AssertionError("sizes differ")
+
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    state = hvd.elastic.State(model=[p], epoch=0)
+    assert hvd.elastic.run(lambda state: "done")(state) == "done"
+assert ("MPI did not start" in " ".join(str(w.message) for w in warned)) == (rank == 0), warned
+
+# Once more: nothing of the first world is in the way.
+hvd.shutdown()
+again = hvd.init()
+assert again is not world and hvd.allgather_object(rank) == list(ranks)
+print("rank", rank, "is done", flush=True)
+"""
+
+
+def test_a_world_from_variables(tmp_path: Path) -> None:
+    result = ended(WORLD, 3, tmp_path).check()
+    assert sorted(re.findall(r"rank (\d) is done", result.stdout)) == ["0", "1", "2"]
+
+
+TORCHRUN = """
+import torch
+import torch.distributed
+import horo_lite.torch as hvd
+
+world = hvd.init()
+torch.distributed.init_process_group("gloo")  # in the same store
+total = torch.tensor([float(world.rank + 1)])
+torch.distributed.all_reduce(total)
+assert torch.equal(hvd.allreduce(torch.tensor([world.rank + 1.0]), op=hvd.Sum), total)
+torch.distributed.destroy_process_group()
+layer = torch.nn.Linear(2, 1)
+hvd.broadcast_parameters(layer.state_dict(), 0)
+opt = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), 0.1))
+layer(torch.full((1, 2), float(world.rank))).sum().backward()
+opt.step()
+assert len(set(hvd.allgather_object(layer.weight.tolist().__repr__()))) == 1
+print("attempt", hvd.rank(), flush=True)
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and world.rank == 1:
+    raise ValueError("once")
+hvd.barrier()
+print("done", flush=True)
+"""
+
+
+def test_torchrun_starts_and_restarts_jobs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    # As under `srun -n 1`, whose variables the ranks of torchrun see as well.
+    slurm = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    result = ended(TORCHRUN, 2, tmp_path, [*command, "--max-restarts=1"], slurm).check()
+    assert (result.stdout.count("attempt"), result.stdout.count("done")) == (4, 2), str(result)
+    assert "ends the job with an exception" in result.stderr
+    assert "ValueError: once" in result.stderr
+
+
+SPAWN = """
+import sys
+import torch.multiprocessing as mp
+import numpy as np
+import horo_lite as hvd
+
+def train(rank, size, address):
+    world = hvd.init(rank=rank, size=size, address=address)
+    total = hvd.allreduce(np.full(3, rank + 1.0), op=hvd.Sum)
+    assert total.tolist() == [3.0] * 3 and hvd.size() == size
+    if rank == 1:
+        raise ValueError("no such file")
+    hvd.allreduce(np.ones(3), name="more")
+
+if __name__ == "__main__":
+    mp.spawn(train, (2, sys.argv[1]), nprocs=2)
+"""
+
+
+def test_torch_multiprocessing(tmp_path: Path) -> None:
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    result = run_ranks(script, 1, args=[address], launcher=False, timeout_s=40)
+    assert result.returncode != 0
+    assert re.search("ValueError: no such file|rank 1 .*has left", result.stderr), str(result)
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+ENDS = """
+import os, signal, sys, threading, time
+import torch
+import numpy as np
+import horo_lite as hvd
+from horo_lite import rendezvous
+
+def fault():
+    print("FAULT", time.time(), os.getpid(), flush=True)
+
+def fail():
+    raise ValueError("no such file")
+
+if {before}:
+    if os.environ["RANK"] == "1":
+        def ended(*_):
+            fault()
+            os._exit(3)
+        rendezvous.Rendezvous.allgather = ended
+world = hvd.init()
+hvd.allreduce(np.ones(10))
+if world.rank == 1:
+    time.sleep(0.2)
+    fault()
+    {does}
+else:
+    {others}
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        (
+            "threading.Thread(target=fail, name='loader').start(); time.sleep(60)",
+            ["ends the job with an exception in thread 'loader'", "[rank 1] ValueError: no such"],
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            ["rank 0 of 2 ", "PeerLostError: rank 1 (pid {pid} on ", "killed by signal 9 (Killed)"],
+        ),
+        ("sys.exit(0)", ["PeerLostError: rank 1 (pid {pid} on ", "has left (sys.exit(0) at "]),
+        (
+            "in init()",
+            ["PeerLostError: rank 1 (pid {pid} on ", "died in init(), while rank 0 (pid"],
+        ),
+    ],
+)
+def test_one_end_is_the_end_of_all(does: str, says: list[str], tmp_path: Path) -> None:
+    others = "hvd.allreduce(np.ones(9), name='w')"
+    before = does == "in init()"
+    code = ENDS.format(before=before, does="pass" if before else does, others=others)
+    with started(code, 2, tmp_path) as job:
+        result = job.wait(60)
+        ended_at = time.time()
+        assert not job.processes(), f"processes are left: {result}"
+    moment = re.search(r"FAULT (\S+) (\d+)", result.stdout)
+    assert moment is not None, str(result)
+    assert ended_at - float(moment[1]) < 5, str(result)
+    assert result.returncode != 0, str(result)
+    for words in says:
+        assert words.format(pid=moment[2]) in result.stderr, str(result)
+
+
+# --- coming together, with ranks as threads -------------------------------------------------------
+
+
+def meet(*ranks: tuple[int, int], timeout_s: float = 5, after_s: float = 0) -> list[Any]:
+    """What becomes of processes that say that they are these ranks (rank, size), each."""
+    from horo_lite.rendezvous import Rendezvous
+
+    port = free_port()
+    found: list[Any] = [None] * len(ranks)
+
+    def come(place: int, rank: int, size: int) -> None:
+        time.sleep(after_s * place)
+        try:
+            with_others = Rendezvous(
+                Appointment(rank, size, "localhost", port, False, "0"), timeout_s
+            )
+            found[place] = [with_others.allgather((rank, i, "x")) for i in range(3)]
+        except Exception as error:
+            found[place] = error
+
+    threads = [
+        threading.Thread(target=come, args=(place, rank, size))
+        for place, (rank, size) in enumerate(ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_they_meet_in_whatever_order_they_come(order: Sequence[int]) -> None:
+    found = meet(*((rank, 3) for rank in order), after_s=0.1)
+    assert found == [[[(r, i, "x") for r in range(3)] for i in range(3)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([(0, 3), (1, 3), (1, 3)], "two processes say that they are rank 1: rank 1 (pid "),
+        ([(0, 2), (0, 2)], "two processes say that they are rank 0: rank 0 (pid "),
+        ([(0, 2), (1, 3)], "the ranks believe in different sizes: "),
+        ([(0, 3), (1, 2), (2, 3)], "the ranks believe in different sizes: "),
+        ([(0, 2), (2, 2)], "is in a world of 2, whose ranks go from 0 to 1"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_on_every_rank(
+    ranks: list[tuple[int, int]], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horo_lite.rendezvous.GRACE_S", 0.3)
+    for error in meet(*ranks):
+        assert isinstance(error, hvd.LauncherError), error
+        assert words in str(error)
+
+
+def test_who_does_not_come_is_named() -> None:
+    began = time.monotonic()
+    for error in meet((0, 4), (2, 4), timeout_s=1):
+        assert isinstance(error, hvd.LauncherError), error
+        assert "ranks 1, 3 of 4 did not come to localhost:" in str(error)
+    (error,) = meet((1, 2), timeout_s=0.5)
+    assert isinstance(error, hvd.LauncherError), error
+    assert "has waited 0 s for rank 0, which is to keep a store at localhost:" in str(error)
+    assert time.monotonic() - began < 10
+
+
+def test_a_port_of_another_program_is_named() -> None:
+    from horo_lite.rendezvous import Rendezvous
+
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
+        def refuse() -> None:
+            for _ in range(8):
+                server.accept()[0].close()
+
+        threading.Thread(target=refuse, daemon=True).start()
+        with pytest.raises(hvd.LauncherError, match="is no store of PyTorch's"):
+            Rendezvous(Appointment(1, 2, "localhost", port, False, "0"), 1)
+
+
+# --- who says which rank this is ------------------------------------------------------------------
+
+STANDARD = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+BY_TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+MPIEXEC = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
+NOTHING = dict.fromkeys(EXPLICIT)
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        ({}, {}, None),
+        ({}, {"RANK": "3"}, None),
+        ({}, {"MASTER_ADDR": "node7"}, None),
+        ({}, STANDARD, Appointment(1, 4, "node7", 29500, False, "0")),
+        ({}, STANDARD | BY_TORCHRUN, Appointment(1, 4, "node7", 29500, True, "2")),
+        ({}, STANDARD | MPIEXEC, None),
+        ({}, STANDARD | BY_TORCHRUN | MPIEXEC, Appointment(1, 4, "node7", 29500, True, "2")),
+        ({}, {"WORLD_SIZE": "1"}, Appointment(0, 1, "", 0, False, "")),
+        ({}, {"WORLD_SIZE": "1"} | MPIEXEC, None),
+        (EXPLICIT, {}, Appointment(3, 8, "fe80::1", 7, False, "0")),
+        (EXPLICIT, STANDARD | BY_TORCHRUN, Appointment(3, 8, "fe80::1", 7, False, "2")),
+        (EXPLICIT, STANDARD | MPIEXEC, Appointment(3, 8, "fe80::1", 7, False, "0")),
+        ({"rank": "2", "size": "3"}, STANDARD, Appointment(2, 3, "node7", 29500, False, "0")),
+        ({"rank": 0, "size": 1}, {}, Appointment(0, 1, "", 0, False, "")),
+        ({}, {"RANK": "1", "WORLD_SIZE": "2"}, "lacks MASTER_ADDR and MASTER_PORT"),
+        ({}, {"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "lacks WORLD_SIZE"),
+        ({"rank": 1}, {}, "(rank 1), but lacks WORLD_SIZE and MASTER_ADDR and MASTER_PORT"),
+        ({"rank": -1, "size": 2}, {}, "rank must be a number, and at least 0, not -1"),
+        (
+            {},
+            STANDARD | {"WORLD_SIZE": "many"},
+            "size must be a number, and at least 1, not 'many'",
+        ),
+        ({"rank": 1, "size": 1}, {}, "rank is 1, but size is 1"),
+        (EXPLICIT | {"address": "node7"}, {}, "the host of rank 0 and a port, not 'node7'"),
+        (EXPLICIT | {"address": "node7:x"}, {}, "the host of rank 0 and a port, not 'node7:x'"),
+    ],
+)
+def test_who_says_which_rank_this_is(
+    given: dict[str, Any], environ: dict[str, str], expected: Appointment | str | None
+) -> None:
+    if not isinstance(expected, str):
+        assert launcher.appointment(NOTHING | given, environ) == expected
+        return
+    with pytest.raises((ValueError, hvd.LauncherError)) as raised:
+        launcher.appointment(NOTHING | given, environ)
+    assert expected in str(raised.value)
+
+
+def test_without_torch_and_on_several_hosts(tmp_path: Path) -> None:
+    """What such a world cannot do is said, and what to do instead; alone it needs nothing."""
+    alone = "import horo_lite as hvd, sys\nassert hvd.init(rank=0, size=1).size == 1\n"
+    alone += "assert 'torch' not in sys.modules and 'mpi4py' not in sys.modules\nhvd.shutdown()\n"
+    result = ended(
+        alone + "sys.modules['torch'] = None\nhvd.init(rank=0, size=2, address='localhost:1')",
+        1,
+        tmp_path,
+    )
+    assert "pip install torch; or start the job with mpiexec or `python -m" in result.stderr
+    result = ended("import horo_lite\nhoro_lite.init(test_hosts='1,1')", 2, tmp_path)
+    assert result.stderr.count("LauncherError: the ranks run on 2 hosts") == 2, str(result)
+    assert "Start the job with mpiexec" in result.stderr
+
+
+@pytest.mark.mpi
+def test_arguments_count_inside_mpiexec() -> None:
+    """And its ranks take nothing from variables that somebody has set besides."""
+    run_ranks(
+        f"""
+        import horo_lite as hvd, os
+        os.environ.update({STANDARD!r})
+        world = hvd.init()
+        assert world.size == 2
+        number = world.rank
+        hvd.shutdown()
+        world = hvd.init(rank=1 - number, size=2, address="localhost:{free_port()}")
+        assert hvd.allgather_object(number) == [1, 0]
+        """,
+        timeout_s=60,
+    ).check()
