@@ -213,6 +213,7 @@ class _Places:
     """Reads and writes state in which parameters are known by their position."""
 
     def __init__(self, adapter: Adapter, parameters: list[Any]) -> None:
+        self._adapter = adapter
         self._parameters = parameters
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         # Held, since the id() of what is gone may come back as something else's.
@@ -239,6 +240,9 @@ class _Places:
             return items if isinstance(value, list) else tuple(items)
         if is_array(value):
             return np.array(to_host(value))
+        if type(self._adapter) is not Adapter and self._adapter.matches(value):
+            with suppress(TypeError, AttributeError):  # a module, perhaps, that an optimizer knows
+                return np.array(self._adapter.value(value))
         raise _Foreign
 
     def _key(self, key: Any) -> Any:

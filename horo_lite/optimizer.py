@@ -205,7 +205,7 @@ class DistributedOptimizer:
         found = getattr(own.inner, name)
         if name in own.finder.steps and callable(found):
             return MethodType(_stepper(name), self)
-        if name == "zero_grad":
+        if name in ("zero_grad", "reset_grad"):
             own.is_synchronized = False
         return found
 

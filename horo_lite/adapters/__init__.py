@@ -14,7 +14,14 @@ __all__ = ["Adapter", "adapter_of", "from_numpy", "register_adapter", "to_host"]
 
 # The framework's module, as it stands in sys.modules, and the file here that knows it. NumPy comes
 # last: it looks at the shape of an object, the others at its type first.
-_BUILT_IN = {"torch": "torch", "jax": "jax", "cupy": "cupy", "singa": "singa", "numpy": "numpy"}
+_BUILT_IN = {
+    "torch": "torch",
+    "jax": "jax",
+    "cupy": "cupy",
+    "singa": "singa",
+    "needle": "needle",
+    "numpy": "numpy",
+}
 
 _registered: list[Adapter] = []
 _loaded: dict[str, Adapter] = {}

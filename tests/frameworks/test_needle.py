@@ -1,0 +1,461 @@
+"""horo_lite.needle with a stand-in for Needle, made from what the course prescribes."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import Result, run_ranks, run_threads
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent.parent / "examples"
+STAND_IN = str(HERE / "needle_stand_in")
+sys.path.insert(0, STAND_IN)
+
+import needle as ndl  # noqa: E402
+
+import horo_lite.needle as hvd  # noqa: E402
+from horo_lite import Group, MismatchError  # noqa: E402
+from horo_lite import needle as face  # noqa: E402
+
+DEVICES = [ndl.cpu(), ndl.cpu_numpy()]
+pytestmark = pytest.mark.timeout(120)
+
+
+def launched(code: str | Path, np: int, *args: str) -> Result:
+    path = os.pathsep.join([STAND_IN, str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    return run_ranks(code, np, args=args, env={"PYTHONPATH": path}, launcher=np > 1, timeout_s=60)
+
+
+def parameter(values: Any, device: Any = DEVICES[0]) -> Any:
+    return ndl.nn.Parameter(np.asarray(values, np.float32), device=device)
+
+
+def gradient(values: Any, device: Any = DEVICES[0]) -> Any:
+    return ndl.Tensor(np.asarray(values, np.float32), device=device, requires_grad=False)
+
+
+# Real training, in real processes: N ranks against one.
+
+TRAINING = """
+import sys
+import numpy as np
+import needle as ndl
+import horo_lite.needle as hvd
+from digits import load_digits
+
+rank, device = hvd.init()
+assert device == ndl.cpu()
+out, uneven, compression = sys.argv[1], sys.argv[2] == "uneven", sys.argv[3]
+images, labels, _, _ = load_digits(None)
+images = images.transpose(0, 3, 1, 2)
+
+class Digits(ndl.data.Dataset):
+    def __getitem__(self, i):
+        return images[i], labels[i]
+    def __len__(self):
+        return 600
+
+np.random.seed(rank)
+net = ndl.nn.Sequential(
+    ndl.nn.Conv(1, 4, 3, device=device), ndl.nn.ReLU(), ndl.nn.Flatten(),
+    ndl.nn.Linear(256, 10, device=device),
+)
+hvd.broadcast_parameters(net, root_rank=0)
+opt = ndl.optim.Adam(net.parameters(), lr=0.005, weight_decay=0.01)
+kept = list(opt.params)
+opt = hvd.DistributedOptimizer(opt, compression=getattr(hvd.Compression, compression))
+loss = ndl.nn.SoftmaxLoss()
+
+if uneven:
+    cuts = np.linspace(0, 1, hvd.size() + 1) ** 2  # 60 samples: 15 and 45, or 6, 20 and 34
+    begin, end = (int(60 * cut) for cut in cuts[rank : rank + 2])
+    batches = [
+        (ndl.Tensor(images[i + begin : i + end], device=device),
+         ndl.Tensor(labels[i + begin : i + end], device=device))
+        for i in range(0, 600, 60)
+    ]
+else:
+    batches, bsz = hvd.partition_dataset(Digits(), 60, device, dtype="float32", shuffle=False)
+    assert bsz == 60 // hvd.size()
+    assert isinstance(batches, ndl.data.DataLoader)
+
+losses = []
+for epoch in range(2):
+    for X, y in batches:
+        opt.reset_grad()
+        value = loss(net(X), y)
+        value.backward()
+        assert not net.modules[0].weight.grad.cached_data.is_compact()
+        opt.step(weight=y.shape[0]) if uneven else opt.step()
+        losses.append(value.numpy().item())
+assert len(losses) == 20 and losses[-1] < losses[0] / 2
+
+assert all(a is b for a, b in zip(opt.params, kept))
+assert set(opt.m) == set(opt.v) == set(kept)
+everyone = hvd.allgather_object([p.numpy().tobytes() for p in net.parameters()])
+assert all(one == everyone[0] for one in everyone)
+if rank == 0:
+    np.savez(out, *[p.numpy() for p in net.parameters()])
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The parameters after training, by the number of ranks and how."""
+    folder = tmp_path_factory.mktemp("needle")
+    known: dict[Any, Any] = {}
+
+    def train(size: int, shares: str = "even", compression: str = "none") -> list[Any]:
+        key = size, shares, compression
+        if key not in known:
+            file = folder / f"{size}-{shares}-{compression}.npz"
+            launched(TRAINING, size, str(file), shares, compression).check()
+            with np.load(file) as arrays:
+                known[key] = [arrays[name] for name in arrays.files]
+        return known[key]
+
+    return train
+
+
+def distance(ours: list[Any], theirs: list[Any]) -> float:
+    assert [a.shape for a in ours] == [a.shape for a in theirs]
+    pairs = zip(ours, theirs, strict=True)
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+
+
+@pytest.mark.shows("eager")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("shares", ["even", "uneven"])
+def test_training_equals_one_process(trained: Any, size: int, shares: str) -> None:
+    """Float32 that adds up in another order is 3e-7 away after 20 steps of Adam.
+
+    Without the exchange it is 0.4, without the weights 0.3.
+    """
+    assert distance(trained(size, shares), trained(1)) < 1e-5
+
+
+@pytest.mark.shows("fp16")
+def test_training_with_halves_stays_near(trained: Any) -> None:
+    halves = trained(2, "even", "fp16")
+    assert 1e-5 < distance(halves, trained(2)) < 5e-3  # 4e-4
+
+
+def test_the_example() -> None:
+    result = launched(EXAMPLES / "digits_needle.py", 2, "--epochs", "4").check()
+    (accuracy,) = re.findall(r"^test accuracy (\d\.\d+)$", result.stdout, re.MULTILINE)
+    assert float(accuracy) > 0.94
+    assert "parameters bit-identical on all 2 ranks" in result.stdout
+
+
+# The quirks, with ranks as threads.
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=repr)
+def test_two_gradients_that_are_one_tensor(device: Any) -> None:
+    """What a sum does: averaged once, however many have it."""
+
+    def rank(group: Group) -> None:
+        a, b = parameter([1, 2], device), parameter([3, 4], device)
+        for _ in range(2):
+            ((a + b) * (4.0 * group.rank)).backward()
+            assert a.grad is b.grad
+            shared = a.grad
+            hvd.DistributedOptimizer(ndl.optim.SGD([a, b]), group=group).synchronize()
+            assert a.grad is b.grad is shared
+            assert a.grad.numpy().tolist() == [2, 2]
+            assert a.grad.device == device
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=repr)
+def test_gradients_that_share_memory_in_other_ways(device: Any) -> None:
+    """One in another shape, one transposed, and one whose elements are all the same place."""
+
+    def rank(group: Group) -> None:
+        a, b = parameter(np.ones((2, 3)), device), parameter(np.ones(6), device)
+        c, d = parameter(np.ones((3, 2)), device), parameter(np.ones((2, 3)), device)
+        scale = gradient(np.arange(6.0).reshape(2, 3) * (2 * group.rank), device)
+        total = a + ndl.ops.reshape(b, (2, 3)) + ndl.ops.transpose(c, (1, 0))
+        loss = ndl.ops.summation(total * scale) + ndl.ops.summation(d)
+        (loss * (1.0 + group.rank)).backward()
+        handles = {p.grad.cached_data._handle for p in (a, b, c)}
+        assert len(handles) == 1
+        assert d.grad.cached_data.strides == (0, 0)
+        hvd.DistributedOptimizer(ndl.optim.SGD([a, b, c, d]), group=group).synchronize()
+        expected = np.arange(6.0).reshape(2, 3) * 2  # rank 0: 0, rank 1: 2 x 2
+        np.testing.assert_array_equal(a.grad.numpy(), expected)
+        np.testing.assert_array_equal(b.grad.numpy(), expected.reshape(6))
+        np.testing.assert_array_equal(c.grad.numpy(), expected.T)
+        np.testing.assert_array_equal(d.grad.numpy(), np.full((2, 3), 1.5))
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=repr)
+def test_a_gradient_that_is_not_compact(device: Any) -> None:
+    def rank(group: Group) -> None:
+        conv = ndl.nn.Conv(2, 3, 3, device=device)
+        conv.weight.data = gradient(np.ones(conv.weight.shape), device)
+        image = gradient(np.random.default_rng(group.rank).random((1, 2, 5, 5)), device)
+        ndl.ops.summation(conv(image)).backward()
+        assert not conv.weight.grad.cached_data.is_compact()
+        mine = conv.weight.grad.numpy()
+        hvd.DistributedOptimizer(ndl.optim.SGD(conv.parameters()), group=group).synchronize()
+        expected = np.mean(group.allgather_object(mine), axis=0)
+        np.testing.assert_allclose(conv.weight.grad.numpy(), expected, rtol=1e-6)
+        assert conv.weight.grad.cached_data.is_compact()
+        assert np.any(expected != mine)
+
+    run_threads(3, rank)
+
+
+def test_gradients_that_are_none() -> None:
+    def rank(group: Group) -> None:
+        a, b, c = (parameter([1, 1]) for _ in range(3))
+        opt = hvd.DistributedOptimizer(ndl.optim.SGD([a, b, c], lr=1.0), group=group)
+        assert not hasattr(b, "grad")  # and before the first backward(), there is not even a None
+        a.grad, c.grad = gradient([2, 2]), None
+        if group.rank:
+            b.grad = gradient([6, 6])
+        opt.step()
+        assert b.grad.numpy().tolist() == [3, 3]
+        assert b.grad.dtype == "float32"
+        assert not b.grad.requires_grad
+        assert c.grad is None
+        assert [p.numpy()[0] for p in (a, b, c)] == [-1, -2, 1]
+        assert set(opt.u) == {a, b}
+
+    run_threads(2, rank)
+
+
+def test_parameters_are_looked_up_each_step_and_kept() -> None:
+    def rank(group: Group) -> None:
+        a, b = parameter([0]), parameter([0])
+        opt = hvd.DistributedOptimizer(ndl.optim.SGD([a], lr=1.0, momentum=0.5), group=group)
+        for params in ([a], [a, b], [b]):
+            opt.params = params
+            for p in params:
+                p.grad = gradient([2.0 * group.rank])
+            opt.step()
+            assert all(p.grad.numpy().tolist() == [1] for p in params)
+            opt.reset_grad()
+            assert all(p.grad is None for p in params)
+        assert opt.inner.params == [b]
+        assert set(opt.u) == {a, b}
+        assert a.numpy().tolist() == [-1.25]
+
+    run_threads(2, rank)
+
+
+def test_reset_grad_after_synchronize() -> None:
+    """The gradients were given up: the next step exchanges its own."""
+
+    def rank(group: Group) -> None:
+        a = parameter([0])
+        opt = hvd.DistributedOptimizer(ndl.optim.SGD([a], lr=1.0), group=group)
+        a.grad = gradient([2.0 * group.rank])
+        opt.synchronize()
+        opt.reset_grad()
+        a.grad = gradient([4.0 * group.rank])
+        opt.step()
+        assert a.numpy().tolist() == [-2]
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=repr)
+def test_broadcast_of_a_model_with_running_means(device: Any) -> None:
+    def rank(group: Group) -> Any:
+        rng = np.random.default_rng(group.rank)
+        norm = ndl.nn.BatchNorm1d(3, device=device)
+        net = ndl.nn.Sequential(ndl.nn.Linear(2, 3, device=device), norm)
+        net.heads = {"a": [ndl.nn.Linear(3, 1, device=device)]}
+        net.modules[0].weight.data = gradient(rng.random((2, 3)), device)
+        net(gradient(rng.random((5, 2)), device))
+        before = net.parameters(), [p.numpy().copy() for p in net.parameters()]
+        mean = norm.running_mean.numpy().copy()
+        hvd.broadcast_parameters(net, root_rank=1, group=group)
+        assert all(p is q for p, q in zip(net.parameters(), before[0], strict=True))
+        assert all(p.device == device for p in net.parameters())
+        if group.rank == 1:
+            assert all((p.numpy() == x).all() for p, x in zip(*before, strict=True))
+            assert (norm.running_mean.numpy() == mean).all()
+        else:
+            assert (net.modules[0].weight.numpy() != before[1][0]).any()
+            assert (norm.running_mean.numpy() != mean).any()
+        tensors = [*net.parameters(), norm.running_mean, norm.running_var]
+        hvd.broadcast_parameters(net.parameters(), group=group)  # a list will do
+        return [t.numpy().tobytes() for t in tensors]
+
+    one, two, three = run_threads(3, rank)
+    assert one == two == three
+
+
+def test_state_goes_on_where_root_stands() -> None:
+    """Momenta by parameter, for a rank that has none so far."""
+
+    def rank(group: Group) -> None:
+        a, b = parameter([1, 2]), parameter([3])
+        adam = ndl.optim.Adam([a, b], lr=0.1 * (1 + group.rank))
+        if group.rank == 0:
+            for p in (a, b):
+                p.grad = gradient(np.ones(p.shape))
+            adam.step()
+        m = adam.m
+        opt = hvd.DistributedOptimizer(adam, group=group)
+        hvd.broadcast_optimizer_state(opt, group=group)
+        hvd.broadcast_parameters(opt, group=group)
+        assert adam.params == [a, b]
+        assert (adam.t, adam.lr) == (1, 0.1)
+        assert adam.m is m
+        assert set(adam.m) == set(adam.v) == {a, b}
+        assert isinstance(adam.m[a], ndl.Tensor)
+        np.testing.assert_allclose(adam.m[a].numpy(), [0.1, 0.1], rtol=1e-6)
+        for p in (a, b):
+            p.grad = gradient(np.full(p.shape, 2.0 * group.rank))
+        opt.step()
+        everyone = group.allgather_object([p.numpy().tobytes() for p in (a, b)])
+        assert everyone[0] == everyone[1]
+
+    run_threads(2, rank)
+
+
+def test_a_mismatch_names_the_parameter() -> None:
+    def rank(group: Group) -> None:
+        net = ndl.nn.Sequential(ndl.nn.Linear(2, 3 if group.rank else 4, device=DEVICES[0]))
+        wrong = r"rank 0.*'modules\[0\].weight'.*2, 4.*rank 1.*2, 3"
+        with pytest.raises(MismatchError, match=wrong):
+            hvd.broadcast_parameters(net, group=group)
+        opt = hvd.DistributedOptimizer(ndl.optim.SGD(net.parameters()), group=group)
+        for p in net.parameters():
+            p.grad = gradient(np.ones(p.shape))
+        with pytest.raises(MismatchError, match=r"'params\[0\]' float32\[2, 4\], rank 1 has"):
+            opt.step()
+        opt.params = [parameter([1]) for _ in range(1 + group.rank)]
+        with pytest.raises(
+            MismatchError, match=r"rank 0 has only 1 parameters, rank 1 has 'params"
+        ):
+            opt.step()
+
+    run_threads(2, rank)
+
+
+def test_tensors_in_other_calls() -> None:
+    def rank(group: Group) -> None:
+        x = gradient([1.0 * group.rank, 3], DEVICES[1])
+        mean = group.allreduce(x)
+        assert type(mean) is ndl.Tensor
+        assert mean.device == DEVICES[1]
+        assert mean.numpy().tolist() == [0.5, 3]
+        assert x.numpy().tolist() == [group.rank, 3]
+        tree = hvd.average_gradients({"w": x, "none": None}, group=group)
+        assert tree["w"].numpy().tolist() == [0.5, 3]
+        assert group.allgather(x).numpy().tolist() == [0, 3, 1, 3]
+        assert group.broadcast(x, 1).numpy().tolist() == [1, 3]
+
+    run_threads(2, rank)
+
+
+def test_another_package_of_that_name_is_left_alone() -> None:
+    code = """
+    import sys, types
+    sys.modules["needle"] = types.ModuleType("needle")
+    import numpy as np
+    import horo_lite as hvd
+    hvd.init()
+    class Opt:
+        params, grads = [np.ones(2)], [np.ones(2)]
+        def step(self): self.params[0] -= self.grads[0]
+    opt = hvd.DistributedOptimizer(Opt())
+    opt.step()
+    assert opt.params[0].tolist() == [0, 0]
+    """
+    launched(code, 1).check()
+
+
+# Data.
+
+
+class Numbers(ndl.data.Dataset):  # type: ignore[misc]
+    def __getitem__(self, index: Any) -> Any:
+        return np.float32(index), 10 * index
+
+    def __len__(self) -> int:
+        return 23
+
+
+class OldLoader(ndl.data.DataLoader):  # type: ignore[misc]
+    """Of a homework before there were devices; it indexes with arrays."""
+
+    def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False) -> None:
+        super().__init__(dataset, batch_size, shuffle)
+
+    def __next__(self) -> Any:
+        return tuple(ndl.Tensor(x) for x in self.dataset[next(self._batches)])
+
+
+@pytest.mark.parametrize("loader", [ndl.data.DataLoader, OldLoader])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_parts_of_a_dataset(loader: Any, shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ndl.data, "DataLoader", loader)
+    monkeypatch.setattr(face, "size", lambda: 3)
+    seen = []
+    for rank in range(3):
+        monkeypatch.setattr(face, "rank", lambda rank=rank: rank)
+        np.random.seed(0)
+        batches, bsz = hvd.partition_dataset(
+            Numbers(), 8, device=ndl.cpu(), dtype="float32", shuffle=shuffle
+        )
+        assert bsz == 2
+        assert batches.batch_size == 2
+        for _ in range(2):  # more than one epoch
+            epoch = list(batches)
+            assert [x.shape for x, _ in epoch] == [(2,), (2,), (2,), (1,)]
+            assert all(x.device == y.device == ndl.cpu() for x, y in epoch)
+            assert all((10 * x.numpy() == y.numpy()).all() for x, y in epoch)
+        seen.append([x.numpy().tolist() for x, _ in epoch])
+    assert sorted(x for rank in seen for batch in rank for x in batch) == list(range(21))
+    if not shuffle:  # the ranks' first batches are one process's first batch
+        assert sorted(x for rank in seen for x in rank[0]) == list(range(6))
+
+
+def test_too_few_samples_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(face, "size", lambda: 4)
+    monkeypatch.setattr(face, "rank", lambda: 0)
+    with pytest.raises(
+        ValueError, match=r"23 samples in batches of 3 leave nothing .* the 4 ranks"
+    ):
+        hvd.partition_dataset(Numbers(), 3)
+
+
+def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's where there is one, by its index in the forks whose cuda() takes one."""
+
+    class Gpu:
+        def __init__(self, index: int | None) -> None:
+            self.index = index
+
+        def enabled(self) -> bool:
+            return True
+
+    class Here:
+        rank = 5
+
+        class device:  # noqa: N801
+            kind, index = "cuda", 3
+
+    monkeypatch.setattr(face.horo_lite, "init", lambda: Here)
+    assert hvd.init() == (5, ndl.cpu())  # a GPU, but no backend for it
+    monkeypatch.setattr(ndl, "cuda", lambda: Gpu(None))
+    assert hvd.init()[1].index is None
+    monkeypatch.setattr(ndl, "cuda", lambda index: Gpu(index))
+    assert hvd.init()[1].index == 3
+    Here.device.kind = "cpu"
+    assert hvd.init() == (5, ndl.cpu())
