@@ -80,6 +80,13 @@ def broadcast_optimizer_state(
     group = group or _world()
     inner = optimizer.inner if type(optimizer) is DistributedOptimizer else optimizer
     is_root = group.rank == root_rank
+    adapter = adapter_of(inner)
+    mine: Any = adapter.state(inner)
+    if mine is not None:
+        state = group.broadcast_object(mine if is_root else None, root_rank)
+        if not is_root:
+            adapter.set_state(inner, state)
+        return
     if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict"):
         mine = _in_host_memory(inner.state_dict()) if is_root else None
         state = group.broadcast_object(mine, root_rank)
@@ -91,7 +98,6 @@ def broadcast_optimizer_state(
                     if gpu_of(old.get(key)) is not None and hasattr(value, "to"):
                         options[key] = value.to(old[key].device)
         return
-    adapter = adapter_of(inner)
     named = adapter.parameters(inner) if inner is optimizer else optimizer._own.named()
     places = _Places(adapter, [parameter for _, parameter in named])
     mine = places.portable(vars(inner)) if is_root else None

@@ -178,9 +178,12 @@ class DistributedOptimizer:
                 "give the number of samples to synchronize(weight=…), and step inside "
                 "skip_synchronize()"
             )
-        if own.is_skipping:
+        if own.is_skipping or own.has_looked:
             if weight is not None:
-                raise TypeError("inside skip_synchronize() the weight belongs to synchronize()")
+                where = "inside skip_synchronize()" if own.is_skipping else "averaged already,"
+                raise TypeError(f"{where} the weight belongs to synchronize()")
+            if own.has_looked:
+                own.forget()
             return own.counted(step(*args, **kwargs))
         if own.is_synchronized:
             raise RuntimeError(
@@ -196,6 +199,13 @@ class DistributedOptimizer:
             own.exchange(weight)
         return own.counted(step(*args, **kwargs))
 
+    def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self._own
+        if not own.is_synchronized:
+            own.exchange(None)
+            own.is_synchronized = own.has_looked = True
+        return getattr(own.inner, name)(*args, **kwargs)
+
     # A proxy in everything else.
 
     def __getattr__(self, name: str) -> Any:
@@ -205,8 +215,10 @@ class DistributedOptimizer:
         found = getattr(own.inner, name)
         if name in own.finder.steps and callable(found):
             return MethodType(_stepper(name), self)
+        if name in own.finder.looks:
+            return MethodType(_looker(name), self)
         if name in ("zero_grad", "reset_grad"):
-            own.is_synchronized = False
+            own.forget()
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -271,6 +283,9 @@ class _Own:
     check_finite: str | None
     is_synchronized: bool = False
     is_skipping: bool = False
+    has_looked: bool = False  # synchronized by a method that needed it: the next step does not
+    has_begun: bool = False  # gradients of this step may be on their way
+    streams: bool = False  # they are announced while backward runs
     reducer: Reducer | None = None
     n_steps: int = 0
     n_unchecked: int = 0
@@ -291,7 +306,7 @@ class _Own:
                 f"{self.inner!r} is no optimizer: it has no {steps}. DistributedOptimizer wraps an "
                 "optimizer object; where its methods have other names, see register_adapter"
             )
-        if not self.named():
+        if not self.named() and not self.finder.is_filled_later:
             raise ValueError(
                 f"{kind} shows no parameters with a .grad, neither in its named_parameters(), "
                 "param_groups, params (with or without grads) nor parameters: pass parameters=…, "
@@ -333,8 +348,8 @@ class _Own:
 
         return world().group
 
-    def exchange(self, weight: float | None) -> None:
-        """The gradients are those of all ranks."""
+    def begin(self, weight: float | None) -> Reducer:
+        """The reducer of this step, which takes gradients from here on."""
         group = self.ranks()
         if self.reducer is None or self.reducer.group is not group:
             self.begin_anew()
@@ -347,18 +362,34 @@ class _Own:
                 compression=self.compression,
                 bucket_bytes=self.bucket_bytes,
                 passes=self.passes,
-                streams=False,
+                streams=self.streams,
                 check_finite=self.check_finite,
                 options=[("check_every", str(self.check_every)), ("on_drift", self.on_drift)],
             )
         else:
             self.reducer.bind(self.named())
         self.reducer.weight = weight
+        self.has_begun = True
+        return self.reducer
+
+    def exchange(self, weight: float | None) -> None:
+        """The gradients are those of all ranks."""
+        if self.has_begun and weight is not None:
+            raise TypeError("gradients have left during backward: give the weight before that")
+        reducer = self.reducer if self.has_begun and self.reducer else self.begin(weight)
+        self.has_begun = False
         try:
-            self.reducer.finish()
+            reducer.finish()
         except MismatchError:
             self.begin_anew()  # they may have been in different steps
             raise
+
+    def forget(self) -> None:
+        """The next gradients are those of another step."""
+        self.is_synchronized = self.has_looked = False
+        if self.has_begun and self.reducer is not None:
+            self.has_begun = False
+            self.reducer.abandon()
 
     def begin_anew(self) -> None:
         """All ranks, whatever they have counted, count to the next comparison from here."""
@@ -405,7 +436,15 @@ class _Own:
 
     def copied(self, **changes: Any) -> _Own:
         """The same for a copy of the inner optimizer, which nobody has synchronized yet."""
-        return replace(self, is_synchronized=False, is_skipping=False, reducer=None, **changes)
+        return replace(
+            self,
+            is_synchronized=False,
+            is_skipping=False,
+            has_looked=False,
+            has_begun=False,
+            reducer=None,
+            **changes,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
@@ -433,6 +472,15 @@ def _stepper(name: str) -> Callable[..., Any]:
 
     step.__name__ = name
     return step
+
+
+@cache
+def _looker(name: str) -> Callable[..., Any]:
+    def look(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return self._look(name, args, kwargs)
+
+    look.__name__ = name
+    return look
 
 
 def takes_weight(step: Callable[..., Any]) -> bool:

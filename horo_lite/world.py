@@ -571,6 +571,15 @@ def _part(comm: Any, world: World, ranks: list[int]) -> Any:
     return None
 
 
+def abort(why: str) -> NoReturn:
+    """The launcher kills all ranks, and the job's exit code is 1."""
+    here = world()
+    _tell(f"[horo_lite] rank {here.rank} of {here.size} ends the job: {why}\n")
+    if _ending is not None:
+        _ending.abort(1)
+    os._exit(1)
+
+
 def free_group(group: Group) -> None:
     """What all ranks of a group of `new_group` have submitted is complete, and this rank left it.
 

@@ -20,6 +20,7 @@ _BUILT_IN = {
     "cupy": "cupy",
     "singa": "singa",
     "needle": "needle",
+    "nnabla": "nnabla",
     "numpy": "numpy",
 }
 

@@ -31,6 +31,12 @@ class Adapter:
     steps: tuple[str, ...] = ("step", "update")
     """The methods of an optimizer that apply gradients."""
 
+    looks: tuple[str, ...] = ()
+    """Its methods before a step that need the gradients of all ranks, such as one that clips."""
+
+    is_filled_later: bool = False
+    """Whether an optimizer may still be without parameters when it is wrapped."""
+
     mutable: bool = True
     """Whether arrays in a GPU's memory may be written in place."""
 
@@ -101,6 +107,13 @@ class Adapter:
     def missing(self, parameter: Parameter, dtype: str, shape: tuple[int, ...]) -> Array:
         """Zeros for the gradient of `parameter`, which other ranks have; then set_gradient()."""
         return self.zeros(dtype, shape)
+
+    def state(self, optimizer: Any) -> Any | None:
+        """What the optimizer keeps, ready to be pickled; None: it is looked for in the object."""
+        return None
+
+    def set_state(self, optimizer: Any, state: Any) -> None:
+        """The optimizer goes on as the one whose `state()` this is."""
 
     # Arrays in a GPU's memory.
 

@@ -1,0 +1,98 @@
+"""NNabla: solvers, and the variables and arrays they work on; all of it is written in place."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import nnabla as nn
+import numpy as np
+from nnabla.solver import Solver
+
+from horo_lite.adapters.object import Adapter, Array, Named
+
+
+class Parameter:
+    """A solver's parameter, always the same object, where the solver makes new ones each time."""
+
+    def __init__(self, variable: Any) -> None:
+        self.variable = variable
+
+    @property
+    def grad(self) -> Any:
+        return self.variable.grad
+
+    @property
+    def data(self) -> Any:
+        return self.variable.data
+
+
+class NnablaAdapter(Adapter):
+    """Solvers by `get_parameters()`; parameters by their `grad` and `data`.
+
+    A gradient that no backward pass has written since `zero_grad()` is none: the solver leaves its
+    parameter alone, and so do the ranks where that is so on all of them. NNabla keeps a flag for
+    it, which looking at the gradient's memory would clear.
+    """
+
+    steps = ("update",)
+    looks = (
+        "weight_decay", "clip_grad_by_norm", "scale_grad",
+        "check_inf_grad", "check_nan_grad", "check_inf_or_nan_grad",
+    )  # fmt: skip
+    is_filled_later = True
+
+    def __init__(self) -> None:
+        self._known: WeakValueDictionary[Any, Parameter] = WeakValueDictionary()
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, (Parameter, nn.Variable, nn.NdArray, Solver))
+
+    def parameters(self, owner: Any) -> Named:
+        if not isinstance(owner, Solver):
+            return []
+        # Sorted: the solver's own order is that of a hash table.
+        return [(name, self._parameter(v)) for name, v in sorted(owner.get_parameters().items())]
+
+    def _parameter(self, variable: Any) -> Parameter:
+        # Variables are equal where they stand for the same memory.
+        return self._known.setdefault(variable, Parameter(variable))
+
+    def gradient(self, parameter: Any) -> Array | None:
+        return None if parameter.grad.zeroing else parameter.grad.data
+
+    def set_gradient(self, parameter: Any, array: Array) -> None:
+        parameter.grad.data = array
+
+    def value(self, parameter: Any) -> Array:
+        return parameter.data if isinstance(parameter, nn.NdArray) else parameter.data.data
+
+    def set_value(self, parameter: Any, array: Array) -> None:
+        (parameter if isinstance(parameter, nn.NdArray) else parameter.data).data = array
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
+        if isinstance(like, nn.NdArray):
+            return nn.NdArray.from_numpy_array(array)
+        return nn.Variable.from_numpy_array(array)
+
+    # The solver's state: where it is after how many updates, and what it keeps of each parameter.
+
+    def state(self, optimizer: Any) -> Any:
+        states = {
+            name: (state.t, {key: np.array(v.d) for key, v in state.pstate.items()})
+            for name, state in optimizer.get_states().items()
+        }
+        return optimizer.learning_rate(), states
+
+    def set_state(self, optimizer: Any, state: Any) -> None:
+        learning_rate, states = state
+        optimizer.set_learning_rate(learning_rate)
+        mine = optimizer.get_states()
+        for name, (t, arrays) in states.items():
+            mine[name].t = t
+            for key, array in arrays.items():
+                mine[name].pstate[key].d = array
+        optimizer.set_states(mine)
+
+
+ADAPTER = NnablaAdapter()

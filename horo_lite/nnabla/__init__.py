@@ -1,0 +1,39 @@
+"""NNabla on several CPUs: solvers wrapped, or NNabla's own communicator.
+
+    import horo_lite.nnabla as hvd          # or: import horo_lite.nnabla as C
+
+    hvd.init()
+    hvd.broadcast_parameters(nn.get_parameters())
+    solver = hvd.DistributedOptimizer(S.Adam())
+    solver.set_parameters(nn.get_parameters())
+
+`weight_decay`, `clip_grad_by_norm`, `scale_grad`, `check_inf_grad` and the like see the gradients
+of all ranks, as `update` does: the first of them after backward() exchanges. With uneven batches,
+`solver.synchronize(weight=n)` before, and `with solver.skip_synchronize(): solver.update()`.
+
+A script for NNabla's communicator takes `MultiProcessDataParallelCommunicator` from here and not
+from `nnabla.communicators`, or runs unchanged:
+
+    mpiexec -n 2 python -m horo_lite.nnabla train.py
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: F401, F403
+from horo_lite import *
+from horo_lite.nnabla.backward import overlap
+from horo_lite.nnabla.communicator import MultiProcessDataParallelCommunicator
+
+MultiProcessCommunicator = MultiProcessDataParallelCommunicator
+MultiProcessDataParalellCommunicator = MultiProcessDataParallelCommunicator  # NNabla's old name
+
+
+def install() -> None:
+    """Scripts find the communicator where they look for it: in `nnabla.communicators`."""
+    import nnabla.communicator
+    import nnabla.communicators
+
+    for module in (nnabla.communicator, nnabla.communicators):
+        module.MultiProcessCommunicator = MultiProcessDataParallelCommunicator
+        module.MultiProcessDataParallelCommunicator = MultiProcessDataParallelCommunicator
+        module.MultiProcessDataParalellCommunicator = MultiProcessDataParallelCommunicator

@@ -1,0 +1,91 @@
+"""Which gradients are complete while backward() still runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from horo_lite.optimizer import DistributedOptimizer
+
+Function = Any  # nnabla.function.Function
+NdArray = Any  # nnabla.NdArray
+
+
+class Backward:
+    """To be told of each function that backward() has run; tells whose gradients are complete.
+
+    A gradient is complete when all functions that add to it have run, and a parameter may be in
+    several. Which functions a pass will run is read off the graph at its first one, which made the
+    loss: nothing else marks where a pass begins or ends.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Mapping[NdArray, int]],
+        ready: Callable[[int], None],
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_begin, self._on_ready, self._on_end = begin, ready, end
+        self._numbers: Mapping[NdArray, int] = {}
+        self._left: set[Function] = set()
+        self._uses: Counter[int] = Counter()
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._left)
+
+    def __call__(self, function: Function) -> None:
+        if function not in self._left:
+            self._begin(function)
+        self._left.remove(function)
+        for number in self._written_by(function):
+            self._uses[number] -= 1
+            if not self._uses[number]:
+                self._on_ready(number)
+        if not self._left:
+            self._on_end()
+
+    def _begin(self, last: Function) -> None:
+        self._numbers = self._on_begin()
+        self._left, found = {last}, [last]
+        while found:
+            for variable in found.pop().inputs:
+                parent = variable.parent
+                if variable.need_grad and parent and parent.need_grad and parent not in self._left:
+                    self._left.add(parent)
+                    found.append(parent)
+        self._uses = Counter(i for function in self._left for i in self._written_by(function))
+
+    def _written_by(self, function: Function) -> set[int]:
+        gradients = [variable.grad for variable in function.inputs if variable.need_grad]
+        return {self._numbers[gradient] for gradient in gradients if gradient in self._numbers}
+
+
+def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], None]:
+    """What backward() calls so that gradients travel while it still runs.
+
+        loss.backward(clear_buffer=True, function_post_hook=hvd.overlap(solver))
+        solver.update()
+
+    `solver` is a DistributedOptimizer; made and given anew for each pass, on every rank. A bucket
+    (`bucket_bytes`) leaves as soon as its gradients are complete, the first time in the second
+    step, when all ranks know the plan; results are there when the solver next looks at gradients,
+    and they are not to be touched before. `weight` as for `update()`, which takes none then.
+    """
+    if type(solver) is not DistributedOptimizer:
+        raise TypeError(f"overlap() takes a DistributedOptimizer, not {type(solver).__name__}")
+    own = solver._own
+    if not own.streams:
+        own.streams, own.reducer = True, None
+
+    def begin() -> dict[NdArray, int]:
+        if not own.has_begun:
+            own.begin(weight)
+        return {parameter.grad: i for i, (_, parameter) in enumerate(own.named())}
+
+    def ready(i: int) -> None:
+        assert own.reducer is not None
+        own.reducer.ready(i)
+
+    return Backward(begin, ready)

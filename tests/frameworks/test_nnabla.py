@@ -1,0 +1,487 @@
+"""NNabla 1.39 on CPUs: its solvers wrapped, and the calls of its communicator."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+
+pytestmark = pytest.mark.timeout(180)
+LIMIT_S = 60
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_nnabla.py"
+
+# A net in which 'b' is used twice, 'unused' never and 'fixed' without a gradient.
+MODEL = """\
+import sys
+import numpy as np
+import nnabla as nn
+import nnabla.functions as F
+import nnabla.parametric_functions as PF
+import nnabla.solvers as S
+from nnabla.initializer import UniformInitializer
+
+N_STEPS, BATCH = 5, 12
+rng = np.random.default_rng(0)
+IMAGES = rng.standard_normal((N_STEPS, BATCH, 8)).astype(np.float32)
+LABELS = rng.integers(0, 3, (N_STEPS, BATCH, 1))
+
+def model(n, seed=0):
+    nn.clear_parameters()
+    kw = {"w_init": UniformInitializer((-0.4, 0.4), rng=np.random.RandomState(seed))}
+    x, t = nn.Variable((n, 8)), nn.Variable((n, 1))
+    PF.affine(x, 3, name="unused", **kw)
+    h = F.relu(PF.affine(x, 16, name="a", **kw))
+    h = F.relu(PF.affine(h, 16, name="b", **kw))
+    h = F.relu(PF.affine(h, 16, name="b", **kw))
+    y = PF.affine(h, 3, name="c", **kw) + PF.affine(x, 3, name="fixed", fix_parameters=True, **kw)
+    return x, t, F.mean(F.softmax_cross_entropy(y, t))
+
+def train(solver, mine, *, steps=N_STEPS, hook=None, middle=None, update=None):
+    x, t, loss = model(len(range(BATCH)[mine]))
+    solver.set_parameters(nn.get_parameters())
+    for step in range(steps):
+        x.d, t.d = IMAGES[step][mine], LABELS[step][mine]
+        loss.forward(clear_no_need_grad=True)
+        solver.zero_grad()
+        loss.backward(clear_buffer=True, function_post_hook=hook and hook())
+        if middle:
+            middle(solver)
+        update(solver) if update else solver.update()
+    return values()
+
+def values():
+    return {name: v.d.copy() for name, v in sorted(nn.get_parameters(grad_only=False).items())}
+
+def close(a, b, rtol=1e-5, atol=1e-6):  # float32 sums in another order
+    return a.keys() == b.keys() and all(np.allclose(a[k], b[k], rtol, atol) for k in a)
+
+def same_bits(found):
+    return len(set(hvd.allgather_object(b"".join(v.tobytes() for v in found.values())))) == 1
+"""
+
+TRAINING = (
+    MODEL
+    + """
+from functools import partial
+import horo_lite as hvd
+from horo_lite import arrays
+from horo_lite.collectives import Group
+
+world = hvd.init()
+rank, size = world.rank, world.size
+shard, everything = slice(rank, None, size), slice(None)
+momentum = partial(S.Momentum, 0.2)
+whole = train(momentum(), everything)
+assert not close(whole, train(momentum(), shard)), "a shard alone would do"
+assert np.array_equal(whole["unused/affine/W"], (model(1), values())[1]["unused/affine/W"])
+
+# The same, step for step, in the gradients' own memory.
+copied = arrays.bytes_copied
+solver = hvd.DistributedOptimizer(momentum())
+assert isinstance(solver, S.Solver) and solver.name == "Momentum"
+places = []
+def look(solver):
+    found = {k: v.grad for k, v in nn.get_parameters().items() if not v.grad.zeroing}
+    places.append({k: grad.get_data("r").ctypes.data for k, grad in found.items()})
+def update(solver):
+    look(solver), solver.update(), look(solver)
+found = train(solver, shard, update=update)
+assert close(found, whole) and same_bits(found)
+assert arrays.bytes_copied == copied
+assert places[::2] == places[1::2] and [len(p) for p in places] == [6] * 2 * N_STEPS
+kept = {parameter for _, parameter in solver._own.named()}
+assert all(parameter in kept for _, parameter in solver._own.named())  # the plan is kept
+print("eager", flush=True)
+
+# Between backward and update, a solver sees all ranks' gradients.
+def middle(solver):
+    solver.weight_decay(0.01)
+    solver.clip_grad_by_norm(0.3)
+    solver.scale_grad(0.5)
+whole = train(S.Adam(0.01, eps=1e-3), everything, middle=middle)
+assert not close(whole, train(S.Adam(0.01, eps=1e-3), everything))
+found = train(hvd.DistributedOptimizer(S.Adam(0.01, eps=1e-3)), shard, middle=middle)
+assert close(found, whole) and same_bits(found)
+print("clipped", flush=True)
+
+# Uneven shares, by weight.
+whole = train(momentum(), everything)
+bounds = [0, 2, 9, 12] if size == 3 else [0, 3, 12]
+uneven = slice(bounds[rank], bounds[rank + 1])
+n = bounds[rank + 1] - bounds[rank]
+weigh = lambda solver: solver.update(weight=n)
+found = train(hvd.DistributedOptimizer(momentum()), uneven, update=weigh)
+assert close(found, whole) and same_bits(found)
+assert not close(train(hvd.DistributedOptimizer(momentum()), uneven), whole)
+print("uneven", flush=True)
+
+# With overlap, in small buckets; what happened in which order.
+events = []
+submit = Group.exchange_async
+def exchange_async(self, *args, **kwargs):
+    events.append(kwargs["names"])
+    return submit(self, *args, **kwargs)
+Group.exchange_async = exchange_async
+solver = hvd.DistributedOptimizer(momentum(), bucket_bytes=256)
+def hook():
+    events.append("backward")
+    tell = hvd.nnabla.overlap(solver, weight=n)
+    def told(function):
+        tell(function)
+        events.append(function.info.type_name)
+    return told
+found = train(solver, uneven, hook=hook)
+assert close(found, whole) and same_bits(found)
+last = events[len(events) - 1 - events[::-1].index("backward") :]
+order = [e if isinstance(e, str) else e[0].split("/")[0] for e in last]
+# 'c' left before anything else was there, and 'b' at once after the second function that uses it.
+assert order.index("c") < order.index("ReLU") < order.index("b"), last
+assert order[: order.index("b")].count("Affine") == 2, last
+assert order.index("b") < len(order) - 1 - order[::-1].index("Affine"), last
+assert "a" not in order[: order.index("b")], last
+Group.exchange_async = submit
+print("overlap", flush=True)
+
+# fp16 on the wire: not the same, but close, and small gradients do not vanish.
+found = train(hvd.DistributedOptimizer(momentum(), compression=hvd.Compression.fp16), shard)
+assert close(found, whole, 1e-2, 1e-3) and same_bits(found)
+assert not close(found, whole, 0, 0)
+w = nn.Variable((4,), need_grad=True)
+w.d = 0
+solver = hvd.DistributedOptimizer(S.Sgd(1.0), compression=hvd.Compression.fp16)
+solver.set_parameters({"w": w})
+solver.zero_grad()
+F.sum(w * (size * 2.0 ** (rank - 30))).backward()
+solver.update()
+assert np.all(w.d == -sum(2.0 ** (r - 30) for r in range(size))), w.d
+print("fp16", flush=True)
+"""
+)
+
+
+@pytest.mark.shows("eager", "overlap", "in place", "fp16")
+@pytest.mark.parametrize("size", [2, 3])
+def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
+    result = run_ranks(TRAINING, size, timeout_s=LIMIT_S).check()
+    for part in ("eager", "clipped", "uneven", "overlap", "fp16"):
+        assert result.stdout.count(part) == size, str(result)
+
+
+TOGETHER = (
+    MODEL
+    + """
+import horo_lite.nnabla as hvd
+from nnabla.experimental.mixed_precision_training import DynamicLossScalingUpdater
+
+world = hvd.init()
+rank, size = world.rank, world.size
+
+# Parameters and the solver's state come from rank 1, memory and objects stay.
+x, t, loss = model(BATCH, seed=rank)
+parameters = nn.get_parameters()
+places = {k: v.data.data.ctypes.data for k, v in parameters.items()}
+theirs = hvd.allgather_object(values())
+hvd.broadcast_parameters(nn.get_parameters(grad_only=False), root_rank=1)
+assert close(values(), theirs[1], 0, 0) and not close(theirs[0], theirs[1])
+assert places == {k: v.data.data.ctypes.data for k, v in parameters.items()}
+solver = S.Adam(0.1)
+solver.set_parameters(parameters)
+for step in range(2 * rank):  # rank 0 has made no step yet
+    x.d, t.d = IMAGES[step], LABELS[step]
+    loss.forward(), solver.zero_grad(), loss.backward(), solver.update()
+solver.set_learning_rate(0.01 * (rank + 1))
+solver = hvd.DistributedOptimizer(solver)
+hvd.broadcast_parameters(solver, root_rank=1)
+hvd.broadcast_optimizer_state(solver, root_rank=1)
+hvd.check_in_sync(parameters)
+x.d, t.d = IMAGES[3], LABELS[3]
+loss.forward(), solver.zero_grad(), loss.backward(), solver.update()
+found = values()
+assert same_bits(found)
+states = solver.get_states()
+assert states["a/affine/W"].t == 3 and states["unused/affine/W"].t == 0
+assert np.isclose(solver.learning_rate(), 0.02)
+print("broadcast", flush=True)
+
+# A parameter that only one rank's graph uses counts as zeros on the others, and moves on all.
+nn.clear_parameters()
+with nn.parameter_scope("both"):
+    a = nn.parameter.get_parameter_or_create("a", (3,), np.ones(3))
+    b = nn.parameter.get_parameter_or_create("b", (3,), np.ones(3))
+solver = hvd.DistributedOptimizer(S.Sgd(1.0))
+solver.set_parameters(nn.get_parameters())
+cost = F.sum(a * 2) + F.sum(b * 6) if rank == 1 else F.sum(a * 4)
+cost.forward(), solver.zero_grad(), cost.backward(), solver.update()
+assert np.all(a.d == 1 - 3) and np.all(b.d == 1 - 3), (a.d, b.d)
+
+# Other shapes and missing parameters are named, and the next step goes on.
+wrong = {"w/b": nn.Variable((3 + rank,), need_grad=True), "w/a": a}
+for given in (wrong, {"w/a": a} if rank else {"w/a": a, "w/b": b}):
+    solver = hvd.DistributedOptimizer(S.Sgd(1.0))
+    solver.set_parameters(given)
+    cost = sum(F.sum(v) for v in given.values())
+    cost.forward(), solver.zero_grad(), cost.backward()
+    try:
+        solver.update()
+    except hvd.MismatchError as error:
+        print("<", " ".join(str(error).split()), ">", flush=True)
+solver = hvd.DistributedOptimizer(S.Sgd(1.0))
+solver.set_parameters({"a": a})
+cost = F.sum(a * rank)
+cost.forward(), solver.zero_grad(), cost.backward(), solver.update()
+assert np.all(a.d == 1 - 3 - 0.5)
+
+# What a rank's overflow means to all: the same steps are left out, and the same scale is kept.
+x, t, loss = model(BATCH // 2)
+solver = hvd.DistributedOptimizer(S.Momentum(0.1))
+solver.set_parameters(nn.get_parameters())
+feeds = []
+def feed():
+    step = len(feeds)
+    feeds.append(step)
+    x.d, t.d = IMAGES[step % N_STEPS][rank::2], LABELS[step % N_STEPS][rank::2]
+    if step == 2 and rank == 1:
+        x.d[0, 0] = np.inf
+updater = DynamicLossScalingUpdater(solver, loss, feed, scale=8.0, N=100)
+for _ in range(4):
+    updater.update()
+assert len(feeds) == 5 and updater.scale == 4.0, (feeds, updater.scale)
+found = values()
+assert same_bits(found) and all(np.isfinite(v).all() for v in found.values())
+print("overflow", flush=True)
+
+# Averaged by clipping, the gradients are not averaged again, and the weight comes too late.
+loss.forward(), solver.zero_grad(), loss.backward(), solver.check_nan_grad()
+try:
+    solver.update(weight=3)
+except TypeError as error:
+    assert "belongs to synchronize()" in str(error)
+    print("late", flush=True)
+"""
+)
+
+
+def test_states_mismatches_and_overflows() -> None:
+    result = run_ranks(TOGETHER, 2, timeout_s=LIMIT_S).check()
+    for part in ("broadcast", "overflow", "late"):
+        assert result.stdout.count(part) == 2, str(result)
+    shape, missing = re.findall(r"< (.*) >", result.stdout)[:2]
+    assert re.search(r"'w/b'.*float32\[3\].*float32\[4\]", shape), shape
+    assert "'w/b'" in missing
+    assert result.stdout.count("< ") == 4
+
+
+COMMUNICATOR = (
+    MODEL
+    + """
+import horo_lite.nnabla as hvd
+from nnabla.ext_utils import get_extension_context
+import nnabla.communicators as C
+
+try:
+    C.MultiProcessDataParallelCommunicator(get_extension_context("cpu"))
+except RuntimeError:
+    print("NNabla has none", flush=True)
+hvd.install()
+comm = C.MultiProcessDataParallelCommunicator(get_extension_context("cpu"))
+comm.init()
+rank, size = comm.rank, comm.size
+assert (rank, size, comm.local_rank) == (hvd.rank(), 3, hvd.local_rank())
+assert comm.name == "MultiProcessDataParallelCommunicator"
+
+def array(*numbers):
+    return nn.NdArray.from_numpy_array(np.array(numbers, np.float32))
+
+def raised(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+x, y = array(rank, 1), array(10 * rank)
+comm.all_reduce([x, y], division=False, inplace=True)
+assert x.data.tolist() == [3, 3] and y.data.tolist() == [30]
+comm.all_reduce(x, division=True)
+assert x.data.tolist() == [3, 3]
+x = array(rank, 6)
+comm.all_reduce(x, True)
+assert x.data.tolist() == [1, 6]
+
+# Zeroed everywhere an array stays so; zeroed on some ranks it is zeros there.
+x, y = array(1), array(rank)
+x.zero()
+if rank == 2:
+    y.zero()
+comm.all_reduce([x, y])
+assert x.zeroing and not y.zeroing and y.data.tolist() == [1]
+
+x = array(rank + 1, rank)
+comm.reduce(x, dst=1)
+assert x.data.tolist() == ([6, 3] if rank == 1 else [rank + 1, rank])
+comm.bcast([x, y], src=2)
+assert x.data.tolist() == [3, 2] and y.data.tolist() == [1]
+parts = [array(0, 0) for _ in range(3)]
+comm.all_gather(array(rank, 7), parts)
+assert [p.data.tolist() for p in parts] == [[0, 7], [1, 7], [2, 7]]
+comm.reduce_scatter([array(rank, i) for i in range(3)], x, division=True)
+assert x.data.tolist() == [1, rank]
+comm.barrier()
+
+# Groups: places, not numbers of the world.
+assert comm.new_group(("last", [2, 1])) == "last" and comm.new_group("first", [0]) == "first"
+groups = {"world": [0, 1, 2], "last": [2, 1], "first": [0]}
+assert comm.list_groups() == groups
+assert comm.find_group("last") == [2, 1] and comm.find_group("none") == []
+x = array(rank)
+if rank:
+    comm.all_reduce(x, division=True, group="last")
+    assert x.data.tolist() == [1.5]
+    x = array(rank)
+    comm.bcast(x, src=0, group="last")
+    assert x.data.tolist() == [2]
+else:
+    message = raised(ValueError, lambda: comm.bcast(x, 0, group="last"))
+    assert "rank 0 is not in group 'last'" in message
+assert "'last'" in raised(ValueError, lambda: comm.new_group(("last", [0])))
+assert "no group 'x'" in raised(ValueError, lambda: comm.all_reduce(x, group="x"))
+shape = nn.NdArray((2 + (rank == 1),))
+shape.data = 1
+message = raised(hvd.MismatchError, lambda: comm.all_reduce([shape]))
+assert "'array 0'" in message and "float32[3]" in message, message
+
+# Half: what travels.
+half = hvd.MultiProcessDataParallelCommunicator(get_extension_context("cpu", type_config="half"))
+half.init()
+x, z = array(1 / 7, 1), array(1 / 7, 1)
+half.all_reduce(x)
+comm.all_reduce(z)
+assert np.allclose(z.data, [3 / 7, 3], rtol=1e-6), z.data
+assert x.data[0] != z.data[0] and np.allclose(x.data, z.data, rtol=1e-3), x.data
+print("calls", flush=True)
+
+# all_reduce_callback: the whole of NNabla's loop, while backward() runs.
+mine = slice(rank, None, size)
+whole = train(S.Momentum(0.2), slice(None))
+events = []
+submit = hvd.Group.exchange_async
+def exchange_async(self, *args, **kwargs):
+    events.append(kwargs["names"])
+    return submit(self, *args, **kwargs)
+hvd.Group.exchange_async = exchange_async
+comm.clear_context_parameters()
+x, t, loss = model(BATCH // size)
+parameters = nn.get_parameters()
+comm.add_context_and_parameters((None, parameters))
+solver = S.Momentum(0.2)
+solver.set_parameters(parameters)
+early = lambda: comm.all_reduce_callback([v.grad for v in parameters.values()], 64, division=True)
+for step in range(N_STEPS):
+    x.d, t.d = IMAGES[step][mine], LABELS[step][mine]
+    before = early() if step == 3 else None  # a forward pass comes first
+    loss.forward(clear_no_need_grad=True)
+    solver.zero_grad()
+    events.clear()
+    if step == 2:
+        loss.backward(clear_buffer=True)
+        comm.allreduce(division=True)
+    else:
+        loss.backward(
+            clear_buffer=True,
+            communicator_callbacks=before or early() if step != 3 else before,
+            function_post_hook=lambda f: events.append(f.info.type_name),
+        )
+    g = nn.get_parameters()["c/affine/b"].g.copy()
+    assert len(set(hvd.allgather_object(g.tobytes()))) == 1, step  # at once after backward()
+    solver.update()
+found = values()
+assert close(found, whole) and same_bits(found)
+names = [e if isinstance(e, str) else e[0].split("/")[0] for e in events]
+assert names.index("c") < names.index("ReLU") < names.index("b"), events
+print("callback", flush=True)
+
+# Twice the same is refused by name; what no pass has used is done before the solver's next step.
+used = early()
+loss.backward(communicator_callbacks=used)
+message = raised(TypeError, lambda: loss.backward(communicator_callbacks=used))
+assert "call_it_for_each_backward_anew" in message, message
+solver.zero_grad()
+loss.forward(), loss.backward()
+early()
+solver.update()
+assert same_bits(values())
+loss.forward(), solver.zero_grad()
+few = [v.grad for v in parameters.values()][: 8 if rank == 0 else 4]
+try:
+    loss.backward(communicator_callbacks=comm.all_reduce_callback(few, 64))
+except SystemError as error:
+    assert isinstance(error.__cause__, hvd.MismatchError), repr(error.__cause__)
+    print("<", " ".join(str(error.__cause__).split()), ">", flush=True)
+comm.barrier()
+if rank == 1:
+    comm.abort()
+comm.barrier()
+"""
+)
+
+
+@pytest.mark.shows("overlap")
+def test_every_call_of_the_communicator() -> None:
+    result = run_ranks(COMMUNICATOR, 3, timeout_s=LIMIT_S)
+    for part in ("NNabla has none", "calls", "callback"):
+        assert result.stdout.count(part) == 3, str(result)
+    assert result.stdout.count("< ") == 3, str(result)
+    assert re.search(r"rank 0 has '[abc]/", result.stdout), str(result)
+    # abort() has ended the job.
+    assert result.returncode != 0
+    assert "rank 1 of 3 ends the job: Communicator.abort() was called" in result.stderr, str(result)
+
+
+TUTORIAL = (
+    MODEL
+    + """
+import nnabla.communicators as C
+from nnabla.ext_utils import get_extension_context
+
+ctx = get_extension_context(sys.argv[1])
+comm = C.MultiProcessDataParalellCommunicator(ctx)
+comm.init()
+nn.set_default_context(ctx)
+x, t, loss = model(BATCH // comm.size)
+comm.add_context_and_parameters((ctx, nn.get_parameters()))
+solver = S.Momentum(0.2)
+solver.set_parameters(nn.get_parameters())
+for step in range(N_STEPS):
+    x.d, t.d = IMAGES[step][comm.rank :: comm.size], LABELS[step][comm.rank :: comm.size]
+    loss.forward()
+    solver.zero_grad()
+    loss.backward()
+    comm.allreduce(division=True)
+    solver.update()
+found = values()
+assert close(found, train(S.Momentum(0.2), slice(None)))
+print(f"rank {comm.rank} of {comm.size} trained", __name__, len(sys.argv))
+"""
+)
+
+
+def test_a_script_for_nnablas_communicator_runs_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "tutorial.py"
+    script.write_text(TUTORIAL)
+    module = f"""
+        import runpy, sys
+        sys.argv[1:] = [{str(script)!r}, "cpu"]
+        runpy.run_module("horo_lite.nnabla", run_name="__main__")
+    """
+    result = run_ranks(module, 2, timeout_s=LIMIT_S).check()
+    for rank in range(2):
+        assert f"rank {rank} of 2 trained __main__ 2" in result.stdout
+
+
+def test_the_example_learns_and_ends_with_the_same_bits_everywhere() -> None:
+    result = run_ranks(EXAMPLE, 2, args=["--epochs", "4"], timeout_s=LIMIT_S).check()
+    assert "parameters bit-identical on all 2 ranks" in result.stdout
+    (accuracy,) = re.findall(r"^test accuracy (\d\.\d+)$", result.stdout, re.MULTILINE)
+    assert float(accuracy) > 0.9
