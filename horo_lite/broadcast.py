@@ -70,10 +70,11 @@ def broadcast_optimizer_state(
     """`optimizer` goes on as rank `root_rank`'s would: momenta, step counts, learning rates.
 
     Collective, at any time; the other ranks may have no state yet. Parameters are not touched: see
-    `broadcast_parameters`. Optimizers with `state_dict()` and `load_state_dict()` are asked for
-    theirs. Of any other, every attribute that is a number, an array or a list, tuple or dict of
-    such is taken over; keys that are parameters, or the `id()` of one, stand for the
-    parameter at the same position on the other ranks. Attributes of other kinds stay as they are.
+    `broadcast_parameters`. Optimizers with `state_dict()` and `load_state_dict()`, or whose adapter
+    has another way, are asked for theirs. Of any other, every attribute that is a number, an array
+    or a list, tuple or dict of such is taken over; keys that are parameters, or the `id()` of one,
+    stand for the parameter at the same position on the other ranks. Attributes of other kinds stay
+    as they are.
 
     The state travels pickled: for a moment, it is in memory twice.
     """

@@ -16,6 +16,7 @@ from launch import run_ranks, run_threads
 
 from horo_lite import adapters
 from horo_lite.adapters import Adapter, from_numpy, register_adapter, to_host
+from horo_lite.broadcast import broadcast_optimizer_state
 from horo_lite.collectives import Group, Max, Sum
 from horo_lite.compression import Compression
 from horo_lite.errors import MismatchError, NotInitializedError
@@ -373,6 +374,79 @@ def test_nothing_is_averaged_twice_or_never_by_accident() -> None:
             optimizer.step(weight=3)
 
     run_threads(1, rank)
+
+
+class Clipping(Momentum):
+    """Clips by a method of its own, gets its parameters late, and hands its state over itself."""
+
+    def __init__(self) -> None:
+        super().__init__({}, lr=1.0)
+
+    def clip(self, limit: float) -> list[Any]:
+        before = [p.grad.copy() for p in self.parameters]
+        for p in self.parameters:
+            p.grad = np.minimum(p.grad, limit)
+        return before
+
+
+class ClippingAdapter(Adapter):
+    looks = ("clip",)
+    is_filled_later = True
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, Clipping)
+
+    def state(self, optimizer: Any) -> Any:
+        return ("velocity", optimizer.velocity)
+
+    def set_state(self, optimizer: Any, state: Any) -> None:
+        assert state[0] == "velocity"
+        optimizer.velocity = [2 * v for v in state[1]]
+
+
+def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = DistributedOptimizer(Clipping(), group=group)
+        optimizer.params = net
+        optimizer.velocity = [np.full_like(p.data, group.rank) for p in net.values()]
+        broadcast_optimizer_state(optimizer, 1, group=group)
+        assert all(np.all(v == 2 - group.rank) for v in optimizer.velocity)
+        optimizer.velocity = [np.zeros_like(p.data) for p in net.values()]
+
+        def give() -> None:
+            optimizer.zero_grad()
+            for p in net.values():
+                p.grad = np.full_like(p.data, 4.0 * group.rank)
+
+        start = net["b"].data.copy()
+        give()
+        assert all((seen == 2).all() for seen in optimizer.clip(1.5))  # and not 0 or 4
+        assert all((seen == 1.5).all() for seen in optimizer.clip(1))  # nothing is averaged again
+        optimizer.step()
+        assert np.array_equal(net["b"].data, start - 1)
+        give()
+        optimizer.clip(1)
+        give()  # the clipped ones were given up
+        optimizer.step()
+        assert np.array_equal(net["b"].data, start - 1 - 2.5)
+        give()
+        optimizer.synchronize(weight=1 + 2 * group.rank)
+        assert (optimizer.clip(9)[0] == 3).all()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert np.array_equal(net["b"].data, start - 1 - 2.5 - 4.25)
+        give()
+        optimizer.clip(1)
+        with pytest.raises(TypeError, match="belongs to synchroniz"):
+            optimizer.step(weight=3)
+
+    registered = list(adapters._registered)
+    register_adapter(ClippingAdapter())
+    try:
+        run_threads(2, rank)
+    finally:
+        adapters._registered[:] = registered
 
 
 def test_weight_is_not_passed_on() -> None:
