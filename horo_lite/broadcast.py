@@ -245,12 +245,15 @@ class _Places:
         if isinstance(value, (list, tuple)):
             items = [self._packed(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
-        if is_array(value):
+        if self._is_array(value):
             return np.array(to_host(value))
         if type(self._adapter) is not Adapter and self._adapter.matches(value):
             with suppress(TypeError, AttributeError):  # a module, perhaps, that an optimizer knows
                 return np.array(self._adapter.value(value))
         raise _Foreign
+
+    def _is_array(self, value: Any) -> bool:
+        return is_array(value) or isinstance(value, self._adapter.arrays)
 
     def _key(self, key: Any) -> Any:
         if id(key) in self._index:
@@ -283,7 +286,7 @@ class _Places:
         return value
 
     def _local_array(self, value: np.ndarray[Any, Any], old: Any) -> Any:
-        if not is_array(old):
+        if not self._is_array(old):
             return from_numpy(value, self._parameters[0] if self._parameters else value)
         memory = to_host(old)
         fits = isinstance(memory, np.ndarray) and memory.shape == value.shape

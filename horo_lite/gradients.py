@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from horo_lite.adapters import Adapter, from_numpy
+from horo_lite.adapters import Adapter, adapter_of, from_numpy
 from horo_lite.adapters.object import join, keyed
 from horo_lite.arrays import copy_of, like
 from horo_lite.collectives import Average, Op, Sum
@@ -79,8 +79,12 @@ def average_gradients(
     reducer, slots = _reducer(group, names, op, compression, name)
     reducer.weight = weight
     try:
-        for slot, path, array in zip(slots, names, arrays, strict=True):
-            slot.array = _copied(path, array)
+        for slot, array in zip(slots, arrays, strict=True):
+            slot.grad = array
+        for one_of_its_kind in {type(array): array for array in arrays}.values():
+            adapter_of(one_of_its_kind).compute(slots)
+        for slot, path in zip(slots, names, strict=True):
+            slot.grad = _copied(path, slot.grad)
         reducer.finish()
         # What was None here is of the kind of what was not.
         some = next((array for array in arrays if array is not None), None)
@@ -89,7 +93,7 @@ def average_gradients(
         )
     finally:
         for slot in slots:
-            slot.array = None
+            slot.grad = None
     averages: T = _map(gradients, "", lambda _, leaf: next(results))
     return averages
 
@@ -136,27 +140,27 @@ def grad_and_average(
 
 
 class _Slot:
-    """A leaf's place in the plan, the same from call to call; its array is this call's."""
+    """A leaf's place in the plan, the same from call to call; its gradient is this call's."""
 
-    array: Any = None
+    grad: Any = None
 
     def result(self, leaf: Any, some: Any) -> Any:
         if leaf is not None:
-            return like(self.array, leaf)
-        if isinstance(self.array, np.ndarray) and some is not None:
-            return from_numpy(self.array, some)
-        return self.array
+            return like(self.grad, leaf)
+        if isinstance(self.grad, np.ndarray) and some is not None:
+            return from_numpy(self.grad, some)
+        return self.grad
 
 
 class _SlotAdapter(Adapter):
     def gradient(self, parameter: _Slot) -> Any:
-        return parameter.array
+        return parameter.grad
 
     def set_gradient(self, parameter: _Slot, array: Any) -> None:
-        parameter.array = array
+        parameter.grad = array
 
     def value(self, parameter: _Slot) -> Any:
-        return parameter.array
+        return parameter.grad
 
 
 _adapter = _SlotAdapter()

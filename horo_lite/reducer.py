@@ -289,6 +289,7 @@ class Reducer:
 
     def _look(self) -> tuple[list[Any], dict[int, Any]]:
         """Every gradient as memory that can be written, and those that are copies to put back."""
+        self._adapter.compute([parameter for _, parameter in self._parameters])
         arrays: list[Any] = []
         for name, parameter in self._parameters:
             try:

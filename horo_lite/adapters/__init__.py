@@ -21,6 +21,7 @@ _BUILT_IN = {
     "singa": "singa",
     "needle": "needle",
     "nnabla": "nnabla",
+    "tinygrad": "tinygrad",
     "numpy": "numpy",
 }
 

@@ -43,6 +43,9 @@ class Adapter:
     face: str | None = None
     """The module whose DistributedOptimizer wraps this framework's optimizers, if not ours."""
 
+    arrays: tuple[type, ...] = ()
+    """The framework's arrays, if these speak neither DLPack nor the buffer protocol."""
+
     def matches(self, obj: object) -> bool:
         """Whether `obj` (an optimizer, a module, a parameter or an array) is this framework's."""
         return True
@@ -66,6 +69,9 @@ class Adapter:
     def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
         """Of objects that are made anew rather than changed: leaves, and the tree with others."""
         return None
+
+    def compute(self, parameters: Sequence[Parameter]) -> None:
+        """Their gradients, which are about to be read, have been computed: for lazy frameworks."""
 
     def gradient(self, parameter: Parameter) -> Array | None:
         """The gradient's own memory, or None if there is none."""

@@ -1,0 +1,115 @@
+"""tinygrad: gradients are computed together when they are needed, and exchanged where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.engine.realize import capturing
+from tinygrad.nn.optim import Optimizer
+from tinygrad.nn.state import get_state_dict
+
+from horo_lite.adapters.object import Adapter, Array, Named
+
+
+class TinygradAdapter(Adapter):
+    """nn.optim optimizers, tensors, and models: any object that holds tensors, however deep."""
+
+    steps = ("step", "schedule_step")
+    arrays = (Tensor,)
+
+    def matches(self, obj: object) -> bool:
+        if isinstance(obj, (Tensor, Optimizer)):
+            return True
+        # Models have no class in common. A home-made optimizer, which has tensors too, is none.
+        return hasattr(obj, "__dict__") and not hasattr(obj, "step") and bool(self.parameters(obj))
+
+    def parameters(self, owner: Any) -> Named:
+        if isinstance(owner, Tensor):
+            return []
+        if isinstance(owner, Optimizer):
+            return [(f"params[{i}]", tensor) for i, tensor in enumerate(owner.params)]
+        try:
+            return list(get_state_dict(owner).items())
+        except RecursionError:  # it holds itself, as no model does
+            return []
+
+    def compute(self, parameters: Sequence[Any]) -> None:
+        lazy = [p for p in parameters if isinstance(p.grad, Tensor) and not _is_realized(p.grad)]
+        if not lazy:
+            return
+        _refuse_capture()
+        for parameter in lazy:
+            # In memory of their own: what is computed may else be a view of something.
+            parameter.grad = parameter.grad.clone()
+        Tensor.realize(*[parameter.grad for parameter in lazy])
+
+    def gradient(self, parameter: Any) -> Array | None:
+        self.compute([parameter])
+        return None if parameter.grad is None else _memory(parameter.grad)
+
+    def set_gradient(self, parameter: Any, array: Array) -> None:
+        parameter.grad = self.from_numpy(array, parameter)
+
+    def value(self, parameter: Any) -> Array:
+        if not _is_realized(parameter) and 0 not in parameter.shape:
+            _refuse_capture()
+            parameter.replace(parameter.detach().clone().realize())
+        return _memory(parameter)
+
+    def set_value(self, parameter: Any, array: Array) -> None:
+        # Assigned, so that who has its memory, such as a TinyJit, sees the new value.
+        parameter.assign(self.from_numpy(array, parameter)).realize()
+
+    def from_numpy(self, array: Any, like: Any) -> Any:
+        if array.dtype.name == "bfloat16":
+            bits = Tensor(array.view(np.uint16), device=like.device)
+            return bits.bitcast(dtypes.bfloat16).realize()
+        return Tensor(array, device=like.device).realize()
+
+
+def _is_realized(tensor: Any) -> bool:
+    return tensor.uop.has_buffer_identity() and tensor.uop.base.realized is not None
+
+
+def _memory(tensor: Any) -> Array:
+    """The tensor's own memory where the host can write it, else a copy that cannot be written."""
+    _refuse_capture()
+    if isinstance(tensor.device, tuple):
+        raise TypeError(
+            f"it is spread over {', '.join(tensor.device)}: give each rank one device, and leave "
+            "shard() out"
+        )
+    name = "bfloat16" if tensor.dtype == dtypes.bfloat16 else tensor.dtype.fmt
+    if name == "bfloat16":
+        import ml_dtypes  # noqa: F401 (gives NumPy the name)
+    dtype = np.dtype(name)
+    if 0 in tensor.shape:
+        return np.empty(tensor.shape, dtype)
+    return np.asarray(_Memory(tensor.uop.buffer, dtype, tensor.shape)).view(dtype)
+
+
+class _Memory:
+    """Keeps a buffer for as long as there is an array over it."""
+
+    def __init__(self, buffer: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+        self._buffer = buffer
+        is_shared = buffer.options is None and hasattr(buffer.allocator, "_as_buffer")
+        memory = buffer.as_memoryview(allow_zero_copy=is_shared)
+        self._array = np.frombuffer(memory, dtype).reshape(shape)
+        self._array.flags.writeable = is_shared
+        self.__array_interface__ = self._array.__array_interface__
+
+
+def _refuse_capture() -> None:
+    if capturing:
+        raise RuntimeError(
+            "this exchange is inside a TinyJit, which would replay the step without it: jit what "
+            "computes the gradients and what applies them, and call synchronize() in between "
+            "(see examples/digits_tinygrad.py)"
+        )
+
+
+ADAPTER = TinygradAdapter()
