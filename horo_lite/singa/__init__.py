@@ -13,8 +13,9 @@ with CUDA and NCCL. A program that is to stay as it is calls `install()` first: 
 Models must not be compiled with `use_graph=True`: SINGA then replays C++ operations, and no Python
 runs that could exchange anything; the first step says so.
 
-Tried with SINGA's Python interface over NumPy, and with SINGA 3.0.0.dev1's own tensors in part, as
-docs/coming-from.md tells; horo_lite.adapters.singa is all that touches SINGA's memory.
+Tested on a stand-in with SINGA's Python interface, and by hand on SINGA 3.0.0.dev1 for CPUs, the
+only wheel on PyPI, whose accessors had to be mended first; not on a build with CUDA. All that
+touches SINGA's memory is in horo_lite.adapters.singa.
 """
 
 from __future__ import annotations

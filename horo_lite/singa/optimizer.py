@@ -309,7 +309,9 @@ class _Gradient:
     def averaged(self) -> Tensor:
         """The gradient for the optimizer, now that `array` is that of all ranks."""
         assert self.array is not None
-        if self.given is None:  # only other ranks had one
+        # Alike on every rank, whether it had one or not: SINGA adds weight decay wrongly to a
+        # transposed tensor (seen in 3.0.0.dev1).
+        if self.given is None or self.given.data.transpose():
             return new_tensor(self.array, self.parameter.device)
         write(self.given.data, self.array)
         return self.given

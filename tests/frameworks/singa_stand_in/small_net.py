@@ -34,7 +34,7 @@ def mean_loss(net: Net, x: Any, y: Any) -> tensor.Tensor:
     autograd.training = True
     out = tensor.Tensor(data=x, requires_grad=False)
     out = autograd.relu(autograd.add_bias(autograd.matmul(out, net["w0"]), net["b0"]))
-    out = autograd.matmul(autograd.matmul(out, net["w1"]), autograd.transpose(net["w2"]))
+    out = autograd.matmul(autograd.matmul(out, net["w1"]), autograd.transpose(net["w2"], (1, 0)))
     return autograd.softmax_cross_entropy(out, tensor.from_numpy(y))
 
 
@@ -44,7 +44,7 @@ def values(net: Net) -> dict[str, Any]:
 
 def alone(n_steps: int = N_STEPS) -> dict[str, Any]:
     net = network()
-    sgd = opt.SGD(lr=0.3, momentum=0.9, weight_decay=1e-3)
+    sgd = opt.SGD(lr=0.3, momentum=0.9)
     for step in range(n_steps):
         sgd(mean_loss(net, *samples(step)))
     return values(net)

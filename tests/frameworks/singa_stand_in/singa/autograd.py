@@ -50,7 +50,8 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return _apply(singa.Add(a.data, b.data), lambda dy: (dy, dy), a, b)
 
 
-def transpose(x: Tensor) -> Tensor:
+def transpose(x: Tensor, axes: tuple[int, int]) -> Tensor:
+    assert axes == (1, 0)
     raw = singa.DefaultTranspose(x.data)
     return _apply(raw, lambda dy: (singa.DefaultTranspose(dy),), x)
 
