@@ -13,9 +13,12 @@ from horo_lite.adapters.object import Adapter
 __all__ = ["Adapter", "adapter_of", "from_numpy", "register_adapter", "to_host"]
 
 # The framework's module, as it stands in sys.modules, and the file here that knows it. NumPy comes
-# last: it looks at the shape of an object, the others at its type first.
+# last: it looks at the shape of an object, the others at its type first. Keras' models are torch's
+# or TensorFlow's modules as well.
 _BUILT_IN = {
+    "keras": "keras",
     "torch": "torch",
+    "tensorflow": "tensorflow",
     "jax": "jax",
     "cupy": "cupy",
     "singa": "singa",

@@ -1,0 +1,40 @@
+"""Keras 3: layers, models, optimizers and their variables, on whichever backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from horo_lite.adapters import to_host
+from horo_lite.adapters.object import Adapter, Array, Named
+
+
+class KerasAdapter(Adapter):
+    """What Keras keeps is in variables; gradients are never there, but given to `apply()`."""
+
+    face = "horo_lite.keras"
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer))
+
+    def parameters(self, owner: Any) -> Named:
+        # Not the seeds that `variables` of a model has beside its weights: each rank has noise of
+        # its own.
+        if isinstance(owner, keras.layers.Layer):
+            return [(variable.path, variable) for variable in owner.weights]
+        return self.state(owner) or []
+
+    def state(self, optimizer: Any) -> Named | None:
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            return [(variable.path, variable) for variable in optimizer.variables]
+        return None
+
+    def value(self, parameter: Any) -> Array:
+        return to_host(parameter.value)
+
+    def set_value(self, parameter: Any, array: Array) -> None:
+        parameter.assign(array)
+
+
+ADAPTER = KerasAdapter()

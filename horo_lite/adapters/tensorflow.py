@@ -1,0 +1,42 @@
+"""TensorFlow 2: tensors cannot be written, so results come back as new ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horo_lite.adapters.object import Adapter, Array, Named
+
+
+class TensorflowAdapter(Adapter):
+    """Tensors, variables, and modules that hold variables."""
+
+    mutable = False
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, (tf.Tensor, tf.Variable, tf.Module))
+
+    def parameters(self, owner: Any) -> Named:
+        if isinstance(owner, tf.Module):
+            return [(variable.name, variable) for variable in owner.variables]
+        return []
+
+    def value(self, parameter: Any) -> Array:
+        tensor = parameter.value() if isinstance(parameter, tf.Variable) else parameter
+        if tf.is_symbolic_tensor(tensor):
+            raise TypeError(
+                f"{tensor.name} is a tensor of a graph that is being traced and has no value yet: "
+                "inside tf.function, use the functions of horo_lite.tensorflow"
+            )
+        return np.asarray(tensor)  # a view that cannot be written, where it is in host memory
+
+    def set_value(self, parameter: Any, array: Array) -> None:
+        parameter.assign(array)
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
+        return tf.convert_to_tensor(array)
+
+
+ADAPTER = TensorflowAdapter()

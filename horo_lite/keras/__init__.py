@@ -1,0 +1,18 @@
+"""Horovod's Keras API for Keras 3, on the torch, JAX and TensorFlow backends.
+
+    import horo_lite.keras as hvd
+
+    hvd.init()
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss=...)
+    model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+Everything that `horo_lite` has is here as well.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: F403
+from horo_lite import *
+from horo_lite.keras import callbacks as callbacks
+from horo_lite.keras.optimizer import DistributedOptimizer as DistributedOptimizer
+from horo_lite.keras.optimizer import load_model as load_model

@@ -1,0 +1,199 @@
+"""Horovod's callbacks for `fit`: the same start everywhere, averaged metrics, learning rates."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters
+from horo_lite.collectives import allreduce
+from horo_lite.keras.optimizer import _Distributed
+from horo_lite.world import rank, size
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Training starts from the weights and the optimizer's state of rank `root_rank`.
+
+    On every rank. A model that has no weights before its first batch (on TensorFlow, one without an
+    Input) gets them after it. Seeds of random layers are left alone: noise is to differ.
+    """
+
+    def __init__(self, root_rank: int = 0, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._is_done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._is_done = False
+        optimizer = self.model.optimizer
+        if size() > 1 and rank() == 0 and not isinstance(optimizer, _Distributed):
+            warnings.warn(
+                f"horo_lite: this model's optimizer, {optimizer!r}, is no DistributedOptimizer, so "
+                "fit() trains every rank by itself: compile with hvd.DistributedOptimizer(...), and "
+                "load a model that you train on with hvd.load_model",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._broadcast()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if not self._is_done:
+            self._broadcast()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self._is_done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        model = self.model
+        if not model.built:
+            return
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        broadcast_parameters(model, self.root_rank)
+        broadcast_optimizer_state(model.optimizer, self.root_rank)
+        self._is_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """At the end of an epoch, metrics are the means over all ranks.
+
+    On every rank, with the same metrics. It belongs before callbacks that look at them
+    (ReduceLROnPlateau, EarlyStopping, ModelCheckpoint, TensorBoard), which then do alike on all.
+    Ranks count alike, however many samples they had.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not logs:
+            return
+        names = sorted(logs)
+        values = np.array([float(logs[name]) for name in names], np.float64)
+        averages = allreduce(values, name=f"metrics {', '.join(names)}")
+        logs.update(zip(names, averages.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """From `start_epoch` until before `end_epoch`, the learning rate is
+    `initial_lr * multiplier(epoch)`.
+
+    multiplier: a number, or a function of the epoch. With staircase=False it is called before every
+        batch, with fractions of an epoch.
+    momentum_correction: while the rate changes, momentum is multiplied by new rate / old rate for
+        that batch (Goyal et al., 2017, remark 2). Only where every step runs eagerly (torch, or
+        run_eagerly=True): what is compiled has the momentum in it for good.
+    steps_per_epoch: where `fit` does not know it.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.initial_lr = initial_lr
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        # A number that is the same all the time needs no steps.
+        self.staircase = staircase or not callable(multiplier)
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+        self._momentum: float | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if not self.staircase and not steps:
+            raise ValueError(
+                "fit() does not know how many batches an epoch has: give steps_per_epoch=… to "
+                f"{type(self).__name__}"
+            )
+        self._steps = steps
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._epoch < self.start_epoch:
+            return
+        if self.end_epoch is not None and self._epoch >= self.end_epoch:
+            return
+        if self.staircase:
+            if batch == 0:
+                self._adjust(self._epoch)
+        else:
+            self._adjust(self._epoch + self._fraction(batch))
+
+    def _fraction(self, batch: int) -> float:
+        return batch / self._steps
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._restore_momentum()
+        if logs is not None:
+            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        self._restore_momentum()
+        before, after = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = after
+        is_eager = keras.backend.backend() == "torch" or self.model.run_eagerly
+        momentum = getattr(optimizer, "momentum", 0)
+        if self.momentum_correction and is_eager and momentum and before:
+            self._momentum = momentum
+            optimizer.momentum = momentum * after / before
+
+    def _restore_momentum(self) -> None:
+        if self._momentum is not None:
+            self.model.optimizer.momentum = self._momentum
+            self._momentum = None
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """During the first `warmup_epochs` the learning rate climbs, batch by batch, from
+    `initial_lr / size` to `initial_lr`.
+
+    `initial_lr` is thus that of all ranks together: usually one rank's times the number of ranks
+    (Goyal et al., 2017, section 2.2). With verbose=1 rank 0 says when it is over.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            return 1 / size() + (1 - 1 / size()) * min(1.0, epoch / warmup_epochs)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.warmup_epochs, self.verbose = warmup_epochs, verbose
+
+    def _fraction(self, batch: int) -> float:
+        return (batch + 1) / self._steps  # so that the last batch has the whole rate
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose and rank() == 0:
+            rate = float(self.model.optimizer.learning_rate)
+            print(f"\nepoch {epoch + 1}: the learning rate is warmed up, {rate:.6g}")

@@ -1,0 +1,171 @@
+"""DistributedOptimizer for Keras: `apply()` averages the gradients, then applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import keras
+
+from horo_lite.collectives import Average, Group, Op, Sum
+from horo_lite.compression import Compression, Compressor
+from horo_lite.transform import Transform
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any,
+    *,
+    compression: Compressor = Compression.none,
+    op: Op = Average,
+    sparse_as_dense: bool = False,
+    group: Group | None = None,
+) -> Any:
+    """`optimizer`, which from now on applies the gradients of all ranks.
+
+    Every rank calls it, with the same options, and applies gradients equally often: give each rank
+    batches of its own, as many as the others have (`steps_per_epoch=` of `fit`).
+
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)), loss=...)
+
+    The result is of the class of `optimizer` and shares everything with it: variables, learning
+    rate, configuration. Gradients are averaged when `apply()` (or `apply_gradients`,
+    `stateless_apply`) is called, so clipping, accumulation, decay and moving averages see what one
+    process with all the samples would see. With gradient_accumulation_steps every pass is
+    exchanged. It works in `fit` on every backend, compiled on JAX; on TensorFlow the model has to
+    be compiled with jit_compile=False, which is the default where there is no GPU.
+
+    `model.save` writes what it would write of `optimizer`, so a file needs no horo_lite to be read:
+    continue with `horo_lite.keras.load_model`, which makes the optimizer distributed again.
+
+    optimizer: a Keras optimizer, or the name of one. Under mixed_float16 give a LossScaleOptimizer:
+        all ranks then skip the same steps.
+    compression: what travels; `Compression.fp16` halves the bytes.
+    op: Average or Sum.
+    sparse_as_dense: on TensorFlow, gradients of embeddings become dense before they travel;
+        otherwise the rows of all ranks are gathered.
+    group: the ranks; default all.
+
+    `apply(grads, variables, weight=n)` in a training loop of one's own takes this rank's number of
+    samples, on every rank or on none: the average is then the mean over all samples.
+
+    MismatchError on every rank, naming the first variable that differs, where ranks come with
+    different gradients or options; a gradient missing on some ranks counts as zeros there.
+    """
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, _Distributed):
+        raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
+    if op not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if isinstance(inner, _Distributed):
+        raise TypeError(_LOSS_SCALE)
+    kind: Any = type(optimizer)
+    wrapped = object.__new__(_class_of(kind))
+    # One state, whoever loads or changes it; Keras would look into it while it is being set.
+    object.__setattr__(wrapped, "__dict__", vars(optimizer))
+    vars(wrapped)["_transform"] = _transform(op, compression, group, sparse_as_dense)
+    return wrapped
+
+
+def load_model(
+    filepath: Any,
+    custom_objects: dict[str, Any] | None = None,
+    compile: bool = True,
+    safe_mode: bool = True,
+    **options: Any,
+) -> Any:
+    """The model that `model.save(filepath)` wrote, with a DistributedOptimizer in the old state.
+
+    `options` are those of DistributedOptimizer, which a file does not keep; the rest is for
+    `keras.models.load_model`. A model without an optimizer has none afterwards.
+    """
+    model = keras.models.load_model(filepath, custom_objects, compile, safe_mode)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, **options)
+    return model
+
+
+_LOSS_SCALE = (
+    "a LossScaleOptimizer around a DistributedOptimizer would skip steps on single ranks, wherever "
+    "their own gradients overflow: put them the other way round, "
+    "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). (compile() adds a "
+    "LossScaleOptimizer under mixed_float16 unless there is one.)"
+)
+
+
+class _Distributed:
+    """What a wrapped optimizer has beside its own class."""
+
+    _transform: Transform
+    _trainable_variables: list[Any]
+
+    def apply(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        *,
+        weight: float | None = None,
+    ) -> None:
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        grads = self._averaged(grads, trainable_variables, weight)
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def apply_gradients(self, grads_and_vars: Any, *, weight: float | None = None) -> Any:
+        grads, variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, variables, weight=weight)
+        return self.iterations  # type: ignore[attr-defined]
+
+    def _averaged(
+        self, grads: Sequence[Any], variables: list[Any] | None, weight: float | None = None
+    ) -> list[Any]:
+        if variables is None:
+            variables = self._trainable_variables
+        if len(grads) != len(variables):  # Keras says what is wrong
+            return list(grads)
+        return self._transform([_name_of(variable) for variable in variables], grads, weight)
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        factor: float | None = vars(self)["loss_scale_factor"]
+        return factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        if factor is None:  # only a LossScaleOptimizer does that, to what it wraps
+            raise TypeError(_LOSS_SCALE)
+        vars(self)["loss_scale_factor"] = factor
+
+
+class _LossScaling(_Distributed):
+    """On JAX this one looks at the gradients before it calls apply() of another."""
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
+    ) -> Any:
+        grads = self._averaged(grads, None)
+        return super().stateless_apply(  # type: ignore[misc]
+            optimizer_variables, grads, trainable_variables
+        )
+
+
+@cache
+def _class_of(base: Any) -> Any:
+    scales = issubclass(base, keras.optimizers.LossScaleOptimizer)
+    # Whoever asks what it is, Keras when it saves a model above all, hears of the optimizer's own.
+    names = {"__class__": property(lambda self: base), "__module__": __name__}
+    kind = _LossScaling if scales else _Distributed
+    return type(f"Distributed{base.__name__}", (kind, base), names)
+
+
+def _transform(op: Op, compression: Compressor, group: Group | None, as_dense: bool) -> Transform:
+    if keras.backend.backend() == "tensorflow":
+        from horo_lite.tensorflow.gradients import Transform as ForTensors
+
+        return ForTensors(op, compression, group, as_dense)
+    return Transform(op, compression, group)
+
+
+def _name_of(variable: Any) -> str:
+    return getattr(variable, "path", None) or str(variable.name)

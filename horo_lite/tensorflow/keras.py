@@ -1,0 +1,5 @@
+"""Horovod's name for its Keras API: `import horo_lite.tensorflow.keras as hvd`."""
+
+# ruff: noqa: F401, F403
+from horo_lite.keras import *
+from horo_lite.keras import DistributedOptimizer, callbacks, load_model
