@@ -20,6 +20,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     On every rank. A model that has no weights before its first batch (on TensorFlow, one without an
     Input) gets them after it. Seeds of random layers are left alone: noise is to differ.
+
+    On TensorFlow it also turns jit_compile off, which is Keras' default where there is a GPU.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "") -> None:
@@ -33,11 +35,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if size() > 1 and rank() == 0 and not isinstance(optimizer, _Distributed):
             warnings.warn(
                 f"horo_lite: this model's optimizer, {optimizer!r}, is no DistributedOptimizer, so "
-                "fit() trains every rank by itself: compile with hvd.DistributedOptimizer(...), and "
-                "load a model that you train on with hvd.load_model",
+                "fit() trains every rank by itself: compile with hvd.DistributedOptimizer(...), "
+                "and load a model that you train on with hvd.load_model",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if keras.backend.backend() == "tensorflow" and self.model.jit_compile:
+            if rank() == 0:
+                warnings.warn(
+                    "horo_lite: on TensorFlow, XLA cannot compile the exchange of gradients: this "
+                    "model is trained with jit_compile=False",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self.model.jit_compile = False
+            self.model.make_train_function(force=True)
         self._broadcast()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

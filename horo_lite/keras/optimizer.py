@@ -46,8 +46,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         otherwise the rows of all ranks are gathered.
     group: the ranks; default all.
 
-    `apply(grads, variables, weight=n)` in a training loop of one's own takes this rank's number of
-    samples, on every rank or on none: the average is then the mean over all samples.
+    In a training loop of one's own, `apply(grads, variables, weight=n)` takes this rank's number of
+    samples, on every rank or on none: the average is then the mean over all samples, however uneven
+    the batches. In `fit`, such batches want a loss with reduction="sum", op=hvd.Sum and a learning
+    rate divided by the samples of a batch.
 
     MismatchError on every rank, naming the first variable that differs, where ranks come with
     different gradients or options; a gradient missing on some ranks counts as zeros there.
@@ -64,7 +66,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     wrapped = object.__new__(_class_of(kind))
     # One state, whoever loads or changes it; Keras would look into it while it is being set.
     object.__setattr__(wrapped, "__dict__", vars(optimizer))
-    vars(wrapped)["_transform"] = _transform(op, compression, group, sparse_as_dense)
+    transform = _transform(op, compression, group, sparse_as_dense)
+    vars(wrapped).update(_transform=transform, _is_averaged=False)
     return wrapped
 
 
@@ -98,6 +101,7 @@ class _Distributed:
     """What a wrapped optimizer has beside its own class."""
 
     _transform: Transform
+    _is_averaged: bool
     _trainable_variables: list[Any]
 
     def apply(
@@ -117,13 +121,33 @@ class _Distributed:
         self.apply(grads, variables, weight=weight)
         return self.iterations  # type: ignore[attr-defined]
 
+    def stateless_apply(
+        self,
+        optimizer_variables: Any,
+        grads: Sequence[Any],
+        trainable_variables: Any,
+        *,
+        weight: Any = None,
+    ) -> Any:
+        # A LossScaleOptimizer looks at the gradients before it calls another's apply(); the rest
+        # call their own.
+        own = vars(self)
+        grads = self._averaged(grads, None, weight)
+        own["_is_averaged"] = True
+        try:
+            return super().stateless_apply(  # type: ignore[misc]
+                optimizer_variables, grads, trainable_variables
+            )
+        finally:
+            own["_is_averaged"] = False
+
     def _averaged(
-        self, grads: Sequence[Any], variables: list[Any] | None, weight: float | None = None
-    ) -> list[Any]:
+        self, grads: Sequence[Any], variables: list[Any] | None, weight: Any
+    ) -> Sequence[Any]:
         if variables is None:
             variables = self._trainable_variables
-        if len(grads) != len(variables):  # Keras says what is wrong
-            return list(grads)
+        if self._is_averaged or len(grads) != len(variables):  # Keras says what is wrong with that
+            return grads
         return self._transform([_name_of(variable) for variable in variables], grads, weight)
 
     @property
@@ -138,25 +162,11 @@ class _Distributed:
         vars(self)["loss_scale_factor"] = factor
 
 
-class _LossScaling(_Distributed):
-    """On JAX this one looks at the gradients before it calls apply() of another."""
-
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
-    ) -> Any:
-        grads = self._averaged(grads, None)
-        return super().stateless_apply(  # type: ignore[misc]
-            optimizer_variables, grads, trainable_variables
-        )
-
-
 @cache
-def _class_of(base: Any) -> Any:
-    scales = issubclass(base, keras.optimizers.LossScaleOptimizer)
+def _class_of(base: type) -> Any:
     # Whoever asks what it is, Keras when it saves a model above all, hears of the optimizer's own.
     names = {"__class__": property(lambda self: base), "__module__": __name__}
-    kind = _LossScaling if scales else _Distributed
-    return type(f"Distributed{base.__name__}", (kind, base), names)
+    return type(f"Distributed{base.__name__}", (_Distributed, base), names)
 
 
 def _transform(op: Op, compression: Compressor, group: Group | None, as_dense: bool) -> Transform:
