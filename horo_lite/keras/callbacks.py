@@ -137,6 +137,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._restore_momentum()
         if self._epoch < self.start_epoch:
             return
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
@@ -157,7 +158,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
     def _adjust(self, epoch: float) -> None:
         optimizer = self.model.optimizer
-        self._restore_momentum()
         before, after = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
         is_eager = keras.backend.backend() == "torch" or self.model.run_eagerly

@@ -53,6 +53,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     MismatchError on every rank, naming the first variable that differs, where ranks come with
     different gradients or options; a gradient missing on some ranks counts as zeros there.
+    Variables are known by their paths: a rank that has built more models than others needs layers
+    with names (Keras counts those without: dense, dense_1).
     """
     optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, _Distributed):

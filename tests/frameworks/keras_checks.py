@@ -1,0 +1,391 @@
+"""What Keras' optimizer, callbacks and files promise, on the backend that KERAS_BACKEND names.
+
+Every rank runs this script. Beside the model that all train together on shards it trains another
+alone on the whole batches: what one process would have got.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import horo_lite.keras as hvd
+from horo_lite import arrays
+
+BACKEND = keras.backend.backend()
+world = hvd.init()
+N_STEPS, BATCH, N_FEATURES = 6, 12, 5
+rng = np.random.default_rng(7)
+X = rng.normal(size=(N_STEPS * BATCH, N_FEATURES)).astype(np.float32)
+Y = np.stack([np.sin(X.sum(1)), X[:, 0] * X[:, 1]], 1).astype(np.float32)
+# Sums of a dozen float32 products, formed in another order.
+CLOSE = {"rtol": 2e-4, "atol": 2e-6}
+
+
+def network(width: int = 8, seed: int | None = None) -> Any:
+    """Other weights on every rank, unless a seed says otherwise."""
+    keras.utils.set_random_seed(world.rank if seed is None else seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((N_FEATURES,)),
+            layers.Dense(width, activation="tanh", name="first"),
+            layers.Dense(2, name="second"),
+        ]
+    )
+
+
+def shard(x: Any, sizes: list[int] | None = None) -> Any:
+    """This rank's rows of every batch, in the order of batches."""
+    batches = x.reshape(-1, BATCH, *x.shape[1:])
+    if sizes is None:
+        return np.concatenate(batches[:, world.rank :: world.size])
+    begin = sum(sizes[: world.rank])
+    return np.concatenate(batches[:, begin : begin + sizes[world.rank]])
+
+
+UNEVEN = {1: [12], 2: [7, 5], 3: [6, 2, 4]}[world.size]
+
+
+def fit(model: Any, *, alone: bool = False, epochs: int = 2, x: Any = X, **options: Any) -> Any:
+    """Trains on the whole batches, or with the others on shards of them."""
+    sizes = options.pop("sizes", None)
+    rows = BATCH if alone else BATCH // world.size if sizes is None else sizes[world.rank]
+    return model.fit(
+        x if alone else shard(x, sizes),
+        Y if alone else shard(Y, sizes),
+        batch_size=rows,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        **options,
+    )
+
+
+def check_same_bits(model: Any) -> None:
+    hvd.check_in_sync(model)
+    hvd.check_in_sync(model.optimizer)
+
+
+def check_close(model: Any, other: Any, **tolerance: float) -> None:
+    for variable, mine, theirs in zip(
+        model.weights, model.get_weights(), other.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(mine, theirs, err_msg=variable.path, **(tolerance or CLOSE))
+
+
+def compiled(optimizer: Any, *, loss: Any = "mse", like: Any = None, **options: Any) -> Any:
+    model = network()
+    if like is not None:
+        model.set_weights(like)
+    model.compile(optimizer=optimizer, loss=loss, **options)
+    return model
+
+
+def pair(make: Any, root: int = 0, **options: Any) -> tuple[Any, Any]:
+    """Models for all ranks and for one alone, which start from the weights of rank `root`."""
+    model = compiled(hvd.DistributedOptimizer(make(), **options))
+    alone = compiled(make(), like=hvd.broadcast_object(model.get_weights(), root))
+    return model, alone
+
+
+def broadcast(root: int = 0) -> list[Any]:
+    return [hvd.callbacks.BroadcastGlobalVariablesCallback(root)]
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def check_fit_equals_one_process() -> Any:
+    root = world.size - 1
+    model, alone = pair(adam, root)
+    fit(model, callbacks=broadcast(root))
+    fit(alone, alone=True)
+    check_same_bits(model)
+    check_close(model, alone)
+    assert int(model.optimizer.iterations) == 2 * N_STEPS
+    assert isinstance(model.optimizer, keras.optimizers.Adam)
+    return model, alone
+
+
+def check_everything_that_apply_does_comes_after_averaging() -> None:
+    def make() -> Any:
+        return keras.optimizers.SGD(
+            keras.optimizers.schedules.CosineDecay(0.2, 10),
+            momentum=0.9,
+            weight_decay=0.01,
+            global_clipnorm=0.3,
+            gradient_accumulation_steps=2,
+            use_ema=True,
+            ema_momentum=0.7,
+            ema_overwrite_frequency=3,
+        )
+
+    model, alone = pair(make)
+    fit(model, callbacks=broadcast())
+    fit(alone, alone=True)
+    check_same_bits(model)
+    check_close(model, alone)
+
+
+def check_uneven_shards_in_fit() -> None:
+    def make() -> Any:
+        return keras.optimizers.SGD(0.3 / BATCH)
+
+    sums = keras.losses.MeanSquaredError(reduction="sum")
+    model = compiled(hvd.DistributedOptimizer(make(), op=hvd.Sum), loss=sums)
+    alone = compiled(make(), loss=sums, like=hvd.broadcast_object(model.get_weights(), 0))
+    fit(model, sizes=UNEVEN, callbacks=broadcast())
+    fit(alone, alone=True)
+    check_same_bits(model)
+    check_close(model, alone)
+
+
+def check_loss_scaling() -> None:
+    """A sample of the last rank alone overflows, and all ranks leave out that step."""
+    x = X.copy()
+    x[2 * BATCH + world.size - 1] = np.inf
+
+    def make() -> Any:
+        return keras.optimizers.LossScaleOptimizer(adam(), initial_scale=1024.0)
+
+    model, alone = pair(make)
+    fit(model, x=x, epochs=1, callbacks=broadcast())
+    fit(alone, x=x, epochs=1, alone=True)
+    check_same_bits(model)
+    check_close(model, alone)
+    assert float(model.optimizer.dynamic_scale.numpy()) == 512.0
+    assert int(model.optimizer.iterations) == N_STEPS - 1
+    with pytest.raises(TypeError, match="other way round"):
+        keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(adam()))
+
+
+def check_fp16() -> None:
+    model, alone = pair(lambda: keras.optimizers.SGD(0.1), compression=hvd.Compression.fp16)
+    fit(model, callbacks=broadcast())
+    fit(alone, alone=True)
+    check_same_bits(model)
+    check_close(model, alone, rtol=2e-2, atol=2e-3)
+    if world.size > 1:  # it has travelled as halves
+        differ = zip(model.get_weights(), alone.get_weights(), strict=True)
+        assert not all(np.allclose(a, b, rtol=1e-6, atol=0) for a, b in differ)
+
+
+def gradients(model: Any, x: Any, y: Any) -> list[Any]:
+    """Of the mean squared error over these samples, as the backend gives them."""
+    y = keras.ops.convert_to_tensor(y)
+    if BACKEND == "torch":
+        model.zero_grad()
+        keras.ops.mean((model(x) - y) ** 2).backward()
+        return [variable.value.grad for variable in model.trainable_variables]
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        return tape.gradient(loss, [v.value for v in model.trainable_variables])
+    import jax
+
+    def loss(values: Any) -> Any:
+        outputs, _ = model.stateless_call(values, [], x)
+        return ((outputs - y) ** 2).mean()
+
+    return jax.grad(loss)([variable.value for variable in model.trainable_variables])
+
+
+def check_weights_of_uneven_batches() -> None:
+    """A training loop of one's own, eagerly; on JAX inside jit as well."""
+
+    def make() -> Any:
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    model, alone = pair(make)
+    hvd.broadcast_parameters(model)
+    x, y = shard(X, UNEVEN), shard(Y, UNEVEN)
+    n = UNEVEN[world.rank]
+    for step in range(N_STEPS):
+        mine, whole = slice(n * step, n * (step + 1)), slice(BATCH * step, BATCH * (step + 1))
+        for net, rows, data in ((model, mine, (x, y)), (alone, whole, (X, Y))):
+            found = gradients(net, data[0][rows], data[1][rows])
+            weight = {"weight": n} if net is model else {}
+            if BACKEND == "torch":
+                import torch
+
+                before = [gradient.data_ptr() for gradient in found]
+                with torch.no_grad():
+                    net.optimizer.apply(found, net.trainable_variables, **weight)
+                after = [variable.value.grad for variable in net.trainable_variables]
+                assert [gradient.data_ptr() for gradient in after] == before
+                if net is model:
+                    hvd.check_in_sync(after)
+            elif BACKEND == "jax" and step >= N_STEPS // 2:
+                _stateless(net, found, weight)
+            elif step % 2:
+                net.optimizer.apply(found, net.trainable_variables, **weight)
+            else:
+                pairs = zip(found, net.trainable_variables, strict=True)
+                net.optimizer.apply_gradients(pairs, **weight)
+    check_same_bits(model)
+    check_close(model, alone)
+    if BACKEND == "torch":  # the gradients' own memory held the averages
+        assert arrays.bytes_copied == 0
+
+
+def _stateless(net: Any, found: list[Any], weight: dict[str, Any]) -> None:
+    import jax
+
+    step = jax.jit(lambda *state: net.optimizer.stateless_apply(*state, **weight))
+    values = [v.value for v in net.trainable_variables]
+    new, state = step([v.value for v in net.optimizer.variables], found, values)
+    for variable, value in zip(net.trainable_variables, new, strict=True):
+        variable.assign(value)
+    for variable, value in zip(net.optimizer.variables, state, strict=True):
+        variable.assign(value)
+
+
+def check_files() -> None:
+    """Training goes on from a file as if nothing had happened, and files need no horo_lite."""
+    model = compiled(hvd.DistributedOptimizer(adam()))
+    fit(model, epochs=1, callbacks=broadcast())
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "")
+    path = Path(folder, "model.keras")
+    if world.rank == 0:
+        model.save(path)
+        config = zipfile.ZipFile(path).read("config.json").decode()
+        assert "Adam" in config
+        assert "horo_lite" not in config
+    hvd.barrier()
+    plain = keras.models.load_model(path)
+    assert "Distributed" not in repr(plain.optimizer)
+    assert int(plain.optimizer.iterations) == N_STEPS
+    loaded = hvd.load_model(path, compression=hvd.Compression.none)
+    assert repr(loaded.optimizer).startswith("<horo_lite.keras.optimizer.DistributedAdam")
+    assert float(loaded.optimizer.learning_rate) == np.float32(0.01)
+    loaded.optimizer.learning_rate = model.optimizer.learning_rate = 0.02
+    fit(model, epochs=1)
+    fit(loaded, epochs=1)
+    check_same_bits(loaded)
+    check_close(loaded, model, rtol=0, atol=0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        broadcast_alone = broadcast()
+        broadcast_alone[0].set_model(plain)
+        broadcast_alone[0].on_train_begin()
+    told = [str(one.message) for one in seen if "no DistributedOptimizer" in str(one.message)]
+    assert len(told) == (world.rank == 0 and world.size > 1)
+
+
+class Recording(keras.callbacks.Callback):  # type: ignore[misc]
+    """The learning rate and momentum of every batch, and the metrics that callbacks see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.momenta: list[float] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.rates.append(float(self.model.optimizer.learning_rate))
+        self.momenta.append(self.model.optimizer.momentum)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs.append(dict(logs))
+
+
+def check_callbacks() -> None:
+    model = compiled(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.3, momentum=0.5)), metrics=["mae"]
+    )
+    before, after = Recording(), Recording()
+    history = fit(
+        model,
+        epochs=4,
+        validation_data=(X[world.rank :: 7], Y[world.rank :: 7]),
+        callbacks=[
+            *broadcast(),
+            before,
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_epochs=2),
+            hvd.callbacks.LearningRateScheduleCallback(0.3, 0.1, start_epoch=3),
+            after,
+        ],
+    )
+    check_same_bits(model)
+    # The same means are in fit's history, from every rank's own figures.
+    own = hvd.allgather_object(before.logs)
+    for epoch, logs in enumerate(after.logs):
+        for name in ("loss", "mae", "val_loss", "val_mae"):
+            mean = np.mean([each[epoch][name] for each in own])
+            np.testing.assert_allclose(logs[name], mean, rtol=1e-12)
+            assert history.history[name][epoch] == logs[name]
+    assert world.size == 1 or own[0][0]["loss"] != own[1][0]["loss"]
+    climb = [1 / world.size + (1 - 1 / world.size) * (k + 1) / 12 for k in range(2 * N_STEPS)]
+    rates = [0.3 * part for part in climb] + [0.3] * N_STEPS + [0.03] * N_STEPS
+    np.testing.assert_allclose(after.rates, rates, rtol=1e-6)
+    if BACKEND == "torch" and world.size > 1:
+        old = [0.3, *rates]
+        corrected = [0.5 * new / old for new, old in zip(rates, old, strict=False)]
+        changes = [*range(2 * N_STEPS), 3 * N_STEPS]
+        expected = [corrected[k] if k in changes else 0.5 for k in range(4 * N_STEPS)]
+        np.testing.assert_allclose(after.momenta, expected, rtol=1e-6)
+    assert model.optimizer.momentum == 0.5
+
+
+def check_group() -> None:
+    """Ranks outside of the group train alone."""
+    if world.size < 3:
+        return
+    group = hvd.new_group([0, 2])
+    model = compiled(hvd.DistributedOptimizer(adam(), group=group))
+    if world.rank == 1:  # after it has counted one model more, as the others do
+        return
+    hvd.broadcast_parameters(model, group=group)
+    fit(model, epochs=1)
+    hvd.check_in_sync(model, group=group)
+
+
+def check_mismatches_are_named() -> None:
+    if world.size == 1:
+        return
+    wide = world.rank == world.size - 1
+    model = network(width=9 if wide else 8)
+    for call in (hvd.broadcast_parameters, _first_step):
+        # What an exception is inside of a graph, the backend decides.
+        with pytest.raises(Exception, match=r"first/(kernel|bias)") as raised:
+            call(model)
+        text = f"{raised.typename}: {raised.value}"
+        assert "MismatchError" in text
+        assert f"rank {world.size - 1}" in text
+    # A gradient that one rank does not have counts as zeros there.
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)))
+    hvd.broadcast_parameters(model)
+    found = gradients(model, X[:4], Y[:4])
+    start = model.get_weights()
+    expected = [g * (world.size - 1) / world.size if k == 1 else g for k, g in enumerate(found)]
+    expected = [keras.ops.convert_to_numpy(g) for g in expected]
+    if wide:
+        found[1] = None
+    model.optimizer.apply(found, model.trainable_variables)
+    for was, now, gradient in zip(start, model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(was - now, gradient, **CLOSE)
+    check_same_bits(model)
+
+
+def _first_step(model: Any) -> None:
+    model.compile(optimizer=hvd.DistributedOptimizer(adam()), loss="mse")
+    fit(model, epochs=1)
+
+
+for name, check in list(globals().items()):
+    if name.startswith("check_") and name not in ("check_same_bits", "check_close"):
+        check()
+        if world.rank == 0:
+            print(f"{BACKEND} on {world.size}: {name}", flush=True)
