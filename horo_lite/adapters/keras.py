@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 
 from horo_lite.adapters import to_host
 from horo_lite.adapters.object import Adapter, Array, Named
@@ -23,12 +24,16 @@ class KerasAdapter(Adapter):
         # its own.
         if isinstance(owner, keras.layers.Layer):
             return [(variable.path, variable) for variable in owner.weights]
-        return self.state(owner) or []
+        if isinstance(owner, keras.optimizers.Optimizer):
+            return [(variable.path, variable) for variable in owner.variables]
+        return []
 
-    def state(self, optimizer: Any) -> Named | None:
-        if isinstance(optimizer, keras.optimizers.Optimizer):
-            return [(variable.path, variable) for variable in optimizer.variables]
-        return None
+    def state(self, optimizer: Any) -> Any | None:
+        return [np.array(self.value(variable)) for _, variable in self.parameters(optimizer)]
+
+    def set_state(self, optimizer: Any, state: Any) -> None:
+        for (_, variable), array in zip(self.parameters(optimizer), state, strict=True):
+            self.set_value(variable, array)
 
     def value(self, parameter: Any) -> Array:
         return to_host(parameter.value)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters
+from horo_lite.broadcast import broadcast_parameters
 from horo_lite.collectives import allreduce
 from horo_lite.keras.optimizer import _Distributed
 from horo_lite.world import rank, size
@@ -67,7 +67,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         broadcast_parameters(model, self.root_rank)
-        broadcast_optimizer_state(model.optimizer, self.root_rank)
+        broadcast_parameters(model.optimizer, self.root_rank)
         self._is_done = True
 
 
