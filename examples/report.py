@@ -18,7 +18,8 @@ from tqdm import tqdm
 import horo_lite as hvd
 
 T = TypeVar("T")
-WIRE_DTYPES = {"none": "float32", "fp16": "float16", "bf16": "bfloat16"}
+WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 TRANSPORTS = {
     "shm": "shared memory",
     "mpi": "MPI",
@@ -74,11 +75,12 @@ class Report:
         n_train: int,
         n_test: int,
         parameter_sizes: Iterable[int],
+        dtype: str = "float32",
     ) -> None:
         self._args = args
         self._world = world
         self._n_elements = sum(parameter_sizes)
-        self._wire = args.compression.wire
+        self._wire = WIRE_DTYPES.get(args.compression.wire, dtype)
         self._rows: list[tuple[float, float]] = []
         self._train_s = 0.0
         self._exchange_s = 0.0
@@ -92,7 +94,7 @@ class Report:
                 if world.size == 1
                 else f"{world.size} ranks ({world.device}) share each batch of "
                 f"{args.batch_size} images, {share:.3g} a rank; "
-                f"gradients travel as {WIRE_DTYPES[self._wire]}"
+                f"gradients travel as {self._wire}"
             )
             + "\n\nepoch  train loss  test accuracy  images/s  exchange"
         )
@@ -179,13 +181,13 @@ class Report:
         if self._world.size == 1:
             return "nothing to exchange: one rank alone has the whole gradient"
         step_ms = 1e3 * self._exchange_s / self._steps
-        step_bytes = self._n_elements * (4 if self._wire == "none" else 2)
+        step_bytes = self._n_elements * BYTES[self._wire]
         transport = TRANSPORTS.get(self._world.transport, self._world.transport)
         return (
             f"averaging the gradients over the ranks took {step_ms:.2f} ms a step, "
             f"{self._exchange_s / self._train_s:.1%} of the training time\n"
             f"({self._steps:,} steps, each with {step_bytes / 1e3:,.1f} kB of gradients "
-            f"as {WIRE_DTYPES[self._wire]} through {transport}: "
+            f"as {self._wire} through {transport}: "
             f"{self._steps * step_bytes / 1e6:,.1f} MB in all;\n"
             "waiting for the slowest rank counts as exchange too)"
         )
