@@ -89,7 +89,9 @@ demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the 
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
 
 examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
-	@for example in my_framework digits_numpy \
+	@echo "==> any_framework.ipynb, which starts 2 ranks itself"
+	@$(PY) tests/notebook.py examples/any_framework.ipynb
+	@for example in digits_numpy \
 	    $(if $(TORCH),digits_torch $(addprefix torch/,mnist synthetic_benchmark language_model)); do \
 	  echo "==> $(NP) ranks, $$example.py"; \
 	  $(LAUNCH) -n $(NP) $(PY) examples/$$example.py $(ARGS) || exit; \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import Result, run_ranks
+from notebook import code_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HALVES = {"float32": [], "float16": ["--fp16-allreduce"], "bfloat16": ["--bf16-allreduce"]}
@@ -144,12 +146,17 @@ def test_the_network_asks_nothing_of_its_array_module_that_cupy_lacks() -> None:
 
 
 @pytest.mark.mpi
-def test_a_framework_of_ones_own() -> None:
-    result = run("my_framework.py", 2).check()
-    slope, offset = re.findall(r"y = ([\d.]+) x ([-+][\d.]+)", result.stdout)[0]
-    assert float(slope) == pytest.approx(3, abs=0.05)
-    assert float(offset) == pytest.approx(-2, abs=0.05)
-    assert "all 2 ranks found the same: True" in result.stdout
+def test_a_framework_of_ones_own_in_a_notebook() -> None:
+    path = EXAMPLES / "any_framework.ipynb"
+    shown = "print(*(one.accuracy for one in (alone, *ranks)), sep='\\n')"
+    result = run_ranks(f"{code_of(path)}\n{shown}", 1, launcher=False, timeout_s=LIMIT_S).check()
+    what_differs, *accuracies = result.stdout.splitlines()
+    assert "rank 1 has 'layer 1, matrix' float32[64, 81]" in what_differs
+    assert len(accuracies) == 3
+    assert all(float(one) > 0.97 for one in accuracies)
+    # What the notebook shows is what it gave.
+    assert json.dumps(what_differs) in path.read_text().replace("\\n", "")
+    assert re.search(r"Trained\(accuracy=0.9[78]\d*, ", path.read_text())
 
 
 def test_mnist_files_and_the_plot(tmp_path: Path) -> None:
