@@ -88,6 +88,11 @@ class NnablaAdapter(Adapter):
         learning_rate, states = state
         optimizer.set_learning_rate(learning_rate)
         mine = optimizer.get_states()
+        if differ := sorted(states.keys() ^ mine.keys()):
+            raise ValueError(
+                f"only one of two solvers has {differ[0]!r}: call set_parameters() with the same "
+                "parameters on every rank before broadcast_optimizer_state()"
+            )
         for name, (t, arrays) in states.items():
             mine[name].t = t
             for key, array in arrays.items():

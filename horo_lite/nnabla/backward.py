@@ -17,7 +17,8 @@ class Backward:
 
     A gradient is complete when all functions that add to it have run, and a parameter may be in
     several. Which functions a pass will run is read off the graph at its first one, which made the
-    loss: nothing else marks where a pass begins or ends.
+    loss: nothing else marks where a pass begins or ends. `begin` gives the gradients and their
+    numbers; a pass that writes none of them is none that ends.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Backward:
             self._uses[number] -= 1
             if not self._uses[number]:
                 self._on_ready(number)
-        if not self._left:
+        if not self._left and self._uses:
             self._on_end()
 
     def _begin(self, last: Function) -> None:

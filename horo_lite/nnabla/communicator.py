@@ -37,13 +37,13 @@ class MultiProcessDataParallelCommunicator:
         half = context is not None and str(context.backend[0]).endswith(":half")
         self._compression = compression or (Compression.fp16 if half else Compression.none)
         self._parameters: dict[str, Any] = {}
-        self._groups: dict[str, tuple[list[int], Group | None]] = {}
+        self._groups: dict[str, tuple[list[int], Group | None]] = {}  # beside the world
         self._reducers: dict[Any, Reducer] = {}
 
     def init(self) -> None:
         """The ranks know each other. Collective; `horo_lite.init()` may have been called before."""
-        here = world() if is_initialized() else init()
-        self._groups = {"world": (list(range(here.size)), here.group)}
+        if not is_initialized():
+            init()
 
     @property
     def rank(self) -> int:
@@ -72,14 +72,15 @@ class MultiProcessDataParallelCommunicator:
     def new_group(self, name_ranks: Any, ranks: Sequence[int] | None = None) -> str:
         """The name of a new group, made of `(name, ranks)`; called by every rank of the world."""
         name, ranks = name_ranks if ranks is None else (name_ranks, ranks)
-        if name in self._groups:
-            raise ValueError(f"there is a group {name!r} already: {self._groups[name][0]}")
+        if known := self.find_group(name):
+            raise ValueError(f"there is a group {name!r} already: ranks {known}")
         self._groups[name] = list(ranks), new_group(ranks)
         return str(name)
 
     def list_groups(self) -> dict[str, list[int]]:
         """The ranks of each group, by name."""
-        return {name: list(ranks) for name, (ranks, _) in self._groups.items()}
+        groups = {name: list(ranks) for name, (ranks, _) in self._groups.items()}
+        return {"world": list(range(self.size)), **groups}
 
     def find_group(self, group: str) -> list[int]:
         """The ranks of a group; none where there is no such group."""
@@ -199,9 +200,10 @@ class MultiProcessDataParallelCommunicator:
         abort("Communicator.abort() was called")
 
     def _members(self, group: str) -> Group:
+        if group == "world":
+            return world().group
         if group not in self._groups:
-            known = ", ".join(map(repr, self._groups)) or "none before init()"
-            raise ValueError(f"there is no group {group!r}: {known}")
+            raise ValueError(f"there is no group {group!r} among {', '.join(self.list_groups())}")
         ranks, members = self._groups[group]
         if members is None:
             raise ValueError(f"rank {self.rank} is not in group {group!r}, which is ranks {ranks}")
@@ -244,8 +246,8 @@ class _Waiting:
     def __init__(self, reducer: Reducer, arrays: list[NdArray]) -> None:
         self.reducer = reducer
         self.ticket: list[Any] = []  # NNabla's list of callbacks, in which there are none
-        self._numbers = {array: i for i, array in enumerate(arrays)}
-        self._backward = Backward(self._begin, reducer.ready, self.finish)
+        numbers = {array: i for i, array in enumerate(arrays)}
+        self._backward = Backward(lambda: numbers, reducer.ready, self.finish)
         self._forward: set[Function] = set()
 
     def on_function(self, function: Function) -> None:
@@ -262,15 +264,10 @@ class _Waiting:
             return False
         return True
 
-    def _begin(self) -> dict[NdArray, int]:
-        self.ticket.append(_UsedUp())  # the list was read before: this is for its second use
-        return self._numbers
-
     def finish(self) -> None:
         """The arrays are reduced."""
         _waiting.remove(self)
-        if not self.ticket:
-            self.ticket.append(_UsedUp())
+        self.ticket.append(_UsedUp())  # NNabla has read the list already: for the second time
         self.reducer.finish()
 
 

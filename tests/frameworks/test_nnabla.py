@@ -144,6 +144,22 @@ assert "a" not in order[: order.index("b")], last
 Group.exchange_async = submit
 print("overlap", flush=True)
 
+# Several passes, of which the last one of each step sends.
+half = lambda p: slice(rank + p * size, None, 2 * size)
+solver = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2, bucket_bytes=256)
+x, t, loss = model(BATCH // size // 2)
+solver.set_parameters(nn.get_parameters())
+for step in range(N_STEPS):
+    solver.zero_grad()
+    for p in range(2):
+        x.d, t.d = IMAGES[step][half(p)], LABELS[step][half(p)]
+        loss.forward(clear_no_need_grad=True)
+        loss.backward(0.5, clear_buffer=True, function_post_hook=hvd.nnabla.overlap(solver))
+    solver.update()
+found = values()
+assert close(found, whole) and same_bits(found)
+print("passes", flush=True)
+
 # fp16 on the wire: not the same, but close, and small gradients do not vanish.
 found = train(hvd.DistributedOptimizer(momentum(), compression=hvd.Compression.fp16), shard)
 assert close(found, whole, 1e-2, 1e-3) and same_bits(found)
@@ -165,7 +181,7 @@ print("fp16", flush=True)
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
     result = run_ranks(TRAINING, size, timeout_s=LIMIT_S).check()
-    for part in ("eager", "clipped", "uneven", "overlap", "fp16"):
+    for part in ("eager", "clipped", "uneven", "overlap", "passes", "fp16"):
         assert result.stdout.count(part) == size, str(result)
 
 
@@ -401,6 +417,17 @@ assert close(found, whole) and same_bits(found)
 names = [e if isinstance(e, str) else e[0].split("/")[0] for e in events]
 assert names.index("c") < names.index("ReLU") < names.index("b"), events
 print("callback", flush=True)
+
+# Two callbacks made first, each for a pass of its own.
+u, v = (nn.Variable((2,), need_grad=True) for _ in range(2))
+u.d = v.d = 1
+u.grad.zero(), v.grad.zero()
+both = [comm.all_reduce_callback(w.grad, 64) for w in (u, v)]
+for w, callbacks in zip((v, u), both[::-1]):
+    cost = F.sum(w * rank)
+    cost.forward()
+    cost.backward(communicator_callbacks=callbacks)
+    assert w.g.tolist() == [3, 3] and (w is u or u.grad.zeroing)
 
 # Twice the same is refused by name; what no pass has used is done before the solver's next step.
 used = early()
