@@ -422,12 +422,12 @@ print("callback", flush=True)
 u, v = (nn.Variable((2,), need_grad=True) for _ in range(2))
 u.d = v.d = 1
 u.grad.zero(), v.grad.zero()
-both = [comm.all_reduce_callback(w.grad, 64) for w in (u, v)]
-for w, callbacks in zip((v, u), both[::-1]):
+both = [comm.all_reduce_callback(w.grad, 64, scale_grad=s) for w, s in ((u, 0.5), (v, 1))]
+for w, callbacks, total in ((v, both[1], 3), (u, both[0], 1.5)):
     cost = F.sum(w * rank)
     cost.forward()
     cost.backward(communicator_callbacks=callbacks)
-    assert w.g.tolist() == [3, 3] and (w is u or u.grad.zeroing)
+    assert w.g.tolist() == [total] * 2 and (w is u or u.grad.zeroing)
 
 # Twice the same is refused by name; what no pass has used is done before the solver's next step.
 used = early()
