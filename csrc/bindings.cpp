@@ -198,7 +198,7 @@ struct PyJob {
   Shared value;  // what a Python function returned
 
   void wait() {
-    engine->set_awaited(job);
+    engine->begin_wait(job);
     try {
       while (!job->done()) {
         {
@@ -208,10 +208,10 @@ struct PyJob {
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
       }
     } catch (...) {
-      engine->set_awaited(nullptr);
+      engine->end_wait(*job);
       throw;
     }
-    engine->set_awaited(nullptr);
+    engine->end_wait(*job);
     engine->result(*job);
   }
 };
@@ -607,7 +607,7 @@ NB_MODULE(_native, m) {
              return job.engine->poll(*job.job);
            })
       .def(
-          "begin_wait", [](PyJob& job) { job.engine->set_awaited(job.job); },
+          "begin_wait", [](PyJob& job) { job.engine->begin_wait(job.job); },
           "Whoever looks out for late ranks counts from now; until wait() returns.")
       .def("wait", &PyJob::wait)
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
@@ -724,4 +724,5 @@ NB_MODULE(_native, m) {
 
   bind_device(m);
   bind_kernels(m);
+  bind_xla(m);
 }

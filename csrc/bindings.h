@@ -39,5 +39,6 @@ inline Shared shared(nanobind::handle object) {
 
 void bind_device(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_xla(nanobind::module_& m);
 
 }  // namespace horo

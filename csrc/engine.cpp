@@ -130,11 +130,22 @@ void Engine::watched_by(std::shared_ptr<Lookout> lookout) {
   lookout_ = std::move(lookout);
 }
 
-void Engine::set_awaited(std::shared_ptr<Job> job) {
+void Engine::begin_wait(std::shared_ptr<Job> job) {
   const std::lock_guard lock(mutex_);
-  awaited_ns_ = Lookout::clock_ns();
-  awaited_ = std::move(job);
-  ++n_awaited_;
+  std::erase_if(awaits_, [&](const Await& await) { return await.job == job; });
+  awaits_.push_back({std::move(job), ++n_awaits_, Lookout::clock_ns()});
+}
+
+void Engine::end_wait(const Job& job) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(awaits_, [&](const Await& await) { return await.job.get() == &job; });
+}
+
+const Engine::Await* Engine::awaited() const {
+  for (const Await& await : awaits_) {
+    if (!await.job->done()) return &await;
+  }
+  return nullptr;
 }
 
 // Which wait the training thread has been in for some time; 0: in none, or in one that is over even if it has not woken
@@ -145,7 +156,7 @@ uint64_t Engine::waiting() {
   {
     const std::lock_guard lock(mutex_);
     if (stopping_ && !jobs_.empty()) wait = 1;
-    else if (awaited_ != nullptr && !awaited_->done()) wait = 2 * n_awaited_ + 1;
+    else if (const Await* await = awaited()) wait = 2 * await->number + 1;
     else if (direct % 2 == 1) wait = 2 * direct;
   }
   const auto now = std::chrono::steady_clock::now();
@@ -408,7 +419,7 @@ std::vector<std::string> Engine::meet(const std::string& mine) {
   std::string label = "the matching of asynchronous operations";
   {
     const std::lock_guard lock(mutex_);
-    if (awaited_ != nullptr && !awaited_->done()) label = awaited_->entry.name + ", in " + label;
+    if (const Await* await = awaited()) label = await->job->entry.name + ", in " + label;
     else if (!jobs_.empty()) label = jobs_.begin()->first + ", in " + label;
   }
   return channel_->meet(mine, label);
@@ -423,18 +434,21 @@ void Engine::check_peers() {
   }
 }
 
-// What the training thread waits for while some ranks have not submitted it.
+// What the program waits for while some ranks have not submitted it.
 void Engine::look() {
   auto found = known_.end();
   int64_t since = 0;
   {
     const std::lock_guard lock(mutex_);
     if (lookout_ == nullptr) return;
-    since = awaited_ns_;
-    if (awaited_ != nullptr) found = known_.find(awaited_->entry.name);
-    else if (stopping_)
+    if (const Await* await = awaited()) {
+      since = await->since_ns;
+      found = known_.find(await->job->entry.name);
+    } else if (stopping_) {
+      since = stopping_ns_;
       found = std::find_if(known_.begin(), known_.end(),
                            [&](const auto& each) { return each.second.has[channel_->rank()]; });
+    }
   }
   const bool waits = found != known_.end();
   // Who has joined waits for as long as the others do nothing.
@@ -451,12 +465,14 @@ void Engine::look() {
   seen_->look(found->first + lookout_->scope(ranks_), numbers([&](int r) { return !is_late(r); }), numbers(is_late));
 }
 
-// The training thread waits for this, which one rank has submitted later than all others.
+// The program waits for this, which one rank has submitted later than all others.
 void Engine::tally(const std::string& name, const Known& known) {
   const std::lock_guard lock(mutex_);
-  if (lookout_ == nullptr || awaited_ == nullptr || awaited_->entry.name != name) return;
-  if (known.latest < 0 || known.latest == channel_->rank()) return;
-  lookout_->waited_for(ranks_[known.latest], Lookout::clock_ns() - awaited_ns_);
+  if (lookout_ == nullptr || known.latest < 0 || known.latest == channel_->rank()) return;
+  for (const Await& await : awaits_) {
+    if (await.job->entry.name != name) continue;
+    lookout_->waited_for(ranks_[known.latest], Lookout::clock_ns() - await.since_ns);
+  }
 }
 
 // All ranks wait, none for an operation that all have submitted: every name in flight is somebody's alone.
@@ -524,7 +540,7 @@ void Engine::drain() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    awaited_ns_ = Lookout::clock_ns();
+    stopping_ns_ = Lookout::clock_ns();
   }
   channel_->wake();
   const auto has_ended = [this] {

@@ -126,9 +126,10 @@ class Engine {
   // Throws std::invalid_argument where the name is in flight already. From the engine's own thread: a stand-in's job,
   // of which the others know.
   void submit(std::shared_ptr<Job> job);
-  // The training thread waits for this job (null: for none). When all ranks wait and nothing can run, that is a
-  // mismatch.
-  void set_awaited(std::shared_ptr<Job> job);
+  // A thread of the program waits for this job, counted from the latest of these until end_wait(). When all ranks wait
+  // and nothing can run, that is a mismatch.
+  void begin_wait(std::shared_ptr<Job> job);
+  void end_wait(const Job& job);
   // Lets the engine go on; returns when the job is done, and before that once in a while.
   void wait(Job& job);
   // Whether the job is done; lets the engine go on a little, if that needs this thread.
@@ -150,6 +151,12 @@ class Engine {
     int latest = -1;     // who; -1: several at once
   };
 
+  struct Await {
+    std::shared_ptr<Job> job;
+    uint64_t number;
+    int64_t since_ns;
+  };
+
   void loop();
   void pump(double timeout_s);  // one look at what there is to do
   void round();
@@ -160,6 +167,7 @@ class Engine {
   // What messages call the ranks of which that is so.
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
   uint64_t waiting();
+  const Await* awaited() const;  // the longest wait that is not over; under the mutex
   std::vector<std::string> meet(const std::string& mine);
   void check_peers();
   void look();
@@ -184,10 +192,10 @@ class Engine {
   std::exception_ptr broken_;
   std::exception_ptr failed_;  // the first job's that failed
   bool error_seen_ = false;    // of any of them
-  std::shared_ptr<Job> awaited_;
-  uint64_t n_awaited_ = 0;
-  int64_t awaited_ns_ = 0;  // since when
+  std::vector<Await> awaits_;  // one a thread that waits
+  uint64_t n_awaits_ = 0;      // up to now
   bool stopping_ = false;
+  int64_t stopping_ns_ = 0;  // since when
   bool stopped_ = false;
   bool ended_ = false;  // the thread has left its loop
   std::condition_variable end_;

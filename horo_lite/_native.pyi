@@ -276,6 +276,18 @@ def gpus() -> tuple[int, list[str], str]:
 def cuda_runtime_version() -> int:
     """Of the CUDA runtime that was built in; 0 where none was."""
 
+def xla_handler(
+    run: Callable[[int, list[memoryview], list[memoryview]], str | None],
+) -> object:
+    """For XLA to be registered: calls `run(call, arguments, results)` on its own threads.
+
+    Results hold what the first arguments hold, as many as the custom call's attribute `copies`
+    says. What `run` returns is None, or what went wrong.
+    """
+
+def xla_is_known() -> bool:
+    """Whether the XLA that registered the handler has an interface that is known here."""
+
 def dlpack_capsule(
     address: int,
     shape: Sequence[int],

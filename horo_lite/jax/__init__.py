@@ -31,6 +31,7 @@ from horo_lite.data import DistributedSampler, partition_dataset
 from horo_lite.errors import *
 from horo_lite.jax.operations import *
 from horo_lite.jax.optimizer import DistributedOptimizer
+from horo_lite.jax.primitive import cause_of, inside_jit
 from horo_lite.jax.trees import broadcast_parameters
 from horo_lite.world import (
     cross_rank,

@@ -10,10 +10,13 @@ not meet one of them.
 
 from __future__ import annotations
 
+import _thread
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from horo_lite import _native
 from horo_lite.collectives import Average, Group, Handle, Op, Sum
 from horo_lite.compression import Compression, Compressor
 
@@ -62,11 +66,15 @@ class Call(ABC):
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
         """The results, when XLA gets there; called by one of its threads, with NumPy arrays."""
-        group = self.ranks()
-        number = f"call {group.new_number('inside jit')} inside jit"
-        handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
-        results = group.synchronize(handle)
-        return list(xs[: len(self.results(xs))]) if self.in_place else [results]
+        try:
+            group = self.ranks()
+            number = f"call {group.new_number('inside jit')} inside jit"
+            handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
+            result = group.synchronize(handle)
+        except BaseException as error:
+            _raised.append(error)
+            raise
+        return list(self.results(xs)) if self.in_place else [result]
 
 
 @dataclass(frozen=True)
@@ -176,11 +184,50 @@ def ranks_of(group: Group | None) -> Group:
 
 def bind(call: Call, xs: Sequence[Array]) -> list[Array]:
     """The results of the operation: at once, or, where something is traced, when it is run."""
+    _begin_anew()
     if any(isinstance(x, jax.core.Tracer) for x in xs):
         return list(_primitive.bind(*map(jnp.asarray, xs), call=call))
     return call.eagerly(xs)
 
 
+_raised: list[BaseException] = []
+"""What operations inside jit have raised, of which JAX tells the text only."""
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """What an operation inside jit raised (MismatchError, PeerLostError, …), behind JAX's error.
+
+        try:
+            params, state = step(params, state, batch)
+            jax.block_until_ready(params)
+        except jax.errors.JaxRuntimeError as error:
+            if isinstance(hvd.cause_of(error), hvd.PeerLostError): ...
+
+    None if `error` comes from something else.
+    """
+    return next((cause for cause in reversed(_raised) if _in_words(cause) in str(error)), None)
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _begin_anew() -> None:
+    """After an error functions with operations can be run again.
+
+    Without this JAX would hand the error on to all of them, through the token that orders them. It
+    is done where something is traced or an operation called outside jit, on that thread.
+    """
+    global _n_seen
+    if len(_raised) > _n_seen:
+        _n_seen = len(_raised)
+        with suppress(ImportError, AttributeError):  # no public name
+            from jax._src.dispatch import runtime_tokens
+
+            runtime_tokens.clear()
+
+
+_n_seen = 0
 _primitive = Primitive("horo_lite")
 _primitive.multiple_results = True
 _primitive.def_impl(lambda *xs, call: call.eagerly(xs))
@@ -205,10 +252,92 @@ def _results(*xs: Any, call: Call) -> Any:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes], {_IN_ORDER}
 
 
-mlir.register_lowering(
-    _primitive,
-    mlir.lower_fun(lambda *xs, call: _through_callback(call, *xs), multiple_results=True),
+_lower_to_callback = mlir.lower_fun(
+    lambda *xs, call: _through_callback(call, *xs), multiple_results=True
 )
+
+
+class _Traced(NamedTuple):
+    """What a compiled program calls by its number here."""
+
+    call: Call
+    inputs: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+
+
+_traced: list[_Traced] = []
+_numbers: dict[_Traced, int] = {}
+
+
+def _lower_to_xla(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
+    """A call of XLA's, with the program's own memory; the token keeps it in its place."""
+    shapes = [tuple((x.shape, x.dtype) for x in xs) for xs in (ctx.avals_in, ctx.avals_out)]
+    traced = _Traced(call, *shapes)
+    if traced not in _numbers:
+        _numbers[traced] = len(_traced)
+        _traced.append(traced)
+    copies = len(ctx.avals_out) if call.in_place else 0
+    lower = jax.ffi.build_ffi_lowering_function(
+        _NAME,
+        has_side_effect=True,
+        operand_output_aliases={i: i for i in range(1, 1 + copies)},
+    )
+    operation = lower(
+        ctx.replace(avals_in=[_TOKEN, *ctx.avals_in], avals_out=[_TOKEN, *ctx.avals_out]),
+        ctx.tokens_in.get(_IN_ORDER),
+        *xs,
+        call=np.int64(_numbers[traced]),
+        copies=np.int64(copies),
+    )
+    token, *results = operation.results
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_IN_ORDER: token})))
+    return results
+
+
+def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> str | None:
+    """What `Call.run` does, on XLA's memory; what went wrong, if something did."""
+    try:
+        traced = _traced[number]
+        xs, ys = (
+            [np.ndarray(*shape, view) for shape, view in zip(shapes, views, strict=True)]
+            for shapes, views in ((traced.inputs, inputs), (traced.results, results))
+        )
+        if traced.call.in_place:
+            traced.call.run([*ys, *xs[len(ys) :]])
+        else:
+            for y, result in zip(ys, traced.call.run(xs), strict=True):
+                y[...] = result
+    except KeyboardInterrupt:
+        _thread.interrupt_main()  # XLA would make another exception of it
+        return "KeyboardInterrupt"
+    except BaseException as error:
+        return _in_words(error)
+    return None
+
+
+def inside_jit() -> str:
+    """How operations inside jit reach the ranks from a CPU: through "xla", or a "callback".
+
+    As custom calls of XLA's they work on the program's own memory. If the XLA here has an interface
+    that is not known, or HORO_LITE_INSIDE_JIT says so, they are callbacks, as they are on GPUs and
+    TPUs: their inputs and results are copied through the host's memory.
+    """
+    wanted = os.environ.get("HORO_LITE_INSIDE_JIT") or "xla"
+    if wanted not in ("xla", "callback"):
+        raise ValueError(f"HORO_LITE_INSIDE_JIT={wanted}: it is xla or callback")
+    jax.devices("cpu")  # registers the handler, if nobody has needed a device before
+    return "xla" if wanted == "xla" and _native.xla_is_known() else "callback"
+
+
+def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
+    return (_lower_to_xla if inside_jit() == "xla" else _lower_to_callback)(ctx, *xs, call=call)
+
+
+_NAME = "horo_lite"
+(_TOKEN,) = jax.make_jaxpr(jax.lax.create_token)().out_avals
+jax.ffi.register_ffi_target(_NAME, _native.xla_handler(_run), platform="cpu")
+mlir.register_lowering(_primitive, _lower_to_callback)
+mlir.register_lowering(_primitive, _lower_on_cpu, platform="cpu")
 
 
 def _jvp(xs: Sequence[Array], tangents: Sequence[Array], *, call: Call) -> Any:

@@ -1,0 +1,128 @@
+// What XLA calls on its own threads when a compiled program gets to an operation among ranks.
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <cstring>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "xla_ffi.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+PyObject* run_call = nullptr;  // of Python's; kept for ever
+std::atomic<bool> version_is_known{false};
+
+XlaError* failed(const XlaApi* api, const char* message) {
+  XlaErrorCreateArgs args{sizeof(XlaErrorCreateArgs), nullptr, message, kXlaAborted};
+  return api->error_create(&args);
+}
+
+bool is_known(const XlaVersion& version) {
+  return version.major == kXlaMajor && kXlaOldestMinor <= version.minor && version.minor <= kXlaNewestMinor;
+}
+
+// XLA refuses a handler of a version that it does not support, and Python one of a version that is not known here.
+void tell_version(const XlaVersion& theirs, XlaMetadata* metadata) {
+  version_is_known = is_known(theirs);
+  metadata->version = {sizeof(XlaVersion), nullptr, kXlaMajor, version_is_known ? theirs.minor : kXlaNewestMinor};
+  metadata->traits = 0;
+}
+
+int64_t number(const XlaAttributes& attributes, const std::string& name) {
+  for (int64_t i = 0; i < attributes.size; ++i) {
+    const XlaText& text = *attributes.names[i];
+    if (std::string(text.data, text.size) != name || attributes.types[i] != kXlaScalar) continue;
+    const auto* scalar = static_cast<const XlaScalar*>(attributes.attributes[i]);
+    int64_t value;
+    if (scalar->dtype != kXlaInt64) break;
+    std::memcpy(&value, scalar->value, sizeof(value));
+    return value;
+  }
+  throw std::runtime_error("the compiled program lacks the number '" + name + "'");
+}
+
+struct Memory {
+  void* data;
+  size_t n_bytes;
+};
+
+// Those that have any: XLA's tokens are left out.
+std::vector<Memory> buffers(const XlaOperands& operands) {
+  std::vector<Memory> found;
+  for (int64_t i = 0; i < operands.size; ++i) {
+    if (operands.types[i] != kXlaBuffer) throw std::runtime_error("the compiled program has an unknown operand");
+    const auto& buffer = *static_cast<const XlaBuffer*>(operands.operands[i]);
+    if (buffer.dtype == kXlaToken) continue;
+    size_t n_bytes = static_cast<size_t>(buffer.dtype) < std::size(kXlaItemBytes) ? kXlaItemBytes[buffer.dtype] : 0;
+    if (n_bytes == 0) throw std::runtime_error("an array has a dtype that cannot be reduced or sent");
+    for (int64_t d = 0; d < buffer.rank; ++d) n_bytes *= static_cast<size_t>(buffer.dims[d]);
+    found.push_back({buffer.data, n_bytes});
+  }
+  return found;
+}
+
+nb::list views(const std::vector<Memory>& buffers, int access) {
+  static char nothing;
+  nb::list list;
+  for (const Memory& memory : buffers) {
+    char* data = memory.n_bytes == 0 ? &nothing : static_cast<char*>(memory.data);
+    list.append(nb::steal(PyMemoryView_FromMemory(data, static_cast<Py_ssize_t>(memory.n_bytes), access)));
+  }
+  return list;
+}
+
+// The first so many results hold what the arguments hold, where XLA did not give both one memory.
+void copy(const std::vector<Memory>& arguments, const std::vector<Memory>& results, int64_t n_copies) {
+  for (size_t i = 0; i < static_cast<size_t>(n_copies); ++i) {
+    const Memory &from = arguments.at(i), &to = results.at(i);
+    if (from.n_bytes != to.n_bytes) throw std::runtime_error("a result is of another size than its argument");
+    if (from.data != to.data) std::memcpy(to.data, from.data, from.n_bytes);
+  }
+}
+
+XlaError* call(XlaCallFrame* frame) {
+  for (XlaExtension* extension = frame->extensions; extension != nullptr; extension = extension->next) {
+    if (extension->type != kXlaMetadata) continue;
+    tell_version(frame->api->version, reinterpret_cast<XlaMetadataExtension*>(extension)->metadata);
+    return nullptr;
+  }
+  if (frame->stage != kXlaExecute) return nullptr;
+  try {
+    const std::vector<Memory> arguments = buffers(frame->arguments), results = buffers(frame->results);
+    copy(arguments, results, number(frame->attributes, "copies"));
+    const nb::gil_scoped_acquire gil;
+    nb::object error = nb::handle(run_call)(number(frame->attributes, "call"), views(arguments, PyBUF_READ),
+                                            views(results, PyBUF_WRITE));
+    return error.is_none() ? nullptr : failed(frame->api, nb::cast<std::string>(error).c_str());
+  } catch (const std::exception& error) {
+    return failed(frame->api, error.what());
+  }
+}
+
+}  // namespace
+
+void bind_xla(nb::module_& m) {
+  m.def(
+      "xla_handler",
+      [](nb::callable run) {
+        Py_XDECREF(run_call);
+        run_call = run.inc_ref().ptr();
+        return nb::steal(PyCapsule_New(reinterpret_cast<void*>(&call), nullptr, nullptr));
+      },
+      "run"_a,
+      "For XLA to be registered: calls `run(call, arguments, results)` with its attribute `call` and views of memory. "
+      "Results hold what the first `copies` arguments hold. What `run` returns is None, or what went wrong.");
+  m.def(
+      "xla_is_known", [] { return version_is_known.load(); },
+      "Whether the XLA that registered the handler has an interface that is known here.");
+}
+
+}  // namespace horo

@@ -1,0 +1,117 @@
+// What XLA calls inside a compiled program, and what that may look at: the part of XLA's FFI that a handler of custom
+// calls needs. Nothing is linked and no header of jaxlib's is needed, so one build serves every jaxlib, or none.
+//
+// What follows is XLA's binary interface, written down from the c_api.h of jaxlib 0.6.2, 0.8.2 and 0.10.2 (versions
+// 0.1, 0.2 and 0.3), which agree in all that is used here. XLA promises to support a version for a year at least, and
+// tests compare this with the header of the jaxlib that they run with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace horo {
+
+inline constexpr int kXlaMajor = 0;
+inline constexpr int kXlaOldestMinor = 1;
+inline constexpr int kXlaNewestMinor = 3;
+
+struct XlaExtension {
+  size_t struct_size;
+  int type;
+  XlaExtension* next;
+};
+
+struct XlaVersion {
+  size_t struct_size;
+  XlaExtension* extensions;
+  int major;
+  int minor;
+};
+
+// What XLA asks a handler about itself when it is registered.
+inline constexpr int kXlaMetadata = 1;  // in XlaExtension::type
+struct XlaMetadata {
+  size_t struct_size;
+  XlaVersion version;  // to be filled in
+  uint32_t traits;
+};
+struct XlaMetadataExtension {
+  XlaExtension base;
+  XlaMetadata* metadata;
+};
+
+struct XlaError;
+inline constexpr int kXlaAborted = 10;
+struct XlaErrorCreateArgs {
+  size_t struct_size;
+  XlaExtension* extensions;
+  const char* message;
+  int code;
+};
+
+// XlaBuffer::dtype
+inline constexpr int kXlaInt64 = 5;
+inline constexpr int kXlaToken = 17;  // orders calls, and has no memory
+// Of each dtype; 0 for what is no whole number of bytes, or not known here.
+inline constexpr unsigned char kXlaItemBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0, 0, 8, 2, 0, 16};
+struct XlaBuffer {
+  size_t struct_size;
+  XlaExtension* extensions;
+  int dtype;
+  void* data;
+  int64_t rank;
+  int64_t* dims;
+};
+
+struct XlaText {
+  const char* data;
+  size_t size;
+};
+
+inline constexpr int kXlaScalar = 3;  // in XlaAttributes::types
+struct XlaScalar {
+  int dtype;
+  void* value;
+};
+
+inline constexpr int kXlaBuffer = 1;  // in XlaOperands::types
+struct XlaOperands {
+  size_t struct_size;
+  XlaExtension* extensions;
+  int64_t size;
+  int* types;
+  void** operands;
+};
+
+struct XlaAttributes {
+  size_t struct_size;
+  XlaExtension* extensions;
+  int64_t size;
+  int* types;
+  XlaText** names;
+  void** attributes;
+};
+
+struct XlaApi {
+  size_t struct_size;
+  XlaExtension* extensions;
+  XlaVersion version;
+  const void* internal;
+  XlaError* (*error_create)(XlaErrorCreateArgs* args);
+  // More follows.
+};
+
+inline constexpr int kXlaExecute = 3;  // in XlaCallFrame::stage
+struct XlaCallFrame {
+  size_t struct_size;
+  XlaExtension* extensions;
+  const XlaApi* api;
+  void* context;
+  int stage;
+  XlaOperands arguments;
+  XlaOperands results;
+  XlaAttributes attributes;
+  // More follows.
+};
+
+}  // namespace horo
