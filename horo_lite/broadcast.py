@@ -247,9 +247,6 @@ class _Places:
             return items if isinstance(value, list) else tuple(items)
         if self._is_array(value):
             return np.array(to_host(value))
-        if type(self._adapter) is not Adapter and self._adapter.matches(value):
-            with suppress(TypeError, AttributeError):  # a module, perhaps, that an optimizer knows
-                return np.array(self._adapter.value(value))
         raise _Foreign
 
     def _is_array(self, value: Any) -> bool:

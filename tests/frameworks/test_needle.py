@@ -270,6 +270,20 @@ def test_reset_grad_after_synchronize() -> None:
     run_threads(2, rank)
 
 
+def test_clipping_sees_the_averages() -> None:
+    def rank(group: Group) -> None:
+        a = parameter([0, 0])
+        opt = hvd.DistributedOptimizer(ndl.optim.SGD([a], lr=1.0), group=group)
+        for _ in range(2):
+            a.data = gradient([0, 0])
+            a.grad = gradient([[6, 0], [0, 8]][group.rank])
+            opt.clip_grad_norm(max_norm=1.0)
+            opt.step()
+            np.testing.assert_allclose(a.numpy(), [-0.6, -0.8], rtol=1e-6)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=repr)
 def test_broadcast_of_a_model_with_running_means(device: Any) -> None:
     def rank(group: Group) -> Any:

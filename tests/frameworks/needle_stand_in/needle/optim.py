@@ -35,6 +35,12 @@ class SGD(Optimizer):
             self.u[p] = self.momentum * self.u.get(p, 0) + (1 - self.momentum) * g
             p.data = p.data - self.lr * self.u[p]
 
+    def clip_grad_norm(self, max_norm: float = 0.25) -> None:
+        gradients = [p.grad for p in self.params if p.grad is not None]
+        norm = sum(float((g.numpy() ** 2).sum()) for g in gradients) ** 0.5
+        for g in gradients:
+            g.data = g.data * min(1.0, max_norm / norm)
+
 
 class Adam(Optimizer):
     def __init__(
