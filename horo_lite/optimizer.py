@@ -191,7 +191,9 @@ class DistributedOptimizer:
                 "`with optimizer.skip_synchronize(): optimizer.step()`. If these are the gradients "
                 "of another step, call synchronize() for them, too, or zero_grad() in between"
             )
-        if callable(kwargs.get("closure")):
+        if not own.finder.takes_closure:
+            own.exchange(weight)
+        elif callable(kwargs.get("closure")):
             kwargs = {**kwargs, "closure": own.averaging(kwargs["closure"], weight)}
         elif args and callable(args[0]):
             args = (own.averaging(args[0], weight), *args[1:])

@@ -40,6 +40,7 @@ class NnablaAdapter(Adapter):
         "weight_decay", "clip_grad_by_norm", "scale_grad",
         "check_inf_grad", "check_nan_grad", "check_inf_or_nan_grad",
     )  # fmt: skip
+    takes_closure = False  # update() takes hooks
     is_filled_later = True
 
     def __init__(self) -> None:

@@ -34,6 +34,9 @@ class Adapter:
     looks: tuple[str, ...] = ()
     """Its methods before a step that need the gradients of all ranks, such as one that clips."""
 
+    takes_closure: bool = True
+    """Whether a callable that a step is given computes the gradients."""
+
     is_filled_later: bool = False
     """Whether an optimizer may still be without parameters when it is wrapped."""
 

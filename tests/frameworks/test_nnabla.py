@@ -232,6 +232,16 @@ cost = F.sum(a * 2) + F.sum(b * 6) if rank == 1 else F.sum(a * 4)
 cost.forward(), solver.zero_grad(), cost.backward(), solver.update()
 assert np.all(a.d == 1 - 3) and np.all(b.d == 1 - 3), (a.d, b.d)
 
+# The hooks that update() takes, by position too, are no closures: they run after the exchange.
+solver = hvd.DistributedOptimizer(S.Sgd(1.0), op=hvd.Sum)
+solver.set_parameters(nn.get_parameters())
+hooked = []
+cost = F.sum(a) + F.sum(b)
+cost.forward(), solver.zero_grad(), cost.backward()
+solver.update(lambda: hooked.append(float(a.g[0])), update_post_hook=lambda: hooked.append("post"))
+assert hooked == [2, "post", 2, "post"] and a.d[0] == 1 - 3 - 2, (hooked, a.d)
+a.d = b.d = -2
+
 # Other shapes and missing parameters are named, and the next step goes on.
 wrong = {"w/b": nn.Variable((3 + rank,), need_grad=True), "w/a": a}
 for given in (wrong, {"w/a": a} if rank else {"w/a": a, "w/b": b}):
