@@ -152,16 +152,10 @@ class _Distributed:
             return grads
         return self._transform([_name_of(variable) for variable in variables], grads, weight)
 
-    @property
-    def loss_scale_factor(self) -> float | None:
-        factor: float | None = vars(self)["loss_scale_factor"]
-        return factor
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, factor: float | None) -> None:
-        if factor is None:  # only a LossScaleOptimizer does that, to what it wraps
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:  # as a LossScaleOptimizer does inside it
             raise TypeError(_LOSS_SCALE)
-        vars(self)["loss_scale_factor"] = factor
+        super().__setattr__(name, value)
 
 
 @cache

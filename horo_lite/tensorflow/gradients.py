@@ -63,9 +63,10 @@ class Transform(transform.Transform):
             for i, values, indices in zip(
                 sparse, arrays[len(dense) :: 2], arrays[len(dense) + 1 :: 2], strict=True
             ):
-                scaled = (values * share).astype(values.dtype)
+                n_rows = len(values) if share else 0
+                scaled = (values[:n_rows] * share).astype(values.dtype)
                 averages.append(self.group.allgather(scaled, name=f"{names[i]}, values"))
-                averages.append(self.group.allgather(indices, name=f"{names[i]}, indices"))
+                averages.append(self.group.allgather(indices[:n_rows], name=f"{names[i]}, indices"))
             return averages
 
         if weight is None:

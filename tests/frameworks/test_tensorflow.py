@@ -1,0 +1,51 @@
+"""TensorFlow 2's tape and operations, and Keras on TensorFlow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import run_ranks
+
+FOLDER = Path(__file__).resolve().parent
+pytestmark = pytest.mark.timeout(300)
+# A job takes fifteen seconds; the limits are for machines that do other things as well.
+LIMIT_S = 150
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.shows("eager", "jit", "fp16")
+def test_tape_and_operations(size: int) -> None:
+    checks = FOLDER / "tensorflow_checks.py"
+    result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
+    assert result.stdout.count(f"{size} ranks: check_") == 9, result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_keras_trains_as_one_process_would(size: int) -> None:
+    checks = FOLDER / "keras_checks.py"
+    result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
+    assert result.stdout.count(f"tensorflow on {size}: check_") == 10, result
+
+
+def test_a_rank_with_more_steps_is_told_who_left() -> None:
+    script = """
+        import tensorflow as tf
+        import horo_lite.tensorflow as hvd
+
+        world = hvd.init()
+
+        @tf.function
+        def step(x):
+            return hvd.allreduce(x)
+
+        for _ in range(3 + world.rank):
+            step(tf.ones(3))
+        print("rank", world.rank, "is done")
+    """
+    result = run_ranks(script, 2, env=QUIET, timeout_s=LIMIT_S)
+    assert result.returncode != 0
+    assert "rank 0 is done" in result.stdout
+    assert "rank 1 is done" not in result.stdout
+    assert "PeerLostError" in result.stderr, result
