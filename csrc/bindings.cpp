@@ -523,8 +523,10 @@ NB_MODULE(_native, m) {
           },
           "stream"_a, "stream_bytes"_a, "wanted"_a)
       .def(
-          "check_peers", [](Group& g, const std::string& label) { g.shm.check_peers(-1, label); }, "label"_a,
-          "Raises PeerLostError if a peer has died or given up.")
+          "check_peers", [](Group& g, const std::string& label, int awaited) { g.shm.check_peers(awaited, label); },
+          "label"_a, "awaited"_a = -1, "Raises PeerLostError if a peer has died or given up, or if `awaited` has left.")
+      .def(
+          "has_left", [](const Group& g, int rank) { return g.shm.has_left(rank); }, "rank"_a)
       .def(
           "abandon", [](Group& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
       .def(

@@ -354,6 +354,8 @@ void ShmGroup::leave(const std::string& reason) {
   for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
 }
 
+bool ShmGroup::has_left(int rank) const { return block(rank).state.load(std::memory_order_acquire) != kTakingPart; }
+
 std::vector<int> ShmGroup::silent() const {
   std::vector<int> pids;
   for (int r = 0; r < size_; ++r) {

@@ -81,6 +81,8 @@ class ShmGroup {
   void leave(const std::string& reason);
   // Process ids of peers of which nothing was heard: they take part as far as anybody knows, alive or dead.
   std::vector<int> silent() const;
+  // This one will do nothing more.
+  bool has_left(int rank) const;
   // True for one rank of the host, the first that asks: what several have to say is to be said once.
   bool first_to_tell();
 

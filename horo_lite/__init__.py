@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from horo_lite.gradients import average_gradients as average_gradients
     from horo_lite.gradients import grad_and_average as grad_and_average
     from horo_lite.join import join as join
+    from horo_lite.messages import irecv as irecv
+    from horo_lite.messages import isend as isend
+    from horo_lite.messages import recv as recv
+    from horo_lite.messages import send as send
     from horo_lite.optimizer import DistributedOptimizer as DistributedOptimizer
     from horo_lite.stall import Straggler as Straggler
     from horo_lite.stall import announce as announce
@@ -52,6 +56,7 @@ _HOME = {
         "JobError",
         "gradients": "average_gradients grad_and_average",
         "join": "join",
+        "messages": "send recv isend irecv",
         "optimizer": "DistributedOptimizer",
         "stall": "announce stragglers Straggler",
         "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "

@@ -33,6 +33,7 @@ from horo_lite.errors import (
 if TYPE_CHECKING:
     from horo_lite import _native
     from horo_lite.collectives import Group
+    from horo_lite.messages import Messages
     from horo_lite.transports import Transport
 
 
@@ -82,6 +83,7 @@ class _Session(NamedTuple):
     comm: Any
     host_of_rank: list[int]
     restore_threads: Callable[[], None]
+    messages: Messages
     parts: list[Group]  # that new_group() made and free_group() has not closed
     began: float
 
@@ -94,6 +96,7 @@ class _Session(NamedTuple):
                 group.close(reason)
         finally:
             self.world.group.close(reason)
+            self.messages.close()
 
 
 _session: _Session | None = None
@@ -179,7 +182,9 @@ def init(
 def _join(given: dict[str, Any], ours: Any = None) -> _Session:
     from horo_lite import __version__
     from horo_lite.collectives import Group
-    from horo_lite.transports import connect
+    from horo_lite.messages import Messages
+    from horo_lite.transports import connect, mailbox
+    from horo_lite.transports.pipes import Pipes
 
     global _ending
     launch = launcher.detect(os.environ)
@@ -192,7 +197,9 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
         _ending.uninstall()
         _ending = None
 
+    pipes = Pipes()
     mine: dict[str, Any] = {"version": __version__, "host": launcher.host_key(), "error": None}
+    mine |= {"token": os.urandom(8).hex(), "inbox": pipes.place_of_inbox}
     error: ValueError | None = None
     try:
         mine |= _checked(given, rank, size)
@@ -231,6 +238,9 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
         stall.give_stacks(lookout)
     if _ending is not None:
         _ending.transports = transports
+    token = everyone[0]["token"]
+    pipes.connect([each["inbox"] for each in everyone], token)
+    messages = Messages(mailbox(comm, transports[0], pipes), transports[0], token)
     group = Group(*transports)
     world = World(
         rank=rank,
@@ -248,7 +258,8 @@ def _join(given: dict[str, Any], ours: Any = None) -> _Session:
     atexit.register(_at_exit)
     if os.environ.get("HORO_LITE_END"):
         atexit.register(_mark_end)
-    return _Session(given, world, comm, host_of_rank, restore_threads, [], time.monotonic())
+    began = time.monotonic()
+    return _Session(given, world, comm, host_of_rank, restore_threads, messages, [], began)
 
 
 def _communicator(given: dict[str, Any], launch: launcher.Launch | None) -> tuple[Any, Any]:
@@ -456,6 +467,13 @@ def world() -> World:
             else "horo_lite is not initialised: call horo_lite.init() first, on every rank"
         )
     return _session.world
+
+
+def messages() -> Messages:
+    """What carries messages between two ranks of the world."""
+    world().group.check_usable()
+    assert _session is not None
+    return _session.messages
 
 
 def groups() -> list[Group]:

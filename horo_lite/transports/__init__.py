@@ -7,7 +7,7 @@ import socket
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from horo_lite import _native
 from horo_lite.errors import LauncherError
@@ -16,7 +16,11 @@ from horo_lite.rendezvous import Meeting
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Header", "Transport", "connect"]
+    from horo_lite.messages import Mailbox
+    from horo_lite.transports.mpi import MpiTransport
+    from horo_lite.transports.pipes import Pipes
+
+__all__ = ["Header", "Transport", "connect", "mailbox"]
 
 
 # The numbers of the transports: for direct calls, and for threads that nobody waits for (watch.py).
@@ -203,6 +207,17 @@ def connect(
     Lines.free_closed(comm)
     funnel = Funnel.if_needed(funnel)
     return [MpiTransport(comm, local, i, funnel) for i in range(n_transports)]
+
+
+def mailbox(comm: MPI.Comm | Meeting | None, transport: Transport, pipes: Pipes) -> Mailbox:
+    """How messages travel between two ranks of a world, whose direct calls use `transport`."""
+    if transport.name != "mpi":
+        return pipes
+    from horo_lite.transports.mpi import MpiMailbox
+
+    assert not isinstance(comm, (Meeting, type(None)))
+    pipes.close()
+    return MpiMailbox(comm, cast("MpiTransport", transport))
 
 
 def _local(

@@ -499,6 +499,11 @@ class MpiTransport:
         self._local.check_peers(name)
         self._say_it_has_come()  # and gone on: others may wait in that meeting still
 
+    def has_left(self, peer: int) -> bool:
+        """Whether that rank will do nothing more."""
+        self._hear()
+        return peer in self._left
+
     def _hear(self) -> None:
         """What peers said about their end, and about who is late, has been heard."""
         for peer, tag, text in self._call(self._control.hear):
@@ -552,6 +557,76 @@ class MpiTransport:
     def close(self) -> None:
         """Its communicators can be given back: see Lines.free_closed."""
         self._lines.closed = not self._broken
+
+
+class MpiMailbox:
+    """How messages from one rank to another travel; see `horo_lite.messages.Mailbox`.
+
+    Over the world's own communicator, on which there are only collective operations otherwise.
+    """
+
+    _RECORD = 1
+    _N_TAGS = 30_000  # all that MPI promises is 32,767
+
+    def __init__(self, comm: MPI.Comm, transport: MpiTransport) -> None:
+        self._comm = comm
+        self._transport = transport
+        self._call, self._mpi = transport._call, transport._mpi
+        self._under_way: list[Any] = []
+        self._pause_s = 20e-6
+
+    def post(self, peer: int, record: bytes) -> bool:
+        data = np.frombuffer(record, np.uint8)
+        self._under_way = [sent for sent in self._under_way if not self._call(sent[0].Test)]
+        request = self._call(self._comm.Isend, [data, self._mpi.BYTE], peer, self._RECORD)
+        self._under_way.append((request, data))
+        return True
+
+    def collect(self) -> list[bytes]:
+        records: list[bytes] = self._call(self._collect)
+        return records
+
+    def _collect(self) -> list[bytes]:
+        records = []
+        status = self._mpi.Status()
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._RECORD, status):
+            data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
+            self._comm.Recv([data, self._mpi.BYTE], status.Get_source(), self._RECORD)
+            records.append(data.tobytes())
+            self._pause_s = 20e-6
+        return records
+
+    def lay_out(self, peer: int, number: int, address: int, n_bytes: int) -> list[Any]:
+        return self._start(self._comm.Isend, peer, number, address, n_bytes)
+
+    def place(self, laid_out: list[Any]) -> None:
+        """The number is enough."""
+
+    def clear(self, laid_out: list[Any]) -> None:
+        self._call(self._mpi.Request.Waitall, laid_out)
+
+    def fetch(
+        self, peer: int, number: int, place: Any, address: int, n_bytes: int
+    ) -> Callable[[], bool]:
+        requests = self._start(self._comm.Irecv, peer, number, address, n_bytes)
+        return lambda: self._call(self._mpi.Request.Testall, requests)
+
+    def _start(
+        self, start: Callable[..., Any], peer: int, number: int, address: int, n_bytes: int
+    ) -> list[Any]:
+        byte, tag = self._mpi.BYTE, self._RECORD + 1 + number % self._N_TAGS
+        return [
+            self._call(start, [self._transport._memory(address + begin, size), byte], peer, tag)
+            for begin in range(0, n_bytes, PIECE_BYTES)
+            for size in [min(PIECE_BYTES, n_bytes - begin)]
+        ]
+
+    def wait(self, timeout_s: float) -> None:
+        (self._transport._serve or time.sleep)(min(self._pause_s, timeout_s))
+        self._pause_s = min(1e-3, 1.2 * self._pause_s)
+
+    def close(self) -> None:
+        """The communicator is the world's."""
 
 
 class MpiChannel:

@@ -105,6 +105,13 @@ class ShmTransport:
     def silent(self) -> list[int]:
         return self.group.silent()
 
+    def has_left(self, peer: int) -> bool:
+        return self.group.has_left(peer)
+
+    def check(self, peer: int, name: str) -> None:
+        """PeerLostError if some rank died or gave up, or `peer`, needed for `name`, has left."""
+        self.group.check_peers(name, peer)
+
     def first_to_tell(self) -> bool:
         return self.group.first_to_tell()
 
