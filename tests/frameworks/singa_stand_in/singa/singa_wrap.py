@@ -76,6 +76,11 @@ class Tensor:
         self._view[...] = values
         self._block["is_initialized"] = True
 
+    @property
+    def in_memory(self) -> np.ndarray:
+        """The block in the order of its memory, however the tensor is transposed."""
+        return self._view.transpose(np.argsort(self._view.strides, kind="stable")[::-1])
+
     def device(self) -> Device:
         return self._device
 
@@ -115,10 +120,7 @@ class Tensor:
     def _put(self, dtype: int, source: np.ndarray) -> None:
         if self._dtype != dtype or source.shape != (self.Size(),) or source.dtype != _DTYPES[dtype]:
             raise Fatal("data copied from host memory must be of the tensor's type and size")
-        # In the order of memory, however the tensor is transposed.
-        order = np.argsort(np.abs(self._view.strides), kind="stable")[::-1]
-        memory = self._view.transpose(order)
-        memory[...] = source.reshape(memory.shape)
+        self.in_memory[...] = source.reshape(self.in_memory.shape)
         self._block["is_initialized"] = True
 
     def GetFloatValue(self, num: int) -> np.ndarray:
@@ -214,8 +216,9 @@ def Clip(a: Tensor, low: float, high: float) -> Tensor:
 
 
 def Axpy(alpha: Any, x: Tensor, y: Tensor) -> None:
-    """Adds alpha * x to y."""
-    y.values += (alpha.values if isinstance(alpha, Tensor) else np.float32(alpha)) * x.values
+    """Adds alpha * x to y; to a transposed y in the order of its memory, as 3.0.0.dev1 does."""
+    more = (alpha.values if isinstance(alpha, Tensor) else np.float32(alpha)) * x.values
+    y.in_memory[...] += more.reshape(y.in_memory.shape) if y.transpose() else more
 
 
 def Gaussian(mean: float, std: float, out: Tensor) -> None:
