@@ -3,32 +3,41 @@
 # ruff: noqa: N802 (the names are SINGA's)
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horo_lite import launcher
 from horo_lite.adapters.singa import array_of, write
 from horo_lite.collectives import Group, Handle, Sum
 from horo_lite.compression import Compression, Compressor
 from horo_lite.singa.sparse import sparse_sum
-from horo_lite.world import init, is_initialized, local_rank, world
+from horo_lite.world import World, init, is_initialized, local_rank, world
 
 Raw = Any  # what SINGA's tensors have in `.data`
 Arrays = list[NDArray[Any]]
 
 
 class NcclIdHolder:
-    """What a program makes to start ranks with `multiprocessing`; there is nothing to hold here."""
+    """Where the ranks meet that a program starts with `multiprocessing`: a port of this host."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
 
 
 class Communicator:
     """Sums of raw tensors over all ranks, in place; a stand-in for singa_wrap.Communicator.
 
-    `Communicator(buffSize)` calls `horo_lite.init()` where nobody has;
-    `Communicator(local_rank, world_size, nccl_id, buffSize)` besides checks that the world is that.
-    The size of the buffer means nothing here. Made by every rank, as often and in the same order.
+    `Communicator(buffSize)` calls `horo_lite.init()` where nobody has. So does
+    `Communicator(local_rank, world_size, nccl_id, buffSize)`, for processes of one host that no
+    launcher has started, which needs PyTorch; ValueError where the world is another. The size of
+    the buffer means nothing here. Made by every rank, as often and in the same order.
 
     The calls return at once; the sums are in the tensors after `wait()`. MismatchError there, on
     every rank, where the ranks called different things. Sums are float32, in rank order, the same
@@ -36,33 +45,27 @@ class Communicator:
     """
 
     def __init__(self, *arguments: Any, group: Group | None = None) -> None:
-        if group is None:
-            group, place = (world() if is_initialized() else init()).group, local_rank()
-        else:
-            place = group.rank
-        self.group = group
-        if len(arguments) == 4:
-            self._check_world(*arguments[:2])
-        elif len(arguments) > 1:
+        if len(arguments) not in (0, 1, 4):
             raise TypeError(
                 "Communicator takes (buffSize) or (local_rank, world_size, nccl_id, buffSize), "
                 f"not {len(arguments)} arguments"
             )
+        self.group = _world(*arguments[:-1]).group if group is None else group
         self.world_size = self.totalMPIRanksInGlobal = self.group.size
         self.global_rank = self.MPIRankInGlobal = self.group.rank
-        self.local_rank = self.MPIRankInLocal = place
+        self.local_rank = self.MPIRankInLocal = (
+            local_rank() if is_initialized() else self.global_rank
+        )
+        expected = arguments[:2]
+        if len(arguments) == 4 and expected != (self.global_rank, self.world_size):
+            raise ValueError(
+                f"this is rank {self.global_rank} of {self.world_size}, and not {expected[0]} of "
+                f"{expected[1]}: leave nccl_id out where a launcher has started the ranks"
+            )
         self._number = self.group.new_number("Communicator")
         self._n_calls = 0
         self._buffers: dict[str, Arrays] = {}
         self._in_flight: list[tuple[Handle, Sequence[Raw], Arrays]] = []
-
-    def _check_world(self, rank: int, world_size: int) -> None:
-        if (rank, world_size) != (self.group.rank, self.group.size):
-            raise ValueError(
-                f"this is rank {self.group.rank} of {self.group.size}, and not {rank} of "
-                f"{world_size}: start the ranks with mpiexec, or with horo_lite.run(), in place of "
-                "multiprocessing"
-            )
 
     def synch(self, t: Raw) -> None:
         """After `wait()`, `t` holds the sum over all ranks."""
@@ -151,6 +154,14 @@ class Communicator:
         """Which call this is, counted on every rank."""
         self._n_calls += 1
         return f"call {self._n_calls} of SINGA's Communicator {self._number}, {call}"
+
+
+def _world(rank: int = 0, size: int = 1, holder: Any = None) -> World:
+    if is_initialized():
+        return world()
+    if holder is None or launcher.detect(os.environ) is not None:
+        return init()
+    return init(rank=rank, size=size, address=holder.address)
 
 
 def install() -> None:

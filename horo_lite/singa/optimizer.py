@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from singa import autograd, tensor
 
-from horo_lite.adapters.object import Adapter, name_leaves
+from horo_lite.adapters.object import Adapter, Array, name_leaves
 from horo_lite.adapters.singa import array_of, new_tensor, write
 from horo_lite.collectives import Average, Group
 from horo_lite.compression import Compression, Compressor
@@ -151,34 +151,30 @@ class DistributedOptimizer:
         is at least `spars`, of each part of the gradients, parts as above. With `corr`, what has
         not travelled is kept, for each parameter, and added to its next gradient.
         """
-        pairs: list[Pair] = []
+        self._forget()
         for k, part in enumerate(_parts(_backward(loss), threshold), 1):
-            gradients = [array_of(g.data) for _, g in part]
-            known = [self._gradient_of(p) for p, _ in part]
-            flat = [gradient.reshape(-1) for gradient in gradients]
-            left_over = np.concatenate([each.not_sent() for each in known]) if corr else None
+            gradients = [self._gradient_of(p).receive(g) for p, g in part]
+            arrays = [gradient.array for gradient in gradients]
+            left_over = np.concatenate([each.not_sent() for each in gradients]) if corr else None
             total = sparse_sum(
                 self._group,
-                np.concatenate(flat),
+                np.concatenate([array.reshape(-1) for array in arrays]),
                 left_over,
                 spars=spars,
                 top_k=topK,
                 label=self.communicator.label(f"part {k} of the gradients"),
                 what="\n".join(
-                    f"corr {corr}, gradient {each.name!r} {list(gradient.shape)}"
-                    for each, gradient in zip(known, gradients, strict=True)
+                    f"corr {corr}, gradient {each.name!r} {list(array.shape)}"
+                    for each, array in zip(gradients, arrays, strict=True)
                 ),
             )
-            ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
-            for (_, g), average in zip(part, np.split(total / self.world_size, ends), strict=True):
-                write(g.data, average.reshape(tuple(g.shape)))
+            ends = np.cumsum([array.size for array in arrays])[:-1]
+            for array, sums in zip(arrays, np.split(total, ends), strict=True):
+                array.reshape(-1)[...] = sums / self.world_size
             if left_over is not None:
-                for each, rest in zip(known, np.split(left_over, ends), strict=True):
-                    each.left_over = rest
-            pairs += part
-        for p, g in pairs:
-            self._apply(p, g)
-        self.opt.step()
+                for gradient, rest in zip(gradients, np.split(left_over, ends), strict=True):
+                    gradient.left_over = rest
+        self._step()
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """`param` has been updated with `grad`, a sum over the ranks, divided by their number."""
@@ -222,29 +218,22 @@ class DistributedOptimizer:
         compression: Compressor,
         clip: float | None = None,
     ) -> None:
+        self._forget()
         reducer = self._reducer(compression, threshold, weight) if self._known else None
-        try:
-            for p, g in _backward(loss):
-                if reducer is not None and id(p) not in self._known:
-                    raise RuntimeError(
-                        f"the first gradient of {p.name!r} came on rank {self.global_rank} after "
-                        "others had left: DistributedOptimizer(…, parameters=model.get_params()) "
-                        "tells of all parameters before"
-                    )
-                gradient = self._gradient_of(p)
-                gradient.receive(g, clip)
-                if reducer is not None:
-                    reducer.ready(gradient.place)
-            if reducer is None:
-                reducer = self._reducer(compression, threshold, weight)
-            reducer.finish()
-            for gradient in self._known.values():
-                if gradient.array is not None:
-                    self._apply(gradient.parameter, gradient.averaged())
-        finally:
-            for gradient in self._known.values():
-                gradient.array = gradient.given = None
-        self.opt.step()
+        for p, g in _backward(loss):
+            if reducer is not None and id(p) not in self._known:
+                raise RuntimeError(
+                    f"the first gradient of {p.name!r} came on rank {self.global_rank} after "
+                    "others had left: DistributedOptimizer(…, parameters=model.get_params()) "
+                    "tells of all parameters before"
+                )
+            gradient = self._gradient_of(p).receive(g, clip)
+            if reducer is not None:
+                reducer.ready(gradient.place)
+        if reducer is None:
+            reducer = self._reducer(compression, threshold, weight)
+        reducer.finish()
+        self._step()
 
     def _reducer(self, compression: Compressor, threshold: int, weight: float | None) -> Reducer:
         # Its buckets begin with what comes last, and backward() begins there, too.
@@ -274,6 +263,19 @@ class DistributedOptimizer:
             self._know([(_name(p, len(self._known)), p)])
         return self._known[id(p)]
 
+    def _step(self) -> None:
+        """The inner optimizer has stepped with the gradients, which are those of all ranks."""
+        for gradient in self._known.values():
+            if gradient.array is not None:
+                self._apply(gradient.parameter, gradient.averaged())
+        self._forget()
+        self.opt.step()
+
+    def _forget(self) -> None:
+        """No gradient is here, of this step or of one that failed."""
+        for gradient in self._known.values():
+            gradient.array = gradient.given = None
+
     def _apply(self, p: Tensor, g: Tensor) -> None:
         if hasattr(self.opt, "apply"):
             if p.name is None:
@@ -291,14 +293,15 @@ class _Gradient:
         self.parameter = parameter
         self.place = 0  # among all, as the reducer counts them
         self.given: Tensor | None = None
-        self.array: NDArray[Any] | None = None
+        self.array: Array = None
         self.left_over: NDArray[Any] | None = None
 
-    def receive(self, given: Tensor, clip: float | None) -> None:
+    def receive(self, given: Tensor, clip: float | None = None) -> _Gradient:
         self.given = given
         self.array = array_of(given.data)
         if clip is not None:
             np.clip(self.array, -clip, clip, out=self.array)
+        return self
 
     def not_sent(self) -> NDArray[Any]:
         """What sparse updates have kept back of it so far."""
@@ -308,7 +311,6 @@ class _Gradient:
 
     def averaged(self) -> Tensor:
         """The gradient for the optimizer, now that `array` is that of all ranks."""
-        assert self.array is not None
         # Alike on every rank, whether it had one or not: SINGA adds weight decay wrongly to a
         # transposed tensor (seen in 3.0.0.dev1).
         if self.given is None or self.given.data.transpose():
@@ -318,13 +320,13 @@ class _Gradient:
 
 
 class _GradientAdapter(Adapter):
-    def gradient(self, parameter: _Gradient) -> NDArray[Any] | None:
+    def gradient(self, parameter: _Gradient) -> Array | None:
         return parameter.array
 
-    def set_gradient(self, parameter: _Gradient, array: NDArray[Any]) -> None:
+    def set_gradient(self, parameter: _Gradient, array: Array) -> None:
         parameter.array = array
 
-    def value(self, parameter: _Gradient) -> NDArray[Any]:
+    def value(self, parameter: _Gradient) -> Array:
         return array_of(parameter.parameter.data)
 
 

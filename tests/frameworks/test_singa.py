@@ -5,6 +5,7 @@ The same tests run on SINGA itself, by hand: see singa_mended.py.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -169,6 +170,19 @@ def test_ranks_with_different_gradients_are_told() -> None:
         for error in failed.value.errors.values():
             assert isinstance(error, MismatchError)
             assert words in str(error)
+
+
+@pytest.mark.usefixtures("given")
+def test_nothing_of_a_failed_step_is_left_for_the_next() -> None:
+    def rank(group: Group) -> None:
+        a, b = new([0], "a"), new([0, 0], "b")
+        optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), parameters=[a, b], group=group)
+        with pytest.raises(MismatchError, match="'b'"):
+            optimizer([(a, [1]), (b, np.ones(1 + group.rank))])
+        optimizer([(a, [2 * group.rank])])
+        assert [tensor.to_numpy(p).tolist() for p in (a, b)] == [[-1], [0, 0]]
+
+    run_threads(2, rank)
 
 
 @pytest.mark.usefixtures("given")
@@ -533,7 +547,7 @@ def test_a_world_that_is_not_this_one_is_an_error() -> None:
 
     def rank(group: Group) -> None:
         assert hvd.Communicator(group.rank, 2, holder, 4194304, group=group).local_rank < 2
-        with pytest.raises(ValueError, match=r"rank . of 2, and not 1 of 4: .* horo_lite.run"):
+        with pytest.raises(ValueError, match=r"rank . of 2, and not 1 of 4: leave nccl_id out"):
             hvd.DistributedOptimizer(sgd(), holder, 1, 4, group=group)
         with pytest.raises(TypeError, match="2 arguments"):
             hvd.Communicator(1, 4, group=group)
@@ -724,6 +738,44 @@ print(f"rank {world.rank} is done")
 def test_real_ranks_and_singas_own_distopt(size: int) -> None:
     result = run_ranks(SCRIPT, size, env={"PYTHONPATH": PYTHONPATH}, timeout_s=60).check()
     assert result.stdout.count("is done") == size
+
+
+MULTIPROCESSING = """
+import multiprocessing
+
+import horo_lite.singa as hvd
+from singa import opt, singa_wrap
+from small_net import alone, close, mean_loss, network, samples
+
+hvd.install()
+
+def run(local_rank, world_size, nccl_id):
+    sgd = opt.SGD(lr=0.3, momentum=0.9)
+    sgd = opt.DistOpt(sgd, nccl_id=nccl_id, local_rank=local_rank, world_size=world_size)
+    net = network()
+    for step in range(4):
+        shard = [a[sgd.global_rank :: sgd.world_size] for a in samples(step)]
+        sgd.backward_and_update(mean_loss(net, *shard))
+    assert close(net, alone())
+
+if __name__ == "__main__":
+    nccl_id = singa_wrap.NcclIdHolder()
+    ranks = [multiprocessing.Process(target=run, args=(r, 3, nccl_id)) for r in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0, 0]
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None,
+    reason="ranks that no launcher starts meet in PyTorch's store; pip install torch",
+)
+def test_distopt_in_processes_that_the_program_starts() -> None:
+    env = {"PYTHONPATH": PYTHONPATH}
+    run_ranks(MULTIPROCESSING, 1, env=env, launcher=False, timeout_s=60).check()
 
 
 @pytest.mark.mpi
