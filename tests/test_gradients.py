@@ -280,12 +280,11 @@ def test_what_cannot_be_averaged_is_named() -> None:
     run_threads(1, rank)
 
 
-def test_a_tree_seen_before_costs_two_meetings() -> None:
-    """The plan is kept: names and shapes are not told again."""
-
+def test_a_tree_seen_before_costs_two_meetings_and_no_plan() -> None:
     def rank(group: Group) -> None:
         tree = {f"w{i}": np.full(100, 1.0 * group.rank) for i in range(20)}
         average(tree, group=group)
+        (before,) = group.kept["average_gradients"].values()
         meetings = 0
         agree = group.transport.agree
 
@@ -299,6 +298,25 @@ def test_a_tree_seen_before_costs_two_meetings() -> None:
         assert average(tree, group=group)["w7"][0] == 0.5
         assert meetings == 2
         assert arrays_module.bytes_copied == copied
+        (after,) = group.kept["average_gradients"].values()
+        assert after is before
+        for i in range(30):  # and those of all others are not kept for ever
+            assert average([1.0 * group.rank] * i, group=group) == [0.5] * i
+        assert len(group.kept["average_gradients"]) <= 8
+
+    run_threads(2, rank)
+
+
+def test_dicts_in_any_order() -> None:
+    def rank(group: Group) -> None:
+        keys = ["b", "a", 3] if group.rank else [3, "a", "b"]
+        tree = {key: np.full(2 + i, 2.0 * group.rank) for i, key in sorted_by_name(keys)}
+        out = average(tree, group=group)
+        assert list(out) == list(tree) == keys
+        assert [out[key].tolist() for key in (3, "a", "b")] == [[1] * 2, [1] * 3, [1] * 4]
+
+    def sorted_by_name(keys: list[Any]) -> list[tuple[int, Any]]:
+        return [(sorted(keys, key=str).index(key), key) for key in keys]
 
     run_threads(2, rank)
 
