@@ -66,7 +66,7 @@ _HOME = {
 }
 __all__ = sorted(_HOME)
 # What is more than a name: horo_lite.jax and its like, imported when first used.
-_FACES = {"elastic", "jax", "keras", "needle", "nnabla", "singa", "tensorflow", "torch"}
+_FACES = {"elastic", "jax", "keras", "mlx", "needle", "nnabla", "singa", "tensorflow", "torch"}
 
 
 class _Package(ModuleType):

@@ -128,7 +128,7 @@ def _world() -> Group:
 
 def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
     """`tree` with `visit(name, leaf)` for each leaf; the containers are kept if they can be."""
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Mapping) and not _is_module(tree):
         # Sorted: ranks may have filled their dicts in different orders.
         new = {key: _map(tree[key], join(path, key), visit) for key in sorted(tree, key=str)}
         changed = [key for key in tree if new[key] is not tree[key]]
@@ -171,6 +171,12 @@ def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
             )
         visit(join(path, name), parameter)
     return tree
+
+
+def _is_module(tree: Any) -> bool:
+    """Whether it is a dict that is more than that, as MLX's modules are."""
+    is_special = isinstance(tree, dict) and type(tree) is not dict
+    return is_special and adapter_of(tree).flattened(tree) is not None
 
 
 def _value(name: str, leaf: Any) -> Any:
@@ -284,7 +290,9 @@ class _Places:
 
     def _local_array(self, value: np.ndarray[Any, Any], old: Any) -> Any:
         if not self._is_array(old):
-            return from_numpy(value, self._parameters[0] if self._parameters else value)
+            if self._parameters:
+                return from_numpy(value, self._parameters[0])
+            return self._adapter.from_numpy(value, value)
         memory = to_host(old)
         fits = isinstance(memory, np.ndarray) and memory.shape == value.shape
         if fits and memory.dtype == value.dtype and memory.flags.writeable:

@@ -25,6 +25,7 @@ _BUILT_IN = {
     "needle": "needle",
     "nnabla": "nnabla",
     "tinygrad": "tinygrad",
+    "mlx": "mlx",
     "numpy": "numpy",
 }
 

@@ -1,0 +1,70 @@
+"""MLX: arrays that are computed late and never written; optimizers that are given gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn import Module
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten, tree_unflatten
+
+from horo_lite.adapters.object import Adapter, Array, Named
+
+
+class MlxAdapter(Adapter):
+    """mlx.core arrays, mlx.nn modules (they keep the new arrays) and mlx.optimizers."""
+
+    mutable = False
+    face = "horo_lite.mlx"
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, (mx.array, Module, Optimizer))
+
+    def parameters(self, owner: Any) -> Named:
+        return []  # optimizers are given them, too
+
+    def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
+        if not isinstance(tree, Module):
+            return None
+        named = tree_flatten(tree.parameters())
+        names = [name for name, _ in named]
+        return named, lambda new: tree.update(tree_unflatten(list(zip(names, new, strict=True))))
+
+    def compute(self, parameters: Sequence[Any]) -> None:
+        _compute([p.grad for p in parameters if isinstance(p.grad, mx.array)])
+
+    def value(self, parameter: Any) -> Array:
+        if isinstance(parameter, Optimizer):
+            raise TypeError("an optimizer of MLX has no parameters: give the model, or its .state")
+        _compute([parameter])
+        if parameter.dtype == mx.bfloat16:
+            import ml_dtypes
+
+            memory = np.asarray(parameter.view(mx.uint16)).view(ml_dtypes.bfloat16)
+        else:
+            memory = np.asarray(parameter)
+        # It could be written, but what is still to be computed from it would change.
+        memory.flags.writeable = False
+        return memory
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
+        if array.dtype.name == "bfloat16":
+            return mx.array(array.view(np.uint16)).view(mx.bfloat16)
+        dtype = mx.bool_ if array.dtype == np.bool_ else getattr(mx, array.dtype.name)
+        return mx.array(array, dtype)
+
+
+def _compute(arrays: list[mx.array]) -> None:
+    try:
+        mx.eval(arrays)
+    except ValueError as error:
+        raise RuntimeError(
+            "this exchange is inside mx.compile or mx.vmap, where arrays have no values: compile "
+            "what computes the gradients and what applies them, and exchange in between"
+        ) from error
+
+
+ADAPTER = MlxAdapter()

@@ -1,0 +1,74 @@
+"""MLX on several ranks: `import horo_lite.mlx as hvd`.
+
+    world = hvd.init()
+    hvd.broadcast_parameters(model)
+    optimizer = hvd.DistributedOptimizer(optim.Adam(learning_rate=1e-3))
+
+    loss, gradients = nn.value_and_grad(model, loss_of)(model, x, y)
+    optimizer.update(model, gradients)
+
+Each rank is a process of its own; nothing here needs `mx.distributed`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx.optimizers import Optimizer
+
+# ruff: noqa: F401, F403
+from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters
+from horo_lite.collectives import *
+from horo_lite.collectives import Average, Group, Op, Sum
+from horo_lite.compression import Compression, Compressor
+from horo_lite.data import DistributedSampler, partition_dataset
+from horo_lite.drift import check_in_sync
+from horo_lite.errors import *
+from horo_lite.gradients import average_gradients, grad_and_average
+from horo_lite.world import *
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Optimizer,
+    *,
+    op: Op = Average,
+    compression: Compressor = Compression.none,
+    name: str | None = None,
+    group: Group | None = None,
+) -> Any:
+    """`optimizer`, whose `update` and `apply_gradients` now work with the gradients of all ranks.
+
+    Every rank makes it with the same options, and calls them equally often, outside of
+    `mx.compile`. It is of the same class and has the same state, settings and schedules: what is
+    changed here is changed there.
+
+    Both calls take `weight=`, this rank's number of samples, on every rank or on none: with it the
+    average is the mean over all samples, however uneven the batches. The given gradients stay as
+    they are. See `average_gradients` for options and errors.
+    """
+    kind: Any = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{optimizer!r} is no optimizer of mlx.optimizers")
+    if hasattr(kind, "averages_gradients"):
+        raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
+    if op not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+
+    class Distributed(kind):  # type: ignore[misc]
+        averages_gradients = True
+
+        def update(self, model: Any, gradients: Any, *, weight: float | None = None) -> None:
+            model.update(self.apply_gradients(gradients, model, weight=weight))
+
+        def apply_gradients(
+            self, gradients: Any, parameters: Any, *, weight: float | None = None
+        ) -> Any:
+            averages = average_gradients(
+                gradients, op=op, compression=compression, weight=weight, name=name, group=group
+            )
+            return super().apply_gradients(averages, parameters)
+
+    Distributed.__name__ = kind.__name__
+    wrapped = object.__new__(Distributed)
+    wrapped.__dict__ = optimizer.__dict__
+    return wrapped
