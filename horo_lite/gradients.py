@@ -202,8 +202,8 @@ def _copied(path: str, leaf: Any) -> Any:
 
 def _is_traced(leaves: list[tuple[str, Any]]) -> bool:
     """Whether this is a function of JAX that is being compiled, where there are no values yet."""
-    jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(leaf, jax.core.Tracer) for _, leaf in leaves)
+    core = sys.modules.get("jax.core")
+    return core is not None and any(isinstance(leaf, core.Tracer) for _, leaf in leaves)
 
 
 def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
@@ -240,7 +240,7 @@ def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
 
 def _node_of_jax(tree: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
     """What an object of a class that JAX was told of holds, named, and how to make another."""
-    util = getattr(sys.modules.get("jax"), "tree_util", None)
+    util = sys.modules.get("jax.tree_util")
     if util is None or tree is None or util.all_leaves([tree]):
         return None
     found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
