@@ -1,0 +1,533 @@
+"""JAX and optax: eagerly and inside jit, through XLA's own calls and through callbacks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launch import Result, run_ranks
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+
+START = """
+import hashlib
+import jax, jax.numpy as jnp, numpy as np, optax
+import horo_lite.jax as hvd
+
+world = hvd.init()
+rank, size = world.rank, world.size
+
+def check_alike(tree):
+    bits = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree)))
+    assert len(set(hvd.allgather_object(bits.hexdigest()))) == 1
+
+def raised(call):
+    try:
+        jax.block_until_ready(call())
+    except Exception as error:
+        return error
+    raise SystemExit("nothing was raised")
+"""
+
+WAYS = pytest.mark.parametrize("way", ["xla", "callback"])
+
+
+def ranks(code: str, np: int, way: str = "xla", **env: str) -> Result:
+    code = f"{START}\nassert hvd.inside_jit() == {way!r}\n{code}\nprint('done', rank)\n"
+    env["HORO_LITE_INSIDE_JIT"] = way
+    return run_ranks(code, np, env=env, timeout_s=180).check()
+
+
+TRAIN = """
+rng = np.random.default_rng(0)
+sizes = [7 + 4 * r for r in range(size)]
+x = rng.standard_normal((sum(sizes), 6), np.float32)
+y = np.sin(x.sum(1, keepdims=True))
+n_mine = sizes[rank]
+mine = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+def new_params(seed):
+    a, b = jax.random.split(jax.random.key(seed))
+    return {
+        "hidden": {"w": jax.random.normal(a, (6, 16)) / 3, "b": jnp.zeros(16)},
+        "out": (jax.random.normal(b, (16, 1)) / 4, None),
+        "scale": jnp.float32(1.0),
+    }
+
+def loss_of(params, x, y):
+    h = jnp.tanh(x @ params["hidden"]["w"] + params["hidden"]["b"])
+    return (((h @ params["out"][0]) * params["scale"] - y) ** 2).mean()
+
+def train(tx, params, x, y, compiled=True, steps=8, **options):
+    def step(params, state, options):
+        loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
+        updates, state = tx.update(gradients, state, params, **options)
+        return optax.apply_updates(params, updates), state, loss
+
+    if compiled:
+        step = jax.jit(step, donate_argnums=(0, 1))
+    params, state = jax.tree.map(jnp.copy, params), tx.init(params)
+    for _ in range(steps):
+        params, state, loss = step(params, state, options)
+    return jax.block_until_ready(params)
+
+# The last rank's values, which nobody else has.
+mine_before, wanted = new_params(rank), new_params(size - 1)
+params = hvd.broadcast_parameters(mine_before, root_rank=size - 1)
+assert params["out"][1] is None
+jax.tree.map(np.testing.assert_array_equal, params, wanted)
+assert rank == size - 1 or (params["hidden"]["w"] != mine_before["hidden"]["w"]).all()
+
+def close(mine, other, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), mine, other)
+"""
+
+
+@pytest.mark.shows("eager", "jit", "fp16")
+@pytest.mark.parametrize(
+    ("np", "way", "hosts"), [(2, "xla", ""), (3, "xla", "2,1"), (3, "callback", "")]
+)
+def test_training_is_that_of_one_process_on_the_whole_batch(np: int, way: str, hosts: str) -> None:
+    ranks(
+        TRAIN
+        + """
+# Float32 sums in another order: a batch's mean of shards' means, eight steps long.
+momentum = lambda: optax.sgd(0.1, momentum=0.9)
+alone = train(momentum(), params, x, y)
+for compiled in (True, False):
+    weight = jnp.float32(n_mine) if compiled else n_mine  # traced, and not
+    tx = hvd.DistributedOptimizer(momentum())
+    together = train(tx, params, x[mine], y[mine], compiled, weight=weight)
+    check_alike(together)
+    close(together, alone, rtol=1e-5, atol=1e-6)
+assert raised(lambda: close(train(momentum(), params, x[mine], y[mine]), alone, atol=1e-3))
+
+# Adam divides by what may be small, and so shows small differences larger.
+tx = hvd.DistributedOptimizer(optax.adam(1e-2))
+together = train(tx, params, x[mine], y[mine], weight=jnp.float32(n_mine))
+check_alike(together)
+close(together, train(optax.adam(1e-2), params, x, y), atol=1e-4)
+
+# Under chain and MultiSteps; extra arguments arrive, and weight= is ours.
+def make(inner):
+    seen = lambda updates, state, params, *, value, **extra: (updates, state._replace(n=value))
+    State = __import__("typing").NamedTuple("State", [("n", float)])
+    last = optax.GradientTransformationExtraArgs(lambda params: State(jnp.float32(0)), seen)
+    chain = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2), last)
+    return optax.MultiSteps(inner(chain), 2).gradient_transformation()
+
+together = train(
+    make(hvd.DistributedOptimizer), params, x[mine], y[mine], weight=n_mine, value=jnp.float32(3)
+)
+check_alike(together)
+close(together, train(make(lambda tx: tx), params, x, y, value=jnp.float32(3)), atol=1e-4)
+
+# Two bytes a number: near, alike on all ranks, and not the same.
+tx = hvd.DistributedOptimizer(momentum(), compression=hvd.Compression.fp16)
+for compiled in (True, False):
+    together = train(tx, params, x[mine], y[mine], compiled, weight=float(n_mine))
+    check_alike(together)
+    close(together, alone, atol=2e-3)
+    assert (np.asarray(together["hidden"]["w"]) != np.asarray(alone["hidden"]["w"])).any()
+tiny = jax.jit(lambda x: hvd.allreduce(x, hvd.Sum, compression=hvd.Compression.fp16))(
+    jnp.float32([1e-9, 3e-9]) * (rank + 1)
+)
+assert np.allclose(tiny, np.float32([1e-9, 3e-9]) * sum(range(1, size + 1)), rtol=1e-3)
+""",
+        np,
+        way,
+        HORO_LITE_TEST_HOSTS=hosts,
+    )
+
+
+@pytest.mark.shows("in place")
+def test_gradients_stay_where_xla_put_them() -> None:
+    ranks(
+        TRAIN
+        + """
+from horo_lite import _native, arrays
+from horo_lite.jax import primitive
+
+seen = []
+
+def look(number, inputs, results):
+    at = [[np.frombuffer(view, np.uint8).ctypes.data for view in vs] for vs in (inputs, results)]
+    copied = arrays.bytes_copied
+    error = primitive._run(number, inputs, results)
+    seen.append((*at, arrays.bytes_copied - copied))
+    return error
+
+handler = _native.xla_handler(look)
+train(hvd.DistributedOptimizer(optax.sgd(0.1)), params, x[mine], y[mine], steps=3)
+assert len(seen) == 3
+for inputs, results, copied in seen:
+    assert len(inputs) == 4 and inputs == results and copied == 0
+_native.xla_handler(primitive._run)
+""",
+        2,
+    )
+
+
+@pytest.mark.parametrize(("np", "way"), [(3, "xla"), (2, "callback")])
+def test_every_operation(np: int, way: str) -> None:
+    ranks(
+        """
+def both(f, *xs):
+    eager, compiled = f(*xs), jax.jit(f)(*xs)
+    assert isinstance(eager, jax.Array) and eager.dtype == compiled.dtype
+    np.testing.assert_array_equal(eager, compiled)
+    return np.asarray(compiled)
+
+rows = jnp.arange(2.0 * size * 3).reshape(2 * size, 3) + 100 * rank
+whole = np.stack([np.arange(6.0 * size).reshape(2 * size, 3) + 100 * r for r in range(size)])
+assert (both(hvd.allreduce, rows) == whole.mean(0)).all()
+assert (both(lambda x: hvd.allreduce(x, hvd.Max), rows) == whole[-1]).all()
+scaled = lambda x: hvd.allreduce(x, hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+assert (both(scaled, rows) == whole.sum(0)).all()
+assert (both(hvd.allgather, rows) == whole.reshape(-1, 3)).all()
+assert (both(lambda x: hvd.broadcast(x, 1), rows) == whole[1]).all()
+assert (both(hvd.reducescatter, rows) == whole.mean(0)[2 * rank : 2 * rank + 2]).all()
+parts = np.concatenate([one[2 * rank : 2 * rank + 2] for one in whole])
+assert (both(hvd.alltoall, rows) == parts).all()
+assert (both(hvd.allgather, jnp.float32(rank)) == np.arange(size)).all()
+assert both(hvd.allreduce, jnp.zeros((0, 2))).shape == (0, 2)
+for dtype in (jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.int8):
+    assert (both(lambda x: hvd.allreduce(x, hvd.Sum), jnp.full(3, rank + 1, dtype)) ==
+            size * (size + 1) // 2).all()
+assert both(lambda x: hvd.allreduce(x, hvd.Max), jnp.array([rank == 1, False])).tolist() == [
+    True, False]
+
+# Trees, with what is no array, and what is no array of JAX's.
+tree = {"a": [rows, None], "b": (jnp.int32(rank), print)}
+total = hvd.grouped_allreduce(tree, hvd.Sum)
+assert total["b"][1] is print and total["b"][0] == sum(range(size)) and total["a"][1] is None
+assert hvd.allreduce(1.5 * rank) == 1.5 * (size - 1) / 2
+assert type(hvd.allreduce(np.ones(2) * rank)) is np.ndarray
+ragged = hvd.allgather(jnp.full((rank + 1, 2), rank))
+assert ragged[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
+received, counts = hvd.alltoall(jnp.arange(float(size)), splits=[0] * (size - 1) + [size])
+assert counts.tolist() == [size * (rank == size - 1)] * size and len(received) == counts.sum()
+state = hvd.broadcast_parameters(
+    {"key": jax.random.key(rank), "steps": rank, "on": rank == 1, "f": print}, root_rank=1
+)
+assert state["steps"] == 1 and state["on"] is True and state["f"] is print
+assert (jax.random.bits(state["key"]) == jax.random.bits(jax.random.key(1))).all()
+
+# Every rank contributes by its weight, which is a traced number here.
+weighted = jax.jit(lambda x, w: hvd.average_gradients(x, weight=w))
+mean = sum(r * whole[r] for r in range(size)) / sum(range(size))
+nothing = rows * (jnp.nan if rank == 0 else 1)  # of weight 0: whatever it is
+np.testing.assert_allclose(weighted(nothing, float(rank)), mean, rtol=1e-6)
+assert "0 or more, not -1" in str(raised(lambda: weighted(rows, -1.0)))
+assert "op=Average" in str(raised(lambda: hvd.average_gradients(rows, op=hvd.Sum, weight=1)))
+
+# Loops, branches and batches.
+def body(x, i):
+    x = hvd.allreduce(x + i * (rank + 1), hvd.Sum)
+    return x, hvd.broadcast(x[0, 0] + rank, 1)
+last, each = jax.jit(lambda x: jax.lax.scan(body, x, jnp.arange(3.0)))(rows)
+expected, kept = rows, []
+for i in range(3):
+    expected, one = body(expected, float(i))
+    kept.append(one)
+assert (last == expected).all() and each.tolist() == [float(one) for one in kept]
+branch = jax.jit(lambda x, n: jax.lax.cond(n > 0, hvd.allreduce, lambda x: x, x))
+assert (branch(rows, 1) == whole.mean(0)).all() and (branch(rows, 0) == rows).all()
+assert (both(jax.vmap(hvd.allreduce, in_axes=1, out_axes=1), rows) == whole.mean(0)).all()
+assert "vmap" in str(raised(lambda: jax.vmap(hvd.allgather)(rows)))
+
+# Derivatives: the transposed operation on the cotangents, as if the ranks' losses were added up.
+def cotangent(f, c):
+    g = lambda x: (f(x) * c).sum()
+    return both(jax.grad(g), rows)
+mine = jnp.arange(rows.size, dtype=float).reshape(rows.shape) * (rank + 1)
+all_of = lambda c: np.stack([np.asarray(c) / (rank + 1) * (r + 1) for r in range(size)])
+assert (cotangent(hvd.allreduce, mine) == all_of(mine).mean(0)).all()
+assert (cotangent(lambda x: hvd.allreduce(x, hvd.Sum), mine) == all_of(mine).sum(0)).all()
+expected = all_of(mine).sum(0) * (rank == 1)
+assert (cotangent(lambda x: hvd.broadcast(x, 1), mine) == expected).all()
+long = jnp.arange(rows.size * size, dtype=float).reshape(-1, 3) * (rank + 1)
+expected = all_of(long).sum(0)[2 * size * rank : 2 * size * (rank + 1)]
+assert (cotangent(hvd.allgather, long) == expected).all()
+expected = np.zeros_like(mine)
+for r in range(size):
+    expected[2 * r : 2 * r + 2] = all_of(mine[2 * r : 2 * r + 2])[r] / size
+c = mine[2 * rank : 2 * rank + 2]
+np.testing.assert_allclose(cotangent(hvd.reducescatter, c), expected, rtol=1e-6)
+back = np.concatenate([all_of(mine)[r][2 * rank : 2 * rank + 2] for r in range(size)])
+assert (cotangent(hvd.alltoall, mine) == back).all()
+assert "Max" in str(raised(lambda: jax.grad(lambda x: hvd.allreduce(x, hvd.Max).sum())(rows)))
+loop = lambda x: jax.lax.scan(lambda c, i: (hvd.allreduce(c * i), None), x, jnp.ones(3) * 2)[0]
+assert (both(jax.grad(lambda x: (loop(x) * mine).sum()), rows) == 8 * all_of(mine).mean(0)).all()
+""",
+        np,
+        way,
+    )
+
+
+@WAYS
+def test_one_order_on_all_ranks(way: str) -> None:
+    ranks(
+        """
+def work(x):
+    for _ in range(3):
+        x = jnp.tanh(x @ x)
+    return x
+
+x = jnp.full((400, 400), 0.01)
+
+# Independent of each other, seen by the ranks in different orders, ready at different times.
+first = lambda a: hvd.allreduce(a, hvd.Sum, name="first")
+second = lambda b: hvd.allreduce(b, hvd.Sum, name="second")
+if rank == 0:
+    pair = jax.jit(lambda a, b: (first(work(a)), second(b)))
+else:
+    swapped = jax.jit(lambda b, a: (first(a * 1), second(work(b) * 0 + b)))
+    pair = lambda a, b: swapped(b, a)
+for i in range(5):
+    a, b = jax.block_until_ready(pair(x, x + rank))
+    assert jnp.allclose(b, 2 * x + 1)
+
+# Dispatched one after the other, without waiting for any, beside a direct call.
+@jax.jit
+def step(p, i):
+    return p + hvd.allreduce(work(x) * 0 + i * (rank + 1), hvd.Sum)
+
+p = jnp.zeros(())
+for i in range(100):
+    p = step(p, jnp.float32(i))
+    if i % 30 == 0:
+        assert hvd.allreduce(float(rank + i)) == 0.5 + i
+assert (p == 3 * sum(range(100))).all()
+
+# And where one has nothing to do with the other.
+score = jax.jit(lambda i: hvd.allreduce(work(x).sum() * 0 + i, hvd.Sum))
+assert [float(s) for s in [score(i + 100.0 * rank) for i in range(30)]] == [
+    2 * i + 100 for i in range(30)
+]
+""",
+        2,
+        way,
+        # A pool of one thread, which an operation blocks.
+        XLA_FLAGS="--xla_cpu_multi_thread_eigen=false",
+    )
+
+
+@WAYS
+def test_ranks_that_differ_inside_jit(way: str) -> None:
+    result = ranks(
+        """
+@jax.jit
+def step(tree, x):
+    for _ in range(3):
+        x = jnp.tanh(x @ x)  # long enough to be run by another thread
+    return hvd.average_gradients(tree, name="mine"), x
+
+x = jnp.full((400, 400), 0.01)
+tree = lambda n: {"layers": [{"w": jnp.ones(n)}], "b": jnp.ones(2)}
+fine = lambda: step(tree(3), x)
+jax.block_until_ready(fine())
+
+for other, words in (
+    (tree(3 + rank), ["layers.0.w", "float32[3]", "float32[4]"]),
+    ({"b": jnp.ones(2)} if rank else tree(3), ["layers.0.w", "nothing more"]),
+):
+    error = raised(lambda: step(other, x))
+    assert isinstance(error, jax.errors.JaxRuntimeError)
+    assert all(word in str(error) for word in ["mine, call", "rank 0", "rank 1", *words]), error
+    assert isinstance(hvd.cause_of(error), hvd.MismatchError)
+    # The world can be used further.
+    assert hvd.allreduce(1.0 + rank) == 1.5
+    assert (fine()[0]["b"] == 1).all()
+assert hvd.cause_of(ValueError("something else")) is None
+
+# A call that others do not make.
+name = "left" if rank else "right"
+error = raised(lambda: jax.jit(lambda x: hvd.allreduce(x, name=name))(x))
+assert f"{name}, call" in str(error) and "by rank" in str(error), error
+assert hvd.allreduce(1.0 + rank) == 1.5
+
+# Outside jit, the same and at once.
+error = raised(lambda: hvd.average_gradients(tree(3 + rank)))
+assert isinstance(error, hvd.MismatchError) and "layers.0.w" in str(error)
+error = raised(lambda: hvd.broadcast_parameters(tree(3 + rank)))
+assert isinstance(error, hvd.MismatchError) and "layers.0.w" in str(error)
+""",
+        2,
+        way,
+    )
+    assert result.elapsed_s < 120
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(3)"])
+def test_a_rank_that_is_gone_while_others_wait_inside_jit(end: str) -> None:
+    result = run_ranks(
+        f"""{START}
+import os, sys
+step = jax.jit(lambda x: x + hvd.allreduce(jnp.tanh(x @ x)))
+x = step(jnp.ones((300, 300)))
+jax.block_until_ready(x)
+if rank == 1:
+    {end}
+error = raised(lambda: step(step(x)))
+assert isinstance(hvd.cause_of(error), hvd.PeerLostError)
+print("heard:", str(error).splitlines()[-1], flush=True)
+raise error
+""",
+        2,
+        timeout_s=60,
+    )
+    assert result.returncode != 0
+    assert re.search(r"heard: .*PeerLostError: rank 1 \(pid", result.stdout), str(result)
+
+
+@pytest.mark.shows("eager", "jit")
+def test_modules_of_equinox_and_flax() -> None:
+    ranks(
+        """
+import equinox as eqx
+from flax import linen, nnx
+import horo_lite
+
+x = jax.random.normal(jax.random.key(1), (4 * size, 3))
+y = x.sum(1, keepdims=True)
+mine = slice(4 * rank, 4 * rank + 4)
+sgd = lambda: optax.sgd(0.1)
+
+def close(a, b):  # float32 sums in another order
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+# equinox: functions among the leaves, None where a gradient is none.
+def train(net, tx, x, y):
+    state = tx.init(eqx.filter(net, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(net, state):
+        gradients = eqx.filter_grad(lambda net: ((jax.vmap(net)(x) - y) ** 2).mean())(net)
+        updates, state = tx.update(gradients, state, net)
+        return eqx.apply_updates(net, updates), state
+
+    for _ in range(3):
+        net, state = step(net, state)
+    return eqx.filter(net, eqx.is_array)
+
+new = lambda seed: eqx.nn.MLP(3, 1, 5, 1, key=jax.random.key(seed))
+for broadcast in (hvd.broadcast_parameters, horo_lite.broadcast_parameters):
+    net = broadcast(new(rank), root_rank=1)
+    assert type(net) is eqx.nn.MLP and callable(net.activation)
+    close(eqx.filter(net, eqx.is_array), eqx.filter(new(1), eqx.is_array))
+together = train(net, horo_lite.DistributedOptimizer(sgd()), x[mine], y[mine])
+check_alike(together)
+close(together, train(net, sgd(), x, y))
+
+# flax.linen
+net = linen.Dense(1)
+def train(params, tx, x, y):
+    state = tx.init(params)
+    loss = lambda params: ((net.apply(params, x) - y) ** 2).mean()
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)(jax.jit(jax.grad(loss))(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+params = hvd.broadcast_parameters(net.init(jax.random.key(rank), x))
+together = train(params, hvd.DistributedOptimizer(sgd()), x[mine], y[mine])
+check_alike(together)
+close(together, train(params, sgd(), x, y))
+
+# flax.nnx, whose modules change in place.
+def train(tx, x, y):
+    net = nnx.Linear(3, 1, rngs=nnx.Rngs(rank))
+    nnx.update(net, hvd.broadcast_parameters(nnx.state(net)))
+    optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(net, optimizer):
+        optimizer.update(net, nnx.grad(lambda net: ((net(x) - y) ** 2).mean())(net))
+
+    for _ in range(3):
+        step(net, optimizer)
+    return nnx.state(net)
+
+together = train(hvd.DistributedOptimizer(sgd()), x[mine], y[mine])
+check_alike(together)
+close(together, train(sgd(), x, y))
+
+error = raised(lambda: hvd.DistributedOptimizer(optax.MultiSteps(sgd(), 2)))
+assert "gradient_transformation()" in str(error)
+""",
+        2,
+    )
+
+
+def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
+    import jax
+
+    pairs = {
+        "XLA_FFI_Extension_Base XlaExtension": "struct_size type next",
+        "XLA_FFI_Api_Version XlaVersion": "struct_size extension_start=extensions "
+        "major_version=major minor_version=minor",
+        "XLA_FFI_Metadata XlaMetadata": "struct_size api_version=version traits",
+        "XLA_FFI_Metadata_Extension XlaMetadataExtension": "extension_base=base metadata",
+        "XLA_FFI_Error_Create_Args XlaErrorCreateArgs": "struct_size extension_start=extensions "
+        "message errc=code",
+        "XLA_FFI_Buffer XlaBuffer": "struct_size extension_start=extensions dtype data rank dims",
+        "XLA_FFI_ByteSpan XlaText": "ptr=data len=size",
+        "XLA_FFI_Scalar XlaScalar": "dtype value",
+        "XLA_FFI_Args XlaOperands": "struct_size extension_start=extensions size types "
+        "args=operands",
+        "XLA_FFI_Rets XlaOperands": "struct_size extension_start=extensions size types "
+        "rets=operands",
+        "XLA_FFI_Attrs XlaAttributes": "struct_size extension_start=extensions size types names "
+        "attrs=attributes",
+        "XLA_FFI_Api XlaApi": "struct_size extension_start=extensions api_version=version "
+        "internal_api=internal XLA_FFI_Error_Create=error_create",
+        "XLA_FFI_CallFrame XlaCallFrame": "struct_size extension_start=extensions api ctx=context "
+        "stage args=arguments rets=results attrs=attributes",
+    }
+    checks = []
+    for pair, names in pairs.items():
+        theirs, ours = pair.split()
+        for name in names.split():
+            their, _, our = name.partition("=")
+            their, our = f"{theirs}, {their}", f"horo::{ours}, {our or their}"
+            checks.append(f"offsetof({their}) == offsetof({our})")
+            at = [f"decltype({name.replace(', ', '::')})" for name in (their, our)]
+            checks.append(f"sizeof({at[0]}) == sizeof({at[1]})")
+    dtypes = {
+        "PRED": 1, "S8": 1, "S16": 2, "S32": 4, "S64": 8, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
+        "F16": 2, "F32": 4, "F64": 8, "BF16": 2, "C64": 8, "C128": 16, "TOKEN": 0,
+    }  # fmt: skip
+    checks += [f"horo::kXlaItemBytes[XLA_FFI_DataType_{t}] == {n}" for t, n in dtypes.items()]
+    checks += [
+        f"horo::{ours} == XLA_FFI_{theirs}"
+        for ours, theirs in {
+            "kXlaMajor": "API_MAJOR",
+            "kXlaNewestMinor": "API_MINOR",
+            "kXlaMetadata": "Extension_Metadata",
+            "kXlaAborted": "Error_Code_ABORTED",
+            "kXlaInt64": "DataType_S64",
+            "kXlaToken": "DataType_TOKEN",
+            "kXlaScalar": "AttrType_SCALAR",
+            "kXlaBuffer": "ArgType_BUFFER",
+            "kXlaExecute": "ExecutionStage_EXECUTE",
+        }.items()
+    ]
+    checks.append("XLA_FFI_RetType_BUFFER == XLA_FFI_ArgType_BUFFER")
+    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla_ffi.h"']
+    lines += [f"static_assert({check});" for check in checks]
+    (tmp_path / "check.cpp").write_text("\n".join(lines))
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-I", jax.ffi.include_dir(), "-I", str(CSRC)]
+    subprocess.run([*command, str(tmp_path / "check.cpp")], check=True, timeout=60)
+
+
+def test_digits() -> None:
+    result = run_ranks(EXAMPLES / "digits_jax.py", 2, args=["--epochs", "2"], timeout_s=120).check()
+    accuracy = re.search(r"^test accuracy (\S+)$", result.stdout, re.MULTILINE)
+    assert accuracy is not None, str(result)
+    assert float(accuracy[1]) > 0.9
+    assert "parameters bit-identical on all 2 ranks" in result.stdout
