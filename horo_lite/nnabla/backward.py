@@ -28,8 +28,7 @@ class Backward:
         end: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_begin, self._on_ready, self._on_end = begin, ready, end
-        self._numbers: Mapping[NdArray, int] = {}
-        self._left: set[Function] = set()
+        self._left: dict[Function, set[int]] = {}  # what will run, and which gradients it writes
         self._uses: Counter[int] = Counter()
 
     @property
@@ -39,8 +38,7 @@ class Backward:
     def __call__(self, function: Function) -> None:
         if function not in self._left:
             self._begin(function)
-        self._left.remove(function)
-        for number in self._written_by(function):
+        for number in self._left.pop(function):
             self._uses[number] -= 1
             if not self._uses[number]:
                 self._on_ready(number)
@@ -48,19 +46,17 @@ class Backward:
             self._on_end()
 
     def _begin(self, last: Function) -> None:
-        self._numbers = self._on_begin()
-        self._left, found = {last}, [last]
+        numbers = self._on_begin()
+        self._left = {}
+        found = [last]
         while found:
-            for variable in found.pop().inputs:
-                parent = variable.parent
-                if variable.need_grad and parent and parent.need_grad and parent not in self._left:
-                    self._left.add(parent)
-                    found.append(parent)
-        self._uses = Counter(i for function in self._left for i in self._written_by(function))
-
-    def _written_by(self, function: Function) -> set[int]:
-        gradients = [variable.grad for variable in function.inputs if variable.need_grad]
-        return {self._numbers[gradient] for gradient in gradients if gradient in self._numbers}
+            if (function := found.pop()) in self._left:
+                continue
+            inputs = [variable for variable in function.inputs if variable.need_grad]
+            self._left[function] = {numbers[g] for v in inputs if (g := v.grad) in numbers}
+            parents = [variable.parent for variable in inputs]
+            found += [parent for parent in parents if parent is not None and parent.need_grad]
+        self._uses = Counter(i for written in self._left.values() for i in written)
 
 
 def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], None]:

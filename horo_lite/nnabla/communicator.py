@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import nnabla as nn
 import numpy as np
 
-from horo_lite.adapters.nnabla import NnablaAdapter
+from horo_lite.adapters.nnabla import NnablaAdapter, memory_of
 from horo_lite.collectives import Average, Group, Sum
 from horo_lite.compression import Compression, Compressor
 from horo_lite.nnabla.backward import Backward, Function, NdArray
@@ -214,7 +214,7 @@ class Arrays(NnablaAdapter):
     """Arrays whose values are exchanged as if they were gradients, and so are their parameters."""
 
     def gradient(self, parameter: NdArray) -> Any:
-        return None if parameter.zeroing else parameter.data
+        return None if parameter.zeroing else memory_of(parameter)
 
     def set_gradient(self, parameter: NdArray, array: Any) -> None:
         parameter.data = array

@@ -356,6 +356,26 @@ comm.reduce_scatter([array(rank, i) for i in range(3)], x, division=True)
 assert x.data.tolist() == [1, rank]
 comm.barrier()
 
+# Other dtypes, and memory that nothing has been written to so far.
+for dtype in (np.float16, np.float64, np.int32):
+    x = nn.NdArray.from_numpy_array(np.array([rank, 2], dtype))
+    comm.all_reduce(x)
+    assert x.dtype == dtype and x.data.tolist() == [3, 6], (dtype, x.data)
+x, y = nn.NdArray((2,)), array(5, 5)
+x.fill(rank)
+y.fill(rank)
+comm.all_reduce([x, y])
+assert x.data.tolist() == y.data.tolist() == [3, 3]
+
+class Halved(hvd.Compressor):
+    def prepare(self, name, gradient):
+        gradient *= 0.5
+
+x = array(rank)
+halved = hvd.MultiProcessDataParallelCommunicator(compression=Halved("halved"))
+halved.all_reduce(x)
+assert x.data.tolist() == [1.5]
+
 # Groups: places, not numbers of the world.
 assert comm.new_group(("last", [2, 1])) == "last" and comm.new_group("first", [0]) == "first"
 groups = {"world": [0, 1, 2], "last": [2, 1], "first": [0]}
