@@ -77,6 +77,13 @@ assert (world.local_rank, world.local_size, world.transport) == (rank, size, "sh
 assert hvt.init() is world and not hvt.mpi_enabled()
 ranks = np.arange(size)
 
+got = np.empty(5000)
+for n in 5, 5000:
+    sent = hvd.isend(np.full(n, rank), (rank + 1) % size)
+    assert hvd.recv(got[:n].view(np.int64), (rank - 1) % size) == (rank - 1) % size
+    sent.wait()
+    assert (got[:n].view(np.int64) == (rank - 1) % size).all()
+
 # Direct, by name in any order, in parts and in process sets.
 assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in ranks]
 assert hvd.allreduce(np.full(5, rank), op=hvd.Sum).tolist() == [ranks.sum()] * 5
@@ -119,9 +126,7 @@ for step in range(4):
     alone -= 0.1 * np.float32(batch.mean()) * alone
 np.testing.assert_allclose(p.data, alone, rtol=1e-6)
 if rank == 0:
-    hvd.allreduce(np.ones(2), name="one more")
-else:
-    pass
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum)[0] == 1  # the others have no more batches
 hvd.join()
 
 try:
