@@ -113,7 +113,8 @@ def _asked(path: str) -> Mpiexec:
 # What a launcher leaves to its ranks: a job that one of them starts must not take it for its own.
 # (Slurm's stay: an mpiexec finds its hosts by them.)
 _OF_A_LAUNCHER = re.compile(
-    r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|TORCHELASTIC)_|(RANK|WORLD_SIZE)$"
+    r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|TORCHELASTIC)_|(RANK|WORLD_SIZE)$|"
+    r"HORO_LITE_(RANK|SIZE|ADDRESS)$"
 )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from horo_lite.arrays import Array, HostArrays, gpu_of
 from horo_lite.collectives import Handle
-from horo_lite.errors import MismatchError, PeerLostError
+from horo_lite.errors import MismatchError, NotInitializedError, PeerLostError
 from horo_lite.transports import Transport
 
 SMALL_BYTES = 3072  # with its record it must fit into PIPE_BUF, 4096 bytes, which travel in one go
@@ -132,6 +132,7 @@ class Messages:
         self._rank, self._size = transport.rank, transport.size
         self._world = world
         self._lock = threading.RLock()
+        self._is_closed = False
         self._letters: list[_Letter] = []  # that have come, and nobody wants yet
         self._receiving: list[_Receiving] = []  # for which nothing has come yet
         self._sending: dict[int, _Sending] = {}  # large, and not fetched yet
@@ -211,6 +212,8 @@ class Messages:
     def go_on(self) -> None:
         """Everything that need not wait has been done."""
         with self._lock:
+            if self._is_closed:
+                raise NotInitializedError("the world was shut down, and its messages are lost")
             for peer in range(self._size):
                 self._flush(peer)
             for data in self._mailbox.collect():
@@ -233,7 +236,9 @@ class Messages:
                     self._fetching.append((is_here, end))
 
     def close(self) -> None:
+        """What has not come yet never will."""
         with self._lock:
+            self._is_closed = True
             self._mailbox.close()
 
     def _hand_over(self, letter: _Letter) -> None:

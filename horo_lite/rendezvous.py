@@ -170,6 +170,7 @@ class Rendezvous(Meeting):
         try:
             return question()
         except RuntimeError as error:
+            _stores.clear()  # the next one may be another
             raise PeerLostError(
                 f"{self._me} has lost the store at {self._where} in init(): rank 0, which keeps "
                 "it, has ended"

@@ -135,6 +135,15 @@ fails(lambda: hvd.recv(x, rank), ValueError, "this rank itself")
 fails(lambda: hvd.send(x, size), ValueError, f"dst is {size}, but the ranks are 0 to {size - 1}")
 fails(lambda: hvd.send(x, "1"), TypeError, "dst is the number of a rank")
 fails(lambda: hvd.recv(0.0, left), TypeError, "received into an array")
+
+
+class OnGpu:
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+fails(lambda: hvd.send(OnGpu(), left), ValueError, "the array lies on cuda:0", "x.cpu()")
+fails(lambda: hvd.recv(OnGpu(), left), ValueError, "the array lies on cuda:0")
 frozen = np.ones(3)
 frozen.flags.writeable = False
 fails(lambda: hvd.recv(frozen, left), ValueError, "read-only")
@@ -161,7 +170,10 @@ elif rank == 1:
 if rank == 0:
     hvd.send(np.full(1, 5.0), 1)
 hvd.barrier()
+never = hvd.irecv(np.empty(1), left, tag=99)
 hvd.shutdown()
+fails(never.wait, hvd.NotInitializedError, "was shut down")
+fails(lambda: hvd.send(x, left), hvd.NotInitializedError, "init()")
 hvd.init()
 if rank == 0:
     hvd.send(np.full(1, 6.0), 1)

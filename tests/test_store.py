@@ -438,8 +438,8 @@ def test_without_torch_and_on_several_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_arguments_count_inside_mpiexec() -> None:
-    """And its ranks take nothing from variables that somebody has set besides."""
+def test_what_counts_inside_mpiexec() -> None:
+    """horo_lite's own variables and the arguments, but not RANK that somebody has set besides."""
     run_ranks(
         f"""
         import horo_lite as hvd, os
@@ -448,7 +448,9 @@ def test_arguments_count_inside_mpiexec() -> None:
         assert world.size == 2
         number = world.rank
         hvd.shutdown()
-        world = hvd.init(rank=1 - number, size=2, address="localhost:{free_port()}")
+        mine = {{"RANK": str(1 - number), "SIZE": "2", "ADDRESS": "localhost:{free_port()}"}}
+        os.environ.update({{f"HORO_LITE_{{name}}": value for name, value in mine.items()}})
+        world = hvd.init()
         assert hvd.allgather_object(number) == [1, 0]
         """,
         timeout_s=60,

@@ -113,9 +113,13 @@ class Pipes:
 
     def close(self) -> None:
         for descriptor in (self._inbox, self._inlet, *self._outlets.values(), *self._idle):
-            with suppress(OSError):
+            if descriptor >= 0:
                 os.close(descriptor)
+        self._inbox = self._inlet = -1
         self._outlets.clear()
+        self._idle.clear()
+
+    __del__ = close
 
 
 def _move(
