@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from importlib import import_module
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from horo_lite.adapters import Adapter, adapter_of, from_numpy
-from horo_lite.adapters.object import join, keyed
+from horo_lite.adapters.object import is_array, join, keyed
 from horo_lite.arrays import copy_of, like
 from horo_lite.collectives import Average, Op, Sum
 from horo_lite.compression import Compression, Compressor
@@ -60,13 +60,9 @@ def average_gradients(
     if op not in (Average, Sum):
         raise ValueError(f"average_gradients takes op=Average or op=Sum, not {op}")
     leaves: list[tuple[str, Any]] = []
-
-    def collect(path: str, leaf: Any) -> Any:
-        leaves.append((path or "gradients", leaf))
-        return leaf
-
-    _map(gradients, "", collect)
-    if _is_traced(leaves):
+    rebuilt = _opened(gradients, "", leaves)
+    names, arrays = [name for name, _ in leaves], [leaf for _, leaf in leaves]
+    if _is_traced(arrays):
         traced: T = import_module("horo_lite.jax").average_gradients(
             gradients, op=op, compression=compression, weight=weight, name=name, group=group
         )
@@ -75,7 +71,6 @@ def average_gradients(
         from horo_lite.world import world
 
         group = world().group
-    names, arrays = [path for path, _ in leaves], [leaf for _, leaf in leaves]
     reducer, slots = _reducer(group, names, op, compression, name)
     reducer.weight = weight
     try:
@@ -88,13 +83,11 @@ def average_gradients(
         reducer.finish()
         # What was None here is of the kind of what was not.
         some = next((array for array in arrays if array is not None), None)
-        results = iter(
-            [slot.result(array, some) for slot, array in zip(slots, arrays, strict=True)]
-        )
+        results = [slot.result(array, some) for slot, array in zip(slots, arrays, strict=True)]
     finally:
         for slot in slots:
             slot.grad = None
-    averages: T = _map(gradients, "", lambda _, leaf: next(results))
+    averages: T = rebuilt(iter(results))
     return averages
 
 
@@ -200,48 +193,64 @@ def _copied(path: str, leaf: Any) -> Any:
         raise TypeError(f"the gradient of {path!r}: {error}") from error
 
 
-def _is_traced(leaves: list[tuple[str, Any]]) -> bool:
+def _is_traced(leaves: list[Any]) -> bool:
     """Whether this is a function of JAX that is being compiled, where there are no values yet."""
     core = sys.modules.get("jax.core")
-    return core is not None and any(isinstance(leaf, core.Tracer) for _, leaf in leaves)
+    return core is not None and any(isinstance(leaf, core.Tracer) for leaf in leaves)
 
 
-def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
-    """A new tree, with `visit(name, leaf)` where there was a leaf. None is one."""
-    if isinstance(tree, Mapping):
-        # Sorted: ranks may have filled their dicts in different orders.
-        new = {key: _map(tree[key], join(path, key), visit) for key in sorted(tree, key=str)}
-        if not isinstance(tree, MutableMapping):
-            return type(tree)(new)  # type: ignore[call-arg]
-        result = copy.copy(tree)
-        result.update(new)
-        return result
-    if isinstance(tree, (list, tuple)):
-        names = getattr(tree, "_fields", None)
-        if names is None and (pairs := keyed(tree)) is not None:
-            items = [(key, _map(leaf, join(path, key), visit)) for key, leaf in pairs]
-        elif names is not None:
-            items = [_map(x, join(path, n), visit) for n, x in zip(names, tree, strict=True)]
-        else:
-            items = [_map(x, f"{path or 'gradients'}[{i}]", visit) for i, x in enumerate(tree)]
-        return type(tree)(*items) if names is not None else type(tree)(items)
-    if (node := _node_of_jax(tree)) is not None:
-        children, rebuilt = node
-        return rebuilt([_map(x, f"{path}{key}".lstrip("."), visit) for key, x in children])
-    if is_dataclass(tree) and not isinstance(tree, type):
-        changed: Any = copy.copy(tree)
-        for field in fields(tree):
-            child = getattr(tree, field.name)
-            # It may be frozen.
-            object.__setattr__(changed, field.name, _map(child, join(path, field.name), visit))
-        return changed
-    return visit(path, tree)
+def _opened(tree: Any, path: str, leaves: list[tuple[str, Any]]) -> Callable[[Iterator[Any]], Any]:
+    """A function that makes another such tree of as many leaves; these, named, are in `leaves`."""
+    node = _node(tree, path)
+    if node is None:
+        leaves.append((path or "gradients", tree))
+        return next
+    children, made_of = node
+    parts = [_opened(child, name, leaves) for name, child in children]
+    return lambda new: made_of([part(new) for part in parts])
 
 
-def _node_of_jax(tree: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]] | None:
-    """What an object of a class that JAX was told of holds, named, and how to make another."""
-    util = sys.modules.get("jax.tree_util")
-    if util is None or tree is None or util.all_leaves([tree]):
+def _node(
+    tree: Any, path: str
+) -> tuple[list[tuple[str, Any]], Callable[[Iterable[Any]], Any]] | None:
+    """What a container holds, named, and how to make another one of as much; None for a leaf."""
+    if tree is None or is_array(tree):
         return None
-    found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(util.keystr(path), child) for path, child in found], structure.unflatten
+    if isinstance(tree, (dict, Mapping)):
+        keys = sorted(tree, key=str)  # ranks may have filled their dicts in different orders
+        children = [(join(path, key), tree[key]) for key in keys]
+        return children, lambda new: _mapping_like(tree, dict(zip(keys, new, strict=True)))
+    if isinstance(tree, tuple) and hasattr(tree, "_make"):  # a named one
+        names = tree._fields  # type: ignore[attr-defined]
+        return [(join(path, key), x) for key, x in zip(names, tree, strict=True)], tree._make
+    if isinstance(tree, (list, tuple)):
+        if (pairs := keyed(tree)) is None:
+            return [(f"{path or 'gradients'}[{i}]", x) for i, x in enumerate(tree)], type(tree)
+        keys = [key for key, _ in pairs]
+        children = [(join(path, key), x) for key, x in pairs]
+        return children, lambda new: type(tree)(zip(keys, new, strict=True))
+    util = sys.modules.get("jax.tree_util")
+    if util is not None and not util.all_leaves([tree]):  # of a class that JAX was told of
+        found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+        named = [(f"{path}{util.keystr(key)}".lstrip("."), x) for key, x in found]
+        return named, structure.unflatten
+    if is_dataclass(tree) and not isinstance(tree, type):
+        keys = [field.name for field in fields(tree)]
+        children = [(join(path, key), getattr(tree, key)) for key in keys]
+        return children, lambda new: _dataclass_like(tree, zip(keys, new, strict=True))
+    return None
+
+
+def _mapping_like(tree: Any, items: dict[Any, Any]) -> Any:
+    if not isinstance(tree, (dict, MutableMapping)):
+        return type(tree)(items)
+    other = copy.copy(tree)  # and so in the same order
+    other.update(items)
+    return other
+
+
+def _dataclass_like(tree: Any, items: Iterable[tuple[str, Any]]) -> Any:
+    other = copy.copy(tree)
+    for name, value in items:
+        object.__setattr__(other, name, value)  # it may be frozen
+    return other
