@@ -27,7 +27,8 @@ def array_of(raw: Any) -> NDArray[Any]:
 
     RuntimeError in SINGA's graph mode, where nothing has been computed yet.
     """
-    if raw.device().graph_enabled():
+    graph_enabled = getattr(raw.device(), "graph_enabled", bool)  # there is one since version 3
+    if graph_enabled():
         raise RuntimeError(
             "SINGA's graph mode records C++ operations and replays them without Python, so no "
             "later step would exchange anything: model.compile(…, use_graph=False)"
@@ -43,9 +44,11 @@ def array_of(raw: Any) -> NDArray[Any]:
 def write(raw: Any, array: NDArray[Any]) -> None:
     """The raw tensor holds what `array`, of its shape, does."""
     word, dtype = _kind(raw)
-    flat: NDArray[Any] = np.array(array, dtype).reshape(-1)
+    flat: NDArray[Any] = np.ascontiguousarray(array, dtype).reshape(-1)
     if raw.transpose():  # SINGA reads in the order of the shape, but writes in that of memory
-        flat[_places_in_memory(raw)] = flat.copy()
+        shuffled = np.empty_like(flat)
+        shuffled[_places_in_memory(raw)] = flat
+        flat = shuffled
     getattr(raw, f"Copy{word}DataFromHostPtr")(flat)
 
 
