@@ -141,7 +141,7 @@ class Report:
         self._train_s += train_s
         self._exchange_s += exchange_s
         self._steps += self._epoch_steps
-        share = f"{exchange_s / train_s:.1%}" if self._world.size > 1 else "-"
+        share = f"{exchange_s / train_s:.1%}" if exchange_s > 0 and self._world.size > 1 else "-"
         self.say(
             f"{len(self._rows):5}  {loss:10.4f}  {accuracy:13.4f}  {seen / train_s:8,.0f}"
             f"  {share:>8}"
@@ -181,12 +181,16 @@ class Report:
         if self._world.size == 1:
             return "nothing to exchange: one rank alone has the whole gradient"
         step_ms = 1e3 * self._exchange_s / self._steps
+        took = (
+            f"averaging the gradients over the ranks took {step_ms:.2f} ms a step, "
+            f"{self._exchange_s / self._train_s:.1%} of the training time"
+            if self._exchange_s > 0
+            else "averaging the gradients is part of the compiled step, which shows no times inside"
+        )
         step_bytes = self._n_elements * BYTES[self._wire]
         transport = TRANSPORTS.get(self._world.transport, self._world.transport)
         return (
-            f"averaging the gradients over the ranks took {step_ms:.2f} ms a step, "
-            f"{self._exchange_s / self._train_s:.1%} of the training time\n"
-            f"({self._steps:,} steps, each with {step_bytes / 1e3:,.1f} kB of gradients "
+            f"{took}\n({self._steps:,} steps, each with {step_bytes / 1e3:,.1f} kB of gradients "
             f"as {self._wire} through {transport}: "
             f"{self._steps * step_bytes / 1e6:,.1f} MB in all;\n"
             "waiting for the slowest rank counts as exchange too)"

@@ -526,7 +526,7 @@ def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
 
 
 def test_digits() -> None:
-    result = run_ranks(EXAMPLES / "digits_jax.py", 2, args=["--epochs", "2"], timeout_s=120).check()
+    result = run_ranks(EXAMPLES / "digits_jax.py", 2, args=["--epochs", "4"], timeout_s=120).check()
     accuracy = re.search(r"^test accuracy (\S+)$", result.stdout, re.MULTILINE)
     assert accuracy is not None, str(result)
     assert float(accuracy[1]) > 0.9
