@@ -1,0 +1,156 @@
+"""What gradients' exchange inside JAX's jit takes, next to the same in place in NumPy arrays.
+
+`python benchmarks/jax_step.py` (or `make bench`) starts mpiexec jobs itself. In one job all ways
+take turns, so that what else the machine does hits them alike; a time is the slowest rank's, from
+the call until the results are there, and a ratio the median over the turns of what a way took over
+what NumPy took in the same turn. Every result is compared with the exact average: what is fast
+because it is wrong ends the benchmark.
+
+What is compiled does nothing else, and is given new arrays in every turn: donated, as a step's own
+gradients are free to be overwritten, or kept, where XLA has to copy them first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from allreduce import MEMCPY, Gradients, launch, machine, resnet50_shapes, rest
+
+HERE = Path(__file__).resolve()
+NUMPY = "NumPy arrays, in place"
+
+
+# --- inside a rank ----------------------------------------------------------------------------
+
+
+def ways() -> dict[str, Callable[[list[Any]], Any]]:
+    """Each takes and returns a list of arrays; all but the first are JAX's."""
+    import jax
+
+    import horo_lite.jax as hvd
+    from horo_lite.collectives import grouped_allreduce_
+
+    def compiled(way: str, **options: Any) -> Callable[[list[Any]], Any]:
+        function = jax.jit(lambda arrays: hvd.grouped_allreduce(arrays), **options)
+
+        def run(arrays: list[Any]) -> Any:
+            os.environ["HORO_LITE_INSIDE_JIT"] = way  # looked at when the function is compiled
+            return jax.block_until_ready(function(arrays))
+
+        return run
+
+    return {
+        NUMPY: grouped_allreduce_,
+        "inside jit, donated": compiled("xla", donate_argnums=0),
+        "inside jit, kept": compiled("xla"),
+        "inside jit, through a callback": compiled("callback", donate_argnums=0),
+        "outside jit": lambda arrays: hvd.grouped_allreduce(arrays),
+    }
+
+
+def take_turns(
+    gradients: Gradients, field: dict[str, Callable[[list[Any]], Any]], comm: Any
+) -> dict[str, float]:
+    """Milliseconds of each way, once each, after all were right."""
+    import jax.numpy as jnp
+
+    found: dict[str, float] = {}
+    for name, run in field.items():
+        gradients.fill(gradients.arrays)
+        new = np.array if name == NUMPY else jnp.array
+        arrays = [new(array) for array in gradients.arrays]
+        for array in arrays:
+            if name != NUMPY:
+                array.block_until_ready()
+        rest(comm)
+        comm.Barrier()
+        began = time.perf_counter()
+        results = run(arrays)
+        elapsed = time.perf_counter() - began
+        rest(comm)
+        for index, (array, exact) in enumerate(zip(results, gradients.averages, strict=True)):
+            if not np.array_equal(np.asarray(array).reshape(-1), exact):
+                raise SystemExit(f"{name} is wrong in array {index}")
+        found[name] = 1e3 * max(comm.allgather(elapsed))
+    if comm.rank == 0:
+        began = time.perf_counter()
+        for to, array in zip(gradients.copies, gradients.arrays, strict=True):
+            np.copyto(to, array)
+        found[MEMCPY] = 1e3 * (time.perf_counter() - began)
+    rest(comm)
+    return found
+
+
+def work(repeats: int, output: Path) -> None:
+    """One rank's part of a job; rank 0 writes down what came out."""
+    import horo_lite as hvd
+
+    world = hvd.init()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    gradients = Gradients(resnet50_shapes(), comm.rank, comm.size)
+    field = ways()
+    turns = [take_turns(gradients, field, comm) for _ in range(repeats + 2)][2:]
+    if comm.rank == 0:
+        times = {name: [turn[name] for turn in turns] for name in turns[0]}
+        about = {"ranks": comm.size, "transport": world.transport, "bytes": gradients.flat.nbytes}
+        output.write_text(json.dumps({**about, "milliseconds": times}))
+    hvd.shutdown()
+
+
+# --- the driver -------------------------------------------------------------------------------
+
+
+def table(job: dict[str, Any]) -> str:
+    """Medians, and how they compare with NumPy's turn by turn."""
+    times: dict[str, Sequence[float]] = job["milliseconds"]
+    width = max(map(len, times))
+    lines = [
+        f"resnet50: {job['bytes'] / 2**20:.1f} MiB in 161 arrays, {job['ranks']} ranks",
+        f"{'':<{width}}{'ms':>10}{'× NumPy (quartiles)':>30}",
+    ]
+    for name, ms in times.items():
+        ratios = np.array(ms) / np.array(times[NUMPY])
+        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"{name:<{width}}{statistics.median(ms):>10.1f}{ratio:>30}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, prints, and writes the JSON where it was asked for."""
+    parser = argparse.ArgumentParser(
+        description="time gradients' exchange inside JAX's jit",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="job sizes")
+    parser.add_argument("--repeats", type=int, default=15, help="turns")
+    parser.add_argument("--output", type=Path, help="write everything there as JSON")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.repeats, options.output)
+        return
+    here = machine()
+    print("  ".join(f"{name}: {value}" for name, value in here.items()))
+    jobs = []
+    for ranks in options.ranks:
+        arguments = ["--work", "--repeats", str(options.repeats)]
+        jobs.append(launch(sys.executable, ranks, arguments, 600, HERE))
+        print(f"\n{table(jobs[-1])}", flush=True)
+    if options.output:
+        options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
