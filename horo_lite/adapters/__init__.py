@@ -26,6 +26,7 @@ _BUILT_IN = {
     "nnabla": "nnabla",
     "tinygrad": "tinygrad",
     "mlx": "mlx",
+    "paddle": "paddle",
     "numpy": "numpy",
 }
 
