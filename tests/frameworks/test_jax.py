@@ -268,6 +268,46 @@ assert (both(jax.grad(lambda x: (loop(x) * mine).sum()), rows) == 8 * all_of(min
     )
 
 
+def test_horo_lites_own_functions_take_pytrees_and_work_inside_jit() -> None:
+    ranks(
+        """
+import equinox
+import horo_lite
+
+x = jnp.arange(12.0).reshape(4, 3) + 10 * rank
+n = 2 + 3 * rank  # samples
+loss = lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean()
+params = {"w": jnp.ones((3, 2)) / 3, "b": jnp.zeros(2), "none": None}
+own = jax.value_and_grad(loss)(params, x)
+gradient = horo_lite.grad_and_average(jax.value_and_grad(loss))
+eager = gradient(params, x, weight=n)
+compiled = jax.jit(lambda p, x, n: gradient(p, x, weight=n))(params, x, jnp.float32(n))
+counts = [2 + 3 * r for r in range(size)]
+for mine, one, other in zip(*map(jax.tree.leaves, (own, eager, compiled)), strict=True):
+    everyone = hvd.allgather_object(np.asarray(mine))
+    expected = np.average(everyone, axis=0, weights=counts)
+    assert type(one) is type(mine) and one.dtype == mine.dtype and (one != mine).any()
+    np.testing.assert_allclose(one, expected, rtol=1e-6)
+    np.testing.assert_allclose(other, expected, rtol=1e-6)
+    check_alike([one, other])
+assert eager[1]["none"] is compiled[1]["none"] is None
+
+# A class that JAX was told of, with leaves that are no arrays: they are no gradients.
+net = equinox.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
+found = equinox.filter_grad(lambda net, x: jax.vmap(net)(x).sum())(net, x)
+averaged = horo_lite.average_gradients(found)
+assert type(averaged) is type(net) and averaged.activation is None
+kept = hvd.allgather_object(np.asarray(found.layers[0].weight))
+np.testing.assert_allclose(averaged.layers[0].weight, np.mean(kept, axis=0), rtol=1e-6)
+wider = equinox.tree_at(lambda net: net.layers[1].bias, found, jnp.zeros(2 + rank))
+error = raised(lambda: horo_lite.average_gradients(wider))
+assert isinstance(error, horo_lite.MismatchError)
+assert "'layers[1].bias' float32[2], rank 1 has 'layers[1].bias' float32[3]" in str(error)
+""",
+        2,
+    )
+
+
 @WAYS
 def test_one_order_on_all_ranks(way: str) -> None:
     ranks(
