@@ -32,7 +32,8 @@ class Transform:
     ) -> None:
         if op not in (Average, Sum):
             raise ValueError(f"gradients take op=Average or op=Sum, not {op}")
-        self.op, self.compression, self._group = op, compression, group
+        self.op, self.compression = op, compression
+        self._group = group
         self._adapter = _SlotAdapter()
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
@@ -124,5 +125,5 @@ class _SlotAdapter(Adapter):
 
 def _are_traced(gradients: Sequence[Any]) -> bool:
     """Whether JAX is compiling, so that there are no values yet."""
-    jax = sys.modules.get("jax")
-    return jax is not None and any(isinstance(g, jax.core.Tracer) for g in gradients)
+    core = sys.modules.get("jax.core")
+    return core is not None and any(isinstance(g, core.Tracer) for g in gradients)

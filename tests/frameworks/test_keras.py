@@ -52,3 +52,15 @@ def test_a_rank_with_more_steps_is_told_who_left(backend: str) -> None:
     assert "rank 1 is done" not in result.stdout
     assert "PeerLostError" in result.stderr, result
     assert "rank 0" in result.stderr
+
+
+def test_digits_are_learned() -> None:
+    result = run_ranks(
+        FOLDER.parents[1] / "examples" / "digits_keras.py",
+        2,
+        args=["--epochs", "6"],
+        env={"KERAS_BACKEND": "jax"},
+        timeout_s=LIMIT_S,
+    ).check()
+    assert float(result.stdout.split("test accuracy ")[1].split()[0]) > 0.93, result
+    assert "parameters bit-identical on all 2 ranks" in result.stdout

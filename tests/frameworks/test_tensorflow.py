@@ -49,3 +49,10 @@ def test_a_rank_with_more_steps_is_told_who_left() -> None:
     assert "rank 0 is done" in result.stdout
     assert "rank 1 is done" not in result.stdout
     assert "PeerLostError" in result.stderr, result
+
+
+def test_digits_are_learned() -> None:
+    example = FOLDER.parents[1] / "examples" / "digits_tensorflow.py"
+    result = run_ranks(example, 2, args=["--epochs", "6"], env=QUIET, timeout_s=LIMIT_S).check()
+    assert float(result.stdout.split("test accuracy ")[1].split()[0]) > 0.9, result
+    assert "parameters bit-identical on all 2 ranks" in result.stdout
