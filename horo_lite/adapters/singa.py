@@ -53,7 +53,8 @@ def write(raw: Any, array: NDArray[Any]) -> None:
 
 
 def new_tensor(array: NDArray[Any], device: Any) -> Any:
-    """A tensor on that device that holds what `array` does."""
+    """A tensor on that device that holds what `array` does; 64 bits become 32, as SINGA has it."""
+    array = array.astype({"f8": "f4", "i8": "i4"}.get(array.dtype.str[1:], array.dtype), copy=False)
     (kind,) = (kind for kind, (_, dtype) in _KINDS.items() if dtype == array.dtype)
     new = tensor.Tensor(array.shape, device, kind)
     write(new.data, array)
