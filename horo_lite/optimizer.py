@@ -219,7 +219,7 @@ class DistributedOptimizer:
             return MethodType(_stepper(name), self)
         if name in own.finder.looks:
             return MethodType(_looker(name), self)
-        if name in ("zero_grad", "reset_grad"):
+        if name in ("zero_grad", "reset_grad", "clear_grad"):
             own.forget()
         return found
 
