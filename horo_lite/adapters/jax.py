@@ -37,6 +37,11 @@ class JaxAdapter(Adapter):
         return named_arrays(tree) if _is_registered(tree) else None
 
     def value(self, parameter: Any) -> Any:
+        if isinstance(parameter, jax.core.Tracer):
+            raise TypeError(
+                "inside jax.jit or another transformation there are no values yet: use the "
+                "functions of horo_lite.jax there"
+            )
         # NumPy's view is read-only; JAX's DLPack capsule would let the core write into it.
         return np.asarray(parameter)
 

@@ -29,6 +29,7 @@ from horo_lite.collectives import (
 from horo_lite.compression import Compression
 from horo_lite.data import DistributedSampler, partition_dataset
 from horo_lite.errors import *
+from horo_lite.gradients import grad_and_average
 from horo_lite.jax.operations import *
 from horo_lite.jax.optimizer import DistributedOptimizer
 from horo_lite.jax.primitive import cause_of, inside_jit

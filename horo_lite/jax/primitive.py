@@ -60,6 +60,10 @@ class Call(ABC):
         """The results' shapes and dtypes, from those of `xs`."""
         return list(xs)
 
+    def title(self, i: int) -> str:
+        """What messages call the array `i`."""
+        return f"{type(self).__name__.lower()} {self.name or ''}".rstrip()
+
     @abstractmethod
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
         """The inputs' cotangents. NotImplementedError where the operation is not linear."""
@@ -99,6 +103,9 @@ class Allreduce(Call):
 
     def results(self, xs: Sequence[Any]) -> list[Any]:
         return list(xs[:-1]) if self.weighted else list(xs)
+
+    def title(self, i: int) -> str:
+        return super().title(i) + (f", {self.names[i]!r}" if i < len(self.names) else "")
 
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
         if self.op not in (Average, Sum) or self.weighted:
@@ -248,6 +255,12 @@ def _through_callback(call: Call, *xs: Array) -> Sequence[Array]:
 
 @_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
 def _results(*xs: Any, call: Call) -> Any:
+    for i, x in enumerate(xs):
+        if not (x.dtype == jnp.bfloat16 or getattr(x.dtype, "kind", "") in "biuf"):
+            raise TypeError(
+                f"{call.title(i)}: dtype {x.dtype} cannot be reduced or sent: use integers, bool, "
+                "or float16/bfloat16/float32/float64"
+            )
     shapes = call.results(xs)
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes], {_IN_ORDER}
 
