@@ -102,6 +102,11 @@ XlaError* call(XlaCallFrame* frame) {
     nb::object error = nb::handle(run_call)(number(frame->attributes, "call"), views(arguments, PyBUF_READ),
                                             views(results, PyBUF_WRITE));
     return error.is_none() ? nullptr : failed(frame->api, nb::cast<std::string>(error).c_str());
+  } catch (nb::python_error& error) {
+    const nb::gil_scoped_acquire gil;
+    if (!error.matches(PyExc_KeyboardInterrupt)) return failed(frame->api, error.what());
+    PyErr_SetInterrupt();  // once more, since XLA makes another exception of this one
+    return failed(frame->api, "KeyboardInterrupt");
   } catch (const std::exception& error) {
     return failed(frame->api, error.what());
   }

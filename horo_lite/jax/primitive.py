@@ -10,7 +10,6 @@ not meet one of them.
 
 from __future__ import annotations
 
-import _thread
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -321,8 +320,7 @@ def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> st
             for y, result in zip(ys, traced.call.run(xs), strict=True):
                 y[...] = result
     except KeyboardInterrupt:
-        _thread.interrupt_main()  # XLA would make another exception of it
-        return "KeyboardInterrupt"
+        raise
     except BaseException as error:
         return _in_words(error)
     return None
