@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import run_ranks
+from launch import Result, run_ranks
 
 FOLDER = Path(__file__).resolve().parent
 BACKENDS = ("torch", "jax")
 pytestmark = pytest.mark.timeout(300)
 # A job takes fifteen seconds; the limits are for machines that do other things as well.
-LIMIT_S = 150
+LIMIT_S = 200
 
 
-@pytest.mark.parametrize("size", [2, 3])
+def launched(script: str, size: int, backend: str, *args: str) -> Result:
+    """How a job ended; `script` is a file of this folder or the text itself."""
+    path = FOLDER / script if script.endswith(".py") else script
+    env = {"KERAS_BACKEND": backend}
+    return run_ranks(path, size, args=args, env=env, timeout_s=LIMIT_S)
+
+
 @pytest.mark.parametrize(
     "backend",
     [
@@ -22,10 +28,22 @@ LIMIT_S = 150
         pytest.param("jax", marks=pytest.mark.shows("eager", "jit", "fp16")),
     ],
 )
-def test_ranks_train_as_one_process_would(backend: str, size: int) -> None:
-    checks = FOLDER / "keras_checks.py"
-    result = run_ranks(checks, size, env={"KERAS_BACKEND": backend}, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"{backend} on {size}: check_") == 10, result
+def test_two_ranks_train_as_one_process_would(backend: str) -> None:
+    result = launched("keras_checks.py", 2, backend).check()
+    assert result.stdout.count(f"{backend} on 2: check_") == 10, result
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_ranks_do_as_well(backend: str) -> None:
+    chosen = (
+        "check_fit_equals_one_process",
+        "check_uneven_shards_in_fit",
+        "check_weights_of_uneven_batches",
+        "check_group",
+        "check_mismatches_are_named",
+    )
+    result = launched("keras_checks.py", 3, backend, *chosen).check()
+    assert result.stdout.count(f"{backend} on 3: check_") == 5, result
 
 
 LONGER = """
@@ -46,7 +64,7 @@ LONGER = """
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_with_more_steps_is_told_who_left(backend: str) -> None:
-    result = run_ranks(LONGER, 2, env={"KERAS_BACKEND": backend}, timeout_s=LIMIT_S)
+    result = launched(LONGER, 2, backend)
     assert result.returncode != 0
     assert "rank 0 is done" in result.stdout
     assert "rank 1 is done" not in result.stdout
@@ -55,12 +73,6 @@ def test_a_rank_with_more_steps_is_told_who_left(backend: str) -> None:
 
 
 def test_digits_are_learned() -> None:
-    result = run_ranks(
-        FOLDER.parents[1] / "examples" / "digits_keras.py",
-        2,
-        args=["--epochs", "6"],
-        env={"KERAS_BACKEND": "jax"},
-        timeout_s=LIMIT_S,
-    ).check()
+    result = launched("../../examples/digits_keras.py", 2, "torch", "--epochs", "6").check()
     assert float(result.stdout.split("test accuracy ")[1].split()[0]) > 0.93, result
     assert "parameters bit-identical on all 2 ranks" in result.stdout
