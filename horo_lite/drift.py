@@ -304,7 +304,9 @@ def _state_of(optimizer: Any) -> list[tuple[str, Any]]:
     adapter = adapter_of(inner)
     named = adapter.parameters(inner) if inner is optimizer else optimizer._own.named()
     names = [name for name, _ in named]
-    if hasattr(inner, "state_dict"):
+    if (kept := adapter.state(inner)) is not None:
+        state = kept if isinstance(kept, dict) else {"state": kept}
+    elif hasattr(inner, "state_dict"):
         state = dict(inner.state_dict())
         if isinstance(state.get("state"), dict):  # torch's, by the parameters' positions
             state["state"] = {

@@ -46,9 +46,6 @@ class Adapter:
     face: str | None = None
     """The module whose DistributedOptimizer wraps this framework's optimizers, if not ours."""
 
-    arrays: tuple[type, ...] = ()
-    """The framework's arrays, if these speak neither DLPack nor the buffer protocol."""
-
     def matches(self, obj: object) -> bool:
         """Whether `obj` (an optimizer, a module, a parameter or an array) is this framework's."""
         return True

@@ -18,7 +18,6 @@ class TinygradAdapter(Adapter):
     """nn.optim optimizers, tensors, and models: any object that holds tensors, however deep."""
 
     steps = ("step", "schedule_step")
-    arrays = (Tensor,)
 
     def matches(self, obj: object) -> bool:
         if isinstance(obj, (Tensor, Optimizer)):
@@ -63,11 +62,34 @@ class TinygradAdapter(Adapter):
         # Assigned, so that who has its memory, such as a TinyJit, sees the new value.
         parameter.assign(self.from_numpy(array, parameter)).realize()
 
+    def state(self, optimizer: Any) -> dict[str, Array]:
+        return {name: np.array(self.value(t)) for name, t in _state_of(optimizer).items()}
+
+    def set_state(self, optimizer: Any, state: dict[str, Array]) -> None:
+        mine = _state_of(optimizer)
+        if mine.keys() != state.keys():
+            raise ValueError(
+                f"this optimizer keeps {', '.join(mine)}, and the other {', '.join(state)}: make "
+                "them with the same options on every rank"
+            )
+        for name, tensor in mine.items():
+            memory = self.value(tensor)
+            if memory.flags.writeable:
+                memory[...] = state[name]
+            else:
+                self.set_value(tensor, state[name])
+
     def from_numpy(self, array: Any, like: Any) -> Any:
         if array.dtype.name == "bfloat16":
             bits = Tensor(array.view(np.uint16), device=like.device)
             return bits.bitcast(dtypes.bfloat16).realize()
         return Tensor(array, device=like.device).realize()
+
+
+def _state_of(optimizer: Any) -> dict[str, Any]:
+    """Every tensor of the optimizer, by name, but for the parameters and their layers' buffers."""
+    others = {id(tensor) for tensor in [*optimizer.params, *optimizer.buffers]}
+    return {name: t for name, t in get_state_dict(optimizer).items() if id(t) not in others}
 
 
 def _is_realized(tensor: Any) -> bool:

@@ -361,7 +361,7 @@ class _Known:
     def __init__(self, obj: Any) -> None:
         wrapped = type(obj) is DistributedOptimizer
         self._obj = obj.inner if wrapped else obj
-        self._adapter = adapter_of(self._obj)
+        self._adapter = self._finder = adapter_of(self._obj)
         self._named = obj._own.named() if wrapped else self._adapter.parameters(obj)
         self._steps = any(callable(getattr(self._obj, name, None)) for name in self._adapter.steps)
         if self._named:
@@ -372,10 +372,14 @@ class _Known:
 
     def content(self) -> Any:
         if self._steps:
-            return self._places().portable(vars(self._obj))
+            kept = self._finder.state(self._obj)
+            return self._places().portable(vars(self._obj)) if kept is None else kept
         return [self._adapter.value(parameter) for _, parameter in self._named]
 
     def take(self, content: Any) -> None:
+        if self._steps and self._finder.state(self._obj) is not None:
+            self._finder.set_state(self._obj, content)
+            return
         if self._steps:
             for attribute, value in copy.deepcopy(content).items():
                 old = getattr(self._obj, attribute, None)
