@@ -75,7 +75,7 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
     @wraps(train)
     def call(state: State, *args: Any, **kwargs: Any) -> Any:
         joins = growth.is_replacement()
-        if not joins and not survives():
+        if not joins and not survives(state._checkpoint):
             state.read_checkpoint()
             state.sync()
             return train(state, *args, **kwargs)
@@ -91,10 +91,10 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
     return call
 
 
-def survives() -> bool:
+def survives(checkpoint: str | None) -> bool:
     """Whether the rest of this world can go on without a rank."""
     if communicator() is None:
-        if size() > 1 and rank() == 0 and not os.environ.get("HORO_LITE_CHECKPOINT"):
+        if size() > 1 and rank() == 0 and not checkpoint:
             warnings.warn(
                 "horo_lite: MPI did not start this job, so elastic.run cannot go on without ranks "
                 "that die: the job ends. With State(checkpoint=…) it goes on from its last commit "
