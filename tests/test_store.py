@@ -174,9 +174,9 @@ assert len(set(hvd.allgather_object(str(layer.weight.tolist())))) == 1
 def train(state):
     print("begins at", state.epoch, flush=True)
     while state.epoch < 2:
+        hvd.barrier()  # now rank 0 has written the commit
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and (rank, state.epoch) == (1, 1):
             raise ValueError("once")
-        hvd.barrier()
         state.epoch += 1
         state.commit()
 
