@@ -112,7 +112,7 @@ STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests
 ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,.venv-$1/.ready)
 
 $(addprefix framework-,$(KNOWN_FRAMEWORKS)): framework-%:
-	@$(MAKE) --no-print-directory $(call ready_of,$*)
+	@$(MAKE) -s --no-print-directory $(call ready_of,$*)
 	@echo "==> tests with $*"
 	@$(dir $(call ready_of,$*))bin/python -m pytest tests/frameworks/test_$*.py $(ARGS)
 
@@ -137,10 +137,11 @@ fix: $(VENV)/.test ## format, and mend what the linters can mend
 	@$(PY) -m ruff format --quiet $(PYTHON_FILES)
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format -i $(CORE_CXX))
 
-bench: $(TEST_READY) ## time the all-reduce, the guards, and PyTorch's steps, next to memcpy, MPI and gloo
+bench: $(TEST_READY) .venv-jax/.ready ## time the all-reduce, the guards, PyTorch's steps and JAX's, next to memcpy, MPI and gloo
 	@$(PY) benchmarks/allreduce.py $(ARGS)
 	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
+	@echo && .venv-jax/bin/python benchmarks/jax_step.py
 
 soak: $(VENV)/.test ## RUNS=200 jobs that lose random ranks at random moments; half an hour at most
 	@$(PY) tests/soak.py --runs $(RUNS) --limit-s $(LIMIT_S)
