@@ -61,9 +61,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
     if op not in (Average, Sum):
         raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if isinstance(inner, _Distributed):
-        raise TypeError(_LOSS_SCALE)
     kind: Any = type(optimizer)
     wrapped = object.__new__(_class_of(kind))
     # One state, whoever loads or changes it; Keras would look into it while it is being set.
@@ -160,8 +157,15 @@ class _Distributed:
 
 @cache
 def _class_of(base: type) -> Any:
-    # Whoever asks what it is, Keras when it saves a model above all, hears of the optimizer's own.
-    names = {"__class__": property(lambda self: base), "__module__": __name__}
+    def from_config(cls: Any, /, config: dict[str, Any], **options: Any) -> Any:
+        return DistributedOptimizer(base.from_config(config, **options))  # type: ignore[attr-defined]
+
+    names = {
+        "__module__": __name__,
+        # Whoever asks, Keras when it saves a model above all, hears of the optimizer's own class.
+        "__class__": property(lambda self: base),
+        "from_config": classmethod(from_config),
+    }
     return type(f"Distributed{base.__name__}", (_Distributed, base), names)
 
 

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 
+import horo_lite
 import horo_lite.keras as hvd
 from horo_lite import arrays
 
@@ -106,7 +107,7 @@ def adam() -> Any:
     return keras.optimizers.Adam(0.01)
 
 
-def check_fit_equals_one_process() -> Any:
+def check_fit_equals_one_process() -> None:
     root = world.size - 1
     model, alone = pair(adam, root)
     fit(model, callbacks=broadcast(root))
@@ -114,8 +115,17 @@ def check_fit_equals_one_process() -> Any:
     check_same_bits(model)
     check_close(model, alone)
     assert int(model.optimizer.iterations) == 2 * N_STEPS
-    assert isinstance(model.optimizer, keras.optimizers.Adam)
-    return model, alone
+    optimizer = model.optimizer
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    # What the generic wrapper and the wrapper's own class make are of the same kind.
+    for other in (
+        horo_lite.DistributedOptimizer(adam()),
+        type(optimizer).from_config(optimizer.get_config()),
+    ):
+        assert type(other) is type(optimizer)
+        assert float(other.learning_rate) == np.float32(0.01)
+    with pytest.raises(TypeError, match="already"):
+        hvd.DistributedOptimizer(optimizer)
 
 
 def check_everything_that_apply_does_comes_after_averaging() -> None:

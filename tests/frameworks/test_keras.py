@@ -8,7 +8,6 @@ import pytest
 from launch import Result, run_ranks
 
 FOLDER = Path(__file__).resolve().parent
-BACKENDS = ("torch", "jax")
 pytestmark = pytest.mark.timeout(300)
 # A job takes fifteen seconds; the limits are for machines that do other things as well.
 LIMIT_S = 200
@@ -33,7 +32,7 @@ def test_two_ranks_train_as_one_process_would(backend: str) -> None:
     assert result.stdout.count(f"{backend} on 2: check_") == 10, result
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_three_ranks_do_as_well(backend: str) -> None:
     chosen = (
         "check_fit_equals_one_process",
@@ -47,6 +46,7 @@ def test_three_ranks_do_as_well(backend: str) -> None:
 
 
 LONGER = """
+    import sys
     import keras
     import numpy as np
     import horo_lite.keras as hvd
@@ -56,20 +56,29 @@ LONGER = """
     model.compile(optimizer=hvd.DistributedOptimizer("sgd"), loss="mse")
     n_steps = 3 + world.rank
     x, y = np.ones((4 * n_steps, 3), "f"), np.ones((4 * n_steps, 2), "f")
-    start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    model.fit(x, y, batch_size=4, epochs=1, verbose=0, callbacks=start)
+    names = ["BroadcastGlobalVariablesCallback", *sys.argv[1:]]
+    callbacks = [getattr(hvd.callbacks, name)() for name in names]
+    model.fit(x, y, batch_size=4, epochs=1, verbose=0, callbacks=callbacks)
     print("rank", world.rank, "is done")
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_with_more_steps_is_told_who_left(backend: str) -> None:
-    result = launched(LONGER, 2, backend)
+def test_a_rank_with_more_steps_is_told_who_left() -> None:
+    result = launched(LONGER, 2, "torch")
     assert result.returncode != 0
     assert "rank 0 is done" in result.stdout
     assert "rank 1 is done" not in result.stdout
     assert "PeerLostError" in result.stderr, result
     assert "rank 0" in result.stderr
+
+
+def test_a_rank_with_more_steps_is_told_what_the_others_do() -> None:
+    """Inside jit, while the others average metrics."""
+    result = launched(LONGER, 2, "jax", "MetricAverageCallback")
+    assert result.returncode != 0
+    assert "is done" not in result.stdout
+    assert "MismatchError" in result.stderr, result
+    assert "inside jit' was submitted by rank 1 but not by rank 0" in result.stderr
 
 
 def test_digits_are_learned() -> None:
