@@ -49,7 +49,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 # Frameworks with tests; the first of them are quick enough for every change.
 KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt))))
-QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa nnabla
+QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa cupy nnabla
 FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
 # Asked whether it runs: pyenv has a python3.10 that only says which versions there are.
 PYTHON310 := $(or $(PYTHON310),$(shell \

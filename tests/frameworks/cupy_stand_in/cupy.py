@@ -1,0 +1,72 @@
+"""What the adapter and an optimizer of one's own call of CuPy, on the twin of a GPU.
+
+Names and arguments are CuPy 14's; what they do is twin.py's: whoever reads or writes an array
+without an order to the current stream gets garbage.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import twin
+
+from horo_lite import adapters, world
+
+# The adapter for CuPy is meant, not the twin's own.
+adapters._registered[:] = [a for a in adapters._registered if type(a) is not twin.TwinAdapter]
+
+
+class Device(int):
+    """A number for the twin, what CuPy has for others; and inside `with` it is the current one."""
+
+    @property
+    def id(self) -> int:
+        return int(self)
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class ndarray(twin.TwinArray):  # noqa: N801 (CuPy's name)
+    def get(self) -> np.ndarray:
+        """In the host's memory."""
+        return self.numpy()
+
+    def copy(self) -> ndarray:
+        return empty(self.shape, self.dtype)._take(self)  # type: ignore[return-value]
+
+
+def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
+    memory = np.empty(shape, dtype)
+    twin.spoil(memory)
+    return ndarray(memory, Device(world().device.index))
+
+
+def asarray(values: Any, dtype: Any = None) -> ndarray:
+    if isinstance(values, ndarray):
+        assert dtype in (None, values.dtype)
+        return values
+    values = np.asarray(values, dtype)
+    return empty(values.shape, values.dtype).fill(values)  # type: ignore[return-value]
+
+
+def array(x: ndarray, order: str) -> ndarray:
+    assert order == "C"
+    return x.copy()
+
+
+def zeros_like(x: ndarray, order: str) -> ndarray:
+    assert order == "C"
+    return asarray(np.zeros(x.shape, x.dtype))
+
+
+cuda = SimpleNamespace(
+    get_current_stream=lambda device: SimpleNamespace(ptr=twin.stream().handle),
+    ExternalStream=lambda stream, device: nullcontext(),
+)
