@@ -177,6 +177,7 @@ def train(state):
         hvd.barrier()  # now rank 0 has written the commit
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and (rank, state.epoch) == (1, 1):
             raise ValueError("once")
+        hvd.barrier()  # and does not write another
         state.epoch += 1
         state.commit()
 
