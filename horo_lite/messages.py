@@ -122,6 +122,19 @@ class _Receiving(Message):
     def accepts(self, letter: _Letter) -> bool:
         return self.tag == letter.tag and self.peer in (None, letter.source)
 
+    def received(self, error: str) -> None:
+        if not error:
+            self.memory.write_back()
+        self.end(error)
+
+
+class _Fetching(NamedTuple):
+    is_here: Callable[[], bool]
+    message: _Receiving
+    letter: _Letter
+    error: str
+    aside: Any  # where it goes if there is an error
+
 
 class Messages:
     """This rank's part in all messages of a world; any thread may use it."""
@@ -136,7 +149,7 @@ class Messages:
         self._letters: list[_Letter] = []  # that have come, and nobody wants yet
         self._receiving: list[_Receiving] = []  # for which nothing has come yet
         self._sending: dict[int, _Sending] = {}  # large, and not fetched yet
-        self._fetching: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self._fetching: list[_Fetching] = []
         self._outgoing: list[list[tuple[bytes, _Sending | None]]] = [[] for _ in range(self._size)]
 
     def isend(self, x: Array, dst: int, tag: int) -> Message:
@@ -227,13 +240,14 @@ class Messages:
                     message.end(record.error)
                 else:
                     self._hand_over(record)
-            under_way = self._fetching
-            self._fetching = []
-            for is_here, end in under_way:
-                if is_here():
-                    end()
+            under_way, self._fetching = self._fetching, []
+            for each in under_way:
+                if each.is_here():
+                    taken = _Taken(self._world, self._rank, each.letter.number, each.error)
+                    self._post(each.letter.source, taken)
+                    each.message.received(each.error)
                 else:
-                    self._fetching.append((is_here, end))
+                    self._fetching.append(each)
 
     def close(self) -> None:
         """What has not come yet never will."""
@@ -251,6 +265,7 @@ class Messages:
         message.source = letter.source
         ((address, n_bytes),) = message.memory.tensors.buffers()
         mine, theirs, error = message.memory.tensors.describe(0), letter.what, ""
+        aside = None
         if (mine.split("[")[0], n_bytes) != (theirs.split("[")[0], letter.n_bytes):
             error = (
                 f"rank {letter.source} has sent {theirs} to rank {self._rank} (tag {letter.tag}), "
@@ -260,30 +275,20 @@ class Messages:
             address = aside.ctypes.data
         if letter.inside is not None:
             ctypes.memmove(address, letter.inside, letter.n_bytes)
-            self._end(message, letter, error)
+            message.received(error)
             return
-        number, place = letter.number, letter.place
         try:
-            is_here = self._mailbox.fetch(letter.source, number, place, address, letter.n_bytes)
+            is_here = self._mailbox.fetch(
+                letter.source, letter.number, letter.place, address, letter.n_bytes
+            )
         except OSError:
             message.error = PeerLostError(
                 f"rank {letter.source} ended before rank {self._rank} had fetched its message "
                 f"(tag {letter.tag}): whoever calls isend() must wait() before its end"
             )
             message.end()
-            return
-        keep = None if not error else aside
-
-        def end(_: Any = keep) -> None:
-            self._post(letter.source, _Taken(self._world, self._rank, number, error))
-            self._end(message, letter, error)
-
-        self._fetching.append((is_here, end))
-
-    def _end(self, message: _Receiving, letter: _Letter, error: str) -> None:
-        if not error:
-            message.memory.write_back()
-        message.end(error)
+        else:
+            self._fetching.append(_Fetching(is_here, message, letter, error, aside))
 
     def _post(self, peer: int, record: NamedTuple, message: _Sending | None = None) -> None:
         self._outgoing[peer].append((pickle.dumps(record), message))

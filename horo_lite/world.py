@@ -95,8 +95,10 @@ class _Session(NamedTuple):
             for group in self.parts:
                 group.close(reason)
         finally:
-            self.world.group.close(reason)
-            self.messages.close()
+            try:
+                self.world.group.close(reason)
+            finally:
+                self.messages.close()
 
 
 _session: _Session | None = None
