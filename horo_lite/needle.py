@@ -23,27 +23,10 @@ import needle as ndl
 import numpy as np
 
 import horo_lite
-from horo_lite import Average as Average
-from horo_lite import Compression as Compression
-from horo_lite import DistributedOptimizer as DistributedOptimizer
-from horo_lite import Sum as Sum
-from horo_lite import allgather as allgather
-from horo_lite import allgather_object as allgather_object
-from horo_lite import allreduce as allreduce
-from horo_lite import average_gradients as average_gradients
-from horo_lite import barrier as barrier
-from horo_lite import broadcast as broadcast
-from horo_lite import broadcast_object as broadcast_object
-from horo_lite import broadcast_optimizer_state as broadcast_optimizer_state
-from horo_lite import broadcast_parameters as broadcast_parameters
-from horo_lite import check_in_sync as check_in_sync
-from horo_lite import is_initialized as is_initialized
-from horo_lite import local_rank as local_rank
-from horo_lite import local_size as local_size
-from horo_lite import rank as rank
-from horo_lite import shutdown as shutdown
-from horo_lite import size as size
-from horo_lite import world as world
+
+# ruff: noqa: F403
+from horo_lite import *
+from horo_lite import rank, size
 
 
 def init(*args: Any, **options: Any) -> tuple[int, Any]:

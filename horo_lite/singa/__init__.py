@@ -21,34 +21,6 @@ touches SINGA's memory is in horo_lite.adapters.singa.
 from __future__ import annotations
 
 # ruff: noqa: F401, F403
-from horo_lite.broadcast import broadcast_parameters
-from horo_lite.collectives import (
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_object,
-    allreduce,
-    barrier,
-    broadcast,
-    broadcast_object,
-)
-from horo_lite.compression import Compression
-from horo_lite.data import DistributedSampler, partition_dataset
-from horo_lite.errors import *
+from horo_lite import *
 from horo_lite.singa.communicator import Communicator, NcclIdHolder, install
 from horo_lite.singa.optimizer import DistributedOptimizer, broadcast_optimizer_state
-from horo_lite.world import (
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-    world,
-)
