@@ -10,15 +10,12 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import numpy as np
-
-from horo_lite.adapters import Adapter, adapter_of, from_numpy
 from horo_lite.adapters.object import is_array, join, keyed
-from horo_lite.arrays import copy_of, like
+from horo_lite.arrays import like
 from horo_lite.collectives import Average, Op, Sum
 from horo_lite.compression import Compression, Compressor
 from horo_lite.optimizer import takes_weight
-from horo_lite.reducer import Reducer
+from horo_lite.transform import Transform, is_traced
 
 if TYPE_CHECKING:
     from horo_lite.collectives import Group
@@ -62,7 +59,7 @@ def average_gradients(
     leaves: list[tuple[str, Any]] = []
     rebuilt = _opened(gradients, "", leaves)
     names, arrays = [name for name, _ in leaves], [leaf for _, leaf in leaves]
-    if _is_traced(arrays):
+    if is_traced(arrays):
         traced: T = import_module("horo_lite.jax").average_gradients(
             gradients, op=op, compression=compression, weight=weight, name=name, group=group
         )
@@ -71,23 +68,11 @@ def average_gradients(
         from horo_lite.world import world
 
         group = world().group
-    reducer, slots = _reducer(group, names, op, compression, name)
-    reducer.weight = weight
-    try:
-        for slot, array in zip(slots, arrays, strict=True):
-            slot.grad = array
-        for one_of_its_kind in {type(array): array for array in arrays}.values():
-            adapter_of(one_of_its_kind).compute(slots)
-        for slot, path in zip(slots, names, strict=True):
-            slot.grad = _copied(path, slot.grad)
-        reducer.finish()
-        # What was None here is of the kind of what was not.
-        some = next((array for array in arrays if array is not None), None)
-        results = [slot.result(array, some) for slot, array in zip(slots, arrays, strict=True)]
-    finally:
-        for slot in slots:
-            slot.grad = None
-    averages: T = rebuilt(iter(results))
+    results = _transform(group, names, op, compression, name)(names, arrays, weight)
+    averages: T = rebuilt(
+        result if leaf is None else like(result, leaf)
+        for result, leaf in zip(results, arrays, strict=True)
+    )
     return averages
 
 
@@ -132,71 +117,18 @@ def grad_and_average(
     return averaged
 
 
-class _Slot:
-    """A leaf's place in the plan, the same from call to call; its gradient is this call's."""
-
-    grad: Any = None
-
-    def result(self, leaf: Any, some: Any) -> Any:
-        if leaf is not None:
-            return like(self.grad, leaf)
-        if isinstance(self.grad, np.ndarray) and some is not None:
-            return from_numpy(self.grad, some)
-        return self.grad
-
-
-class _SlotAdapter(Adapter):
-    def gradient(self, parameter: _Slot) -> Any:
-        return parameter.grad
-
-    def set_gradient(self, parameter: _Slot, array: Any) -> None:
-        parameter.grad = array
-
-    def value(self, parameter: _Slot) -> Any:
-        return parameter.grad
-
-
-_adapter = _SlotAdapter()
-
-
-def _reducer(
-    group: Group, paths: list[str], op: Op, compression: Compressor, name: str | None
-) -> tuple[Reducer, list[_Slot]]:
-    """Who exchanges a tree with leaves of these names, and where their arrays are put."""
-    known = group.kept.setdefault("average_gradients", {})
-    key = (tuple(paths), op, compression, name)
+def _transform(
+    group: Group, names: list[str], op: Op, compression: Compressor, name: str | None
+) -> Transform:
+    """Who exchanges a tree with leaves of these names: one for each tree, since it keeps a plan."""
+    known: dict[Any, Transform] = group.kept.setdefault("average_gradients", {})
+    key = (tuple(names), op, compression, name)
     if key not in known:
         if len(known) == 8:  # which leaves there are changes all the time
             known.clear()
-        slots = [_Slot() for _ in paths]
         title = "average_gradients" if name is None else f"average_gradients '{name}'"
-        known[key] = (
-            Reducer(
-                group,
-                _adapter,
-                list(zip(paths, slots, strict=True)),
-                op=op,
-                compression=compression,
-                streams=False,
-                title=title,
-            ),
-            slots,
-        )
-    found: tuple[Reducer, list[_Slot]] = known[key]
-    return found
-
-
-def _copied(path: str, leaf: Any) -> Any:
-    try:
-        return None if leaf is None else copy_of(leaf)
-    except TypeError as error:
-        raise TypeError(f"the gradient of {path!r}: {error}") from error
-
-
-def _is_traced(leaves: list[Any]) -> bool:
-    """Whether this is a function of JAX that is being compiled, where there are no values yet."""
-    core = sys.modules.get("jax.core")
-    return core is not None and any(isinstance(leaf, core.Tracer) for leaf in leaves)
+        known[key] = Transform(op, compression, group, copies=True, title=title)
+    return known[key]
 
 
 def _opened(tree: Any, path: str, leaves: list[tuple[str, Any]]) -> Callable[[Iterator[Any]], Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import Adapter, Array
+from horo_lite.arrays import copy_of, gpu_of
 from horo_lite.collectives import Average, Group, Op, Sum
 from horo_lite.compression import Compression, Compressor
 from horo_lite.reducer import Reducer
@@ -20,8 +21,9 @@ class Transform:
     Every rank calls it equally often, with gradients of the same names, shapes and dtypes, or
     MismatchError on all names the first that differs. None counts as zeros where other ranks have a
     gradient, and receives the result. What can be written is changed in place and returned, as
-    torch's are; of others the result has new ones. `weight`, on every rank or on none, is this
-    rank's number of samples.
+    torch's are; of others the result has new ones. With `copies` nothing is changed, and the result
+    has arrays of the core's own, to be given back through `like`. `weight`, on every rank or on
+    none, is this rank's number of samples; `title` as for the Reducer.
     """
 
     def __init__(
@@ -29,11 +31,15 @@ class Transform:
         op: Op = Average,
         compression: Compressor = Compression.none,
         group: Group | None = None,
+        *,
+        copies: bool = False,
+        title: str | None = None,
     ) -> None:
         if op not in (Average, Sum):
             raise ValueError(f"gradients take op=Average or op=Sum, not {op}")
         self.op, self.compression = op, compression
         self._group = group
+        self._copies, self._title = copies, title
         self._adapter = _SlotAdapter()
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
@@ -41,20 +47,24 @@ class Transform:
     def __call__(
         self, names: Sequence[str], gradients: Sequence[Any], weight: float | None = None
     ) -> list[Any]:
-        if _are_traced(gradients):
+        if is_traced(gradients):
             return self._inside_jit(names, gradients, weight)
         reducer = self._bound(names)
-        for slot, gradient in zip(self._slots, gradients, strict=True):
-            slot.gradient = gradient
+        reducer.weight = weight
         self._adapter.like = next((g for g in gradients if g is not None), None)
         try:
-            reducer.weight = weight
+            for slot, gradient in zip(self._slots, gradients, strict=True):
+                slot.grad = gradient
+            if self._copies:
+                self._adapter.compute(self._slots)
+                for slot in self._slots:
+                    slot.grad = _copied(slot.name, slot.grad)
             reducer.finish()
-            return [slot.gradient for slot in self._slots]
+            return [slot.grad for slot in self._slots]
         finally:
             self._adapter.like = None
             for slot in self._slots:
-                slot.gradient = None
+                slot.grad = None
 
     @property
     def group(self) -> Group:
@@ -76,6 +86,7 @@ class Transform:
                 op=self.op,
                 compression=self.compression,
                 streams=False,
+                title=self._title,
             )
         else:
             self._reducer.bind(named)
@@ -99,7 +110,7 @@ class Transform:
 class _Slot:
     """A gradient's place in the plan, the same from call to call."""
 
-    gradient: Any = None
+    grad: Any = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -109,21 +120,35 @@ class _SlotAdapter(Adapter):
     like: Any = None
     """Of the kind that a gradient gets which only other ranks have."""
 
+    def compute(self, parameters: Sequence[_Slot]) -> None:
+        for one_of_its_kind in {type(slot.grad): slot.grad for slot in parameters}.values():
+            adapter_of(one_of_its_kind).compute(parameters)
+
     def gradient(self, parameter: _Slot) -> Array | None:
-        return None if parameter.gradient is None else to_host(parameter.gradient)
+        return None if parameter.grad is None else to_host(parameter.grad)
 
     def set_gradient(self, parameter: _Slot, array: Array) -> None:
-        old = self.like if parameter.gradient is None else parameter.gradient
-        parameter.gradient = array if old is None else from_numpy(array, old)
+        old = self.like if parameter.grad is None else parameter.grad
+        parameter.grad = array if old is None else from_numpy(array, old)
 
-    def value(self, parameter: _Slot) -> Array:
-        return self.like
+    def value(self, parameter: _Slot) -> Array | None:
+        return None  # it has nothing but gradients
 
-    def zeros_like(self, x: Array) -> Array:
-        return adapter_of(x).zeros_like(x)
+    def missing(self, parameter: _Slot, dtype: str, shape: tuple[int, ...]) -> Array:
+        if gpu_of(self.like) is None or not str(self.like.dtype).endswith(dtype):
+            return self.zeros(dtype, shape)
+        adapter = adapter_of(self.like)
+        return adapter.zeros_like(adapter.empty(self.like, shape))
 
 
-def _are_traced(gradients: Sequence[Any]) -> bool:
-    """Whether JAX is compiling, so that there are no values yet."""
+def _copied(name: str, array: Array | None) -> Array | None:
+    try:
+        return None if array is None else copy_of(array)
+    except TypeError as error:
+        raise TypeError(f"the gradient of {name!r}: {error}") from error
+
+
+def is_traced(gradients: Sequence[Any]) -> bool:
+    """Whether this is a function of JAX that is being compiled, where there are no values yet."""
     core = sys.modules.get("jax.core")
     return core is not None and any(isinstance(g, core.Tracer) for g in gradients)
