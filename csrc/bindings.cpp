@@ -197,8 +197,8 @@ struct PyJob {
   std::shared_ptr<Engine> engine;
   Shared value;  // what a Python function returned
 
-  void wait() {
-    engine->begin_wait(job);
+  void wait(bool beside) {
+    engine->begin_wait(job, beside);
     try {
       while (!job->done()) {
         {
@@ -611,7 +611,7 @@ NB_MODULE(_native, m) {
       .def(
           "begin_wait", [](PyJob& job) { job.engine->begin_wait(job.job); },
           "Whoever looks out for late ranks counts from now; until wait() returns.")
-      .def("wait", &PyJob::wait)
+      .def("wait", &PyJob::wait, "beside"_a = false, "`beside` the training thread, which may go on meanwhile.")
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")

@@ -1,11 +1,12 @@
 // What XLA calls on its own threads when a compiled program gets to an operation among ranks.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 
-#include <atomic>
 #include <cstring>
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -18,22 +19,11 @@ namespace horo {
 namespace {
 
 PyObject* run_call = nullptr;  // of Python's; kept for ever
-std::atomic<bool> version_is_known{false};
+int minor_version = kXlaNewestMinor;
 
 XlaError* failed(const XlaApi* api, const char* message) {
   XlaErrorCreateArgs args{sizeof(XlaErrorCreateArgs), nullptr, message, kXlaAborted};
   return api->error_create(&args);
-}
-
-bool is_known(const XlaVersion& version) {
-  return version.major == kXlaMajor && kXlaOldestMinor <= version.minor && version.minor <= kXlaNewestMinor;
-}
-
-// XLA refuses a handler of a version that it does not support, and Python one of a version that is not known here.
-void tell_version(const XlaVersion& theirs, XlaMetadata* metadata) {
-  version_is_known = is_known(theirs);
-  metadata->version = {sizeof(XlaVersion), nullptr, kXlaMajor, version_is_known ? theirs.minor : kXlaNewestMinor};
-  metadata->traits = 0;
 }
 
 int64_t number(const XlaAttributes& attributes, const std::string& name) {
@@ -91,7 +81,9 @@ void copy(const std::vector<Memory>& arguments, const std::vector<Memory>& resul
 XlaError* call(XlaCallFrame* frame) {
   for (XlaExtension* extension = frame->extensions; extension != nullptr; extension = extension->next) {
     if (extension->type != kXlaMetadata) continue;
-    tell_version(frame->api->version, reinterpret_cast<XlaMetadataExtension*>(extension)->metadata);
+    XlaMetadata* metadata = reinterpret_cast<XlaMetadataExtension*>(extension)->metadata;
+    metadata->version = {sizeof(XlaVersion), nullptr, kXlaMajor, minor_version};
+    metadata->traits = 0;
     return nullptr;
   }
   if (frame->stage != kXlaExecute) return nullptr;
@@ -117,17 +109,18 @@ XlaError* call(XlaCallFrame* frame) {
 void bind_xla(nb::module_& m) {
   m.def(
       "xla_handler",
-      [](nb::callable run) {
+      [](nb::callable run, std::pair<int, int> version) {
+        const auto [major, minor] = version;
+        if (major != kXlaMajor || minor < kXlaOldestMinor || minor > kXlaNewestMinor) return nb::object(nb::none());
+        minor_version = minor;
         Py_XDECREF(run_call);
         run_call = run.inc_ref().ptr();
         return nb::steal(PyCapsule_New(reinterpret_cast<void*>(&call), nullptr, nullptr));
       },
-      "run"_a,
-      "For XLA to be registered: calls `run(call, arguments, results)` with its attribute `call` and views of memory. "
-      "Results hold what the first `copies` arguments hold. What `run` returns is None, or what went wrong.");
-  m.def(
-      "xla_is_known", [] { return version_is_known.load(); },
-      "Whether the XLA that registered the handler has an interface that is known here.");
+      "run"_a, "version"_a,
+      "For an XLA of that version to be registered, or None if it is not known: calls `run(call, arguments, results)` "
+      "with its attribute `call` and views of memory. Results hold what the first `copies` arguments hold. What `run` "
+      "returns is None, or what went wrong.");
 }
 
 }  // namespace horo

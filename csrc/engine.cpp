@@ -130,10 +130,10 @@ void Engine::watched_by(std::shared_ptr<Lookout> lookout) {
   lookout_ = std::move(lookout);
 }
 
-void Engine::begin_wait(std::shared_ptr<Job> job) {
+void Engine::begin_wait(std::shared_ptr<Job> job, bool beside) {
   const std::lock_guard lock(mutex_);
   std::erase_if(awaits_, [&](const Await& await) { return await.job == job; });
-  awaits_.push_back({std::move(job), ++n_awaits_, Lookout::clock_ns()});
+  awaits_.push_back({std::move(job), ++n_awaits_, Lookout::clock_ns(), beside});
 }
 
 void Engine::end_wait(const Job& job) {
@@ -141,22 +141,26 @@ void Engine::end_wait(const Job& job) {
   std::erase_if(awaits_, [&](const Await& await) { return await.job.get() == &job; });
 }
 
-const Engine::Await* Engine::awaited() const {
+const Engine::Await* Engine::awaited(bool also_beside) const {
   for (const Await& await : awaits_) {
-    if (!await.job->done()) return &await;
+    if (!await.job->done() && (also_beside || !await.beside)) return &await;
   }
   return nullptr;
 }
 
-// Which wait the training thread has been in for some time; 0: in none, or in one that is over even if it has not woken
-// up yet. Odd: a wait for an asynchronous operation.
-uint64_t Engine::waiting() {
+// Which waits this rank has been in for some time; one that is over does not count, even if its thread has not woken up
+// yet. The training thread's is odd where it waits for an asynchronous operation.
+Engine::Waits Engine::waiting() {
   const uint64_t direct = direct_waits();
-  uint64_t wait = 0;
+  uint64_t wait = 0, beside = 0;
   {
     const std::lock_guard lock(mutex_);
+    const auto long_ago = Lookout::clock_ns() - static_cast<int64_t>(kBlockedSeconds * 1e9);
+    for (const Await& await : awaits_) {
+      if (await.beside && !await.job->done() && await.since_ns <= long_ago) beside = await.number;
+    }
     if (stopping_ && !jobs_.empty()) wait = 1;
-    else if (const Await* await = awaited()) wait = 2 * await->number + 1;
+    else if (const Await* await = awaited(false)) wait = 2 * await->number + 1;
     else if (direct % 2 == 1) wait = 2 * direct;
   }
   const auto now = std::chrono::steady_clock::now();
@@ -166,7 +170,7 @@ uint64_t Engine::waiting() {
   }
   // Over MPI, whether a direct call is over is known only once its thread runs again.
   const double patience_s = wait % 2 == 1 ? kBlockedSeconds : 6 * kBlockedSeconds;
-  return std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait;
+  return {std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait, beside};
 }
 
 void Engine::wait(Job& job) {
@@ -217,7 +221,7 @@ void Engine::pump(double timeout_s) {
       check_peers();
       // This rank waits while some name lacks its match: tell the others, who may be waiting as well. Told twice, since
       // only then it is certain that all did at one moment.
-      const bool stuck = !known_.empty() && waiting() != 0 && n_stuck_rounds_ < 2;
+      const bool stuck = !known_.empty() && waiting() != Waits{} && n_stuck_rounds_ < 2;
       if (!stuck && !should_meet()) return;
     }
     round();
@@ -230,8 +234,9 @@ void Engine::pump(double timeout_s) {
 
 void Engine::round() {
   Writer mine;
-  const uint64_t wait = waiting();
-  mine.number(wait);
+  const Waits wait = waiting();
+  mine.number(wait.training);
+  mine.number(wait.beside);
   {
     const std::lock_guard lock(mutex_);
     for (const Entry& entry : news_) {
@@ -245,11 +250,12 @@ void Engine::round() {
 
   ++n_rounds_;
   const int n_ranks = channel_->size();
-  std::vector<uint64_t> waits(n_ranks);
+  std::vector<Waits> waits(n_ranks);
   bool something_new = false;
   for (int r = 0; r < n_ranks; ++r) {
     Reader reader(everyone[r]);
-    waits[r] = reader.number();
+    waits[r].training = reader.number();
+    waits[r].beside = reader.number();
     while (!reader.at_end()) {
       something_new = true;
       Entry entry;
@@ -284,17 +290,20 @@ void Engine::round() {
   if (!ready.empty()) moved_ns_ = Lookout::clock_ns();
 
   // Direct calls that all ranks wait in will end by themselves.
-  bool all_wait = true, some_wait_here = false;
+  bool all_wait = true, some_wait_here = false, all_wait_beside = true;
   for (int r = 0; r < n_ranks; ++r) {
     if (has_joined(r)) continue;  // it does what the others do
-    all_wait = all_wait && waits[r] != 0;
-    some_wait_here = some_wait_here || waits[r] % 2 == 1;
+    all_wait = all_wait && waits[r].training != 0;
+    some_wait_here = some_wait_here || waits[r].training % 2 == 1;
+    all_wait_beside = all_wait_beside && waits[r].beside != 0;
   }
-  const bool nothing_moved = !something_new && ready.empty() && waits == last_waits_;
-  const bool still = !last_waits_.empty() && wait != 0 && last_waits_[channel_->rank()] == wait;
-  n_stuck_rounds_ = wait == 0 ? 0 : still ? n_stuck_rounds_ + 1 : 1;
+  const bool moved = something_new || !ready.empty();  // another thread's, while one waits
+  const bool nothing_moved = !moved && waits == last_waits_;
+  const bool still = !moved && !last_waits_.empty() && last_waits_[channel_->rank()] == wait;
+  n_stuck_rounds_ = wait == Waits{} ? 0 : still ? n_stuck_rounds_ + 1 : 1;
   last_waits_ = waits;
-  if (all_wait && some_wait_here && nothing_moved && known_.size() > known_.count(kJoin)) fail_unmatched();
+  const bool all_stuck = (all_wait && some_wait_here) || all_wait_beside;
+  if (all_stuck && nothing_moved && known_.size() > known_.count(kJoin)) fail_unmatched();
 }
 
 bool Engine::has_joined(int rank) const {

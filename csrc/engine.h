@@ -127,8 +127,9 @@ class Engine {
   // of which the others know.
   void submit(std::shared_ptr<Job> job);
   // A thread of the program waits for this job, counted from the latest of these until end_wait(). When all ranks wait
-  // and nothing can run, that is a mismatch.
-  void begin_wait(std::shared_ptr<Job> job);
+  // and nothing can run, that is a mismatch. `beside` the training thread, which may go on meanwhile, jobs are waited
+  // for one after the other in one order on all ranks: there it is one when all ranks wait so.
+  void begin_wait(std::shared_ptr<Job> job, bool beside = false);
   void end_wait(const Job& job);
   // Lets the engine go on; returns when the job is done, and before that once in a while.
   void wait(Job& job);
@@ -155,6 +156,12 @@ class Engine {
     std::shared_ptr<Job> job;
     uint64_t number;
     int64_t since_ns;
+    bool beside;
+  };
+  struct Waits {  // 0: in none that has lasted for some time
+    uint64_t training = 0;
+    uint64_t beside = 0;
+    bool operator==(const Waits&) const = default;
   };
 
   void loop();
@@ -166,8 +173,8 @@ class Engine {
   std::shared_ptr<Job> stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known);
   // What messages call the ranks of which that is so.
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
-  uint64_t waiting();
-  const Await* awaited() const;  // the longest wait that is not over; under the mutex
+  Waits waiting();
+  const Await* awaited(bool also_beside = true) const;  // the longest wait that is not over; under the mutex
   std::vector<std::string> meet(const std::string& mine);
   void check_peers();
   void look();
@@ -212,8 +219,8 @@ class Engine {
   uint64_t n_told_ = 0;
   uint64_t wait_ = 0;  // see waiting()
   std::chrono::steady_clock::time_point wait_began_;
-  std::vector<uint64_t> last_waits_;  // what every rank said of its waiting in the last round
-  int n_stuck_rounds_ = 0;            // in a row in which this rank said it was in the same wait
+  std::vector<Waits> last_waits_;  // what every rank said of its waiting in the last round
+  int n_stuck_rounds_ = 0;         // in a row in which this rank said it was in the same wait
 };
 
 }  // namespace horo

@@ -207,7 +207,9 @@ class Job:
     def begin_wait(self) -> None:
         """Whoever looks out for late ranks counts from now; until wait() returns."""
 
-    def wait(self) -> None: ...
+    def wait(self, beside: bool = False) -> None:
+        """`beside` the training thread, which may go on meanwhile."""
+
     def value(self) -> object: ...
 
 class Engine:
@@ -279,15 +281,14 @@ def cuda_runtime_version() -> int:
 
 def xla_handler(
     run: Callable[[int, list[memoryview], list[memoryview]], str | None],
-) -> object:
-    """For XLA to be registered: calls `run(call, arguments, results)` on its own threads.
+    version: tuple[int, int],
+) -> object | None:
+    """For an XLA of that version to be registered; None if that version is not known.
 
-    Results hold what the first arguments hold, as many as the custom call's attribute `copies`
-    says. What `run` returns is None, or what went wrong.
+    It calls `run(call, arguments, results)` on threads of XLA's. Results hold what the first
+    arguments hold, as many as the custom call's attribute `copies` says. What `run` returns is
+    None, or what went wrong.
     """
-
-def xla_is_known() -> bool:
-    """Whether the XLA that registered the handler has an interface that is known here."""
 
 def dlpack_capsule(
     address: int,

@@ -62,9 +62,9 @@ class Handle:
     def done(self) -> bool:
         return self._job is None or self._job.done()
 
-    def wait(self) -> Any:
+    def wait(self, beside: bool = False) -> Any:
         if self._job is not None:
-            self._job.wait()
+            self._job.wait(beside)
         return self._finish()
 
 
@@ -484,11 +484,15 @@ class Group:
 
         return self._submit(label, rows, run, needs_all(label))
 
-    def synchronize(self, handle: Handle) -> Any:
-        """The operation is complete; its result, or what went wrong."""
+    def synchronize(self, handle: Handle, *, beside: bool = False) -> Any:
+        """The operation is complete; its result, or what went wrong.
+
+        `beside`: in a thread other than the one that trains and goes on meanwhile. On every rank
+        one such thread at a time waits, for the same operations in the same order.
+        """
         self.check_usable()
         try:
-            return handle.wait()
+            return handle.wait(beside)
         except DeviceError:
             if self._watch is not None:
                 self._watch.raise_common()

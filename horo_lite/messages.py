@@ -92,7 +92,7 @@ class Message(Handle):
         self._office.go_on()
         return self.is_over
 
-    def wait(self) -> int | None:
+    def wait(self, beside: bool = False) -> int | None:
         """It has been sent, and the array may be changed; or received: the rank it came from."""
         if not self.is_over:
             self._office.wait(self)

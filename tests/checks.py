@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import hashlib
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -462,6 +463,9 @@ def check_broadcast(group: Group) -> None:
             assert same_bits(x, kept)
             assert group.broadcast_(x, root_rank=root) is x
             assert same_bits(x, inputs[root])
+            (new,) = group.grouped_broadcast([y := kept.copy()], root_rank=root, names=["y"])
+            assert same_bits(new, inputs[root])
+            assert same_bits(y, kept)
         x, inputs = samples(group, (700, 901), np.float64)
         view = np.asfortranarray(x) if group.rank % 2 else np.repeat(x, 2, axis=0)[::2]
         group.broadcast_(view, root_rank=root)
@@ -640,6 +644,54 @@ def check_names_known_to_some_ranks_only(group: Group) -> None:
     with pytest.raises(MismatchError, match=name) as caught:
         group.synchronize(handle)
     assert str(last) in str(caught.value)
+    check_usable(group)
+
+
+def check_one_threads_wait_does_not_hide_anothers(group: Group) -> None:
+    """What only some ranks know is found while another thread waits, too, and is done first."""
+    if group.size == 1 or getattr(group.transport, "funnel", None) is not None:
+        return  # without THREAD_MULTIPLE one thread alone may wait
+    group.synchronize(done := group.allreduce_async(np.ones(2)))
+    name = "only here, too" if group.rank == 0 else "only there, too"
+    handle = group.allreduce_async(np.ones(2), name=name)
+
+    def wait() -> None:
+        for _ in range(20):
+            time.sleep(0.002)
+            group.synchronize(done, beside=True)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    with pytest.raises(MismatchError, match=name):
+        group.synchronize(handle)
+    thread.join()
+    check_usable(group)
+
+
+def check_waiting_beside_the_training_thread(group: Group) -> None:
+    """What a thread waits for while the training thread does direct calls is no mismatch."""
+    if group.size == 1 or getattr(group.transport, "funnel", None) is not None:
+        return
+    last = group.rank == group.size - 1
+    results: list[Any] = []
+
+    def work() -> None:
+        if last:
+            time.sleep(1.0)  # far longer than it takes to find a mismatch
+        handle = group.allreduce_async(np.ones(2), Sum, name="beside")
+        results.append(group.synchronize(handle, beside=True))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    if not last:
+        thread.join()
+    group.barrier()  # the last rank waits in it meanwhile
+    thread.join()
+    assert np.all(results[0] == group.size)
+    # There they are all, with different names: that is one.
+    handle = group.allreduce_async(np.ones(2), name="aside" if last else "aside, too")
+    with pytest.raises(MismatchError, match="aside"):
+        group.synchronize(handle, beside=True)
     check_usable(group)
 
 
@@ -845,6 +897,9 @@ def check_weights(group: Group) -> None:
         bound = oracle.wire_bound(weighted, wire, hosts=len(set(hosts_of(group))))
         assert np.all(np.abs(x - exact) <= bound * size / sum(weights) * 1.01 + 1e-6)
         assert_alike(group, [x])
+    (mine,) = group.grouped_allreduce([inputs[rank]], names=["x"], weight=weights[rank])
+    assert same_bits(inputs[rank], whole_sample(rank, (3000,), np.float32))
+    assert np.allclose(mine, exact, rtol=1e-6, atol=1e-5)
     if size > 1:
         x = inputs[rank].copy()
         if rank == 0:

@@ -11,10 +11,13 @@ not meet one of them.
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -73,7 +76,7 @@ class Call(ABC):
             group = self.ranks()
             number = f"call {group.new_number('inside jit')} inside jit"
             handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
-            result = group.synchronize(handle)
+            result = group.synchronize(handle, beside=True)
         except BaseException as error:
             _raised.append(error)
             raise
@@ -289,19 +292,18 @@ def _lower_to_xla(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
         _numbers[traced] = len(_traced)
         _traced.append(traced)
     copies = len(ctx.avals_out) if call.in_place else 0
-    lower = jax.ffi.build_ffi_lowering_function(
+    lower = jax.ffi.ffi_lowering(
         _NAME,
         has_side_effect=True,
         operand_output_aliases={i: i for i in range(1, 1 + copies)},
     )
-    operation = lower(
+    token, *results = lower(
         ctx.replace(avals_in=[_TOKEN, *ctx.avals_in], avals_out=[_TOKEN, *ctx.avals_out]),
         ctx.tokens_in.get(_IN_ORDER),
         *xs,
         call=np.int64(_numbers[traced]),
         copies=np.int64(copies),
     )
-    token, *results = operation.results
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_IN_ORDER: token})))
     return results
 
@@ -336,8 +338,21 @@ def inside_jit() -> str:
     wanted = os.environ.get("HORO_LITE_INSIDE_JIT") or "xla"
     if wanted not in ("xla", "callback"):
         raise ValueError(f"HORO_LITE_INSIDE_JIT={wanted}: it is xla or callback")
-    jax.devices("cpu")  # registers the handler, if nobody has needed a device before
-    return "xla" if wanted == "xla" and _native.xla_is_known() else "callback"
+    return "xla" if wanted == "xla" and _xla_calls() else "callback"
+
+
+@cache
+def _xla_calls() -> bool:
+    """XLA calls `_run` under our name. False if it is not known how."""
+    jax.devices("cpu")  # before that nothing is registered, whatever is said
+    with suppress(Exception):  # whatever it may be, there are callbacks
+        header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+        major, minor = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
+        handler = _native.xla_handler(_run, (int(major), int(minor)))
+        if handler is not None:
+            jax.ffi.register_ffi_target(_NAME, handler, platform="cpu")
+            return True
+    return False
 
 
 def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
@@ -346,7 +361,6 @@ def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
 
 _NAME = "horo_lite"
 (_TOKEN,) = jax.make_jaxpr(jax.lax.create_token)().out_avals
-jax.ffi.register_ffi_target(_NAME, _native.xla_handler(_run), platform="cpu")
 mlir.register_lowering(_primitive, _lower_to_callback)
 mlir.register_lowering(_primitive, _lower_on_cpu, platform="cpu")
 

@@ -160,12 +160,13 @@ def look(number, inputs, results):
     seen.append((*at, arrays.bytes_copied - copied))
     return error
 
-handler = _native.xla_handler(look)
+_native.xla_handler(look, (0, 3))
 train(hvd.DistributedOptimizer(optax.sgd(0.1)), params, x[mine], y[mine], steps=3)
 assert len(seen) == 3
 for inputs, results, copied in seen:
     assert len(inputs) == 4 and inputs == results and copied == 0
-_native.xla_handler(primitive._run)
+_native.xla_handler(primitive._run, (0, 3))
+assert _native.xla_handler(primitive._run, (0, 4)) is None
 """,
         2,
     )
