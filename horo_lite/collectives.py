@@ -8,7 +8,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from math import prod
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakSet
@@ -962,7 +962,7 @@ class _Reduction:
             self.prescale,
             self.postscale,
             self.memory.tensors.signature,
-            tuple(self.names),
+            _digest_of_names(tuple(self.names)),
             self.weight is not None,
             self.offsets,
         )
@@ -1074,6 +1074,12 @@ class _Reduction:
             for i, x in enumerate(self.memory.seen()):
                 name = self.names[i] if self.names else f"{self.label}[{i}]"
                 method(self.compression, name, x)
+
+
+@lru_cache(maxsize=64)
+def _digest_of_names(names: tuple[str, ...]) -> int:
+    """Remembered, because an optimizer comes with the same ones in every step."""
+    return digest_of(names)
 
 
 def _label(kind: str, name: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,14 +170,11 @@ def name_leaves(tree: Any, place: str) -> Named:
         if (pairs := keyed(tree)) is not None:
             return [named for key, leaf in pairs for named in leaves(leaf, join(path, key))]
         if isinstance(tree, (list, tuple)):
+            places = _places(path, len(tree))
+            if not any(map(_is_container, set(map(type, tree)))):
+                return list(zip(places, tree, strict=True))
             return [
-                named
-                for i, x in enumerate(tree)
-                for named in (
-                    leaves(x, f"{path}[{i}]")
-                    if _is_container(type(x))  # type: ignore[arg-type]
-                    else ((f"{path}[{i}]", x),)
-                )
+                named for name, x in zip(places, tree, strict=True) for named in leaves(x, name)
             ]
         return [(path, tree)]
 
@@ -196,6 +193,11 @@ def keyed(tree: Any) -> list[tuple[Any, Any]] | None:
 @cache
 def _is_container(kind: type) -> bool:
     return issubclass(kind, (list, tuple, Mapping))
+
+
+@lru_cache(maxsize=64)
+def _places(path: str, n: int) -> tuple[str, ...]:
+    return tuple(f"{path}[{i}]" for i in range(n))
 
 
 def join(path: str, key: object) -> str:
