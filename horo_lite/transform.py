@@ -96,15 +96,17 @@ class Transform:
         self, names: Sequence[str], gradients: Sequence[Any], weight: float | None
     ) -> list[Any]:
         """The same as a part of what JAX compiles; None, on all ranks, stays None there."""
-        here = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        # Several may have one name.
+        keys = [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]
+        named = zip(keys, gradients, strict=True)
         averages = import_module("horo_lite.jax").average_gradients(
-            {names[i]: gradients[i] for i in here},
+            {key: gradient for key, gradient in named if gradient is not None},
             op=self.op,
             compression=self.compression,
             weight=weight,
             group=self._group,
         )
-        return [None if g is None else averages[n] for n, g in zip(names, gradients, strict=True)]
+        return [averages.get(key) for key in keys]
 
 
 class _Slot:

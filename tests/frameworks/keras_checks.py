@@ -128,6 +128,36 @@ def check_fit_equals_one_process() -> None:
         hvd.DistributedOptimizer(optimizer)
 
 
+class Twins(keras.Model):  # type: ignore[misc]
+    """Two layers of one name, and so variables of one path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = keras.layers.Dense(N_FEATURES, activation="tanh", name="twin")
+        self.other = keras.layers.Dense(N_FEATURES, name="twin")
+        self.build((None, N_FEATURES))
+
+    def build(self, shape: Any) -> None:
+        self.one.build(shape)
+        self.other.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.other(self.one(x))[:, :2]
+
+
+def check_variables_of_one_name() -> None:
+    model, alone = Twins(), Twins()
+    assert len({variable.path for variable in model.weights}) == 2
+    alone.set_weights(hvd.broadcast_object(model.get_weights()))
+    model.compile(optimizer=hvd.DistributedOptimizer(adam()), loss="mse")
+    alone.compile(optimizer=adam(), loss="mse")
+    fit(model, epochs=1, callbacks=broadcast())
+    fit(alone, epochs=1, alone=True)
+    check_same_bits(model)
+    check_close(model, alone)
+
+
 def check_everything_that_apply_does_comes_after_averaging() -> None:
     def make() -> Any:
         return keras.optimizers.SGD(
