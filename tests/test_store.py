@@ -75,6 +75,12 @@ world = hvd.init()
 rank, size = world.rank, world.size
 assert (world.local_rank, world.local_size, world.transport) == (rank, size, "shm")
 assert hvt.init() is world and not hvt.mpi_enabled()
+try:
+    hvt.init([0, 1])
+except ValueError as error:
+    assert "MPI did not start this job" in str(error), error
+else:
+    raise AssertionError("a communicator without MPI")
 ranks = np.arange(size)
 
 got = np.empty(5000)

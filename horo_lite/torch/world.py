@@ -122,7 +122,8 @@ def _read_stall_limits() -> None:
 def _communicator(ranks: list[int]) -> Any:
     """A communicator over those ranks of all; None for all of them."""
     launch = launcher.detect(os.environ)
-    if launch is not None and launch.name == launcher.TORCHRUN:
+    by_mpi = launch is not None and launch.name != launcher.TORCHRUN
+    if not by_mpi and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"comm is the list of ranks {ranks}, but MPI did not start this job: call init() on "
             "every rank, and make a process set of those"
