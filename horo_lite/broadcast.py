@@ -251,9 +251,12 @@ class _Places:
         if isinstance(value, (list, tuple)):
             items = [self._packed(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
-        if is_array(value):
+        if self._is_array(value):
             return np.array(to_host(value))
         raise _Foreign
+
+    def _is_array(self, value: Any) -> bool:
+        return is_array(value) or isinstance(value, self._adapter.array_types)
 
     def _key(self, key: Any) -> Any:
         if id(key) in self._index:
@@ -286,7 +289,7 @@ class _Places:
         return value
 
     def _local_array(self, value: np.ndarray[Any, Any], old: Any) -> Any:
-        if not is_array(old):
+        if not self._is_array(old):
             if self._parameters:
                 return from_numpy(value, self._parameters[0])
             return self._adapter.from_numpy(value, value)

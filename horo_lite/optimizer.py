@@ -217,7 +217,7 @@ class DistributedOptimizer:
         found = getattr(own.inner, name)
         if name in own.finder.steps and callable(found):
             return MethodType(_stepper(name), self)
-        if name in own.finder.looks:
+        if name in own.finder.before_step:
             return MethodType(_looker(name), self)
         if name in ("zero_grad", "reset_grad", "clear_grad"):
             own.forget()

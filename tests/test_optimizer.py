@@ -390,7 +390,7 @@ class Clipping(Momentum):
 
 
 class ClippingAdapter(Adapter):
-    looks = ("clip",)
+    before_step = ("clip",)
     is_filled_later = True
 
     def matches(self, obj: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -12,26 +13,16 @@ from horo_lite.adapters.object import Adapter
 
 __all__ = ["Adapter", "adapter_of", "from_numpy", "register_adapter", "to_host"]
 
-# The framework's module, as it stands in sys.modules, and the file here that knows it. NumPy comes
-# last: it looks at the shape of an object, the others at its type first. Keras' models are torch's
-# or TensorFlow's modules as well.
-_BUILT_IN = {
-    "keras": "keras",
-    "torch": "torch",
-    "tensorflow": "tensorflow",
-    "jax": "jax",
-    "cupy": "cupy",
-    "singa": "singa",
-    "needle": "needle",
-    "nnabla": "nnabla",
-    "tinygrad": "tinygrad",
-    "mlx": "mlx",
-    "paddle": "paddle",
-    "numpy": "numpy",
-}
+# The frameworks' modules, as they stand in sys.modules; a file of that name here knows each. NumPy
+# comes last: it looks at the shape of an object, the others at its type first. Keras' models are
+# torch's or TensorFlow's modules as well.
+_BUILT_IN = (
+    "keras", "torch", "tensorflow", "jax", "cupy", "singa", "needle", "nnabla", "tinygrad", "mlx",
+    "paddle", "numpy",
+)  # fmt: skip
 
 _registered: list[Adapter] = []
-_loaded: dict[str, Adapter] = {}
+_loaded: dict[str, Adapter | None] = {}
 _generic = Adapter()
 
 
@@ -68,6 +59,20 @@ def register_adapter(adapter: Adapter) -> None:
         hvd.register_adapter(TinyAdapter())
         trainer = hvd.DistributedOptimizer(tiny.Trainer(net))
 
+    `Adapter` has defaults for the rest, which a framework may need to override:
+
+        before_step = ("clip",)                     # methods that need the averages before a step
+        takes_closure = False                       # a callable given to a step is no closure
+        is_filled_later = True                      # optimizers may be wrapped without parameters
+        array_types = (tiny.Array,)                 # arrays with neither DLPack nor a buffer
+        from_numpy(array, like)                     # an array of the framework's, like that one
+        compute(parameters)                         # lazy gradients are computed, all at once
+        flattened(tree)                             # models that cannot be changed, only made anew
+        state(optimizer), set_state(optimizer, s)   # for broadcast_optimizer_state
+        face = "tiny.distributed"                   # where a DistributedOptimizer of its own is
+
+    and, for arrays in a GPU's memory, `copy`, `empty`, `stream` and others.
+
     An adapter registered later is asked before earlier ones. Every rank registers the same.
     """
     for method in ("matches", "parameters", "gradient", "set_gradient", "value", "set_value"):
@@ -88,13 +93,34 @@ def adapter_of(obj: object) -> Adapter:
     for adapter in reversed(_registered):
         if adapter.matches(obj):
             return adapter
-    for module, name in _BUILT_IN.items():
-        if module in sys.modules:
-            if module not in _loaded:
-                _loaded[module] = import_module(f"{__name__}.{name}").ADAPTER
-            if _loaded[module].matches(obj):
-                return _loaded[module]
+    for name in _BUILT_IN:
+        if name in sys.modules:
+            if name not in _loaded:
+                _loaded[name] = _load(name)
+            adapter_or_none = _loaded[name]
+            if adapter_or_none is not None and adapter_or_none.matches(obj):
+                return adapter_or_none
     return _generic
+
+
+def _load(name: str) -> Adapter | None:
+    """The adapter for a framework; None, and a warning, for one that is not what it was.
+
+    It may be here by accident, while another one trains.
+    """
+    try:
+        adapter: Adapter = import_module(f"{__name__}.{name}").ADAPTER
+    except (ImportError, AttributeError) as error:
+        version = getattr(sys.modules[name], "__version__", "of unknown version")
+        warnings.warn(
+            f"horo_lite cannot read the arrays of {name} {version}, which is imported here "
+            f"({type(error).__name__}: {error}): README says with which version it was tested. "
+            "Other frameworks are not affected",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    return adapter
 
 
 def from_numpy(array: np.ndarray[Any, Any], like: object) -> Any:

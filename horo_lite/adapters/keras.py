@@ -10,6 +10,8 @@ import numpy as np
 from horo_lite.adapters import to_host
 from horo_lite.adapters.object import Adapter, Array, Named
 
+KINDS = (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer)
+
 
 class KerasAdapter(Adapter):
     """What Keras keeps is in variables; gradients are never there, but given to `apply()`."""
@@ -17,7 +19,7 @@ class KerasAdapter(Adapter):
     face = "horo_lite.keras"
 
     def matches(self, obj: object) -> bool:
-        return isinstance(obj, (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer))
+        return isinstance(obj, KINDS)
 
     def parameters(self, owner: Any) -> Named:
         # Not the seeds that `variables` of a model has beside its weights: each rank has noise of

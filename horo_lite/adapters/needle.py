@@ -24,8 +24,8 @@ class NeedleAdapter(Adapter):
     """
 
     steps = ("step",)
-    looks = ("clip_grad_norm",)
-    arrays = (TENSOR,) if TENSOR else ()
+    before_step = ("clip_grad_norm",)
+    array_types = (TENSOR,) if TENSOR else ()
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (TENSOR, MODULE, OPTIMIZER))

@@ -74,7 +74,7 @@ class NnablaAdapter(Adapter):
     """
 
     steps = ("update",)
-    looks = (
+    before_step = (
         "weight_decay", "clip_grad_by_norm", "scale_grad",
         "check_inf_grad", "check_nan_grad", "check_inf_or_nan_grad",
     )  # fmt: skip

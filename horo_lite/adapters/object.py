@@ -31,8 +31,9 @@ class Adapter:
     steps: tuple[str, ...] = ("step", "update")
     """The methods of an optimizer that apply gradients."""
 
-    looks: tuple[str, ...] = ()
-    """Its methods before a step that need the gradients of all ranks, such as one that clips."""
+    before_step: tuple[str, ...] = ()
+    """Its methods for gradients that are averages already, such as one that clips them: the first
+    of them averages, and the step does not do it again."""
 
     takes_closure: bool = True
     """Whether a callable that a step is given computes the gradients."""
@@ -45,6 +46,9 @@ class Adapter:
 
     face: str | None = None
     """The module whose DistributedOptimizer wraps this framework's optimizers, if not ours."""
+
+    array_types: tuple[type, ...] = ()
+    """Arrays with neither DLPack nor a buffer: such as an optimizer keeps travel by value()."""
 
     def matches(self, obj: object) -> bool:
         """Whether `obj` (an optimizer, a module, a parameter or an array) is this framework's."""
