@@ -348,6 +348,13 @@ for i in range(100):
         assert hvd.allreduce(float(rank + i)) == 0.5 + i
 assert (p == 3 * sum(range(100))).all()
 
+# A rank that looks at a result waits for those that are still computing, and they for it elsewhere.
+long = jax.jit(lambda x, n: hvd.allreduce(jax.lax.fori_loop(0, n, lambda i, x: work(x), x)))
+result = long(x, 1 if rank == 0 else 200)
+if rank == 0:
+    jax.block_until_ready(result)
+hvd.barrier()
+
 # And where one has nothing to do with the other.
 score = jax.jit(lambda i: hvd.allreduce(work(x).sum() * 0 + i, hvd.Sum))
 assert [float(s) for s in [score(i + 100.0 * rank) for i in range(30)]] == [
@@ -427,6 +434,28 @@ raise error
     )
     assert result.returncode != 0
     assert re.search(r"heard: .*PeerLostError: rank 1 \(pid", result.stdout), str(result)
+
+
+def test_ctrl_c_while_waiting_inside_jit() -> None:
+    result = run_ranks(
+        f"""{START}
+import os, signal, threading, time
+step = jax.jit(hvd.allreduce)
+step(jnp.ones(3))  # so small that the training thread runs it itself
+if rank == 1:
+    time.sleep(60)
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    jax.block_until_ready(step(jnp.ones(3)))
+except KeyboardInterrupt:
+    print("heard", flush=True)
+    raise
+""",
+        2,
+        timeout_s=50,
+    )
+    assert result.returncode != 0
+    assert "heard" in result.stdout, str(result)
 
 
 @pytest.mark.shows("eager", "jit")
