@@ -1,0 +1,198 @@
+"""What an adapter may say beside where gradients are, each with a framework of one's own."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import run_threads
+
+import horo_lite as hvd
+from horo_lite import adapters
+from horo_lite.adapters import Adapter, register_adapter
+from horo_lite.collectives import Group
+
+
+class Later:
+    """An array that is computed when it is needed; nothing but its own methods can read it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make, self.array = make, None
+
+    def compute(self) -> Any:
+        if self.array is None:
+            self.array = np.array(self.make(), np.float32)
+        return self.array
+
+
+class Weight:
+    def __init__(self, value: Any) -> None:
+        self.value = Later(lambda: value)
+        self.grad: Later | None = None
+
+
+class Descent:
+    """Keeps what it has moved by, and calls a hook when it has stepped: no closure."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        self.params = weights
+        self.moved = Later(lambda: 0.0)
+        self.marks: list[str] = []
+
+    def step(self, hook: Callable[[], str]) -> str:
+        before = self.moved.compute()
+        for weight in self.params:
+            assert weight.grad is not None
+            old, slope = weight.value, weight.grad
+            weight.value = Later(lambda old=old, slope=slope: old.compute() - slope.compute())
+        moved = sum(float(weight.grad.compute().sum()) for weight in self.params)
+        self.moved = Later(lambda: before + moved)
+        self.marks.append(hook())
+        return "stepped"
+
+
+class Frozen:
+    """A model that is never changed."""
+
+    def __init__(self, *rows: Any) -> None:
+        self.rows = [np.array(row, np.float32) for row in rows]
+        for row in self.rows:
+            row.flags.writeable = False
+
+
+class LaterAdapter(Adapter):
+    takes_closure = False
+    array_types = (Later,)
+
+    def __init__(self) -> None:
+        self.computed: list[int] = []  # how many gradients, each time
+
+    def matches(self, obj: object) -> bool:
+        return isinstance(obj, (Later, Weight, Descent, Frozen))
+
+    def parameters(self, owner: Any) -> list[tuple[str, Any]]:
+        return [(f"w{i}", w) for i, w in enumerate(getattr(owner, "params", ()))]
+
+    def flattened(
+        self, tree: Any
+    ) -> tuple[list[tuple[str, Any]], Callable[[Iterable[Any]], Any]] | None:
+        if not isinstance(tree, Frozen):
+            return None
+        return [(f"row {i}", row) for i, row in enumerate(tree.rows)], lambda new: Frozen(*new)
+
+    def compute(self, parameters: Sequence[Any]) -> None:
+        lazy = [p.grad for p in parameters if isinstance(p.grad, Later) and p.grad.array is None]
+        if lazy:
+            self.computed.append(len(lazy))
+        for gradient in lazy:
+            gradient.compute()
+
+    def gradient(self, parameter: Any) -> Any:
+        assert parameter.grad is None or parameter.grad.array is not None, "one by one"
+        return None if parameter.grad is None else parameter.grad.array
+
+    def set_gradient(self, parameter: Any, array: Any) -> None:
+        parameter.grad = self.from_numpy(array, parameter)
+
+    def value(self, parameter: Any) -> Any:
+        return (parameter if isinstance(parameter, Later) else parameter.value).compute()
+
+    def from_numpy(self, array: Any, like: Any) -> Any:
+        return Later(lambda: array)
+
+
+@contextmanager
+def registered(adapter: Adapter) -> Iterator[None]:
+    before = list(adapters._registered)
+    register_adapter(adapter)
+    try:
+        yield
+    finally:
+        adapters._registered[:] = before
+
+
+def test_a_lazy_framework() -> None:
+    adapter = LaterAdapter()
+
+    def rank(group: Group) -> None:
+        weights = [Weight(np.zeros(3)), Weight(np.ones(2))]
+        optimizer = hvd.DistributedOptimizer(Descent(weights), group=group)
+        for step in range(2):
+            for i, weight in enumerate(weights):
+                weight.grad = Later(lambda i=i: np.full(3 - i, 4.0 * group.rank + i))
+            # What a step is given is no closure: it is called as it is, once, and not averaged.
+            assert optimizer.step(lambda step=step: f"after {step}") == "stepped"
+        assert optimizer.marks == ["after 0", "after 1"]
+        assert weights[0].value.compute().tolist() == [-4] * 3
+        assert weights[1].value.compute().tolist() == [-5] * 2
+
+        # Its arrays are state, and a function's gradients.
+        optimizer.moved = Later(lambda: 7.0 + group.rank)
+        hvd.broadcast_optimizer_state(optimizer, 1, group=group)
+        assert type(optimizer.moved) is Later
+        assert optimizer.moved.compute() == 8
+        tree = {name: Later(lambda: [2.0 * group.rank, 6.0]) for name in "ab"}
+        averages = hvd.average_gradients(tree, group=group)
+        assert all(type(averages[name]) is Later for name in "ab")
+        assert [averages[name].compute().tolist() for name in "ab"] == [[1, 6]] * 2
+        assert tree["a"].compute().tolist() == [2 * group.rank, 6]
+
+    with registered(adapter):
+        run_threads(2, rank)
+    assert adapter.computed == [2] * 6  # all at once: two steps and one tree, on two ranks
+
+
+def test_a_model_that_cannot_be_changed_is_made_anew() -> None:
+    def rank(group: Group) -> None:
+        mine = Frozen([group.rank, 1], [[5.0 * group.rank]])
+        tree = {"model": mine, "n": group.rank}
+        new = hvd.broadcast_parameters(tree, 1, group=group)
+        assert type(new["model"]) is Frozen
+        assert new["n"] == 1
+        assert [row.tolist() for row in new["model"].rows] == [[1, 1], [[5]]]
+        assert [row.tolist() for row in mine.rows] == [[group.rank, 1], [[5 * group.rank]]]
+        with pytest.raises(hvd.MismatchError, match=r"'model.row 1': float32\[1, 1\]"):
+            hvd.broadcast_parameters(
+                {"model": Frozen([0, 0], [[1] * (1 + group.rank)])}, group=group
+            )
+
+    with registered(LaterAdapter()):
+        run_threads(2, rank)
+
+
+def test_a_framework_with_a_face_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rule:
+        """Nothing that has a step()."""
+
+    class RuleAdapter(Adapter):
+        face = "a_framework_of_ones_own"
+
+        def matches(self, obj: object) -> bool:
+            return isinstance(obj, Rule)
+
+    face: Any = types.ModuleType(RuleAdapter.face)
+    face.DistributedOptimizer = lambda optimizer, **options: ("wrapped", optimizer, options)
+    monkeypatch.setitem(sys.modules, RuleAdapter.face, face)
+    rule = Rule()
+    with registered(RuleAdapter()):
+        assert hvd.DistributedOptimizer(rule, op=hvd.Sum) == ("wrapped", rule, {"op": hvd.Sum})
+    with pytest.raises(TypeError, match="no optimizer"):
+        hvd.DistributedOptimizer(rule)
+
+
+def test_a_framework_that_is_not_what_it_was_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = types.ModuleType("tinygrad")
+    other.__version__ = "99.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tinygrad", other)
+    monkeypatch.setattr(adapters, "_loaded", {})
+    monkeypatch.delitem(sys.modules, "horo_lite.adapters.tinygrad", raising=False)
+    with pytest.warns(RuntimeWarning, match=r"tinygrad 99\.1.*ImportError.*not affected"):
+        assert type(adapters.adapter_of(Weight(0))) is Adapter
+    assert type(adapters.adapter_of(Weight(0))) is Adapter  # told once
