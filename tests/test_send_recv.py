@@ -261,15 +261,16 @@ else:
 alone.load_state_dict(model.state_dict())
 x, y = torch.randn(6 * size, 4), torch.randn(6 * size, 1)
 for net, rows in ((model, slice(6 * rank, 6 * rank + 6)), (alone, slice(None))):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(5):
-        optimizer.zero_grad()
+        net.zero_grad()
         torch.nn.functional.mse_loss(net(x[rows]), y[rows]).backward()
         if net is model:
             for p in net.parameters():
                 hvd.allreduce_(p.grad, op=hvd.Sum)
                 p.grad /= size
-        optimizer.step()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * p.grad
 for p, q in zip(model.parameters(), alone.parameters()):
     torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 half = torch.full((3,), float(rank), dtype=torch.bfloat16)
@@ -280,11 +281,10 @@ assert half.tolist() == [(rank - 1) % size] * 3
 """
 
 
-@pytest.mark.parametrize("np", [2, 3])
-def test_the_tutorial_of_torch_distributed(np: int) -> None:
+def test_the_tutorial_of_torch_distributed() -> None:
     """Its ring and its trainer, in own words."""
     pytest.importorskip("torch")
-    run_ranks(TUTORIAL, np, timeout_s=60).check()
+    run_ranks(TUTORIAL, 3, timeout_s=60).check()
 
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])
