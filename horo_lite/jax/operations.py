@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from horo_lite.collectives import Average, Group, Op
 from horo_lite.compression import Compression, Compressor
-from horo_lite.jax.primitive import Allgather, Allreduce, Alltoall, Broadcast, Call, bind, ranks_of
+from horo_lite.jax.calls import Allgather, Allreduce, Alltoall, Broadcast, Call, ranks_of
+from horo_lite.jax.primitive import bind
 from horo_lite.jax.trees import named_arrays
 
 __all__ = [

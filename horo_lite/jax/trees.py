@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from horo_lite.collectives import Group
-from horo_lite.jax.primitive import ranks_of
+from horo_lite.jax.calls import ranks_of
 
 Tree = TypeVar("Tree")
 Array = Any

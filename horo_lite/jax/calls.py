@@ -1,0 +1,175 @@
+"""The operations among ranks that there are inside jit: shapes, derivatives, what is done when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from horo_lite.collectives import Average, Group, Handle, Op, Sum
+from horo_lite.compression import Compression, Compressor
+from horo_lite.jax.primitive import bind, raised
+from horo_lite.world import when_renewed, world
+
+Array = Any  # jax.Array, traced or not; NumPy's where it is said
+
+
+def ranks_of(group: Group | None) -> Group:
+    return world().group if group is None else group
+
+
+# What was compiled knows how many ranks there were.
+when_renewed.append(jax.clear_caches)
+
+
+@dataclass(frozen=True)
+class Call(ABC):
+    """One operation, as far as it is known when a function is traced. Equal ones are one."""
+
+    name: str | None
+    group: Group | None
+
+    in_place: ClassVar[bool]
+    """Whether the results are what `start` leaves in its arrays."""
+
+    elementwise: ClassVar[bool] = False
+    """Whether it may be done with several cases side by side, as vmap has them."""
+
+    def ranks(self) -> Group:
+        return ranks_of(self.group)
+
+    @abstractmethod
+    def eagerly(self, xs: Sequence[Array]) -> list[Array]:
+        """The results, of the kind that `xs` are."""
+
+    @abstractmethod
+    def start(self, xs: list[Any], name: str) -> Handle:
+        """The operation on NumPy arrays is submitted under that name."""
+
+    def results(self, xs: Sequence[Any]) -> list[Any]:
+        """The results' shapes and dtypes, from those of `xs`."""
+        return list(xs)
+
+    def title(self, i: int) -> str:
+        """What messages call the array `i`."""
+        return f"{type(self).__name__.lower()} {self.name or ''}".rstrip()
+
+    @abstractmethod
+    def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+        """The inputs' cotangents. NotImplementedError where the operation is not linear."""
+
+    def run(self, xs: Sequence[Any]) -> list[Any]:
+        """The results, when XLA gets there; called by one of its threads, with NumPy arrays."""
+        try:
+            group = self.ranks()
+            number = f"call {group.new_number('inside jit')} inside jit"
+            handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
+            result = group.synchronize(handle, beside=True)
+        except BaseException as error:
+            raised.append(error)
+            raise
+        return list(self.results(xs)) if self.in_place else [result]
+
+
+@dataclass(frozen=True)
+class Allreduce(Call):
+    op: Op = Average
+    compression: Compressor = Compression.none
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    names: tuple[str, ...] = ()  # of the arrays
+    weighted: bool = False  # the last input is the weight
+
+    in_place = True
+    elementwise = True
+
+    def eagerly(self, xs: Sequence[Array]) -> list[Array]:
+        arrays, options = self._given(xs)
+        return self.ranks().grouped_allreduce(arrays, self.op, name=self.name, **options)
+
+    def start(self, xs: list[Any], name: str) -> Handle:
+        arrays, options = self._given(xs)
+        return self.ranks().grouped_allreduce_async_(arrays, self.op, name=name, **options)
+
+    def results(self, xs: Sequence[Any]) -> list[Any]:
+        return list(xs[:-1]) if self.weighted else list(xs)
+
+    def title(self, i: int) -> str:
+        return super().title(i) + (f", {self.names[i]!r}" if i < len(self.names) else "")
+
+    def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+        if self.op not in (Average, Sum) or self.weighted:
+            what = "with a weight" if self.weighted else f"with op {self.op.name}"
+            raise NotImplementedError(f"allreduce {what} has no gradient")
+        return bind(self, cotangents)
+
+    def _given(self, xs: Sequence[Array]) -> tuple[Sequence[Array], dict[str, Any]]:
+        weight = float(xs[-1]) if self.weighted else None
+        if weight is not None and not 0 <= weight < float("inf"):
+            raise ValueError(f"weight is a number of samples, 0 or more, not {weight}")
+        return xs[:-1] if self.weighted else xs, {
+            "compression": self.compression,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+            "names": self.names,
+            "weight": weight,
+        }
+
+
+@dataclass(frozen=True)
+class Broadcast(Call):
+    root_rank: int
+
+    in_place = True
+    elementwise = True
+
+    def eagerly(self, xs: Sequence[Array]) -> list[Array]:
+        return [self.ranks().broadcast(x, self.root_rank, name=self.name) for x in xs]
+
+    def start(self, xs: list[Any], name: str) -> Handle:
+        return self.ranks().broadcast_async_(xs[0], self.root_rank, name=name)
+
+    def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+        sums = bind(Allreduce(self.name, self.group, op=Sum), cotangents)
+        is_root = self.ranks().rank == self.root_rank
+        return sums if is_root else [jnp.zeros_like(x) for x in sums]
+
+
+@dataclass(frozen=True)
+class Allgather(Call):
+    in_place = False
+
+    def eagerly(self, xs: Sequence[Array]) -> list[Array]:
+        return [self.ranks().allgather(x, name=self.name) for x in xs]
+
+    def start(self, xs: list[Any], name: str) -> Handle:
+        rows = len(xs[0]) if xs[0].ndim else 1
+        return self.ranks().allgather_async(xs[0], name=f"{name}, {rows} rows of each rank")
+
+    def results(self, xs: Sequence[Any]) -> list[Any]:
+        (x,) = xs
+        rows, *row = x.shape or (1,)
+        return [jax.ShapeDtypeStruct((rows * self.ranks().size, *row), x.dtype)]
+
+    def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+        (sum_,) = bind(Allreduce(self.name, self.group, op=Sum), cotangents)
+        rank, size = self.ranks().rank, self.ranks().size
+        return [jnp.split(sum_, size)[rank]]
+
+
+@dataclass(frozen=True)
+class Alltoall(Call):
+    in_place = False
+
+    def eagerly(self, xs: Sequence[Array]) -> list[Array]:
+        return [self.ranks().alltoall(x, name=self.name) for x in xs]
+
+    def start(self, xs: list[Any], name: str) -> Handle:
+        return self.ranks().alltoall_async(xs[0], name=name)
+
+    def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+        return bind(self, cotangents)
