@@ -272,7 +272,9 @@ class DistributedOptimizer:
         self.opt.step()
 
     def _forget(self) -> None:
-        """No gradient is here, of this step or of one that failed."""
+        """No gradient is here or in flight, of this step or of one that failed."""
+        for reducer in self._reducers.values():
+            reducer.abandon()
         for gradient in self._known.values():
             gradient.array = gradient.given = None
 

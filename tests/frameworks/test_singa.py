@@ -186,6 +186,27 @@ def test_nothing_of_a_failed_step_is_left_for_the_next() -> None:
 
 
 @pytest.mark.usefixtures("given")
+def test_a_backward_pass_that_raises_half_way_leaves_nothing_in_flight() -> None:
+    def rank(group: Group) -> None:
+        a, b = new([0], "a"), new([0, 0], "b")
+        optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), group=group)
+
+        def backward(n: int) -> Iterator[Any]:
+            yield a, [2 * group.rank]
+            if n == 1:  # on every rank, such as for lack of memory, with `a` on its way
+                raise MemoryError
+            yield b, [n, 4 * group.rank]
+
+        optimizer.backward_and_update(backward(0), threshold=1)
+        with pytest.raises(MemoryError):
+            optimizer.backward_and_update(backward(1), threshold=1)
+        optimizer.backward_and_update(backward(2), threshold=1)
+        assert [tensor.to_numpy(p).tolist() for p in (a, b)] == [[-2], [-2, -4]]
+
+    run_threads(2, rank)
+
+
+@pytest.mark.usefixtures("given")
 def test_a_parameter_that_turns_up_late_is_an_error_that_says_what_to_do() -> None:
     a, b = new([1], "a"), new([1], "b")
 
