@@ -1,4 +1,4 @@
-"""What both digit examples share: the flags, the table they print, and the check at the end."""
+"""What the digits examples share: the flags, the table they print, and the check at the end."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ class Report:
         step_ms = 1e3 * self._exchange_s / self._steps
         took = (
             f"averaging the gradients over the ranks took {step_ms:.2f} ms a step, "
-            f"{self._exchange_s / self._train_s:.1%} of the training time"
+            f"{self._exchange_s / self._train_s:.1%} of the training time,\n"
+            "waiting for the slowest rank included"
             if self._exchange_s > 0
             else "averaging the gradients is part of the compiled step, which shows no times inside"
         )
@@ -192,8 +193,7 @@ class Report:
         return (
             f"{took}\n({self._steps:,} steps, each with {step_bytes / 1e3:,.1f} kB of gradients "
             f"as {self._wire} through {transport}: "
-            f"{self._steps * step_bytes / 1e6:,.1f} MB in all;\n"
-            "waiting for the slowest rank counts as exchange too)"
+            f"{self._steps * step_bytes / 1e6:,.1f} MB in all)"
         )
 
     def _plot(self, path: Path) -> None:
