@@ -16,16 +16,9 @@ from typing import Any
 
 from mlx.optimizers import Optimizer
 
-# ruff: noqa: F401, F403
-from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters
-from horo_lite.collectives import *
-from horo_lite.collectives import Average, Group, Op, Sum
-from horo_lite.compression import Compression, Compressor
-from horo_lite.data import DistributedSampler, partition_dataset
-from horo_lite.drift import check_in_sync
-from horo_lite.errors import *
-from horo_lite.gradients import average_gradients, grad_and_average
-from horo_lite.world import *
+# ruff: noqa: F403
+from horo_lite import *
+from horo_lite import Average, Compression, Compressor, Group, Op, Sum, average_gradients
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)

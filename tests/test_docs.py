@@ -45,6 +45,17 @@ def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
         assert made, f"`make {target}`, which there is not"
 
 
+@pytest.mark.parametrize("face", sorted(horo_lite._FACES - {"elastic", "torch"}))
+def test_a_face_has_everything_that_horo_lite_has(face: str) -> None:
+    """One import is enough; horo_lite.torch has what Horovod's has."""
+    (found,) = [
+        path
+        for path in (ROOT / "horo_lite" / f"{face}.py", ROOT / "horo_lite" / face / "__init__.py")
+        if path.exists()
+    ]
+    assert "from horo_lite import *\n" in found.read_text()
+
+
 def shown_by(path: Path) -> set[str]:
     """What the marks `shows` in a file of tests say, without importing what it imports."""
     return {
