@@ -78,6 +78,7 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
 
     def begin() -> dict[NdArray, int]:
         if not own.has_begun:
+            own.forget()  # the last pass' gradients, if the solver looked at them and did not step
             own.begin(weight)
         return {parameter.grad: i for i, (_, parameter) in enumerate(own.named())}
 
