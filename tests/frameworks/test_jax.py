@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from digits_runs import accuracy_of
 from launch import Result, run_ranks
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 START = """
@@ -598,8 +598,4 @@ def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
 
 
 def test_digits() -> None:
-    result = run_ranks(EXAMPLES / "digits_jax.py", 2, args=["--epochs", "4"], timeout_s=120).check()
-    accuracy = re.search(r"^test accuracy (\S+)$", result.stdout, re.MULTILINE)
-    assert accuracy is not None, str(result)
-    assert float(accuracy[1]) > 0.9
-    assert "parameters bit-identical on all 2 ranks" in result.stdout
+    assert accuracy_of("jax", epochs=4, timeout_s=120) > 0.9

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
+from digits_runs import accuracy_of
 from launch import Result, run_ranks
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 START = """
 import numpy as np
@@ -239,10 +235,4 @@ hvd.check_in_sync(opt, state=True)
 
 
 def test_digits() -> None:
-    result = run_ranks(
-        EXAMPLES / "digits_paddle.py", 2, args=["--epochs", "4"], timeout_s=180
-    ).check()
-    accuracy = re.search(r"^test accuracy (\S+)$", result.stdout, re.MULTILINE)
-    assert accuracy is not None, str(result)
-    assert float(accuracy[1]) > 0.93
-    assert "parameters bit-identical on all 2 ranks" in result.stdout
+    assert accuracy_of("paddle", epochs=4, timeout_s=180) > 0.93

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from digits_runs import accuracy_of
 from launch import run_ranks
 
 FOLDER = Path(__file__).resolve().parent
@@ -52,7 +53,4 @@ def test_a_rank_with_more_steps_is_told_who_left() -> None:
 
 
 def test_digits_are_learned() -> None:
-    example = FOLDER.parents[1] / "examples" / "digits_tensorflow.py"
-    result = run_ranks(example, 2, args=["--epochs", "6"], env=QUIET, timeout_s=LIMIT_S).check()
-    assert float(result.stdout.split("test accuracy ")[1].split()[0]) > 0.9, result
-    assert "parameters bit-identical on all 2 ranks" in result.stdout
+    assert accuracy_of("tensorflow", epochs=6, env=QUIET, timeout_s=LIMIT_S) > 0.9

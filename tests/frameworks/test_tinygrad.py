@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from pathlib import Path
 
 import pytest
+from digits_runs import accuracy_of
 from launch import Result, run_ranks
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Kernels as they come, which takes less time than making them fast does here.
 ENV = {"NOOPT": "1"}
 if not shutil.which("clang"):
@@ -338,10 +336,4 @@ assert group[0].b[0].numpy().min() == 2 and net.conv.bias.numpy().max() < 9
 
 
 def test_digits() -> None:
-    result = run_ranks(
-        EXAMPLES / "digits_tinygrad.py", 2, args=["--epochs", "1"], env=ENV, timeout_s=240
-    ).check()
-    accuracy = re.search(r"^test accuracy (\S+)$", result.stdout, re.MULTILINE)
-    assert accuracy is not None, str(result)
-    assert float(accuracy[1]) > 0.8
-    assert "parameters bit-identical on all 2 ranks" in result.stdout
+    assert accuracy_of("tinygrad", epochs=1, env=ENV, timeout_s=240) > 0.8

@@ -1,0 +1,20 @@
+"""The examples that learn handwritten digits, as the tests of each framework start them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from launch import run_ranks
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def accuracy_of(framework: str, *, epochs: int, **options: Any) -> float:
+    """What examples/digits_FRAMEWORK.py ends with on 2 ranks, whose weights are alike."""
+    script, arguments = EXAMPLES / f"digits_{framework}.py", ["--epochs", str(epochs)]
+    result = run_ranks(script, 2, args=arguments, **options).check()
+    assert "parameters bit-identical on all 2 ranks" in result.stdout, str(result)
+    (found,) = re.findall(r"^test accuracy (\d\.\d+)$", result.stdout, re.MULTILINE)
+    return float(found)
