@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 200
 
 
-def launched(script: str, size: int, backend: str, *args: str) -> Result:
+def launched(
+    script: str, size: int, backend: str, *args: str, env: Mapping[str, str] | None = None
+) -> Result:
     """How a job ended; `script` is a file of this folder or the text itself."""
     path = FOLDER / script if script.endswith(".py") else script
-    env = {"KERAS_BACKEND": backend}
+    env = {"KERAS_BACKEND": backend, **(env or {})}
     return run_ranks(path, size, args=args, env=env, timeout_s=LIMIT_S)
 
 
@@ -72,13 +76,16 @@ def test_a_rank_with_more_steps_is_told_who_left() -> None:
     assert "rank 0" in result.stderr
 
 
-def test_a_rank_with_more_steps_is_told_what_the_others_do() -> None:
-    """Inside jit, while the others average metrics."""
-    result = launched(LONGER, 2, "jax", "MetricAverageCallback")
+def test_ranks_that_wait_for_different_things_are_told_of_each_other() -> None:
+    """One rank inside jit, where another might still come to, and one for averages of metrics."""
+    limits = {"HORO_LITE_STALL_WARN_S": "2", "HORO_LITE_STALL_ABORT_S": "5"}
+    result = launched(LONGER, 2, "jax", "MetricAverageCallback", env=limits)
     assert result.returncode != 0
     assert "is done" not in result.stdout
-    assert "MismatchError" in result.stderr, result
-    assert "inside jit' was submitted by rank 1 but not by rank 0" in result.stderr
+    assert "the ranks wait for each other" in result.stderr, result
+    assert re.search("rank 0 has waited .* in allreduce 'metrics loss'", result.stderr), result
+    assert re.search("rank 1 has waited .* in allreduce 'gradients, call 4", result.stderr), result
+    assert "StallError" in result.stderr, result
 
 
 def test_digits_are_learned() -> None:
