@@ -51,9 +51,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt))))
 QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa cupy nnabla
 FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
-# Asked whether it runs: pyenv has a python3.10 that only says which versions there are.
-PYTHON310 := $(or $(PYTHON310),$(shell \
-  for python in python3.10 $$(pyenv root 2>/dev/null)/versions/3.10*/bin/python3.10; \
+# Asked whether it runs: pyenv's python3.10 may only say which versions there are.
+PYTHON310 := $(or $(PYTHON310),$(shell shims=$$(dirname $$(command -v python3.10 || echo /none/none)); \
+  for python in python3.10 $$shims/../versions/3.10*/bin/python3.10; \
   do $$python -c '' 2>/dev/null && echo $$python && break; done))
 
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
@@ -109,9 +109,10 @@ test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## JAX, Keras, NNabla and
 
 # Stand-ins need nothing that is not there already.
 STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests/frameworks/$(name).txt),,$(name)))
+UNTESTABLE := $(if $(PYTHON310),,nnabla)
 ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,.venv-$1/.ready)
 
-$(addprefix framework-,$(KNOWN_FRAMEWORKS)): framework-%:
+$(addprefix framework-,$(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))): framework-%:
 	@$(MAKE) -s --no-print-directory $(call ready_of,$*)
 	@echo "==> tests with $*"
 	@$(dir $(call ready_of,$*))bin/python -m pytest tests/frameworks/test_$*.py $(ARGS)
@@ -119,10 +120,8 @@ $(addprefix framework-,$(KNOWN_FRAMEWORKS)): framework-%:
 $(addprefix framework-,$(filter-out $(KNOWN_FRAMEWORKS),$(FRAMEWORKS))):
 	@echo "no framework $(@:framework-%=%) is known; there are $(KNOWN_FRAMEWORKS)" && exit 2
 
-ifeq ($(PYTHON310),)
-framework-nnabla:
-	@echo "==> NNABLA WAS NOT TESTED: it needs a Python 3.10, and none was found; make PYTHON310=/path/to/python3.10"
-endif
+$(addprefix framework-,$(UNTESTABLE)): framework-%:
+	@echo "==> NOT TESTED: $*. It needs a Python 3.10, and none was found: make PYTHON310=/path/to/python3.10"
 
 check: $(VENV)/.test ## lint, format and types; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)

@@ -454,17 +454,17 @@ def check_streaming(group: Group) -> None:
 
 def check_average_gradients(group: Group) -> None:
     """Nothing given is changed; what one rank lacks lies beside what it has."""
-    last = group.rank == group.size - 1
+    n_lacking = int(group.size > 1)
+    lacks = n_lacking and group.rank == group.size - 1
     here = on_gpu(np.full(5, 1.0 + group.rank), np.float32)
-    tree = {"a": here, "b": None if last else on_gpu(np.full((3, 2), 6.0), np.float32)}
+    tree = {"a": here, "b": None if lacks else on_gpu(np.full((3, 2), 6.0), np.float32)}
     for _ in range(2):
         averages = hvd.average_gradients(tree, group=group)
         group.barrier()  # where MPI takes calls from this thread only, it is heard here
         assert type(averages["b"]) is type(here)
         assert np.allclose(averages["a"].numpy(), (group.size + 1) / 2)
-        assert np.allclose(
-            averages["b"].numpy(), np.full((3, 2), 6.0 * (group.size - 1) / group.size)
-        )
+        average = 6.0 * (group.size - n_lacking) / group.size
+        assert np.allclose(averages["b"].numpy(), np.full((3, 2), average))
         assert np.allclose(here.numpy(), 1.0 + group.rank)
 
 

@@ -18,7 +18,9 @@ from typing import Any
 
 from horo_lite import _native
 from horo_lite.collectives import Group
+from horo_lite.messages import Messages
 from horo_lite.transports.nccl import Lane, NcclTransport
+from horo_lite.transports.pipes import Pipes
 from horo_lite.transports.shm import ShmTransport
 from horo_lite.transports.staged import StagedTransport
 
@@ -77,6 +79,7 @@ def join() -> tuple[Any, Group]:
         "comm": None,
         "host_of_rank": [0] * size,
         "restore_threads": lambda: None,
+        "messages": Messages(Pipes(), transports[0], ""),  # nobody sends any here
         "parts": [],
         "began": time.monotonic(),
     }
