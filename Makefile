@@ -189,6 +189,7 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/.test
 	@$(PY) $(PIP) $(TORCH)
 	@touch $@
 
+# One build tree, one at a time: `make -j2 test-frameworks` makes environments beside running tests.
 # Where NNabla's Python is another one, the core is built for that, too; there is no GPU to use there.
 PYTHON_nnabla := $(PYTHON310)
 BUILD_nnabla := HORO_LITE_CUDA=0
@@ -199,7 +200,7 @@ BUILD_nnabla := HORO_LITE_CUDA=0
 	@rm -rf .venv-$*
 	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
 	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) .venv-$*/bin/python $(EDITABLE) \
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
 	@touch $@
 

@@ -68,8 +68,11 @@ class CMakeBuild(build_ext):
                 )
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # a running process may have the old file mapped
-        shutil.copy2(tree / f"_native{SUFFIX}", target)
+        # Put in its place as a whole: a running process may have the old file mapped, and another
+        # may just be starting.
+        fresh = target.with_name(f".{target.name}.new")
+        shutil.copy2(tree / f"_native{SUFFIX}", fresh)
+        fresh.replace(target)
 
 
 setup(
