@@ -274,7 +274,10 @@ def start_ranks(
             if mpi_name(mpi) == "openmpi":
                 start.insert(1, "--oversubscribe")
             command = start + command
-        job = Job([*prefix, *command], environment(env), Path(folder))
+        # Open MPI names its session's directory by the launcher's pid, and stumbles over one that a
+        # launcher of the same pid left when it was killed.
+        own = {**environment(env), "PRTE_MCA_prte_tmpdir_base": folder}
+        job = Job([*prefix, *command], own, Path(folder))
         try:
             yield job
         finally:
