@@ -347,6 +347,37 @@ def launch(
         return json.loads(output.read_text())
 
 
+def drive(
+    description: str,
+    script: Path,
+    repeats: int,
+    work: Callable[[int, Path], None],
+    tables: Callable[[dict[str, Any]], Sequence[str]],
+) -> None:
+    """`script`, which is running, has done its work: as a rank, or by starting jobs."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="job sizes")
+    parser.add_argument("--repeats", type=int, default=repeats, help="turns")
+    parser.add_argument("--output", type=Path, help="write everything there as JSON")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.repeats, options.output)
+        return
+    here = machine()
+    print("  ".join(f"{name}: {value}" for name, value in here.items()))
+    jobs = []
+    for ranks in options.ranks:
+        arguments = ["--work", "--repeats", str(options.repeats)]
+        jobs.append(launch(sys.executable, ranks, arguments, 600, script))
+        for table in tables(jobs[-1]):
+            print(f"\n{table}", flush=True)
+    if options.output:
+        options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
+
+
 def start_times(python: str, repeats: int = 5) -> dict[str, float]:
     """Medians in seconds of starting 2 ranks, MPI_Init and `init()` in turns."""
     times: dict[str, list[float]] = {"MPI_Init": [], "init": []}

@@ -12,10 +12,8 @@ meeting, and the cost of guards, which does not depend on sizes, stands out of t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,7 @@ from allreduce import (
     Array,
     Contender,
     Gradients,
-    launch,
-    machine,
+    drive,
     resnet50_shapes,
     take_turns,
 )
@@ -166,31 +163,11 @@ def table(job: dict[str, Any], result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measures, prints, and writes the JSON where it was asked for."""
-    parser = argparse.ArgumentParser(
-        description="time what noticing drift, mismatches and NaN costs",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="job sizes")
-    parser.add_argument("--repeats", type=int, default=60, help="turns")
-    parser.add_argument("--output", type=Path, help="write everything there as JSON")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        work(options.repeats, options.output)
-        return
-    here = machine()
-    print("  ".join(f"{name}: {value}" for name, value in here.items()))
-    jobs = []
-    for ranks in options.ranks:
-        arguments = ["--work", "--repeats", str(options.repeats)]
-        jobs.append(launch(sys.executable, ranks, arguments, 600, HERE))
-        for result in jobs[-1]["results"]:
-            print(f"\n{table(jobs[-1], result)}", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    drive(
+        "time what noticing drift, mismatches and NaN costs",
+        HERE,
+        60,
+        work,
+        lambda job: [table(job, result) for result in job["results"]],
+    )

@@ -14,18 +14,16 @@ it is given, and the last column is without it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from allreduce import MEMCPY, Gradients, launch, machine, resnet50_shapes, rest
+from allreduce import MEMCPY, Gradients, drive, resnet50_shapes, rest
 
 HERE = Path(__file__).resolve()
 NUMPY = "NumPy arrays, in place"
@@ -123,7 +121,7 @@ def table(job: dict[str, Any]) -> str:
     width = max(map(len, times))
     lines = [
         f"resnet50: {job['bytes'] / 2**20:.1f} MiB in 161 arrays, {job['ranks']} ranks",
-        f"{'':<{width}}{'ms':>10}{'× NumPy (quartiles)':>30}{'started':>12}",
+        f"{'':<{width}}{'ms':>10}{'× NumPy (quartiles)':>30}{'without its start':>20}",
     ]
     for name, ms in times.items():
         ratios = np.array(ms) / np.array(times[NUMPY])
@@ -132,35 +130,10 @@ def table(job: dict[str, Any]) -> str:
         line = f"{name:<{width}}{statistics.median(ms):>10.1f}{ratio:>30}"
         if name.startswith("inside jit") and name != BARE:
             beyond = (np.array(ms) - np.array(times[BARE])) / np.array(times[NUMPY])
-            line += f"{np.median(beyond):>12.2f}"
+            line += f"{np.median(beyond):>20.2f}"
         lines.append(line)
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measures, prints, and writes the JSON where it was asked for."""
-    parser = argparse.ArgumentParser(
-        description="time gradients' exchange inside JAX's jit",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="job sizes")
-    parser.add_argument("--repeats", type=int, default=15, help="turns")
-    parser.add_argument("--output", type=Path, help="write everything there as JSON")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        work(options.repeats, options.output)
-        return
-    here = machine()
-    print("  ".join(f"{name}: {value}" for name, value in here.items()))
-    jobs = []
-    for ranks in options.ranks:
-        arguments = ["--work", "--repeats", str(options.repeats)]
-        jobs.append(launch(sys.executable, ranks, arguments, 600, HERE))
-        print(f"\n{table(jobs[-1])}", flush=True)
-    if options.output:
-        options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    drive("time gradients' exchange inside JAX's jit", HERE, 15, work, lambda job: [table(job)])
