@@ -9,14 +9,13 @@
 #   FRAMEWORKS of `make test-frameworks`: names such as `jax keras`; ALL=1 means every one
 #   PYTHON310 a Python 3.10, which NNabla needs
 #   CUDA_HOME a CUDA toolkit
-#   RUNS, LIMIT_S   of `make soak`: how many jobs, and after how many seconds no other begins
+#   MINUTES   of `make soak`: how long; its JOBS are how many run at once
 #   JOBS      how many test files run at once; JOBS=0: one after the other, as a debugger needs it
 #   OUT       of `make gpu-check`: a file for what it prints
 PYTHON ?= python3
 NP ?= 2
 JOBS ?= 2
-RUNS ?= 200
-LIMIT_S ?= 1800
+MINUTES ?= 30
 TORCH ?= torch==2.13.0
 
 ifdef MPIEXEC
@@ -56,13 +55,17 @@ PYTHON310 := $(or $(PYTHON310),$(shell shims=$$(dirname $$(command -v python3.10
   for python in python3.10 $$shims/../versions/3.10*/bin/python3.10; \
   do $$python -c '' 2>/dev/null && echo $$python && break; done))
 
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 PIP := -m pip -qq --no-input install
 # Without pip's isolation only what has changed is compiled again.
 EDITABLE := $(PIP) --no-build-isolation --editable
-CORE_CXX = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
-PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*.py tests examples benchmarks)
+# All architectures take nvcc minutes. Where there is no GPU, one shows that the kernels compile: the
+# oldest, whose PTX every newer GPU could run. It is for this directory's environments only.
+GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
+CUDA_FOR := $(if $(HORO_LITE_CUDA_ARCHITECTURES)$(GPU_HERE),,HORO_LITE_CUDA_ARCHITECTURES=75)
+CORE_CXX = $(wildcard $(foreach kind,cpp h cu,csrc/*.$(kind) csrc/*/*.$(kind)))
+PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmarks)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -76,7 +79,7 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo test test-frameworks check fix bench soak examples wheel gpu-check clean
+.PHONY: help demo build debug test test-frameworks check fix bench soak examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -87,6 +90,12 @@ demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the 
 	@$(LAUNCH) -n $(NP) $(PY) examples/digits_numpy.py $(ARGS)
 	@echo "==> the same on one process, for comparison"
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
+
+build: $(VENV)/.made ## compile what has changed in csrc/, and nothing else
+	@$(CUDA_FOR) $(PY) setup.py -q build_ext --inplace
+
+debug: $(VENV)/.made ## the same with assertions and -O1 -g, in place of it, until the next `make build`
+	@HORO_LITE_DEBUG=1 $(CUDA_FOR) $(PY) setup.py -q build_ext --inplace
 
 examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
 	@echo "==> any_framework.ipynb, which starts 2 ranks itself"
@@ -142,8 +151,9 @@ bench: $(TEST_READY) .venv-jax/.ready ## time the all-reduce, the guards, PyTorc
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
 	@echo && .venv-jax/bin/python benchmarks/jax_step.py
 
-soak: $(VENV)/.test ## RUNS=200 jobs that lose random ranks at random moments; half an hour at most
-	@$(PY) tests/soak.py --runs $(RUNS) --limit-s $(LIMIT_S)
+soak: $(TEST_READY) ## random jobs with random trouble, watched from outside, for MINUTES=30
+	@$(PY) tests/soak.py --minutes $(MINUTES) --jobs $(JOBS) \
+	  $(if $(MPIEXEC),,--mpich $(MPICH)/bin/python) $(ARGS)
 
 wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 13, without a toolkit
 	@echo "==> building a wheel (two minutes)"
@@ -176,12 +186,14 @@ $(VENV)/.made:
 
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
 	@echo "==> building horo_lite and its C++ core (about a minute, the first time)"
-	@$(PY) $(EDITABLE) '.[$(MPI)examples]'
+	@if [ "$(CUDA_FOR)" ] && [ "$$HORO_LITE_CUDA" != 0 ] && command -v nvcc >/dev/null; then \
+	  echo "    (no GPU here: kernels for one architecture only; pip install . makes them for all, in minutes)"; fi
+	@$(CUDA_FOR) $(PY) $(EDITABLE) '.[$(MPI)examples]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.demo
 	@echo "==> installing what the tests and checks need"
-	@$(PY) $(EDITABLE) '.[$(MPI)test,dev]'
+	@$(CUDA_FOR) $(PY) $(EDITABLE) '.[$(MPI)test,dev]'
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml | $(VENV)/.test
@@ -200,7 +212,7 @@ BUILD_nnabla := HORO_LITE_CUDA=0
 	@rm -rf .venv-$*
 	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
 	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
 	@touch $@
 
@@ -217,5 +229,5 @@ $(MPICH)/.test: pyproject.toml | $(VENV)/.test
 	@rm -rf $(MPICH)
 	@$(PYTHON) -m venv $(MPICH)
 	@$(MPICH)/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
 	@touch $@

@@ -1,8 +1,12 @@
 """Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml.
 
-Of the environment, csrc/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted),
+An editable install (`pip install -e`, `setup.py build_ext --inplace`) gets `horo_lite._testing` as
+well, which the tests need and no wheel has.
+
+Of the environment, csrc/gpu/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted),
 HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and HORO_LITE_CUDA_WHEELS (`make
-wheel`: the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own.
+wheel`: the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own. HORO_LITE_DEBUG=1
+(`make debug`) builds with assertions and little optimization.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+TESTING = "horo_lite._testing"
 
 
 def tool(name: str) -> str:
@@ -40,11 +45,20 @@ def nanobind_dir() -> str:
 
 
 class CMakeBuild(build_ext):
+    def run(self) -> None:
+        if not self.inplace and not self.editable_mode:
+            self.extensions = [ext for ext in self.extensions if ext.name != TESTING]
+            for built in Path(self.build_lib, "horo_lite").glob("_testing*"):
+                built.unlink()  # for an editable install, which shares the directory
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         # One lasting tree per Python ABI: pip's own build directory is thrown away, and with it
         # every object file that did not have to be compiled again.
         wheels = os.environ.get("HORO_LITE_CUDA_WHEELS", "")
-        tree = ROOT / "build" / f"{'wheel' if wheels else 'cmake'}{SUFFIX.removesuffix('.so')}"
+        debug = os.environ.get("HORO_LITE_DEBUG", "0") not in ("", "0")
+        kind = "debug" if debug else "wheel" if wheels else "cmake"
+        tree = ROOT / "build" / f"{kind}{SUFFIX.removesuffix('.so')}"
         cache, home = tree / "CMakeCache.txt", f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}/csrc\n"
         if cache.exists() and home not in cache.read_text():
             shutil.rmtree(tree)  # the checkout was moved or copied, and CMake refuses such a tree
@@ -53,6 +67,7 @@ class CMakeBuild(build_ext):
             # Named each time: the ones in the cache may lie in an isolated environment long gone.
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_BUILD_TYPE={'Debug' if debug else 'Release'}",
             f"-Dnanobind_DIR={nanobind_dir()}",
             # What they are not set to is said too: the cache remembers the last time.
             f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
@@ -60,7 +75,8 @@ class CMakeBuild(build_ext):
             f"-DHORO_LITE_CUDA_WHEELS={wheels}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        for command in (configure, [tool("cmake"), "--build", str(tree)]):
+        module = ext.name.rpartition(".")[2]
+        for command in (configure, [tool("cmake"), "--build", str(tree), "--target", module]):
             if subprocess.run(command).returncode:
                 raise SystemExit(
                     "horo_lite: the C++ core could not be built; the messages above say why "
@@ -71,11 +87,11 @@ class CMakeBuild(build_ext):
         # Put in its place as a whole: a running process may have the old file mapped, and another
         # may just be starting.
         fresh = target.with_name(f".{target.name}.new")
-        shutil.copy2(tree / f"_native{SUFFIX}", fresh)
+        shutil.copy2(tree / f"{module}{SUFFIX}", fresh)
         fresh.replace(target)
 
 
 setup(
-    ext_modules=[Extension("horo_lite._native", sources=[])],
+    ext_modules=[Extension("horo_lite._native", sources=[]), Extension(TESTING, sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

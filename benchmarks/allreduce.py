@@ -1,13 +1,13 @@
-"""How long it takes to average gradients among the ranks of one host, next to its yardsticks.
+"""Time averaging gradients among the ranks of one host, next to its yardsticks.
 
 `python benchmarks/allreduce.py` (or `make bench`) starts mpiexec jobs itself and prints one table
-per set of gradients. In one job all ways of doing it take turns, so that what else the machine does
-hits them alike; a number is the median over the turns of the slowest rank's time. Before each
-turn every rank fills its gradients with numbers of its own, and after it compares all of them with
-the exact answer: what is fast because it is wrong ends the benchmark.
+per set of gradients. Within a job all contenders take turns, so that other load on the machine
+affects them equally; a figure is the median over the turns of the slowest rank's time. Before each
+turn every rank fills its gradients with its own numbers, and afterwards compares all of them with
+the exact result: a wrong result ends the benchmark.
 
 The yardstick is one memcpy of the same bytes by one rank while the others sleep. The MPI rows only
-sum; the others divide too.
+sum; the others also divide.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 HERE = Path(__file__).resolve()
-BUCKET_BYTES = 25 << 20  # what DistributedDataParallel takes by default
+BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
 MEMCPY = "memcpy, one rank"
 
 
@@ -94,12 +94,12 @@ class Gradients:
         self.averages = [average[start:end] for start, end in pairwise(bounds)]
 
     def fill(self, arrays: Sequence[Array]) -> None:
-        """Each array holds this rank's own numbers."""
+        """Write this rank's own numbers into each array."""
         for array, filling in zip(arrays, self.fillings, strict=True):
             np.copyto(array.reshape(-1), filling)
 
     def check(self, contender: Contender) -> None:
-        """Its arrays hold exactly the sum, or the average, over the ranks."""
+        """Check that its arrays hold exactly the sum, or the average, over the ranks."""
         exact = self.averages if contender.divides else self.sums
         for index, (array, expected) in enumerate(zip(contender.arrays, exact, strict=True)):
             if not np.array_equal(array.reshape(-1), expected):
@@ -107,7 +107,7 @@ class Gradients:
 
 
 class Contender:
-    """One way of averaging: what is timed, and where its numbers come from and end up."""
+    """One way of averaging: the timed function, and the arrays it reads and writes."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Contender:
 
 
 def contenders(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
-    """All ways that this environment has."""
+    """Return all ways of averaging that this environment supports."""
     from mpi4py import MPI
 
     import horo_lite as hvd
@@ -166,7 +166,7 @@ def contenders(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
 
 
 def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
-    """What DistributedDataParallel does with its buckets, if PyTorch is installed."""
+    """Average as DistributedDataParallel does with its buckets, if PyTorch is installed."""
     try:
         import torch
         import torch.distributed as dist
@@ -204,18 +204,18 @@ def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
 
 
 def rest(comm: Any) -> None:
-    """All ranks are here, and those that came early slept: waiting must not take a core."""
+    """Wait for all ranks, sleeping: waiting must not occupy a core."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.0002)
 
 
 def measure(which: str, repeats: int, comm: Any, store: str) -> dict[str, Any]:
-    """The times of every contender on one set, the same on every rank."""
+    """Return the times of every contender on one set, the same on every rank."""
     gradients = Gradients(SETS[which](), comm.rank, comm.size)
     gradients.fill(gradients.arrays)
     field = contenders(gradients, comm, store)
-    for turn in range(repeats + 1):  # the first one is for warming up
+    for turn in range(repeats + 1):  # the first one warms up
         take_turns(gradients, field, comm, counts=turn > 0)
     return {
         "set": which,
@@ -229,7 +229,7 @@ def measure(which: str, repeats: int, comm: Any, store: str) -> dict[str, Any]:
 def take_turns(
     gradients: Gradients, field: Sequence[Contender], comm: Any, *, counts: bool
 ) -> None:
-    """Every contender has had one turn, and was right; where it counts, it knows its time."""
+    """Give every contender one turn and check its result; record its time if it counts."""
     for contender in field:
         if contender.arrays:
             gradients.fill(contender.arrays)
@@ -250,7 +250,7 @@ def take_turns(
 
 
 def work(sets: Sequence[str], repeats: int, output: Path) -> None:
-    """One rank's part of a job; rank 0 writes down what came out."""
+    """Run one rank's part of a job; rank 0 writes the results."""
     import horo_lite as hvd
 
     world = hvd.init()
@@ -278,7 +278,7 @@ def work(sets: Sequence[str], repeats: int, output: Path) -> None:
 
 
 def time_start(how: str, output: Path) -> None:
-    """How long `hvd.init()`, or MPI_Init by itself, took on the slowest rank."""
+    """Measure how long `hvd.init()`, or MPI_Init alone, takes on the slowest rank."""
     if how == "init":
         import horo_lite as hvd
 
@@ -308,7 +308,7 @@ def time_start(how: str, output: Path) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "CPU part")):
@@ -328,7 +328,7 @@ def machine() -> dict[str, Any]:
 def launch(
     python: str, ranks: int, arguments: Sequence[str], timeout_s: float, script: Path = HERE
 ) -> Any:
-    """What rank 0 of the job wrote down."""
+    """Run a job, and return the results that its rank 0 wrote."""
     mpiexec = os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=True)
     env = dict(os.environ)
@@ -354,13 +354,13 @@ def drive(
     work: Callable[[int, Path], None],
     tables: Callable[[dict[str, Any]], Sequence[str]],
 ) -> None:
-    """`script`, which is running, has done its work: as a rank, or by starting jobs."""
+    """Run the benchmark `script`, either as a rank or as the driver that starts jobs."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="job sizes")
     parser.add_argument("--repeats", type=int, default=repeats, help="turns")
-    parser.add_argument("--output", type=Path, help="write everything there as JSON")
+    parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -379,7 +379,7 @@ def drive(
 
 
 def start_times(python: str, repeats: int = 5) -> dict[str, float]:
-    """Medians in seconds of starting 2 ranks, MPI_Init and `init()` in turns."""
+    """Return the median seconds of MPI_Init and of `init()` on 2 ranks, alternating."""
     times: dict[str, list[float]] = {"MPI_Init": [], "init": []}
     for _ in range(repeats):
         for how, into in times.items():
@@ -388,7 +388,7 @@ def start_times(python: str, repeats: int = 5) -> dict[str, float]:
 
 
 def table(jobs: Sequence[dict[str, Any]], which: str) -> str:
-    """Milliseconds, and multiples of one memcpy, of all jobs side by side."""
+    """Format milliseconds and multiples of one memcpy of all jobs, side by side."""
     columns = []
     for job in jobs:
         for result in job["results"]:
@@ -411,14 +411,14 @@ def table(jobs: Sequence[dict[str, Any]], which: str) -> str:
             cell = f"{ms[name]:>14.2f}{ms[name] / ms[MEMCPY]:>8.2f}" if name in ms else f"{'-':>22}"
             line += cell
         lines.append(line)
-    # A machine that does something else meanwhile shows here first.
+    # Other load on the machine shows here first.
     spread = [result["quartiles"][MEMCPY] for _, result in columns]
     lines.append("memcpy's quartiles: " + ", ".join(f"{a:.2f}-{b:.2f} ms" for a, b in spread))
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measures, prints, and writes the JSON where it was asked for."""
+    """Measure, print, and write the JSON if requested."""
     parser = argparse.ArgumentParser(
         description="time the all-reduce against memcpy, MPI and gloo",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -436,7 +436,7 @@ def main() -> None:
         default=str(default) if default.exists() else None,
         help="the Python of an environment with the other MPI, to measure there too",
     )
-    parser.add_argument("--output", type=Path, help="write everything there as JSON")
+    parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--time-start", help=argparse.SUPPRESS)
     options = parser.parse_args()

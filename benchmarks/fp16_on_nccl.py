@@ -1,10 +1,10 @@
-"""What float16 on NCCL costs in accuracy, with a common power-of-two scale a tensor and without.
+"""The accuracy of float16 on NCCL, with and without a common power-of-two scale per tensor.
 
     python benchmarks/fp16_on_nccl.py
 
-Needs no GPU: the kernels' twin on the CPU packs and unpacks, bit for bit as a GPU would, and NumPy
-adds the halves in half precision, one rank after the other, as a ring of NCCL's does. Without a
-scale gradients are cast, added and divided by the number of ranks, as Horovod does it.
+Needs no GPU: the host version of the kernels packs and unpacks, bit for bit as a GPU would, and
+NumPy adds in half precision, one rank after the other, as an NCCL ring does. Without a scale,
+gradients are cast, added and divided by the number of ranks, as in Horovod.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite import _native
+from horo_lite import _testing
 
 N = 2**16
 MAGNITUDES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1.0, 1e2, 1e4, 1e5, 1e6)
@@ -27,7 +27,7 @@ Halves = NDArray[np.float16]
 
 
 def gradients(n_ranks: int, magnitude: float) -> list[Floats]:
-    """A direction that all ranks share, and as much noise of each one's own."""
+    """Return a direction that all ranks share plus an equal amount of each rank's own noise."""
     random = np.random.default_rng(7)
     shared = random.standard_normal(N)
     return [
@@ -48,14 +48,14 @@ def plain(xs: Sequence[Floats]) -> Floats:
 
 
 def scaled(xs: Sequence[Floats]) -> Floats:
-    """As csrc/nccl_group.cpp does it: measure, pack, add, unpack."""
+    """Measure, pack, add and unpack, as csrc/gpu/nccl_group.cpp does."""
     exponents = np.full(1, NO_EXPONENT, np.int32)
     memory = np.zeros(2 * N + WIRE_UNIT, np.uint8)
     skip = -memory.ctypes.data % WIRE_UNIT
     wire = memory[skip : skip + 2 * N].view(np.float16)
 
     def run(step: str, x: Floats, wire_dtype: str, divisor: float = 1.0) -> None:
-        _native.run_kernel(
+        _testing.run_kernel(
             None,
             step,
             "float32",
@@ -67,7 +67,7 @@ def scaled(xs: Sequence[Floats]) -> Floats:
             headroom=(len(xs) - 1).bit_length(),
         )
 
-    for x in xs:  # the largest of all ranks'
+    for x in xs:  # the maximum over all ranks
         run("measure", x, "float32")
     halves = []
     for x in xs:
@@ -80,7 +80,7 @@ def scaled(xs: Sequence[Floats]) -> Floats:
 
 
 def column(result: Floats, mean: NDArray[np.float64]) -> str:
-    """The error of the elements that are finite, and how many became infinite or zero."""
+    """Format the error of the finite elements, and how many became infinite or zero."""
     finite = np.isfinite(result)
     n_over, n_zero = int((~finite).sum()), int(((result == 0) & (mean != 0)).sum())
     error = result[finite].astype(np.float64) - mean[finite]

@@ -1,13 +1,14 @@
-"""What noticing costs: a step's guards that are always on, and comparisons that are asked for.
+"""The cost of the checks of a step that are always on, and of those that are optional.
 
-`python benchmarks/guards.py` (or `make bench`) starts mpiexec jobs itself. In one job all ways take
-turns, as in allreduce.py; a time is the slowest rank's, and every result is compared with the exact
-answer. What a guard costs is the median, over the turns, of what a step with it took longer than
-the bare exchange in the same turn: finding the gradients, a meeting that compares nothing, and the
-reduction, through shared memory of its own where nobody looks out for late ranks.
+`python benchmarks/guards.py` (or `make bench`) starts mpiexec jobs itself. Within a job all
+contenders take turns, as in allreduce.py; a time is the slowest rank's, and every result is
+compared with the exact one. The cost of a check is the median, over the turns, of the additional
+time of a step with it over the bare exchange in the same turn: collecting the gradients, a
+handshake that compares nothing, and the reduction, in separate shared memory without stall
+detection.
 
-The second set has as many arrays of one element each: there the exchange is hardly more than the
-meeting, and the cost of guards, which does not depend on sizes, stands out of the noise.
+The second set has the same number of arrays with one element each: there the exchange is little
+more than the handshake, and the cost of checks, which does not depend on sizes, stands out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "161x1": lambda: [(1,)] * 161,
 }
 BARE = "bare exchange"
-WATCHED = "the same, late ranks looked out for"
+WATCHED = "the same, with stall detection"
 COMPARISON = "check_in_sync"
 
 
@@ -58,7 +59,7 @@ class Idle:
 
 
 def unwatched(comm: Any) -> Any:
-    """The ranks, all of this host, in shared memory of their own."""
+    """Make a group of the ranks, all on this host, in separate shared memory."""
     from horo_lite._native import Segment, ShmGroup
 
     n_bytes = ShmGroup.memory_bytes(comm.size)
@@ -72,7 +73,7 @@ def unwatched(comm: Any) -> Any:
 
 
 def contenders(gradients: Gradients, comm: Any) -> list[Contender]:
-    """A step with and without its guards; what is asked for; the yardstick."""
+    """Return steps with and without checks, the optional checks, and the yardstick."""
     import horo_lite as hvd
     from horo_lite._native import Tensors
     from horo_lite.adapters import adapter_of
@@ -103,14 +104,14 @@ def contenders(gradients: Gradients, comm: Any) -> list[Contender]:
         Contender(MEMCPY, copy, alone=True),
         Contender(BARE, exchange(unwatched(comm)), arrays, divides=True),
         Contender(WATCHED, exchange(hvd.world().group.transport.group), arrays, divides=True),
-        Contender("step, guards as they are", step(), arrays, divides=True),
+        Contender("step, default checks", step(), arrays, divides=True),
         Contender('step, check_finite="raise"', step(check_finite="raise"), arrays, divides=True),
         Contender(COMPARISON, lambda: hvd.check_in_sync(replica)),
     ]
 
 
 def work(repeats: int, output: Path) -> None:
-    """One rank's part of a job; rank 0 writes down what came out."""
+    """Run one rank's part of a job; rank 0 writes the results."""
     import horo_lite as hvd
 
     world = hvd.init()
@@ -122,7 +123,7 @@ def work(repeats: int, output: Path) -> None:
         gradients = Gradients(shapes(), comm.rank, comm.size)
         gradients.fill(gradients.arrays)
         field = contenders(gradients, comm)
-        for turn in range(repeats + 2):  # the second step is the first under a plan agreed on
+        for turn in range(repeats + 2):  # the second step is the first with an agreed plan
             take_turns(gradients, field, comm, counts=turn > 1)
         results.append(
             {
@@ -142,7 +143,7 @@ def work(repeats: int, output: Path) -> None:
 
 
 def table(job: dict[str, Any], result: dict[str, Any]) -> str:
-    """Medians, and what each step costs beyond the bare exchange of the same turn."""
+    """Format medians, and the cost of each step beyond the bare exchange of the same turn."""
     times = {name: np.array(ms) for name, ms in result["milliseconds"].items()}
     bare = times[BARE]
     width = max(map(len, times))
@@ -165,7 +166,7 @@ def table(job: dict[str, Any], result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     drive(
-        "time what noticing drift, mismatches and NaN costs",
+        "time the checks for drift, mismatches and NaN",
         HERE,
         60,
         work,

@@ -1,15 +1,15 @@
-"""What gradients' exchange inside JAX's jit takes, next to the same in place in NumPy arrays.
+"""Time the exchange of gradients inside JAX's jit, next to in-place exchange of NumPy arrays.
 
-`python benchmarks/jax_step.py` (or `make bench`) starts mpiexec jobs itself. In one job all ways
-take turns, so that what else the machine does hits them alike; a time is the slowest rank's, from
-the call until the results are there, and a ratio the median over the turns of what a way took over
-what NumPy took in the same turn. Every result is compared with the exact average: what is fast
-because it is wrong ends the benchmark.
+`python benchmarks/jax_step.py` (or `make bench`) starts mpiexec jobs itself. Within a job all
+contenders take turns, so that other load on the machine affects them equally; a time is the slowest
+rank's, from the call until the results are available, and a ratio is the median over the turns of a
+contender's time divided by NumPy's in the same turn. Every result is compared with the exact
+average: a wrong result ends the benchmark.
 
-What is compiled does nothing else, and is given new arrays in every turn: donated, as a step's own
-gradients are free to be overwritten, or kept, where XLA has to copy them first. What JAX takes to
-start a function of so many arrays, every step takes anyway: it is measured by one that returns what
-it is given, and the last column is without it.
+The compiled functions only exchange, and receive new arrays in every turn: donated, like a step's
+own gradients, which may be overwritten, or kept, so that XLA has to copy them first. Every step
+spends the time that JAX takes to call a function with so many arrays: it is measured with an
+identity function, and subtracted in the last column.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ BARE = "inside jit, nothing exchanged"
 
 
 def ways() -> dict[str, Callable[[list[Any]], Any]]:
-    """Each takes and returns a list of arrays; all but the first are JAX's."""
+    """Return functions of a list of arrays; all but the first take JAX arrays."""
     import jax
 
     import horo_lite.jax as hvd
-    from horo_lite.collectives import grouped_allreduce_
+    from horo_lite.ops import grouped_allreduce_
 
     def compiled(way: str, **options: Any) -> Callable[[list[Any]], Any]:
         function = jax.jit(lambda arrays: hvd.grouped_allreduce(arrays), **options)
 
         def run(arrays: list[Any]) -> Any:
-            os.environ["HORO_LITE_INSIDE_JIT"] = way  # looked at when the function is compiled
+            os.environ["HORO_LITE_INSIDE_JIT"] = way  # read when the function is compiled
             return jax.block_until_ready(function(arrays))
 
         return run
@@ -63,7 +63,7 @@ def ways() -> dict[str, Callable[[list[Any]], Any]]:
 def take_turns(
     gradients: Gradients, field: dict[str, Callable[[list[Any]], Any]], comm: Any
 ) -> dict[str, float]:
-    """Milliseconds of each way, once each, after all were right."""
+    """Give each contender one turn, check its result, and return its milliseconds."""
     import jax.numpy as jnp
 
     found: dict[str, float] = {}
@@ -95,7 +95,7 @@ def take_turns(
 
 
 def work(repeats: int, output: Path) -> None:
-    """One rank's part of a job; rank 0 writes down what came out."""
+    """Run one rank's part of a job; rank 0 writes the results."""
     import horo_lite as hvd
 
     world = hvd.init()
@@ -116,12 +116,12 @@ def work(repeats: int, output: Path) -> None:
 
 
 def table(job: dict[str, Any]) -> str:
-    """Medians, and how they compare with NumPy's turn by turn."""
+    """Format medians, and their ratios to NumPy's in the same turn."""
     times: dict[str, Sequence[float]] = job["milliseconds"]
     width = max(map(len, times))
     lines = [
         f"resnet50: {job['bytes'] / 2**20:.1f} MiB in 161 arrays, {job['ranks']} ranks",
-        f"{'':<{width}}{'ms':>10}{'× NumPy (quartiles)':>30}{'without its start':>20}",
+        f"{'':<{width}}{'ms':>10}{'× NumPy (quartiles)':>30}{'without the call':>20}",
     ]
     for name, ms in times.items():
         ratios = np.array(ms) / np.array(times[NUMPY])
@@ -136,4 +136,6 @@ def table(job: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    drive("time gradients' exchange inside JAX's jit", HERE, 15, work, lambda job: [table(job)])
+    drive(
+        "time the exchange of gradients inside JAX's jit", HERE, 15, work, lambda job: [table(job)]
+    )

@@ -1,20 +1,19 @@
-"""What a training step with PyTorch pays for its gradients' exchange, next to its yardsticks.
+"""Time the exchange of gradients in a PyTorch training step, next to its yardsticks.
 
 `python benchmarks/torch_step.py` (or `make bench`) starts mpiexec jobs itself and prints one table
-per model and number of ranks. In one job all ways of exchanging gradients take turns, so that what
-else the machine does hits them alike. A step is zero_grad, forward, backward and the optimizer's
-step, as long as the slowest rank takes; what is called its exchange is how much longer it took than
-the step without any in the same turn. Numbers are medians over the turns. After each turn every
-rank compares all gradients with the average over the ranks: what is fast because it is wrong ends
-the benchmark.
+per model and number of ranks. Within a job all contenders take turns, so that other load on the
+machine affects them equally. A step is zero_grad, forward, backward and the optimizer's step, timed
+on the slowest rank; its exchange time is the additional time over the step without communication in
+the same turn. Figures are medians over the turns. After each turn every rank compares all gradients
+with the average over the ranks: a wrong result ends the benchmark.
 
-Where gradients live in shared memory, three things are timed by themselves, too: their reduction in
-place, moving gradients there (what the hooks do during backward()), and filling them with zeros
-(which zero_grad(set_to_none=False) would do instead).
+With gradients in shared memory, three operations are also timed separately: the in-place reduction,
+moving gradients there (as the hooks do during backward()), and filling them with zeros (which
+zero_grad(set_to_none=False) would do instead).
 
 The yardstick is one memcpy of the gradients by one rank while the others sleep. Memory is measured
-in jobs of its own, one for each way: the largest resident size of a process during five steps, less
-what it was during local steps before; of pages that several processes share, each counts its part.
+in separate jobs, one per contender: the peak resident size of a process during five steps, minus
+that during local steps before; pages shared by several processes are counted proportionally.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ TURNS = {"resnet50": 15, "transformer": 10}
 
 
 class Sums(nn.Module):
-    """Parameters of given shapes, whose gradients cost hardly more than writing them.
+    """Parameters of given shapes, whose gradients cost little more than writing them.
 
-    Each parameter's gradient is a row of numbers of this rank; they appear in backward() one by one
-    from the last to the first, as a network's do.
+    Each parameter's gradient is a vector of this rank's numbers; backward() produces them one by
+    one, from the last to the first, as in a network.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        # The same memory for all ways of exchanging: only parameters that are trained need theirs.
+        # The same memory for all contenders: only parameters that are trained need their own.
         self.parts = nn.ParameterList([nn.Parameter(p) for p in parameters])
         self.numbers = list(numbers)
 
@@ -67,7 +66,7 @@ class Sums(nn.Module):
 
 
 class Model(NamedTuple):
-    """How to make one set of parameters, its optimizer, the loss, and what is right."""
+    """How to make a set of parameters, its optimizer and loss, and the exact result."""
 
     make: Callable[[], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -88,7 +87,7 @@ def resnet50(comm: Any) -> Model:
     parameters = [torch.zeros(shape) for shape in shapes]
     return Model(
         make=lambda: Sums(parameters, mine.split(sizes)),
-        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0),  # whose parameters stay as they are
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0),  # leaves the parameters unchanged
         loss=lambda module: module(),
         averages=[
             part.view(shape) for part, shape in zip(average.split(sizes), shapes, strict=True)
@@ -149,16 +148,16 @@ MODELS: dict[str, Callable[[Any], Model]] = {"resnet50": resnet50, "transformer"
 
 
 class Contender:
-    """One way of exchanging gradients, with parameters of its own."""
+    """One way of exchanging gradients, with its own parameters."""
 
     def __init__(self, name: str, model: Model, wire_eps: float) -> None:
         self.name = name
         self.model = model
-        # Relative to the largest: a rounding of each rank's part, and one of the sum.
+        # Relative to the largest element: one rounding per rank's contribution, one of the sum.
         self.tolerance = 4 * wire_eps
         self.module = model.make()
         self.optimizer: Any = model.optimizer(self.module.parameters())
-        self.call: nn.Module = self.module  # what forward goes through
+        self.call: nn.Module = self.module  # the module that forward calls
         self.times: list[float] = []
 
     def step(self) -> None:
@@ -167,7 +166,7 @@ class Contender:
         self.optimizer.step()
 
     def check(self) -> None:
-        """Its gradients are the average over the ranks."""
+        """Check that its gradients are the average over the ranks."""
         for i, (p, average) in enumerate(
             zip(self.module.parameters(), self.model.averages, strict=True)
         ):
@@ -181,7 +180,7 @@ class Contender:
                 raise SystemExit(f"{self.name}: gradient {i} is not the average over the ranks")
 
     def forget(self) -> None:
-        """Its gradients take no memory while others have their turns."""
+        """Free its gradients while others have their turns."""
         for p in self.module.parameters():
             p.grad = None
 
@@ -212,7 +211,7 @@ def ddp(hook: str | None) -> Callable[[Contender], None]:
     return wrap
 
 
-# Name, precision of what travels, and what is done to a plain module and optimizer.
+# Name, wire dtype, and how to wrap a plain module and optimizer.
 FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     "horo_lite fp32": (torch.float32, horo_lite("none")),
     SHARED: (torch.float32, horo_lite("none", gradient_as_bucket_view=True)),
@@ -224,7 +223,7 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
 
 
 def connect(store: str, comm: Any) -> None:
-    """DistributedDataParallel has its process group."""
+    """Create the process group for DistributedDataParallel."""
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -237,20 +236,20 @@ def contender(name: str, model: Model) -> Contender:
     if name == LOCAL:
         return Contender(name, model, 0.0)
     dtype, wrap = FIELD[name]
-    # A sum in float32 of other order than the reference's differs in the last digits, too.
+    # A float32 sum in another order than the reference's differs in the last digits too.
     made = Contender(name, model, max(torch.finfo(dtype).eps, 1e-6))
     wrap(made)
     return made
 
 
 def time_alone(one: Contender, comm: Any) -> dict[str, float]:
-    """Milliseconds that the slowest rank takes for what is done to gradients in shared memory."""
-    from horo_lite.world import world
+    """Return the slowest rank's milliseconds for the operations on gradients in shared memory."""
+    from horo_lite.context import world
 
     one.step()
     homes = [p.grad for p in one.module.parameters()][::-1]
     names = [str(i) for i in range(len(homes))]
-    # As large as autograd makes them, and as hot: one that has just been written.
+    # Like autograd's: as large, and in cache because just written.
     fresh = torch.zeros(max(home.numel() for home in homes))
     shared = one.optimizer._exchange.reducer.shared
     assert shared is not None
@@ -283,16 +282,16 @@ def time_alone(one: Contender, comm: Any) -> dict[str, float]:
 
 
 def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
-    """The times of every contender with one model, the same on every rank."""
+    """Return the times of every contender with one model, the same on every rank."""
     model = MODELS[which](comm)
-    # With one rank there is nothing to exchange: what remains is what wrapping costs.
+    # With one rank there is nothing to exchange: this measures the cost of wrapping.
     names = list(FIELD) if comm.size > 1 else ["horo_lite fp32"]
     field = [contender(name, model) for name in [LOCAL, *names]]
     sources = [average.float() for average in model.averages]
     copies = [torch.zeros_like(source) for source in sources]
     memcpys: list[float] = []
     alone: list[dict[str, float]] = []
-    for turn in range(-2, turns):  # plans are made and agreed on in the first two
+    for turn in range(-2, turns):  # the first two make and agree on plans
         rest(comm)
         began = time.perf_counter()
         if comm.rank == 0:
@@ -340,7 +339,7 @@ def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """The largest resident size of this process so far, less other processes' part of it."""
+    """Return the peak resident size of this process, minus other processes' share of it."""
     sizes = {}
     for name in ("status", "smaps_rollup"):
         for line in Path("/proc/self", name).read_text().splitlines():
@@ -351,14 +350,14 @@ def peak_bytes() -> int:
 
 
 def measure_memory(which: str, name: str, comm: Any) -> int:
-    """How much larger than in local steps a process gets with that contender, on the worst rank."""
+    """Return a contender's peak memory beyond that of local steps, on the worst rank."""
     model = MODELS[which](comm)
     plain = contender(LOCAL, model)
     for _ in range(3):
         plain.step()
     before = peak_bytes()
     plain.forget()
-    if name == SHARED:  # the others' gradients get what these had, if the allocator has kept it
+    if name == SHARED:  # otherwise the allocator may reuse this memory for the others' gradients
         ctypes.CDLL(None).malloc_trim(0)
     wrapped = contender(name, model)
     for _ in range(5):
@@ -368,7 +367,7 @@ def measure_memory(which: str, name: str, comm: Any) -> int:
 
 
 def work(options: argparse.Namespace) -> None:
-    """One rank's part of a job; rank 0 writes down what came out."""
+    """Run one rank's part of a job; rank 0 writes the results."""
     import horo_lite.torch as hvd
 
     hvd.init()
@@ -395,7 +394,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -> str:
-    """One model on one number of ranks."""
+    """Format the table of one model on one number of ranks."""
     width = max(map(len, [MEMCPY, *FIELD]))
     unit = result["memcpy"]
     lines = [
@@ -415,7 +414,7 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -
     if result["alone"]:
         parts = [f"{what} {ms:.2f} ms ({ms / unit:.2f})" for what, ms in result["alone"].items()]
         lines.append(f"{SHARED}, in memcpys: " + ", ".join(parts))
-    # A machine that does something else meanwhile shows here first.
+    # Other load on the machine shows here first.
     spreads = {MEMCPY: result["memcpy_quartiles"], LOCAL: result["step_quartiles"][LOCAL]}
     lines.append(
         "quartiles: " + ", ".join(f"{name} {a:.2f}-{b:.2f} ms" for name, (a, b) in spreads.items())
@@ -424,9 +423,9 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -
 
 
 def main() -> None:
-    """Measures, prints, and writes the JSON where it was asked for."""
+    """Measure, print, and write the JSON if requested."""
     parser = argparse.ArgumentParser(
-        description="time training steps with PyTorch, and what their exchange adds",
+        description="time training steps with PyTorch, and the cost of their exchange",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="job sizes")
@@ -434,8 +433,8 @@ def main() -> None:
         "--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train"
     )
     parser.add_argument("--repeats", type=int, help=f"turns, if not {TURNS}")
-    parser.add_argument("--no-memory", action="store_true", help="leave out what takes memory")
-    parser.add_argument("--output", type=Path, help="write everything there as JSON")
+    parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
+    parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Pictures of handwritten digits: scikit-learn's bundled 8 x 8 ones, or MNIST from IDX files."""
+"""Images of handwritten digits: scikit-learn's bundled 8 x 8 ones, or MNIST from IDX files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Labels = npt.NDArray[np.int64]
 
 
 def load_digits(folder: Path | None) -> tuple[Images, Labels, Images, Labels]:
-    """`(train images, train labels, test images, test labels)`, the same on every rank.
+    """Return `(train images, train labels, test images, test labels)`, the same on every rank.
 
-    Images are `[n, height, width, 1]`, 0 for paper and 1 for ink less the mean of the training
+    Images are `[n, height, width, 1]`, 0 for paper and 1 for ink, minus the mean of the training
     images. Without a folder they are the 1,797 digits that come with scikit-learn, a fifth of
-    them kept for the test; with one, MNIST's.
+    them reserved for testing; with a folder, MNIST's.
     """
     if folder is None:
         pictures, labels, test_pictures, test_labels = _bundled()
@@ -40,7 +40,7 @@ def _bundled() -> tuple[Images, Labels, Images, Labels]:
         ) from None
     pixels, labels = scikit_learn_digits(return_X_y=True)
     pictures = (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
-    # Mixed first: neighbours in the file are by the same hand.
+    # Shuffled: neighbours in the file were written by the same person.
     order = np.random.default_rng(0).permutation(len(pictures))
     test, train = np.split(order, [len(order) // 5])
     return pictures[train], labels[train], pictures[test], labels[test]
@@ -55,16 +55,18 @@ def _read_mnist(folder: Path, part: str) -> tuple[Images, Labels]:
 
 
 def _read_idx(folder: Path, name: str, dimensions: int) -> npt.NDArray[np.uint8]:
-    """The bytes of an IDX file: a magic number, the lengths (big-endian), then the data."""
+    """Read an IDX file of bytes: a magic number, the dimensions (big-endian), then the data."""
     path = folder / name
     if not path.exists():
         path = folder / f"{name}.gz"
     if not path.exists():
         raise SystemExit(
-            f"--data {folder}: neither {name} nor {name}.gz is there; the four MNIST files are "
+            f"--data {folder}: neither {name} nor {name}.gz exists; the four MNIST files are "
             "{train,t10k}-{images-idx3,labels-idx1}-ubyte, with or without .gz"
         )
-    wrong = SystemExit(f"{path} is cut off, or no IDX file of bytes in {dimensions} dimensions")
+    wrong = SystemExit(
+        f"{path} is truncated, or not an IDX file of bytes in {dimensions} dimensions"
+    )
     data = path.read_bytes()
     try:
         if path.suffix == ".gz":

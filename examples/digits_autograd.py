@@ -1,9 +1,9 @@
-"""Handwritten digits with autograd, a function of NumPy arrays and its gradient, on any ranks.
+"""Handwritten digits with autograd (gradients of NumPy functions), on any number of ranks.
 
     python digits_autograd.py                       one process
-    mpiexec -n 2 python digits_autograd.py          two ranks, the same result
+    mpiexec -n 2 python digits_autograd.py          two ranks, same result
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     params = network(train_images[0].size, 64, 10, seed=args.seed + world.rank)
     params = hvd.broadcast_parameters(params)
 
@@ -59,7 +59,7 @@ def main() -> None:
 
         step_size = args.lr * (1 - epoch / args.epochs)
         params = adam(gradient, params, num_iters=len(train), step_size=step_size)
-        next(batches, None)  # the epoch's end
+        next(batches, None)  # finish the epoch
         n_correct = n_tested = 0
         for images, labels in test:
             n_correct += int((scores(params, images).argmax(axis=1) == labels).sum())

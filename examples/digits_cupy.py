@@ -3,7 +3,7 @@
 python digits_cupy.py                        one GPU
 mpiexec -n 2 python digits_cupy.py           two GPUs, the same result
 
-All else is as it is there: the flags, the table, the check at the end.
+Everything else is the same: the flags, the table, the check at the end.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ try:
     import cupy
 
     cupy.cuda.runtime.getDeviceCount()
-except Exception as error:  # no CuPy, no GPU, or a driver that is too old
+except Exception as error:  # no CuPy, no GPU, or too old a driver
     raise SystemExit(f"this example needs CuPy and an NVIDIA GPU: {error}") from None
 
 if __name__ == "__main__":
-    digits_numpy.__doc__ = __doc__  # what --help says
+    digits_numpy.__doc__ = __doc__  # the text of --help
     digits_numpy.xp = cupy
     digits_numpy.main()

@@ -3,7 +3,7 @@
     python digits_keras.py                                          one process
     KERAS_BACKEND=jax mpiexec -n 2 python digits_keras.py           two ranks
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def main() -> None:
     args = arguments()
     world = hvd.init()
 
-    # Every rank has as many images as the others, and so as many batches.
+    # Every rank has the same number of images, and so the same number of batches.
     train_images, train_labels, test_images, test_labels = load_digits(None)
     n_each = len(train_images) // world.size
     mine = slice(world.rank * n_each, (world.rank + 1) * n_each)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     keras.utils.set_random_seed(args.seed + world.rank)
     model = lenet(*train_images.shape[1:3])
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
@@ -52,7 +52,7 @@ def main() -> None:
         ],
     )
 
-    hvd.check_in_sync(model)  # an error if a single bit differs
+    hvd.check_in_sync(model)  # raises if a single bit differs
     if world.rank == 0:
         print(f"test accuracy {history.history['val_accuracy'][-1]:.4f}")
         if world.size > 1:

@@ -1,9 +1,9 @@
 """Handwritten digits with LeNet in MLX, on any number of ranks.
 
     python digits_mlx.py                       one process
-    mpiexec -n 2 python digits_mlx.py          two ranks, the same result
+    mpiexec -n 2 python digits_mlx.py          two ranks, same result
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     mx.random.seed(args.seed + world.rank)
     net = LeNet(*train_images.shape[1:3])
     hvd.broadcast_parameters(net)
@@ -70,7 +70,7 @@ def main() -> None:
         n_seen = n_correct = n_tested = 0
         for images, labels in report.batches(train, epoch):
             loss, gradients = loss_and_gradients(net, mx.array(images), mx.array(labels))
-            mx.eval(loss, gradients)  # so that only the exchange counts as such
+            mx.eval(loss, gradients)  # so that the exchange is timed alone
             with report.exchange():
                 # Weighted, because the ranks' shares of a batch may differ by one image.
                 opt.update(net, gradients, weight=len(labels))

@@ -3,8 +3,9 @@
     python digits_needle.py                       one process
     mpiexec -n 2 python digits_needle.py          two ranks
 
-Needle is what the course's students write: have yours on PYTHONPATH. This uses nn.Linear, nn.ReLU,
-nn.Sequential, nn.SoftmaxLoss and optim.Adam. Everything that several ranks need says `hvd`.
+Needle is written by the course's students: put yours on PYTHONPATH. This example uses nn.Linear,
+nn.ReLU, nn.Sequential, nn.SoftmaxLoss and optim.Adam. The code that only several ranks need
+contains `hvd`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def main() -> None:
 
     train_images, train_labels, test_images, test_labels = load_digits(args.data)
     pictures = Pictures(train_images, train_labels)
-    # Other weights and another order on every rank; without the broadcast the check at the end
-    # fails.
+    # Different weights and a different order on each rank; without the broadcast the check at the
+    # end fails.
     np.random.seed(args.seed + rank)
     train, _ = hvd.partition_dataset(pictures, args.batch_size, device=device, dtype="float32")
     test = Pictures(test_images[rank :: hvd.size()], test_labels[rank :: hvd.size()])

@@ -1,9 +1,9 @@
 """Handwritten digits with LeNet in NNabla, on any number of ranks.
 
     python digits_nnabla.py                       one process
-    mpiexec -n 2 python digits_nnabla.py          two ranks, the same result
+    mpiexec -n 2 python digits_nnabla.py          two ranks, same result
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     rng = np.random.RandomState(args.seed + world.rank)
     lenet(nn.Variable((1, *train_images.shape[1:])), rng)
     hvd.broadcast_parameters(nn.get_parameters())

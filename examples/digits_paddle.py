@@ -1,9 +1,9 @@
 """Handwritten digits with LeNet in PaddlePaddle, on any number of ranks.
 
     python digits_paddle.py                       one process
-    mpiexec -n 2 python digits_paddle.py          two ranks, the same result
+    mpiexec -n 2 python digits_paddle.py          two ranks, same result
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     paddle.seed(args.seed + world.rank)
     net = lenet(*train_images.shape[1:3])
     hvd.broadcast_parameters(net)

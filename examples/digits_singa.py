@@ -1,12 +1,12 @@
 """Handwritten digits with a small network in SINGA, on any number of ranks, with or without GPUs.
 
     python digits_singa.py                       one process
-    mpiexec -n 2 python digits_singa.py          two ranks, the same result
+    mpiexec -n 2 python digits_singa.py          two ranks, same result
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 
-Written for SINGA 3 and later; the tests run it on a stand-in for SINGA, which is not on PyPI for
-any Python of today.
+Written for SINGA 3 and later; the tests run it with a stub, since PyPI has no SINGA for current
+versions of Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     net = network([train_images[0].size, 128, 64, 10], seed=args.seed + world.rank)
     hvd.broadcast_parameters(net)
     sgd = opt.SGD(lr=args.lr, momentum=0.9)
@@ -54,7 +54,7 @@ def main() -> None:
             out = logits(net, images)
             loss = autograd.softmax_cross_entropy(out, tensor.from_numpy(labels.astype(np.int32)))
             # Weighted, because the ranks' shares of a batch may differ by one image. Gradients
-            # travel while backward() goes on, so it is all of this that takes the time.
+            # are exchanged during backward(), so the time is that of both together.
             with report.exchange():
                 sgd(loss, weight=len(labels))
             loss_sum += float(tensor.to_numpy(loss)[0]) * len(labels)

@@ -1,9 +1,9 @@
-"""Handwritten digits with a small network in TensorFlow 2, in a training loop of one's own.
+"""Handwritten digits with a small network in TensorFlow 2, in a custom training loop.
 
     python digits_tensorflow.py                       one process
-    mpiexec -n 2 python digits_tensorflow.py          two ranks, the same result
+    mpiexec -n 2 python digits_tensorflow.py          two ranks, same result
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
     train_images, train_labels, test_images, test_labels = load_digits(None)
     train, _ = hvd.partition_dataset((train_images, train_labels), 64, seed=args.seed)
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     net = Net(train_images[0].size, args.seed + world.rank)
     hvd.broadcast_variables(net.variables, root_rank=0)
 
@@ -75,7 +75,7 @@ def main() -> None:
             print(f"epoch {epoch + 1:2}  train loss {loss_sum / n_seen:.4f}", flush=True)
 
     correct = tf.argmax(net(tf.constant(test_images)), axis=1).numpy() == test_labels
-    hvd.check_in_sync(net)  # an error if a single bit differs
+    hvd.check_in_sync(net)  # raises if a single bit differs
     if world.rank == 0:
         print(f"test accuracy {correct.mean():.4f}")
         if world.size > 1:

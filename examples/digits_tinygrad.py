@@ -1,17 +1,17 @@
 """Handwritten digits with LeNet in tinygrad, on any number of ranks.
 
     python digits_tinygrad.py                       one process
-    mpiexec -n 2 python digits_tinygrad.py          two ranks, the same result
+    mpiexec -n 2 python digits_tinygrad.py          two ranks, same result
 
-tinygrad compiles kernels with clang; `DEV=CPU:X86` in the environment does without (until 0.13).
-Everything that the second command needs and the first does not says `hvd`.
+tinygrad compiles kernels with clang; `DEV=CPU:X86` in the environment avoids it (up to 0.13).
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TRAINING", "1")  # what Tensor.training is from 0.14 on
+os.environ.setdefault("TRAINING", "1")  # read as Tensor.training from 0.14 on
 
 import numpy as np
 from digits import load_digits
@@ -30,7 +30,7 @@ class LeNet:
         self.full1 = nn.Linear(16 * (height // 4) * (width // 4), 120)
         self.full2 = nn.Linear(120, 84)
         self.full3 = nn.Linear(84, 10)
-        # tinygrad's own starting weights are so small that the loss stays flat for several epochs.
+        # tinygrad's initial weights are so small that the loss stays flat for several epochs.
         for name, p in nn.state.get_state_dict(self).items():
             is_weight = name.endswith("weight")
             p.replace(Tensor.kaiming_normal(*p.shape) if is_weight else Tensor.zeros(*p.shape))
@@ -50,7 +50,7 @@ def main() -> None:
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     Tensor.manual_seed(args.seed + world.rank)
     net = LeNet(*train_images.shape[1:3])
     hvd.broadcast_parameters(net)
@@ -60,7 +60,7 @@ def main() -> None:
         opt, named_parameters=named.items(), compression=args.compression
     )
 
-    # Compiled is what computes the gradients; the exchange comes after it.
+    # Only the computation of the gradients is compiled; the exchange comes after it.
     @TinyJit
     def gradients(images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         opt.zero_grad()

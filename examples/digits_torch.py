@@ -1,9 +1,9 @@
 """Handwritten digits with LeNet in PyTorch, on any number of ranks.
 
     python digits_torch.py                       one process
-    mpiexec -n 2 python digits_torch.py          two ranks, the same result
+    mpiexec -n 2 python digits_torch.py          two ranks, same result
 
-Everything that the second command needs and the first does not says `hvd`.
+The code that only several ranks need contains `hvd`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     train, _ = hvd.partition_dataset((train_images, train_labels), args.batch_size, seed=args.seed)
     test, _ = hvd.partition_dataset((test_images, test_labels), 512, shuffle=False, drop_last=False)
 
-    # Other weights on every rank, on purpose: without the broadcast the check at the end fails.
+    # Different weights on each rank, on purpose: without the broadcast the check at the end fails.
     torch.manual_seed(args.seed + world.rank)
     height, width = train_images.shape[1:3]
     net = lenet(height, width).to(device)
@@ -49,13 +49,11 @@ def main() -> None:
         n_seen = n_correct = n_tested = 0
         for images, labels in report.batches(train, epoch):
             opt.zero_grad()
-            loss = mean_loss(net(images), labels)
-            loss.backward()
             # Weighted, because the ranks' shares of a batch may differ by one image.
-            with report.exchange():
-                opt.synchronize(weight=len(labels))
-            with opt.skip_synchronize():
-                opt.step()
+            opt.set_weight(len(labels))
+            loss = mean_loss(net(images), labels)
+            loss.backward()  # gradients are exchanged meanwhile
+            opt.step()
             loss_sum += loss.item() * len(labels)
             n_seen += len(labels)
         schedule.step()
@@ -85,7 +83,7 @@ def lenet(height: int, width: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(84, 10),
     )
-    # PyTorch's own starting weights are so small that the loss stays flat for several epochs.
+    # PyTorch's default initial weights are so small that the loss stays flat for several epochs.
     for name, p in net.named_parameters():
         if name.endswith("weight"):
             nn.init.kaiming_normal_(p, nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""What the digits examples share: the flags, the table they print, and the check at the end."""
+"""Shared by the digits examples: the flags, the printed table, and the check at the end."""
 
 from __future__ import annotations
 
@@ -41,12 +41,8 @@ def arguments(description: str | None, *, lr: float) -> argparse.Namespace:
     )
     parser.add_argument("--lr", type=float, default=lr, help="learning rate (default %(default)s)")
     halves = parser.add_mutually_exclusive_group()
-    halves.add_argument(
-        "--fp16-allreduce", action="store_true", help="send gradients as 2-byte floats"
-    )
-    halves.add_argument(
-        "--bf16-allreduce", action="store_true", help="send gradients as 2-byte bfloat16"
-    )
+    halves.add_argument("--fp16-allreduce", action="store_true", help="send gradients as float16")
+    halves.add_argument("--bf16-allreduce", action="store_true", help="send gradients as bfloat16")
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the MNIST IDX files")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the learning curve")
@@ -65,7 +61,7 @@ def arguments(description: str | None, *, lr: float) -> argparse.Namespace:
 
 
 class Report:
-    """Measures the training and tells of it on rank 0. Every rank makes the same calls."""
+    """Measures the training and reports it on rank 0. Every rank makes the same calls."""
 
     def __init__(
         self,
@@ -90,11 +86,11 @@ class Report:
             f"{n_train:,} images to train on, {n_test:,} to test; "
             f"{self._n_elements:,} parameters\n"
             + (
-                f"1 rank ({world.device}) takes the whole batch of {args.batch_size} images"
+                f"1 rank ({world.device}) processes the whole batch of {args.batch_size} images"
                 if world.size == 1
                 else f"{world.size} ranks ({world.device}) share each batch of "
-                f"{args.batch_size} images, {share:.3g} a rank; "
-                f"gradients travel as {self._wire}"
+                f"{args.batch_size} images, {share:.3g} per rank; "
+                f"gradients are sent as {self._wire}"
             )
             + "\n\nepoch  train loss  test accuracy  images/s  exchange"
         )
@@ -104,7 +100,7 @@ class Report:
             print(text, flush=True)
 
     def batches(self, loader: Iterable[T], epoch: int) -> Iterator[T]:
-        """The loader's batches, timed, with a progress bar where rank 0 has a terminal."""
+        """Yield the loader's batches, timed, with a progress bar if rank 0 has a terminal."""
         self._epoch_train_s = -time.perf_counter()
         self._epoch_exchange_s = 0.0
         self._epoch_steps = 0
@@ -112,7 +108,7 @@ class Report:
             loader,
             desc=f"epoch {epoch + 1}/{self._args.epochs}",
             unit="step",
-            ncols=72,  # Sizes given: a terminal that a launcher makes for a rank has none.
+            ncols=72,  # Given, because a pseudo-terminal made by a launcher has no size.
             nrows=20,
             leave=False,
             file=sys.stdout,  # One stream for bar and table: launchers reorder two.
@@ -125,13 +121,13 @@ class Report:
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """The time inside counts as spent exchanging gradients, waiting for other ranks too."""
+        """Count the time inside as gradient exchange, including the wait for other ranks."""
         start = time.perf_counter()
         yield
         self._epoch_exchange_s += time.perf_counter() - start
 
     def epoch(self, train_loss_sum: float, n_seen: int, n_correct: int, n_tested: int) -> None:
-        """A line of the table. The counts and sums are this rank's: adding them up is exact."""
+        """Print a line of the table. Counts and sums are this rank's: their total is exact."""
         sums = np.array([train_loss_sum, n_seen, n_correct, n_tested], np.float64)
         loss_sum, seen, correct, tested = hvd.allreduce(sums, op=hvd.Sum)
         times = np.array([self._epoch_train_s, self._epoch_exchange_s], np.float64)
@@ -148,9 +144,9 @@ class Report:
         )
 
     def finish(self, parameters: Mapping[str, Any]) -> None:
-        """Tells the outcome, and ends the program with an error where the ranks' weights differ."""
+        """Print the result, and end the program with an error if the ranks' weights differ."""
         world, args = self._world, self._args
-        # CuPy's arrays are fetched with get().
+        # CuPy arrays are copied to the host with get().
         arrays = {name: a.get() if hasattr(a, "get") else a for name, a in parameters.items()}
         digest = hashlib.sha256()
         for array in arrays.values():
@@ -162,7 +158,7 @@ class Report:
         if others:
             self.say(
                 f"the parameters of rank {', '.join(map(str, others))} differ from rank 0's: "
-                "was broadcast_parameters forgotten, or a step taken without the exchange?"
+                "was broadcast_parameters() omitted, or a step taken without the exchange?"
             )
             raise SystemExit(1)
         if world.size > 1:
@@ -175,25 +171,26 @@ class Report:
             np.savez(args.save, **arrays)
         if world.rank == 0 and args.plot:
             self._plot(args.plot)
-            self.say(f"learning curve drawn to {args.plot}")
+            self.say(f"learning curve saved to {args.plot}")
 
     def _cost(self) -> str:
         if self._world.size == 1:
-            return "nothing to exchange: one rank alone has the whole gradient"
+            return "nothing to exchange: a single rank has the whole gradient"
         step_ms = 1e3 * self._exchange_s / self._steps
         took = (
-            f"averaging the gradients over the ranks took {step_ms:.2f} ms a step, "
+            f"averaging the gradients over the ranks took {step_ms:.2f} ms per step, "
             f"{self._exchange_s / self._train_s:.1%} of the training time,\n"
-            "waiting for the slowest rank included"
+            "including the wait for the slowest rank"
             if self._exchange_s > 0
-            else "averaging the gradients is part of the compiled step, which shows no times inside"
+            else "averaging the gradients is part of the compiled step or the backward pass, "
+            "and not timed separately"
         )
         step_bytes = self._n_elements * BYTES[self._wire]
         transport = TRANSPORTS.get(self._world.transport, self._world.transport)
         return (
             f"{took}\n({self._steps:,} steps, each with {step_bytes / 1e3:,.1f} kB of gradients "
             f"as {self._wire} through {transport}: "
-            f"{self._steps * step_bytes / 1e6:,.1f} MB in all)"
+            f"{self._steps * step_bytes / 1e6:,.1f} MB in total)"
         )
 
     def _plot(self, path: Path) -> None:
@@ -218,10 +215,10 @@ class Report:
 
 
 def _on_terminal() -> bool:
-    """Whether what rank 0 prints is seen on a terminal.
+    """Whether rank 0's output goes to a terminal.
 
-    Its own stdout cannot tell, since a launcher puts a pipe or a terminal of its own in between:
-    the launcher's does.
+    Rank 0's own stdout does not tell, since launchers insert a pipe or a pseudo-terminal: look at
+    the launcher's stdout.
     """
     launchers = ("mpi", "prte", "orte", "hydra")
     try:

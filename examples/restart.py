@@ -1,10 +1,10 @@
-"""Training that is killed and goes on: handwritten digits on ranks that this script starts itself.
+"""Training that survives a killed rank: handwritten digits on ranks that this script starts.
 
     python restart.py
     python restart.py --ranks 4 --epochs 8 --kill-in-epoch 5
 
-In the middle of an epoch the last rank is killed, as the system does it when memory runs out. The
-job begins again from its last commit, and ends with the bits of one that nobody disturbed.
+In the middle of an epoch the last rank is killed, as the OOM killer would do it. The job restarts
+from its last commit, and ends with weights that are bit-identical to those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--kill-in-epoch", type=int, default=3, help="default %(default)s")
     args = parser.parse_args()
 
-    print("undisturbed:")
+    print("without interruption:")
     expected = hvd.run(train, (args.epochs, None), np=args.ranks, restarts=1)
     print("\nwith a rank killed:")
     found = hvd.run(train, (args.epochs, args.kill_in_epoch), np=args.ranks, restarts=1)
@@ -38,17 +38,17 @@ def main() -> None:
     pairs = zip(expected[0], found[0], strict=True)
     if not all(np.array_equal(a, b) for a, b in pairs):
         raise SystemExit("the weights differ")
-    print("\nthe same weights, to the bit")
+    print("\nthe weights are bit-identical")
 
 
 def train(n_epochs: int, kill_in_epoch: int | None) -> list[Any]:
-    """The weights after that many epochs, on each rank."""
+    """Return the weights after that many epochs, on each rank."""
     world = hvd.init()
     train_images, train_labels, test_images, test_labels = load_digits(None)
     batches, _ = hvd.partition_dataset((train_images, train_labels), 64)
     net = Network(train_images.shape[1:], n_classes=10, seed=0)
-    opt = hvd.DistributedOptimizer(SGD(net.params, lr=0.1))
-    # All that the rest of the training depends on.
+    opt = hvd.DistributedOptimizer(SGD(net.params, lr=0.2))
+    # Everything that the rest of the training depends on.
     state = hvd.elastic.State(weights=[p.data for p in net.params], opt=opt, epoch=1)
 
     @hvd.elastic.run  # Reads the last commit, if there is one, and gives it to all ranks.
@@ -65,7 +65,7 @@ def train(n_epochs: int, kill_in_epoch: int | None) -> list[Any]:
                 correct = net.count_correct(test_images, test_labels)
                 print(f"epoch {state.epoch}: test accuracy {correct / len(test_labels):.4f}")
             state.epoch += 1
-            state.commit()  # Rank 0 writes it: whole or not at all.
+            state.commit()  # Rank 0 writes it, atomically.
 
     restarted = os.environ["HORO_LITE_RESTART"] != "0"
     go_on(state)

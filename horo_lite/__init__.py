@@ -1,38 +1,54 @@
-"""Any framework's optimizer, averaged over ranks: `import horo_lite as hvd`."""
+"""Any framework's optimizer, averaged over ranks: `import horo_lite as hvd`.
+
+Importing it imports no framework, no MPI and no CUDA, and changes nothing in the process, with one
+exception. Under MPICH's launcher (HYDI_CONTROL_FD is set) a rank that fails before MPI_Init goes
+unnoticed, and the others wait there for ever. There `start.ending.guard_start` installs
+sys.excepthook, threading.excepthook and sys.exit from here on, until `init()` or the end, so that
+such a failure ends the job.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter as Adapter
     from horo_lite.adapters import register_adapter as register_adapter
-    from horo_lite.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
-    from horo_lite.broadcast import broadcast_parameters as broadcast_parameters
-    from horo_lite.calls import run as run
-    from horo_lite.collectives import *  # noqa: F403
-    from horo_lite.compression import Compression as Compression
-    from horo_lite.compression import Compressor as Compressor
-    from horo_lite.data import DistributedSampler as DistributedSampler
-    from horo_lite.data import partition_dataset as partition_dataset
-    from horo_lite.drift import check_in_sync as check_in_sync
+    from horo_lite.collectives.compression import Compression as Compression
+    from horo_lite.collectives.compression import Compressor as Compressor
+    from horo_lite.collectives.handle import Handle as Handle
+    from horo_lite.collectives.join import join as join
+    from horo_lite.collectives.reductions import Average as Average
+    from horo_lite.collectives.reductions import Max as Max
+    from horo_lite.collectives.reductions import Min as Min
+    from horo_lite.collectives.reductions import Op as Op
+    from horo_lite.collectives.reductions import Product as Product
+    from horo_lite.collectives.reductions import Sum as Sum
+    from horo_lite.context import *  # noqa: F403
     from horo_lite.errors import *  # noqa: F403
-    from horo_lite.gradients import average_gradients as average_gradients
-    from horo_lite.gradients import grad_and_average as grad_and_average
-    from horo_lite.join import join as join
+    from horo_lite.launch.run import run as run
     from horo_lite.messages import irecv as irecv
     from horo_lite.messages import isend as isend
     from horo_lite.messages import recv as recv
     from horo_lite.messages import send as send
-    from horo_lite.optimizer import DistributedOptimizer as DistributedOptimizer
-    from horo_lite.stall import Straggler as Straggler
-    from horo_lite.stall import announce as announce
-    from horo_lite.stall import stragglers as stragglers
-    from horo_lite.world import *  # noqa: F403
+    from horo_lite.ops import *  # noqa: F403
+    from horo_lite.start.groups import *  # noqa: F403
+    from horo_lite.start.session import *  # noqa: F403
+    from horo_lite.start.stall import Straggler as Straggler
+    from horo_lite.start.stall import announce as announce
+    from horo_lite.start.stall import stragglers as stragglers
+    from horo_lite.state.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
+    from horo_lite.state.broadcast import broadcast_parameters as broadcast_parameters
+    from horo_lite.state.drift import check_in_sync as check_in_sync
+    from horo_lite.timeline import start_timeline as start_timeline
+    from horo_lite.timeline import stop_timeline as stop_timeline
+    from horo_lite.training.data import DistributedSampler as DistributedSampler
+    from horo_lite.training.data import partition_dataset as partition_dataset
+    from horo_lite.training.gradients import average_gradients as average_gradients
+    from horo_lite.training.gradients import grad_and_average as grad_and_average
+    from horo_lite.training.optimizer import DistributedOptimizer as DistributedOptimizer
 
 __version__ = "0.1.0"
 
@@ -41,45 +57,38 @@ _HOME = {
     name: home
     for home, names in {
         "adapters": "Adapter register_adapter",
-        "broadcast": "broadcast_parameters broadcast_optimizer_state",
-        "calls": "run",
-        "collectives": "Average Sum Min Max Product Op Group Handle allreduce allreduce_ "
+        "state.broadcast": "broadcast_parameters broadcast_optimizer_state",
+        "launch.run": "run",
+        "collectives.group": "Group",
+        "collectives.handle": "Handle",
+        "collectives.reductions": "Average Sum Min Max Product Op",
+        "ops": "allreduce allreduce_ "
         "allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_ "
         "grouped_allreduce_async grouped_allreduce_async_ reducescatter reducescatter_async "
         "allgather allgather_async broadcast broadcast_ broadcast_async broadcast_async_ alltoall "
         "alltoall_async barrier broadcast_object allgather_object synchronize poll",
-        "compression": "Compression Compressor",
-        "data": "DistributedSampler partition_dataset",
-        "drift": "check_in_sync",
+        "collectives.compression": "Compression Compressor",
+        "training.data": "DistributedSampler partition_dataset",
+        "state.drift": "check_in_sync",
         "errors": "HoroLiteError NotInitializedError MismatchError DriftError NonFiniteError "
-        "PeerLostError TooFewRanksError StallError LauncherError DeviceError CheckpointError "
-        "JobError",
-        "gradients": "average_gradients grad_and_average",
-        "join": "join",
+        "AllocationError PeerLostError TooFewRanksError StallError LauncherError DeviceError "
+        "CheckpointError JobError",
+        "training.gradients": "average_gradients grad_and_average",
+        "collectives.join": "join",
         "messages": "send recv isend irecv",
-        "optimizer": "DistributedOptimizer",
-        "stall": "announce stragglers Straggler",
-        "world": "init shutdown is_initialized world rank size local_rank local_size cross_rank "
-        "cross_size is_homogeneous device new_group free_group World Device",
+        "training.optimizer": "DistributedOptimizer",
+        "start.stall": "announce stragglers Straggler",
+        "timeline": "start_timeline stop_timeline",
+        "context": "is_initialized world rank size local_rank local_size cross_rank cross_size "
+        "is_homogeneous device World Device",
+        "start.groups": "new_group free_group",
+        "start.session": "init shutdown",
     }.items()
     for name in names.split()
 }
 __all__ = sorted(_HOME)
 # What is more than a name: horo_lite.jax and its like, imported when first used.
 _FACES = {"elastic", "jax", "keras", "mlx", "needle", "nnabla", "singa", "tensorflow", "torch"}
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Importing the files world.py and broadcast.py must not hide the functions of those names.
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_module, (self.__name__,)  # cloudpickle knows plain modules only
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
@@ -93,10 +102,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*__all__, *_FACES, "__version__"])
 
 
 if "HYDI_CONTROL_FD" in os.environ:
-    # MPICH's launcher lets a rank's failure pass that comes before MPI_Init, and the others wait
-    # there for ever: from here on it is told.
-    import_module(f"{__name__}.world").guard_start()
+    import_module(f"{__name__}.start.ending").guard_start()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from horo_lite import __version__, jobs
-from horo_lite.errors import LauncherError
+from horo_lite import __version__
+from horo_lite.errors import CheckpointError, LauncherError
+from horo_lite.launch import doctor, jobs
 
 _EXAMPLES = """\
 examples:
@@ -42,8 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="K",
-        help="start a job that ends badly again, up to K times, from its last commit "
-        "(horo_lite.elastic)",
+        help="start a failed job again, up to K times, from its last commit (horo_lite.elastic)",
     )
     add(
         "--checkpoint",
@@ -65,13 +67,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: the job's, or 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong arguments."""
+    """Run the command line.
+
+    Returns:
+        The job's exit code, or 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong arguments.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     if args.check:
-        from horo_lite import check
-
-        return check.main()
+        return doctor.main()
     program = ["-m", *args.module] if args.module else args.program
     if not program:
         parser.error("which program? (--check needs none)")
@@ -86,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if shutil.which(program[0]) is None:
         parser.error(f"there is no {program[0]}")
     try:
-        with jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint:
+        with (
+            jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint,
+            contextlib.ExitStack() as stack,
+        ):
             more = {jobs.CHECKPOINT: checkpoint} if checkpoint else {}
             env = jobs.environment(more | {jobs.RESTART: "0"})
             # With fault tolerance mpiexec's exit code is 0 even if all ranks were killed.
@@ -102,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     more=shlex.split(args.mpiexec_args),
                     env=env,
                 )
+            if args.restarts and not args.hosts:
+                place = tempfile.TemporaryDirectory(prefix="hvd-", ignore_cleanup_errors=True)
+                jobs.set_session_folder(env, stack.enter_context(place))
             if not args.restarts:
                 os.execvpe(program[0], program, env)
 
@@ -124,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if failure is not None:
                 code = failure.returncode or 1
                 raise SystemExit(128 - code if code < 0 else code)  # so the commits are kept
-    except LauncherError as error:
+    except (LauncherError, CheckpointError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -37,7 +37,14 @@ class Tensors:
     def buffers(self) -> list[tuple[int, int]]:
         """Address and size in bytes of each."""
 
+    def overlaps(self, other: Tensors | None = None) -> list[tuple[int, int, int, bool]]:
+        """(first, second, distance in bytes, whether they are one tensor) of each overlapping pair.
+
+        Of these, or of these and `other`. Twice the same index: its own elements share memory.
+        """
+
     def describe(self, index: int) -> str: ...
+    def outline(self) -> Tensors: ...
     def shape(self, index: int) -> list[int]: ...
     def itemsize(self, index: int) -> int: ...
     def copy_to(self, other: Tensors) -> None:
@@ -82,7 +89,7 @@ class Wait:
 
     def close(self, went_well: bool) -> None: ...
 
-class Lookout:
+class StallDetector:
     """Who waits for whom among the ranks of a host, and who is late."""
 
     def __init__(
@@ -99,6 +106,10 @@ class Lookout:
     @property
     def rank(self) -> int: ...
     def set_limits(self, warn_s: float, abort_s: float) -> None: ...
+    @property
+    def warn_s(self) -> float: ...
+    @property
+    def abort_s(self) -> float: ...
     def give_stacks(self, fd: int, signal: int) -> None: ...
     def announce(self, rank: int, what: str, expect_s: float) -> None: ...
     def doing(self, what: str) -> None: ...
@@ -131,7 +142,9 @@ class ShmGroup:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def watched_by(self, lookout: Lookout, ranks: Sequence[int], direct: bool) -> None:
+    @property
+    def label(self) -> str: ...
+    def watched_by(self, detector: StallDetector, ranks: Sequence[int], direct: bool) -> None:
         """`ranks` are the numbers of the group's ranks in the world."""
 
     def agree(
@@ -145,6 +158,7 @@ class ShmGroup:
         prescale: float = 1.0,
         scale: float = 1.0,
         divisor: float = 1.0,
+        weights: Sequence[float] = (),
     ) -> None: ...
     def reduce_in_place(
         self,
@@ -168,9 +182,18 @@ class ShmGroup:
     def has_left(self, rank: int) -> bool: ...
     def abandon(self, reason: str) -> None: ...
     def leave(self, reason: str) -> None: ...
-    def silent(self) -> list[int]: ...
+    def peer_pids(self, silent: bool) -> list[int]: ...
     def first_to_tell(self) -> bool:
         """True for one rank of the host, the first that asks."""
+
+    def speak_at_sigterm(self) -> None:
+        """If SIGTERM ends this process while a peer has been killed, it says who was.
+
+        Where nobody handles SIGTERM; Python's own `signal.signal` replaces it.
+        """
+
+def weighting(op: str, weights: Sequence[float]) -> tuple[list[float], float]:
+    """What multiplies each rank's contribution, if anything, and what divides the sum."""
 
 def thread_group(size: int) -> list[ShmGroup]:
     """Ranks as threads of this process, for tests."""
@@ -186,12 +209,14 @@ class WireLayout:
     @property
     def largest_chunk(self) -> int: ...
     def shares(self, chunk: int) -> list[tuple[int, int]]: ...
-    def encode(self, chunk: int, prescale: float, image: int) -> None: ...
+    def encode(self, chunk: int, image: int) -> None: ...
     def reduce(
         self,
         chunk: int,
         share: int,
         images: Sequence[int],
+        prescale: float,
+        weights: Sequence[float],
         scale: float,
         divisor: float,
         image: int,
@@ -203,9 +228,21 @@ class Job:
 
     @property
     def name(self) -> str: ...
+    @property
+    def times(self) -> tuple[int, int, int, bool]:
+        """When it was submitted, all ranks had submitted it, and it was done (0: not yet), by
+        CLOCK_MONOTONIC in ns; and whether it failed.
+        """
+
     def done(self) -> bool: ...
     def begin_wait(self) -> None:
-        """Whoever looks out for late ranks counts from now; until wait() returns."""
+        """The stall detector counts this as waiting from now on; until wait() returns."""
+
+    def withdraw(self) -> bool:
+        """True where it was not run and never will be; False where it is done.
+
+        Waits for no other rank's program.
+        """
 
     def wait(self, beside: bool = False) -> None:
         """`beside` the training thread, which may go on meanwhile."""
@@ -228,9 +265,9 @@ class Engine:
         ranks: Sequence[int],
         explain: Callable[[str, list[str], list[int]], str],
         serve: Callable[[float], bool] | None = None,
-        direct_waits: Callable[[], int] | None = None,
+        direct_waits: Callable[[], tuple[int, int]] | None = None,
     ) -> Engine: ...
-    def watched_by(self, lookout: Lookout) -> None:
+    def watched_by(self, detector: StallDetector) -> None:
         """To be called at once, if at all."""
 
     def n_in_flight(self) -> int: ...
@@ -249,14 +286,17 @@ class Engine:
         wire: str,
         prescale: float,
         scale: float,
-        divisor: float,
-        weighted: bool,
         weight: float,
         describe: Callable[[], str],
-        recipe: Callable[[list[int]], tuple[float, bytes]],
+        participation: Callable[[list[int]], tuple[float, bytes]],
         distances: Sequence[int] = (),
+        changes: Tensors | None = None,
     ) -> Job:
-        """With `distances`, as reduce_in_place."""
+        """With `distances`, as reduce_in_place.
+
+        `changes`: the caller's memory that it changes, and that no other operation in flight may
+        change.
+        """
 
     def submit_call(
         self,
@@ -265,10 +305,11 @@ class Engine:
         function: Callable[[list[float]], object],
         weight: float,
         describe: Callable[[], str],
-        recipe: Callable[[list[int]], tuple[float, bytes]],
+        participation: Callable[[list[int]], tuple[float, bytes]],
+        changes: Tensors | None = None,
     ) -> Job: ...
     def submit_join(self, stand_in: Callable[[bytes], object]) -> Job:
-        """Until all ranks have, `stand_in(recipe)` submits this rank's part in what the others do.
+        """Until all ranks have, `stand_in(participation)` submits this rank's part.
 
         The value then orders the ranks by when they submitted this.
         """
@@ -375,15 +416,3 @@ class NcclGroup:
     def close(self) -> None: ...
     def fail(self, reason: str) -> None: ...
     def check(self) -> None: ...
-
-class TwinStream:
-    """A stream of the GPUs' twin in host memory, for tests."""
-
-    def __init__(self) -> None: ...
-    @property
-    def handle(self) -> int: ...
-    def call(self, function: Callable[[], object]) -> None:
-        """Queues a call."""
-
-    def lead(self, consumer: int) -> None:
-        """Its later work comes after what is queued here."""

@@ -25,6 +25,13 @@ class DriftError(HoroLiteError):
     """
 
 
+class AllocationError(HoroLiteError, MemoryError):
+    """A rank had no memory for the result of an operation: raised on every rank.
+
+    Nothing was moved, and the world is usable again afterwards.
+    """
+
+
 class NonFiniteError(HoroLiteError):
     """A rank's own gradient had NaN or inf: raised on every rank before anything was applied."""
 
@@ -32,7 +39,8 @@ class NonFiniteError(HoroLiteError):
 class PeerLostError(HoroLiteError):
     """A rank died, left or gave up while this one waited for it.
 
-    Buffers in flight are undefined, and the world can no longer be used.
+    Buffers in flight are undefined, and the group of ranks (the world, or what `new_group` made)
+    can no longer be used. To go on, as in a notebook, every rank calls `shutdown()` and `init()`.
     """
 
 
@@ -57,8 +65,30 @@ class CheckpointError(HoroLiteError):
 
 
 class JobError(HoroLiteError):
-    """A job that `run` started ended badly: the message says how, and which rank was the cause."""
+    """A job that `run` started has failed: the message says how, and which rank was the cause."""
 
     def __init__(self, message: str, returncode: int = 1) -> None:
         super().__init__(message)
         self.returncode = returncode
+
+
+RAISED_ALIKE = (MismatchError, AllocationError, DeviceError)
+"""What an operation raises on every rank alike: the ranks are at the same place afterwards."""
+
+GROUP_IS_LOST = (PeerLostError, StallError)
+"""What an operation raises where the group has been given up already."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """The error's class and text."""
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))
+
+
+def printable(text: str) -> str:
+    """`text` as any terminal can show it and any rank can be sent it.
+
+    Lone surrogates (of undecodable file names) and control characters other than newlines and tabs
+    are written as escapes.
+    """
+    valid = text.encode(errors="backslashreplace").decode()
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in valid)

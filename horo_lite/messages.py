@@ -1,8 +1,8 @@
-"""Arrays from one rank to another: send and receive, in which nobody else takes part.
+"""Send and receive: arrays from one rank to another, in which nobody else takes part.
 
-A message is a letter: a short record of what it is. What is small is inside; what is large waits
-with its sender until the receiver has fetched it and said so. Records carry themselves: a rank's
-letters lie in its mailbox whatever the sender does next.
+Every message has an envelope, a short record of what it is. A small (eager) message is inside; a
+large one stays with its sender until the receiver has fetched it and acknowledged that. Envelopes
+travel by themselves: they arrive in the receiver's mailbox whatever the sender does next.
 """
 
 from __future__ import annotations
@@ -12,65 +12,38 @@ import itertools
 import pickle
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from horo_lite.arrays import Array, HostArrays, gpu_of
-from horo_lite.collectives import Handle
+from horo_lite import arguments, context
+from horo_lite.collectives.arrays import Array, HostArrays, gpu_of
+from horo_lite.collectives.handle import Handle
 from horo_lite.errors import MismatchError, NotInitializedError, PeerLostError
-from horo_lite.transports import Transport
+from horo_lite.transports import Fetch, Mailbox, Transport
 
 SMALL_BYTES = 3072  # with its record it must fit into PIPE_BUF, 4096 bytes, which travel in one go
-LOOK_S = 0.05  # so often those who wait look what became of the others
-N_LOOKS_AT_ONCE = 50
+CHECK_S = 0.05  # how often a rank that waits checks whether the others are alive
+N_EAGER_POLLS = 50  # without a pause
 
-_numbers = itertools.count()  # no two messages of this process have one, in whichever worlds
+_kept: list[Messages] = []
+"""What was in flight at the end of a world: MPI may use its memory for as long as it runs."""
 
-
-class Mailbox(Protocol):
-    """How records and bytes get from rank to rank. Nothing here waits."""
-
-    def post(self, peer: int, record: bytes) -> bool:
-        """The record is on its way; False where there is no room for it at present."""
-
-    def collect(self) -> list[bytes]:
-        """Records that have come, those of each peer in the order in which they were posted."""
-
-    def lay_out(self, peer: int, number: int, address: int, n_bytes: int) -> Any:
-        """Something to keep until the peer has fetched those bytes."""
-
-    def place(self, laid_out: Any) -> Any:
-        """What the peer must know to fetch them."""
-
-    def clear(self, laid_out: Any) -> None:
-        """The peer has fetched it."""
-
-    def fetch(
-        self, peer: int, number: int, place: Any, address: int, n_bytes: int
-    ) -> Callable[[], bool]:
-        """Whether the bytes that a peer has laid out are at `address`. OSError: it has ended."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Something may have come, or the time is over."""
-
-    def close(self) -> None:
-        """Nothing can be posted or collected any more."""
+_numbers = itertools.count()  # unique to each message of this process, in whichever world
 
 
-class _Letter(NamedTuple):
+class _Envelope(NamedTuple):
     world: str
     source: int
     number: int
     tag: int
     what: str  # as "float32[3, 4]"
     n_bytes: int
-    inside: bytes | None
-    place: Any
+    inside: bytes | None  # of a small message
+    place: Any  # where a large one can be fetched
 
 
-class _Taken(NamedTuple):
+class _Acknowledgement(NamedTuple):
     world: str
     source: int
     number: int
@@ -80,22 +53,22 @@ class _Taken(NamedTuple):
 class Message(Handle):
     """A message in flight: `wait()` for it before the array is used again, and before the end."""
 
-    def __init__(self, name: str, office: Messages, peer: int | None) -> None:
+    def __init__(self, name: str, messages: Messages, peer: int | None) -> None:
         super().__init__(name, None, lambda: None)
-        self._office = office
+        self._messages = messages
         self.peer = peer  # None: any
         self.is_over = False
         self.error: Exception | None = None
         self.source: int | None = None
 
     def done(self) -> bool:
-        self._office.go_on()
+        self._messages.progress()
         return self.is_over
 
     def wait(self, beside: bool = False) -> int | None:
-        """It has been sent, and the array may be changed; or received: the rank it came from."""
+        """Return when it has been sent, or received; in that case the rank that it came from."""
         if not self.is_over:
-            self._office.wait(self)
+            self._messages.wait(self)
         if self.error is not None:
             raise self.error
         return self.source
@@ -113,27 +86,29 @@ class _Sending(Message):
 
 class _Receiving(Message):
     def __init__(
-        self, name: str, office: Messages, peer: int | None, tag: int, memory: HostArrays
+        self, name: str, messages: Messages, peer: int | None, tag: int, memory: HostArrays
     ) -> None:
-        super().__init__(name, office, peer)
+        super().__init__(name, messages, peer)
         self.tag = tag
         self.memory = memory
 
-    def accepts(self, letter: _Letter) -> bool:
-        return self.tag == letter.tag and self.peer in (None, letter.source)
+    def accepts(self, envelope: _Envelope) -> bool:
+        return self.tag == envelope.tag and self.peer in (None, envelope.source)
 
     def received(self, error: str) -> None:
+        if self.is_over:  # nobody waits for it any more
+            return
         if not error:
             self.memory.write_back()
         self.end(error)
 
 
 class _Fetching(NamedTuple):
-    is_here: Callable[[], bool]
+    fetch: Fetch
     message: _Receiving
-    letter: _Letter
+    envelope: _Envelope
     error: str
-    aside: Any  # where it goes if there is an error
+    discarded: Any  # the memory that it is fetched into if there is an error
 
 
 class Messages:
@@ -141,19 +116,20 @@ class Messages:
 
     def __init__(self, mailbox: Mailbox, transport: Transport, world: str) -> None:
         self._mailbox = mailbox
-        self._transport: Any = transport  # of direct calls, which knows who has died or left
+        self._transport = transport  # of direct calls, which knows who has died or left
         self._rank, self._size = transport.rank, transport.size
         self._world = world
         self._lock = threading.RLock()
         self._is_closed = False
-        self._letters: list[_Letter] = []  # that have come, and nobody wants yet
-        self._receiving: list[_Receiving] = []  # for which nothing has come yet
-        self._sending: dict[int, _Sending] = {}  # large, and not fetched yet
+        self._unexpected: list[_Envelope] = []  # that have arrived before their receive
+        self._receiving: list[_Receiving] = []  # for which nothing has arrived yet
+        self._sending: dict[int, _Sending] = {}  # large, and not acknowledged yet
         self._fetching: list[_Fetching] = []
         self._outgoing: list[list[tuple[bytes, _Sending | None]]] = [[] for _ in range(self._size)]
+        self._n_collected = [0] * self._size  # records that have arrived from each
 
     def isend(self, x: Array, dst: int, tag: int) -> Message:
-        self._check_peer("dst", dst)
+        dst, tag = self._peer("dst", dst), _tag(tag)
         memory = HostArrays.of_rows(_of_host(x))
         ((address, n_bytes),) = memory.tensors.buffers()
         message = _Sending(f"send to rank {dst} (tag {tag})", self, dst)
@@ -167,13 +143,16 @@ class Messages:
                 place = self._mailbox.place(message.laid_out)
                 self._sending[number] = message
             what = memory.tensors.describe(0)
-            letter = _Letter(self._world, self._rank, number, tag, what, n_bytes, inside, place)
-            self._post(dst, letter, message if inside is not None else None)
+            envelope = _Envelope(self._world, self._rank, number, tag, what, n_bytes, inside, place)
+            self._post(dst, envelope, message if inside is not None else None)
         return message
 
     def irecv(self, x: Array, src: int | None, tag: int) -> Message:
+        tag = _tag(tag)
         if src is not None:
-            self._check_peer("src", src)
+            src = self._peer("src", src)
+        elif self._size == 1:
+            raise ValueError("this rank is alone in its world: nobody can send it a message")
         if isinstance(x, (bool, int, float, list, tuple)):
             raise TypeError(f"a message is received into an array, not into a {type(x).__name__}")
         memory = HostArrays([_of_host(x)])
@@ -183,47 +162,57 @@ class Messages:
         message = _Receiving(f"recv from {whom} (tag {tag})", self, src, tag, memory)
         with self._lock:
             self._receiving.append(message)
-            for letter in self._letters:
-                if message.accepts(letter):
-                    self._letters.remove(letter)
-                    self._hand_over(letter)
+            for envelope in self._unexpected:
+                if message.accepts(envelope):
+                    self._unexpected.remove(envelope)
+                    self._deliver(envelope)
                     break
         return message
 
     def wait(self, message: Message) -> None:
-        """It is over. PeerLostError where that cannot be."""
+        """Return when it is over. PeerLostError where that cannot be."""
         transport, peer = self._transport, message.peer
         others = [r for r in range(self._size) if r != self._rank]
         awaited = others if peer is None else [peer]
-        transport.lookout.check()
-        transport.lookout.doing(message.name)
-        waiting = transport.lookout.wait()
-        n_looks, looked = 0, time.monotonic()
+        detector = transport.stall_detector
+        assert detector is not None, "nobody waits in a world of one"
+        detector.check()
+        detector.doing(message.name)
+        waiting = detector.wait()
+        n_polls, checked = 0, time.monotonic()
         went_well = False
         try:
             while True:
-                # What has left, had sent all it had to send before.
-                gone = all(map(transport.has_left, awaited)) if n_looks else False
-                self.go_on()
+                # A rank that has left had sent everything before.
+                gone = n_polls > 0 and all(
+                    transport.has_left(peer, self._n_collected[peer]) for peer in awaited
+                )
+                self.progress()
                 if message.is_over:
                     break
-                n_looks += 1
-                if n_looks < N_LOOKS_AT_ONCE:
+                n_polls += 1
+                if n_polls < N_EAGER_POLLS:
                     continue
-                self._mailbox.wait(LOOK_S)
-                if gone or time.monotonic() - looked > LOOK_S:
-                    looked = time.monotonic()
-                    transport.check(awaited[0] if gone else -1, message.name)
+                self._mailbox.wait(CHECK_S)
+                if gone or time.monotonic() - checked > CHECK_S:
+                    checked = time.monotonic()
+                    transport.check_peer(awaited[0] if gone else -1, message.name)
                     waiting.look(message.name, [self._rank], awaited)
             went_well = True
         finally:
             waiting.close(went_well)
             if not went_well:
-                with self._lock:  # it does not get what comes now
+                with self._lock:  # nothing is received into its array any more
+                    if not message.is_over and isinstance(message, _Receiving):
+                        message.error = PeerLostError(f"{message.name} ended early, and is lost")
+                        message.end()
                     self._receiving = [each for each in self._receiving if each is not message]
+                    for each in self._fetching:
+                        if each.message is message:
+                            each.fetch.discard()
 
-    def go_on(self) -> None:
-        """Everything that need not wait has been done."""
+    def progress(self) -> None:
+        """Do everything that is possible without waiting."""
         with self._lock:
             if self._is_closed:
                 raise NotInitializedError("the world was shut down, and its messages are lost")
@@ -232,67 +221,77 @@ class Messages:
             for data in self._mailbox.collect():
                 record = pickle.loads(data)
                 if record.world != self._world:
-                    continue  # nobody received it there
-                if isinstance(record, _Taken):
+                    continue  # of an earlier world, where nobody received it
+                self._n_collected[record.source] += 1
+                if isinstance(record, _Acknowledgement):
                     message = self._sending.pop(record.number)
                     self._mailbox.clear(message.laid_out)
                     message.memory = None
                     message.end(record.error)
                 else:
-                    self._hand_over(record)
+                    self._deliver(record)
             under_way, self._fetching = self._fetching, []
             for each in under_way:
-                if each.is_here():
-                    taken = _Taken(self._world, self._rank, each.letter.number, each.error)
-                    self._post(each.letter.source, taken)
+                if each.fetch.is_here():
+                    answer = _Acknowledgement(
+                        self._world, self._rank, each.envelope.number, each.error
+                    )
+                    self._post(each.envelope.source, answer)
                     each.message.received(each.error)
                 else:
                     self._fetching.append(each)
 
     def close(self) -> None:
-        """What has not come yet never will."""
+        """End: what has not arrived yet never will."""
         with self._lock:
             self._is_closed = True
             self._mailbox.close()
+        if self._sending or self._fetching:
+            _kept.append(self)
 
-    def _hand_over(self, letter: _Letter) -> None:
-        """The letter is with the first that accepts it, or kept until somebody does."""
-        message = next((each for each in self._receiving if each.accepts(letter)), None)
+    def _deliver(self, envelope: _Envelope) -> None:
+        """Give the message to the first receive that accepts it, or keep it until one does."""
+        message = next((each for each in self._receiving if each.accepts(envelope)), None)
         if message is None:
-            self._letters.append(letter)
+            self._unexpected.append(envelope)
             return
         self._receiving.remove(message)
-        message.source = letter.source
+        message.source = envelope.source
         ((address, n_bytes),) = message.memory.tensors.buffers()
-        mine, theirs, error = message.memory.tensors.describe(0), letter.what, ""
-        aside = None
-        if (mine.split("[")[0], n_bytes) != (theirs.split("[")[0], letter.n_bytes):
+        mine, theirs, error = message.memory.tensors.describe(0), envelope.what, ""
+        discarded = None
+        if (mine.split("[")[0], n_bytes) != (theirs.split("[")[0], envelope.n_bytes):
             error = (
-                f"rank {letter.source} has sent {theirs} to rank {self._rank} (tag {letter.tag}), "
-                f"which receives into {mine}: dtype and number of elements must be alike"
+                f"rank {envelope.source} has sent {theirs} to rank {self._rank} (tag "
+                f"{envelope.tag}), which receives into {mine}: dtype and number of elements must "
+                "be alike"
             )
-            aside = np.empty(letter.n_bytes, np.uint8)
-            address = aside.ctypes.data
-        if letter.inside is not None:
-            ctypes.memmove(address, letter.inside, letter.n_bytes)
+            discarded = np.empty(envelope.n_bytes, np.uint8)
+            address = discarded.ctypes.data
+        if envelope.inside is not None:
+            ctypes.memmove(address, envelope.inside, envelope.n_bytes)
             message.received(error)
             return
         try:
-            is_here = self._mailbox.fetch(
-                letter.source, letter.number, letter.place, address, letter.n_bytes
+            fetch = self._mailbox.fetch(
+                envelope.source, envelope.number, envelope.place, address, envelope.n_bytes
             )
         except OSError:
             message.error = PeerLostError(
-                f"rank {letter.source} ended before rank {self._rank} had fetched its message "
-                f"(tag {letter.tag}): whoever calls isend() must wait() before its end"
+                f"rank {envelope.source} ended before rank {self._rank} had fetched its message "
+                f"(tag {envelope.tag}): whoever calls isend() must wait() before its end"
             )
             message.end()
         else:
-            self._fetching.append(_Fetching(is_here, message, letter, error, aside))
+            self._fetching.append(_Fetching(fetch, message, envelope, error, discarded))
 
     def _post(self, peer: int, record: NamedTuple, message: _Sending | None = None) -> None:
         self._outgoing[peer].append((pickle.dumps(record), message))
-        self._flush(peer)
+        try:
+            self._flush(peer)
+        except OSError:  # the caller raises it, and the record is not sent later
+            self._outgoing[peer].pop()
+            raise
 
     def _flush(self, peer: int) -> None:
         waiting = self._outgoing[peer]
@@ -301,13 +300,18 @@ class Messages:
             if message is not None:
                 message.end()
 
-    def _check_peer(self, name: str, peer: int) -> None:
-        if isinstance(peer, bool) or not hasattr(peer, "__index__"):
-            raise TypeError(f"{name} is the number of a rank, not {peer!r}")
-        if not 0 <= peer < self._size:
-            raise ValueError(f"{name} is {peer}, but the ranks are 0 to {self._size - 1}")
-        if peer == self._rank:
-            raise ValueError(f"{name} is {peer}, this rank itself: messages are for other ranks")
+    def _peer(self, name: str, peer: Any) -> int:
+        number = arguments.rank(name, peer, self._size)
+        if number == self._rank:
+            raise ValueError(f"{name} is {number}, this rank itself: messages are for other ranks")
+        return number
+
+
+def _tag(tag: Any) -> int:
+    number = arguments.integer("tag", tag)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"tag must fit into 64 bits, and {number:.3e} does not")
+    return number
 
 
 def _of_host(x: Array) -> Array:
@@ -324,22 +328,45 @@ def _of_host(x: Array) -> Array:
 
 
 def send(x: Array, dst: int, *, tag: int = 0) -> None:
-    """`x` is on its way to rank `dst`, and may be changed; only that rank takes part, in `recv`.
+    """Send `x` to rank `dst`; `x` may be changed on return.
 
-    Arrays above 3 KB wait until the receiver has them, so two ranks that first send such to each
-    other and then receive wait for ever: one must use `isend`. Messages between two ranks with one
-    `tag` are received in the order in which they were sent. On GPUs: ValueError. MismatchError:
-    the receiver's array has another dtype or number of elements (of small ones only it knows).
-    PeerLostError: `dst` has ended.
+    Only that rank takes part, in `recv`. Arrays above 3 KB wait until the receiver has them, so two
+    ranks that first send such to each other and then receive wait for ever: one must use `isend`.
+    Messages between two ranks with one `tag` are received in the order in which they were sent.
+
+    Args:
+        x: An array in the host's memory, or a number.
+        dst: The rank that receives it.
+        tag: Tells messages between the same two ranks apart.
+
+    Raises:
+        MismatchError: The receiver's array has another dtype or number of elements. Of small
+            messages only the receiver knows.
+        PeerLostError: `dst` has ended.
+        ValueError: `x` is on a GPU: send a copy in the host's memory. Or `dst` is no other rank.
     """
     isend(x, dst, tag=tag).wait()
 
 
 def recv(x: Array, src: int | None = None, *, tag: int = 0) -> int:
-    """`x` holds what rank `src` (None: any) has sent with this `tag`; that rank is the result.
+    """Receive into `x` what rank `src` has sent with this `tag`.
 
-    `x` has the dtype and as many elements as what was sent: MismatchError here if not, and there if
-    the message is large; `x` is as before then. Elements count in C order, shapes may differ.
+    Elements count in C order; shapes may differ.
+
+    Args:
+        x: A writable array in the host's memory, which is changed, with the dtype and number of
+            elements of what was sent.
+        src: The rank that sends it; None for any.
+        tag: Tells messages between the same two ranks apart.
+
+    Returns:
+        The rank that sent it.
+
+    Raises:
+        MismatchError: What was sent has another dtype or number of elements; `x` is as before. If
+            the message is large, the sender raises it, too.
+        PeerLostError: `src` has ended without sending it.
+        ValueError: `x` is on a GPU or read-only, or `src` is no other rank.
     """
     source = irecv(x, src, tag=tag).wait()
     assert source is not None
@@ -347,22 +374,36 @@ def recv(x: Array, src: int | None = None, *, tag: int = 0) -> int:
 
 
 def isend(x: Array, dst: int, *, tag: int = 0) -> Message:
-    """`x` will be sent; not to be changed until `wait()` on the result has returned. See `send`.
+    """Begin to send `x` to rank `dst`; do not change `x` until `wait()` on the result has returned.
 
-    Every such message must be waited for, at the latest at the end of the program.
+    As `send`. Every such message must be waited for, at the latest at the end of the program.
+
+    Args:
+        x: An array in the host's memory, or a number.
+        dst: The rank that receives it.
+        tag: Tells messages between the same two ranks apart.
+
+    Returns:
+        A message to wait for.
     """
     return _messages().isend(x, dst, tag)
 
 
 def irecv(x: Array, src: int | None = None, *, tag: int = 0) -> Message:
-    """`wait()` on the result says which rank `x` was received from. See `recv`.
+    """Begin to receive into `x`; `wait()` on the result returns the rank that sent it.
 
-    Of several that accept a message, the one asked for first gets it.
+    As `recv`. Of several receives that accept a message, the one begun first gets it.
+
+    Args:
+        x: A writable array in the host's memory, to be left alone until it is received.
+        src: The rank that sends it; None for any.
+        tag: Tells messages between the same two ranks apart.
+
+    Returns:
+        A message to wait for.
     """
     return _messages().irecv(x, src, tag)
 
 
 def _messages() -> Messages:
-    from horo_lite.world import messages
-
-    return messages()
+    return context.messages()

@@ -22,9 +22,11 @@ import twin
 from oracle import allgather_reference, allreduce_reference, alltoall_reference, share_of
 
 import horo_lite as hvd
+from horo_lite import ops
 from horo_lite.adapters.object import Adapter
-from horo_lite.collectives import Average, Group, Max, Min, Product, Sum
-from horo_lite.reducer import Reducer
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Max, Min, Product, Sum
+from horo_lite.training.reducer import Reducer
 
 DEVICE = 0
 WHOLE = ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "bool"]
@@ -59,7 +61,7 @@ def check_every_dtype_and_op(group: Group) -> None:
             for shape in ((5,), (3, 1000), ()):
                 inputs = everyone(group, shape, dtype)
                 x = on_gpu(inputs[group.rank])
-                got = group.allreduce(x, op)
+                got = ops.allreduce(x, op, group=group)
                 expected = allreduce_reference(inputs, op.value)
                 assert got is not x
                 assert got.dtype == dtype
@@ -77,10 +79,10 @@ def check_order_with_the_current_stream(group: Group) -> None:
     for _ in range(3):
         x = on_gpu(np.zeros(1000), np.float32)
         x.fill(np.full(1000, group.rank + 1))  # late
-        group.allreduce_(x, Sum)
-        y = group.allreduce(x.add(1), Sum)
+        ops.allreduce_(x, Sum, group=group)
+        y = ops.allreduce(x.add(1), Sum, group=group)
         with twin.another_stream():
-            z = group.allreduce(y, Sum)
+            z = ops.allreduce(y, Sum, group=group)
             z.add(1)
         assert np.all(z.numpy() == (total + 1) * group.size**2 + 1)
 
@@ -89,7 +91,7 @@ def check_memory_may_go_at_once(group: Group) -> None:
     """An array that nobody refers to any more is its allocator's again, in stream order."""
     for k in range(3):
         results = [
-            group.allreduce(on_gpu(np.full(10_000, group.rank + k + i), np.float32), Sum)
+            ops.allreduce(on_gpu(np.full(10_000, group.rank + k + i), np.float32), Sum, group=group)
             for i in range(4)
         ]
         gc.collect()
@@ -102,8 +104,8 @@ def check_in_place_and_grouped(group: Group) -> None:
     for dtypes in (["float32"] * 5, ["float32", "int64", "float64", "float16", "int32"]):
         inputs = [everyone(group, s, np.dtype(d)) for s, d in zip(shapes, dtypes, strict=True)]
         xs = [on_gpu(each[group.rank]) for each in inputs]
-        got = group.grouped_allreduce(xs, Sum)
-        assert group.grouped_allreduce_(xs, Sum) == xs
+        got = ops.grouped_allreduce(xs, Sum, group=group)
+        assert ops.grouped_allreduce_(xs, Sum, group=group) == xs
         for x, y, each in zip(xs, got, inputs, strict=True):
             assert np.array_equal(x.numpy(), allreduce_reference(each, "sum"))
             assert np.array_equal(y.numpy(), x.numpy())
@@ -113,14 +115,14 @@ def check_layouts(group: Group) -> None:
     for cut in (np.s_[::2], np.s_[:, 1:3], np.s_[1]):
         base = on_gpu(np.full((6, 8), group.rank + 1), np.float32)
         view = base[cut]
-        group.allreduce_(view, Sum)
+        ops.allreduce_(view, Sum, group=group)
         total = sum(range(1, group.size + 1))
         expected = np.full((6, 8), group.rank + 1.0)
         expected[cut] = total
         assert np.array_equal(base.numpy(), expected)
     values = everyone(group, (4, 6), np.dtype(np.float32))
     fortran = twin.TwinArray(np.empty((6, 4), np.float32).T, DEVICE).fill(values[group.rank])
-    group.allreduce_(fortran, Sum)
+    ops.allreduce_(fortran, Sum, group=group)
     assert np.array_equal(fortran.numpy(), allreduce_reference(values, "sum"))
 
 
@@ -128,12 +130,13 @@ def check_scaling(group: Group) -> None:
     inputs = everyone(group, (1000,), np.dtype(np.float32))
     for op, pre, post in ((Sum, 0.5, 2.0), (Average, 2.0, 0.25), (Sum, 1.0, 3.0)):
         for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
-            got = group.allreduce(
+            got = ops.allreduce(
                 on_gpu(inputs[group.rank]),
                 op,
                 compression=compression,
                 prescale_factor=pre,
                 postscale_factor=post,
+                group=group,
             )
             expected = allreduce_reference(inputs, op.value).astype(np.float64) * pre * post
             bound = {"none": 1e-6, "fp16": 1e-3, "bf16": 1e-2}[compression.wire]
@@ -150,15 +153,17 @@ def check_fp16_neither_overflows_nor_vanishes(group: Group) -> None:
     if group.rank == group.size - 1:
         odd[3], odd[700] = np.inf, np.nan
     xs.append(on_gpu(odd))
-    group.grouped_allreduce_(xs, Average, compression=hvd.Compression.fp16)
+    ops.grouped_allreduce_(xs, Average, compression=hvd.Compression.fp16, group=group)
     for x, m in zip(xs, magnitudes, strict=False):
         assert np.allclose(x.numpy(), m, rtol=2e-3, atol=0), m
     got = xs[-1].numpy()
     assert not np.isfinite(got[[3, 700]]).any()
     assert np.all(np.delete(got, [3, 700]) == 1)
     half = on_gpu(np.full(100, 6e4), np.float16)
-    assert np.allclose(group.allreduce(half).numpy().astype(float), 6e4, rtol=2e-3)
-    travelled = group.allreduce(on_gpu(np.full(10, 1 / 7)), compression=hvd.Compression.fp16)
+    assert np.allclose(ops.allreduce(half, group=group).numpy().astype(float), 6e4, rtol=2e-3)
+    travelled = ops.allreduce(
+        on_gpu(np.full(10, 1 / 7)), compression=hvd.Compression.fp16, group=group
+    )
     rounded = travelled.numpy() != 1 / 7
     assert np.all(rounded) if group.size > 1 else not np.any(rounded)
 
@@ -181,38 +186,47 @@ def check_weights(group: Group) -> None:
             )
             expected = sum(w * (r + 1) for r, w in enumerate(mine)) / sum(mine)
             assert np.allclose(x.numpy(), expected, rtol=2e-3 if compression.wire != "none" else 0)
+    for value, weight in ((3000, 33.0), (65504, 1.0), (6e-8, 0.25)):
+        x = on_gpu(np.full(300, value, np.float16), np.float16)
+        group.exchange([x], names=["x"], label="halves", weight=weight * (group.rank + 1))
+        assert np.allclose(x.numpy().astype(float), float(np.float16(value)), rtol=2e-3, atol=0)
+    x = on_gpu(np.full(5, 7 * (group.rank + 1)), np.int32)
+    group.exchange([x], names=["x"], label="integers", weight=0.5)
+    assert np.all(x.numpy() == 7 * (group.size + 1) // 2)
 
 
 def check_moving_data(group: Group) -> None:
     rank, size = group.rank, group.size
     for dtype in (np.float32, np.int16):
         parts = [whole(r, (r + 1, 3), np.dtype(dtype)) for r in range(size)]
-        got = group.allgather(on_gpu(parts[rank]))
+        got = ops.allgather(on_gpu(parts[rank]), group=group)
         assert isinstance(got, twin.TwinArray)
         assert np.array_equal(got.numpy(), allgather_reference(parts))
     none = [np.zeros((0 if r == 0 else 2, 2), np.float32) + r for r in range(size)]
-    assert np.array_equal(group.allgather(on_gpu(none[rank])).numpy(), allgather_reference(none))
-    scalars = group.allgather(on_gpu(np.float32(rank))).numpy()
+    assert np.array_equal(
+        ops.allgather(on_gpu(none[rank]), group=group).numpy(), allgather_reference(none)
+    )
+    scalars = ops.allgather(on_gpu(np.float32(rank)), group=group).numpy()
     assert np.array_equal(scalars, np.arange(size))
     for root in range(size):
         values = everyone(group, (5, 2), np.dtype(np.float64))
         x = on_gpu(values[rank])
-        assert np.array_equal(group.broadcast(x, root).numpy(), values[root])
+        assert np.array_equal(ops.broadcast(x, root, group=group).numpy(), values[root])
         assert np.array_equal(x.numpy(), values[rank])
         y, z = on_gpu(values[rank]), on_gpu(np.full(3, rank))
-        group.grouped_broadcast_([y, z], root)
+        ops.grouped_broadcast_([y, z], root, group=group)
         assert np.array_equal(y.numpy(), values[root])
         assert np.all(z.numpy() == root)
     rows = everyone(group, (2 * size + 1, 3), np.dtype(np.float32))
-    got = group.reducescatter(on_gpu(rows[rank]), Sum)
+    got = ops.reducescatter(on_gpu(rows[rank]), Sum, group=group)
     expected = allreduce_reference(rows, "sum")[share_of(2 * size + 1, size, rank)]
     assert np.array_equal(got.numpy(), expected)
     splits = [[(s + d) % 3 for d in range(size)] for s in range(size)]
     inputs = [whole(r, (sum(splits[r]), 2), np.dtype(np.int32)) for r in range(size)]
-    result, received = group.alltoall(on_gpu(inputs[rank]), splits[rank])
+    result, received = ops.alltoall(on_gpu(inputs[rank]), splits[rank], group=group)
     assert np.array_equal(result.numpy(), alltoall_reference(inputs, splits, rank))
     assert received.tolist() == [splits[s][rank] for s in range(size)]
-    even = group.alltoall(on_gpu(np.arange(size) + 10 * rank))
+    even = ops.alltoall(on_gpu(np.arange(size) + 10 * rank), group=group)
     assert np.array_equal(even.numpy(), [10 * r + rank for r in range(size)])
 
 
@@ -222,44 +236,44 @@ def check_async_in_any_order(group: Group) -> None:
     handles = {}
     for name in order:
         x = on_gpu(np.full(500, int(name[1]) + group.rank), np.float32)
-        handles[name] = group.allreduce_async(x, Sum, name=name)
+        handles[name] = ops.allreduce_async(x, Sum, name=name, group=group)
         del x
     for name in reversed(order):
         got = group.synchronize(handles[name])
         assert np.all(got.numpy() == sum(int(name[1]) + r for r in range(group.size)))
-    gathered = group.allgather_async(on_gpu(np.full(2, group.rank)), name="g")
-    sent = group.broadcast_async_(on_gpu(np.full(2, group.rank)), 0, name="b")
+    gathered = ops.allgather_async(on_gpu(np.full(2, group.rank)), name="g", group=group)
+    sent = ops.broadcast_async_(on_gpu(np.full(2, group.rank)), 0, name="b", group=group)
     assert np.all(group.synchronize(sent).numpy() == 0)
     assert np.array_equal(group.synchronize(gathered).numpy(), np.repeat(np.arange(group.size), 2))
     x = on_gpu(np.full(9, group.rank), np.float32)
-    group.synchronize(group.reducescatter_async(x, Sum, name="r"))
+    group.synchronize(ops.reducescatter_async(x, Sum, name="r", group=group))
 
 
 def check_host_and_gpu_side_by_side(group: Group) -> None:
     for k in range(3):
-        handle = group.allreduce_async(np.full(5, group.rank + k), Sum, name="host")
-        got = group.allreduce(on_gpu(np.full(5, group.rank + k), np.float32), Sum)
-        on_host = group.allreduce(np.full(5, group.rank + k, np.float32), Sum)
+        handle = ops.allreduce_async(np.full(5, group.rank + k), Sum, name="host", group=group)
+        got = ops.allreduce(on_gpu(np.full(5, group.rank + k), np.float32), Sum, group=group)
+        on_host = ops.allreduce(np.full(5, group.rank + k, np.float32), Sum, group=group)
         assert np.array_equal(got.numpy(), on_host)
         assert np.array_equal(group.synchronize(handle), on_host)
     with pytest.raises(ValueError, match="memory"):
-        group.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)])
+        ops.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)], group=group)
 
 
 def check_wrong_arguments_stay_here(group: Group) -> None:
     with pytest.raises(ValueError, match="one GPU"):
-        group.allreduce(twin.array(np.ones(3), device=DEVICE + 7))
+        ops.allreduce(twin.array(np.ones(3), device=DEVICE + 7), group=group)
     x = Foreign(on_gpu(np.ones(3)))
     with pytest.raises(TypeError, match="register_adapter"):
-        group.allreduce(x)
+        ops.allreduce(x, group=group)
     if group.size > 1:
         with pytest.raises(ValueError, match="root_rank"):
-            group.broadcast(on_gpu(np.ones(3)), group.size)
+            ops.broadcast(on_gpu(np.ones(3)), group.size, group=group)
     usable(group)
 
 
 def usable(group: Group) -> None:
-    got = group.allreduce(on_gpu(np.full(10, group.rank + 1), np.float32), Sum)
+    got = ops.allreduce(on_gpu(np.full(10, group.rank + 1), np.float32), Sum, group=group)
     assert np.all(got.numpy() == sum(range(1, group.size + 1)))
 
 
@@ -280,10 +294,13 @@ def check_mismatches_are_told_to_all(group: Group) -> None:
         return
     odd = group.rank == group.size - 1
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: group.allreduce(on_gpu(np.ones(7 + odd), np.float32)), "float32[7]"),
-        (lambda: group.allreduce(on_gpu(np.ones(7), "f4" if odd else "f8")), "float64[7]"),
-        (lambda: group.allreduce(on_gpu(np.ones(7)), Sum if odd else Average), "op Sum"),
-        (lambda: group.allreduce(on_gpu(np.ones(7)), name="x" if odd else "y"), "'y'"),
+        (lambda: ops.allreduce(on_gpu(np.ones(7 + odd), np.float32), group=group), "float32[7]"),
+        (
+            lambda: ops.allreduce(on_gpu(np.ones(7), "f4" if odd else "f8"), group=group),
+            "float64[7]",
+        ),
+        (lambda: ops.allreduce(on_gpu(np.ones(7)), Sum if odd else Average, group=group), "op Sum"),
+        (lambda: ops.allreduce(on_gpu(np.ones(7)), name="x" if odd else "y", group=group), "'y'"),
     ]
     if group.compares_later(DEVICE):
         weight = 1.0 if odd else None
@@ -301,7 +318,7 @@ def check_mismatches_are_told_to_all(group: Group) -> None:
 def check_foreign_arrays(group: Group) -> None:
     """Of a framework that nobody has heard of, in place: DLPack makes the order."""
     x = on_gpu(np.zeros(100), np.float32).fill(np.full(100, group.rank + 1))
-    group.allreduce_(Foreign(x), Sum)
+    ops.allreduce_(Foreign(x), Sum, group=group)
     assert np.all(x.numpy() == sum(range(1, group.size + 1)))
 
 
@@ -460,7 +477,7 @@ def check_average_gradients(group: Group) -> None:
     tree = {"a": here, "b": None if lacks else on_gpu(np.full((3, 2), 6.0), np.float32)}
     for _ in range(2):
         averages = hvd.average_gradients(tree, group=group)
-        group.barrier()  # where MPI takes calls from this thread only, it is heard here
+        ops.barrier(group=group)  # where MPI takes calls from this thread only, it is heard here
         assert type(averages["b"]) is type(here)
         assert np.allclose(averages["a"].numpy(), (group.size + 1) / 2)
         average = 6.0 * (group.size - n_lacking) / group.size
@@ -480,7 +497,7 @@ def run_all(group: Group) -> int:
     for name, check in CHECKS.items():
         try:
             check(group)
-            group.barrier()
+            ops.barrier(group=group)
         except BaseException:
             print(f"rank {group.rank} failed in {name}:\n{traceback.format_exc()}", file=sys.stderr)
             raise
@@ -503,7 +520,7 @@ def main() -> None:
         n_passed = run_all(world.group)
     n_slow = sum("go through the host's memory" in str(w.message) for w in caught)
     assert n_slow <= 1, [str(w.message) for w in caught]
-    lane = world.group._lane(DEVICE)
+    lane = world.group.lane(DEVICE)
     assert lane is not None
     name = lane.transport().name
     hvd.shutdown()

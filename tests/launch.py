@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from horo_lite._native import Lookout
-    from horo_lite.collectives import Group
+    from horo_lite._native import StallDetector
+    from horo_lite.collectives.group import Group
 
 T = TypeVar("T")
 TESTS = Path(__file__).resolve().parent
@@ -36,6 +36,8 @@ LAUNCHERS = ("openmpi", "mpich")
 # What a job leaves in the environment of its ranks: a launch from inside one must not inherit it.
 _OF_A_LAUNCHER = re.compile(r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|SLURM)_")
 _TAG = "HORO_LITE_TEST_LAUNCH"
+# Limits are given for an idle machine, and only end what hangs: a busy one is no failure.
+PATIENCE = 3
 
 
 class LaunchTimeoutError(AssertionError):
@@ -91,14 +93,14 @@ def _kind_of(mpiexec: str) -> str:
     raise RuntimeError(f"{mpiexec} is neither Open MPI nor MPICH; its --version says:\n{text}")
 
 
-def mpiexec_path() -> str:
-    """The mpiexec that the tests use: $MPIEXEC, or the one beside the running Python."""
-    return os.environ.get("MPIEXEC") or str(Path(sys.executable).with_name("mpiexec"))
+def mpiexec_path(python: str = sys.executable) -> str:
+    """The mpiexec that the tests use: $MPIEXEC, or the one beside that Python."""
+    return os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
 
 
-def mpi_name(demand: str | None = None) -> str:
+def mpi_name(demand: str | None = None, python: str = sys.executable) -> str:
     """`openmpi` or `mpich`; an error where it is not what the caller or the environment demands."""
-    path = mpiexec_path()
+    path = mpiexec_path(python)
     kind = _kind_of(path)
     for source, wanted in (
         ("HORO_LITE_TEST_MPI", os.environ.get("HORO_LITE_TEST_MPI")),
@@ -209,26 +211,25 @@ class Job:
 
     def wait_for(self, text: str, *, count: int = 1, timeout_s: float = 30) -> None:
         """`text` stands `count` times on stdout. LaunchTimeoutError where it does not come."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + PATIENCE * timeout_s
         while self.stdout().count(text) < count:
             if self.launcher.poll() is not None or time.monotonic() > until:
-                raise LaunchTimeoutError(
-                    f"{text!r} did not appear {count} times:\n{self._result()}"
-                )
+                raise LaunchTimeoutError(f"{text!r} did not appear {count} times:\n{self.result()}")
             time.sleep(0.01)
 
     def wait(self, timeout_s: float = 30) -> Result:
         """How the job ended. LaunchTimeoutError, with both streams, where it has not by then."""
         try:
-            self.launcher.wait(timeout_s)
+            self.launcher.wait(PATIENCE * timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise LaunchTimeoutError(
-                f"still running after {timeout_s} s:\n{self._result()}"
+                f"still running after {PATIENCE * timeout_s} s:\n{self.result()}"
             ) from None
-        return self._result()
+        return self.result()
 
-    def _result(self) -> Result:
+    def result(self) -> Result:
+        """How the job stands, or has ended; -999 is the exit code of one that still runs."""
         code = self.launcher.poll()
         return Result(
             self.command,
@@ -254,11 +255,12 @@ def start_ranks(
     launcher: bool = True,
     prefix: Sequence[str] = (),
     options: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> Iterator[Job]:
     """A job that runs while the block does. Arguments as for `run_ranks`.
 
     `prefix` goes before the whole command, as `unshare …` or `taskset …` would; `options` are more
-    arguments of mpiexec.
+    arguments of mpiexec; `python` is that of another environment, whose mpiexec is then used.
     """
     if not launcher and np != 1:
         raise ValueError(f"{np} ranks need a launcher")
@@ -268,10 +270,10 @@ def start_ranks(
         else:
             script = Path(folder, "script.py")
             script.write_text(textwrap.dedent(code_or_path))
-        command = [sys.executable, str(script), *args]
+        command = [python, str(script), *args]
         if launcher:
-            start = [mpiexec_path(), *options, "-n", str(np)]
-            if mpi_name(mpi) == "openmpi":
+            start = [mpiexec_path(python), *options, "-n", str(np)]
+            if mpi_name(mpi, python) == "openmpi":
                 start.insert(1, "--oversubscribe")
             command = start + command
         # Open MPI names its session's directory by the launcher's pid, and stumbles over one that a
@@ -301,7 +303,8 @@ def run_ranks(
     `code_or_path` is the path of a script, or the script's text itself (dedented). The ranks find
     the modules of this folder (`oracle`, `launch`) on their path and run in an empty directory.
     `mpi` demands a launcher (`openmpi` or `mpich`); `launcher=False` starts one plain process.
-    A job that outlives `timeout_s` is killed and raises LaunchTimeoutError with both streams.
+    A job that outlives PATIENCE times `timeout_s` is killed and raises LaunchTimeoutError with both
+    streams.
     The exit code is the caller's to look at: `.check()` asserts that it is 0.
     """
     with start_ranks(
@@ -322,27 +325,28 @@ def run_threads(
     fn: Callable[[Group], T],
     *,
     timeout_s: float = 20,
-    lookouts: Sequence[Lookout] | None = None,
+    detectors: Sequence[StallDetector] | None = None,
 ) -> list[T]:
     """What `fn(group)` returned on each of n ranks that are threads of this process.
 
     Where one raises, the others are told (they raise PeerLostError), and RanksFailedError holds
-    everything that was raised. Ranks that do not end by themselves are given up after `timeout_s`,
-    with their stacks in the message. `lookouts`, one a rank, see who waits for whom.
+    everything that was raised. Ranks that do not end by themselves are given up after PATIENCE
+    times `timeout_s`, with their stacks in the message. `detectors`, one a rank, see who waits for
+    whom.
     """
     from horo_lite._native import thread_group
-    from horo_lite.collectives import Group
+    from horo_lite.collectives.group import Group
     from horo_lite.transports.shm import ShmTransport
 
     def transports_of(direct: bool) -> list[ShmTransport]:
         natives = thread_group(n)
-        for native, lookout in zip(natives, lookouts or (), strict=bool(lookouts)):
-            native.watched_by(lookout, range(n), direct)
+        for native, detector in zip(natives, detectors or (), strict=bool(detectors)):
+            native.watched_by(detector, range(n), direct)
         return [
             ShmTransport(native, None, each) for native, each in zip(natives, seen, strict=True)
         ]
 
-    seen = lookouts or [None] * n
+    seen = detectors or [None] * n
     transports, engines = transports_of(True), transports_of(False)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
@@ -365,11 +369,11 @@ def run_threads(
     ]
     for thread in threads:
         thread.start()
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + PATIENCE * timeout_s
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     stuck = [thread for thread in threads if thread.is_alive()]
-    said = [f"{len(stuck)} of {n} ranks still run after {timeout_s} s"] if stuck else []
+    said = [f"{len(stuck)} of {n} ranks still run after {PATIENCE * timeout_s} s"] if stuck else []
     if stuck:
         frames = sys._current_frames()
         for thread in stuck:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from horo_lite.collectives import Group
+from horo_lite.collectives.group import Group
 
 
 class Recording:

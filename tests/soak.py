@@ -1,246 +1,297 @@
-"""Jobs that lose random ranks at random moments, and must train on: `make soak`.
+"""Random jobs, each with random trouble, watched from outside: `make soak`.
 
-    python tests/soak.py [--runs 200] [--limit-s 1800] [--seed N]
+    python tests/soak.py [--minutes 30] [--runs N] [--jobs 2] [--seed N] [--mpich PYTHON]
 
-Each job trains a small model on 2 to 4 ranks under Open MPI's fault tolerance, while ranks are
-killed from outside or kill themselves: before, in, or after an exchange, while another sleeps, two
-at once, one more during the recovery. The survivors must end in time, with equal parameters, and
-these must be what one process computes from the batches that the job kept in its state; every
-sample must be among them as often as it should.
+A job follows from its seed, and the next job's seed is one more: `--seed N --runs 1` runs the job
+of a finding again. There are three kinds: training that loses ranks and must end with what one
+process computes (soak_training.py); and every kind of call, while ranks are killed, stopped,
+interrupted or mistaken, in plain jobs and under elastic.run (soak_calls.py). Some jobs run on
+simulated hosts, some under MPICH, some on one core or at low priority. Of each must hold:
+
+- it ends in time, and no process and no file of it is left;
+- the exit code is 0 exactly if every rank that should have ended well has, and all have said so;
+- what a call returned was right, to the last bit, and the same on every rank;
+- a lost rank is named, and neither Python nor the core has crashed.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
+import itertools
 import json
 import os
 import random
 import re
 import signal
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
+import soak_calls
+import soak_training
+from launch import Job, Result, mpi_name, start_ranks
 
-N_SAMPLES, N_EPOCHS, BATCH, N_WEIGHTS = 240, 2, 4, 2000
-
-
-class Adam:
-    """Any optimizer with state would do; this one's steps depend on how many there were."""
-
-    def __init__(self, weights: np.ndarray) -> None:
-        self.params = [self]
-        self.data, self.grad = weights, np.zeros_like(weights)
-        self.mean, self.square, self.t = np.zeros_like(weights), np.zeros_like(weights), 0
-
-    def step(self) -> None:
-        self.t += 1
-        self.mean[:] = 0.9 * self.mean + 0.1 * self.grad
-        self.square[:] = 0.99 * self.square + 0.01 * self.grad**2
-        rate = 0.01 / (1 - 0.9**self.t)
-        self.data -= rate * self.mean / (np.sqrt(self.square / (1 - 0.99**self.t)) + 1e-8)
+TESTS = Path(__file__).parent
+LIMIT_S = 240.0  # with many ranks on one busy core
+FT = ["--with-ft", "ulfm"]
+CRASHES = re.compile(
+    r"Fatal Python error|[Nn]anobind|terminate called|UnicodeDecodeError|UnpicklingError|"
+    r"SystemError|Segmentation fault|double free|corrupted|stack smashing|"
+    r"(?:^|AssertionError: )(?:WRONG|ACCEPTED) .*$|Exception ignored",
+    re.M,
+)
 
 
-def samples() -> np.ndarray:
-    return np.random.default_rng(7).normal(size=(N_SAMPLES, N_WEIGHTS))
+class FindingError(AssertionError):
+    """Something that must not be."""
 
 
-def gradient(weights: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    return (np.tanh(weights) - batch).mean(axis=0)
+@dataclass(frozen=True)
+class Environment:
+    """A Python with an MPI beside it."""
+
+    python: str
+    has_torch: bool
+
+    @staticmethod
+    def of(python: str) -> Environment:
+        find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+        return Environment(
+            python, subprocess.run([python, "-c", find], check=False).returncode == 0
+        )
 
 
-def rank_main() -> None:
-    """One rank: dies by the plan in the environment, `{"rank": [place, step, signal], …}`.
-
-    Where the place is "renewal", the step is the milliseconds after which it dies in the first.
-    """
-    import horo_lite as hvd
-    from horo_lite.elastic import recovery
-
-    hvd.init()
-    print("STARTS", flush=True)
-    me = hvd.rank()
-    place, at, how = json.loads(os.environ["SOAK_PLAN"]).get(str(me), ["nowhere", 0, 0])
-    sleepy = random.Random(me)
-
-    def here(where: str, step: int) -> None:
-        if where == place and step == at:
-            print(f"DIES {time.time()}", flush=True)
-            os.kill(os.getpid(), how)
-
-    def renew(comm: object, renew: Callable[[object], object] = recovery.renew) -> None:
-        if place == "renewal":
-            threading.Timer(at / 1000, os.kill, [os.getpid(), how]).start()
-        renew(comm)
-
-    recovery.renew = renew
-    inner = Adam(np.full(N_WEIGHTS, float(me)))
-    opt = hvd.DistributedOptimizer(inner)
-    data = samples()
-    sampler = hvd.elastic.Sampler(N_SAMPLES, seed=5)
-    # Who trained on what is kept in the state, and so goes on and back with it.
-    state = hvd.elastic.State(
-        weights=inner.data, opt=opt, sampler=sampler, epoch=0, step=0, history=[],
-        begin=inner.data.copy(),
-    )  # fmt: skip
-    state.register_reset_callbacks([lambda: here("reset", 0)])
-    first_after = False
-
-    @hvd.elastic.run
-    def train(state: hvd.elastic.State) -> None:
-        nonlocal first_after
-        again = first_after
-        first_after = True
-        for state.epoch in range(state.epoch, N_EPOCHS):  # noqa: B020
-            sampler.set_epoch(state.epoch)
-            mine = list(sampler)
-            for i in range(0, len(mine), BATCH):
-                here("before", state.step)
-                time.sleep(0.05 if sleepy.random() < 0.02 else 0.005)
-                batch = mine[i : i + BATCH]
-                together = hvd.allgather_object(batch)
-                inner.grad[:] = gradient(inner.data, data[batch])
-                here("exchange", state.step)
-                handle = hvd.allreduce_async(np.ones(100_000), name="beside")
-                here("beside", state.step)
-                opt.step()
-                here("after", state.step)
-                state.history = [*state.history, [state.epoch, together]]
-                sampler.record_batch(i // BATCH, BATCH)
-                state.step += 1
-                hvd.synchronize(handle)
-                if again:
-                    again = False
-                    print(f"GOES ON {time.time()} {state.step}", flush=True)
-                if state.step % 10 == 0:
-                    here("commit", state.step)
-                    state.commit()
-        here("end", 0)
-
-    train(state)
-    print("TRAINED", flush=True)
-    seen = [(epoch, i) for epoch, parts in state.history for part in parts for i in part]
-    every = {(epoch, i) for epoch in range(N_EPOCHS) for i in range(N_SAMPLES)}
-    # Each epoch's end may be filled up with size - 1 samples, and a loss in it once more.
-    assert set(seen) == every, f"{len(every - set(seen))} samples were never seen"
-    assert len(seen) <= len(every) + 3 * N_EPOCHS + 3, f"{len(seen) - len(every)} were seen twice"
-    assert state.step == len(state.history) == inner.t
-
-    reference = Adam(state.begin)
-    for _, parts in state.history:
-        gradients = [gradient(reference.data, data[part]) for part in parts]
-        reference.grad[:] = np.mean(gradients, axis=0)
-        reference.step()
-    error = np.abs(reference.data - inner.data).max()
-    assert error < 1e-9, f"the weights are off by {error}"
-    assert len(set(hvd.allgather_object(inner.data.tobytes()))) == 1, "the survivors differ"
-    print(f"ENDS {hvd.size()} {state.step}", flush=True)
+def run(seed: int, environments: dict[str, Environment]) -> str:
+    """The job of that seed, in a line. AssertionError where it is not as it must be."""
+    rng = random.Random(f"job {seed}")
+    kinds = ["calls", "calls", "calls, elastic", "training"]
+    kind = rng.choice(kinds if "openmpi" in environments else kinds[:2])
+    mpi = rng.choice(sorted(environments)) if kind == "calls" else "openmpi"
+    prefix = rng.choice([[], [], [], ["nice", "-n", "15"], ["taskset", "-c", "0"]])
+    here = environments[mpi]
+    watch = _training(rng) if kind == "training" else _calls(seed, kind != "calls", mpi, here)
+    told = f"seed {seed}: {kind}, {mpi}, {' '.join(prefix) or 'alone'}, {watch.told}"
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd") as folder,
+        start_ranks(
+            watch.script,
+            watch.n,
+            env={
+                "SOAK_PLAN": watch.plan,
+                "HORO_LITE_TEST_HOSTS": watch.hosts,
+                "TMPDIR": folder,
+                **watch.env,
+            },
+            mpi=mpi,
+            python=here.python,
+            prefix=prefix,
+            options=watch.options if kind == "calls" else FT,
+        ) as job,
+    ):
+        watch.meddle(job)
+        result = _end_of(job, told)
+        try:
+            watch.check(result)
+            _look_for_crashes(result, watch.crashes)
+            _look_for_leftovers(job, Path(folder))
+        except FindingError as finding:
+            raise FindingError(f"{told}\n{finding}\n{result}") from None
+    return f"{told}: exit code {result.returncode}, {result.elapsed_s:.1f} s"
 
 
-def plan_of(rng: random.Random, n: int) -> dict[str, list[object]]:
-    """Who dies where: one rank, two at once, or one after the other."""
-    places = ["before", "exchange", "beside", "after", "commit", "end", "reset"]
-    how = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV]
-    n_dying = rng.randint(1, n - 1)
-    together = rng.random() < 0.4
-    step = rng.randint(0, 28)
-    plan: dict[str, list[object]] = {}
-    for rank in rng.sample(range(n), n_dying):
-        place = rng.choice(places)
-        at = step if together else rng.randint(0, 28)
-        if place == "commit":
-            at = max(10, at // 10 * 10)
-        plan[str(rank)] = [place, 0 if place in ("end", "reset") else at, int(rng.choice(how))]
-    if n > 2 and rng.random() < 0.3:  # one more in the recovery from the first
-        first = rng.choice(sorted(plan))
-        if plan[first][0] == "reset":
-            plan[first][:2] = ["exchange", step]
-        others = [str(r) for r in range(n) if str(r) != first]
-        other = rng.choice(others)
-        if len(plan) < n - 1 or other in plan:
-            where = rng.choice([["reset", 0], ["renewal", rng.randint(0, 20)]])
-            plan[other] = [*where, int(signal.SIGKILL)]
-    return plan
+@dataclass(frozen=True)
+class Watch:
+    """What is to run, and what must come of it."""
+
+    script: Path
+    n: int
+    hosts: str
+    plan: str
+    told: str
+    check: Callable[[Result], None]
+    meddle: Callable[[Job], None] = lambda job: None
+    crashes: bool = False
+    """Ranks crash by intention."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
 
 
-def main() -> None:
-    from launch import start_ranks
+def _calls(seed: int, elastic: bool, mpi: str, here: Environment) -> Watch:
+    plan = soak_calls.plan_of(seed, elastic=elastic, torch=here.has_torch)
+    hows = {trouble.how for trouble in plan.troubles}
+    troubles = ", ".join(
+        f"rank {t.rank} {t.how} at {t.step} ({plan.calls[t.step]})"
+        + (f" + {t.after_ms:.1f} ms" if t.after_ms is not None else "")
+        for t in plan.troubles
+    )
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=1800)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
-    args = parser.parse_args()
-    began = time.monotonic()
-    took: list[float] = []
-    n_deaths = n_runs = n_back = 0
-    for run in range(args.first, args.runs):
-        if time.monotonic() - began > args.limit_s:
-            break
-        rng = random.Random(f"{args.seed} {run}")
-        n = rng.randint(2, 4)
-        plan = plan_of(rng, n)
-        killed = False
-        outside = rng.random() < 0.3  # beside what ranks do to themselves
-        hosts = f"{n // 2},{n - n // 2}" if rng.random() < 0.4 else ""
-        with start_ranks(
-            Path(__file__),
-            n,
-            args=["--rank"],
-            env={"SOAK_PLAN": json.dumps(plan), "HORO_LITE_TEST_HOSTS": hosts},
-            mpi="openmpi",
-            options=["--with-ft", "ulfm"],
-        ) as job:
-            if outside and len(plan) < n - 1:
-                # Not before: in MPI_Init, Open MPI has the others wait for the dead.
-                job.wait_for("STARTS", count=n, timeout_s=40)
-                time.sleep(rng.uniform(0, 0.5))
-                of_rank = job.ranks()
-                spared = [r for r in of_rank if str(r) not in plan]
-                if killed := len(spared) > 1:
-                    os.kill(of_rank[rng.choice(spared)], signal.SIGKILL)
-                if "TRAINED" in job.stdout():  # after it, elastic.run has done its part
-                    continue
-            until = time.monotonic() + 40
-            while job.launcher.poll() is None and time.monotonic() < until:
-                time.sleep(0.1)
-            if job.launcher.poll() is None:
-                for pid in job.ranks().values():
-                    os.kill(pid, signal.SIGABRT)  # faulthandler shows where they are
-                time.sleep(1)
-                said = f"{job.stdout()}\n{job.stderr()}\n{job.processes()}"
-                sys.exit(f"run {run} of seed {args.seed}, {n} ranks, {plan}, hangs:\n{said}")
-            result = job.wait(1)
+    def check(result: Result) -> None:
+        expected, code = plan.expected(), result.returncode
+        if expected != "any" and (code == 0) != (expected == "good"):
+            raise FindingError(f"exit code {code}, and the end should be {expected}")
+        ends = re.findall(r"^ENDS (\d+) (\d+)$", result.stdout, re.M)
+        n = plan.survivors()
+        if code == 0 and sorted(ends) != [(str(i), str(n)) for i in range(n)]:
+            raise FindingError(f"{n} ranks should have come to the end, but there were {ends}")
+        lost = [t.rank for t in plan.troubles if t.how not in ("SIGSTOP", "skip")]
+        # MPICH's launcher kills the others before they can tell which rank a signal has ended.
+        # As Open MPI's launcher says it, if that is faster: [prterun-host-pid@1,rank].
+        named = [r for r in lost if re.search(rf"\brank {r}\b|@\d+,{r}\]", result.stderr)]
+        if expected == "bad" and len(lost) == 1 and mpi == "openmpi" and not named:
+            raise FindingError(f"rank {lost[0]} was lost, and nobody names it")
+
+    # MPICH's launcher would kill the others at once, and may call it a success.
+    exits = bool(hows & {"_exit 0", "_exit 3"})
+    is_left_alone = mpi == "mpich" and exits
+    # Messages and collectives are not compared: who leaves one out may have all wait. And who is
+    # gone without a word is seen on its own host only, unless the launcher ends the others.
+    stalls = "skip" in hows or ((is_left_alone or elastic) and exits and bool(plan.hosts))
+    return Watch(
+        TESTS / "soak_calls.py",
+        plan.n,
+        plan.hosts,
+        plan.to_json(),
+        f"{plan.n} ranks on hosts of {plan.hosts or plan.n}; {troubles or 'no trouble'}",
+        check,
+        env={"HORO_LITE_STALL_ABORT_S": "30"} if stalls else {},
+        options=["-disable-auto-cleanup"] if is_left_alone else [],
+    )
+
+
+def _training(rng: random.Random) -> Watch:
+    n = rng.randint(2, 4)
+    plan = soak_training.plan_of(rng, n)
+    hosts = f"{n // 2},{n - n // 2}" if rng.random() < 0.4 else ""
+    outside = rng.random() < 0.3 and len(plan) < n - 1
+    delay_s, which = rng.uniform(0, 0.5), rng.random()
+
+    def meddle(job: Job) -> None:
+        """One more rank is killed, at a moment that has nothing to do with what it does."""
+        if not outside:
+            return
+        # Not before: in MPI_Init, Open MPI has the others wait for the dead.
+        job.wait_for("STARTS", count=n, timeout_s=LIMIT_S)
+        time.sleep(delay_s)
+        spared = [pid for rank, pid in job.ranks().items() if str(rank) not in plan]
+        # After training, elastic.run has done its part.
+        if len(spared) > 1 and "TRAINED" not in job.stdout():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(spared[int(which * len(spared))], signal.SIGKILL)
+
+    def check(result: Result) -> None:
+        if outside and "TRAINED" in result.stdout and result.returncode:
+            return  # it was killed when the others were through
         ends = re.findall(r"ENDS (\d+) (\d+)", result.stdout)
-        died = sorted(float(t) for t in re.findall(r"DIES (\S+)", result.stdout))
-        back = sorted(float(t) for t in re.findall(r"GOES ON (\S+)", result.stdout))
         good = result.returncode == 0 and ends and len(set(ends)) == 1
         if not good or int(ends[0][0]) != len(ends):
-            sys.exit(f"run {run} of seed {args.seed}, {n} ranks, plan {plan}, failed:\n{result}")
-        n_runs += 1
-        n_deaths += n - len(ends)
-        before = [t for t in died if back and t < back[0]]
-        if before and not killed:
-            took.append(back[0] - before[-1])
-        n_back += result.stderr.count("back to the last commit")
-        where = f" on hosts of {hosts}" if hosts else ""
-        print(f"run {run}: {n} ranks{where}, {plan}: {len(ends)} left", flush=True)
-    took.sort()
-    print(
-        f"{n_runs} runs, {n_deaths} deaths, no hang, no wrong sum (seed {args.seed}), "
-        f"{n_back} times back to a commit"
+            raise FindingError(f"exit code {result.returncode}, and the ends are {ends}")
+
+    return Watch(
+        TESTS / "soak_training.py",
+        n,
+        hosts,
+        json.dumps(plan),
+        f"{n} ranks on hosts of {hosts or n}; {plan}{', one from outside' * outside}",
+        check,
+        meddle,
+        crashes=any(how == signal.SIGSEGV for _, _, how in plan.values()),
     )
-    if took:
-        median, most = took[len(took) // 2], took[-1]
-        print(f"From a death to the next completed step: median {median:.3f} s, most {most:.3f} s")
+
+
+def _end_of(job: Job, told: str) -> Result:
+    try:
+        job.launcher.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        for pid in job.ranks().values():  # faulthandler shows where they are
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(2)
+        left = [f"{pid}: {_look_of(pid)}" for pid in job.processes()]
+        raise FindingError(f"{told}\nhangs: {left}\n{job.result()}") from None
+    return job.result()
+
+
+def _look_for_crashes(result: Result, meant: bool) -> None:
+    for found in CRASHES.finditer(result.stdout + result.stderr):
+        if not (meant and found[0] in ("Fatal Python error", "Segmentation fault")):
+            raise FindingError(f"{found[0]!r} was printed")
+
+
+def _look_for_leftovers(job: Job, folder: Path) -> None:
+    until = time.monotonic() + 20
+    while (left := job.processes()) and time.monotonic() < until:
+        time.sleep(0.05)
+    if left:
+        raise FindingError(f"processes are left: {[f'{pid}: {_look_of(pid)}' for pid in left]}")
+    ours = re.compile("horo|hvd")
+    files = [str(path) for path in folder.rglob("*") if ours.search(path.name)]
+    segments = [name for name in os.listdir("/dev/shm") if ours.search(name)]
+    if files or segments:
+        raise FindingError(f"left behind: {files} {segments}")
+
+
+def _look_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return f"{words}, {Path(f'/proc/{pid}/wchan').read_text()}"
+    return "gone"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--minutes", type=float, default=30, help="no job begins later")
+    add("--runs", type=int, help="how many jobs; by default as many as there is time for")
+    add("--jobs", type=int, default=1, help="how many at once")
+    add("--seed", type=int, default=time.time_ns() % 10**6 * 1000, help="of the first job")
+    add("--mpich", metavar="PYTHON", help="of an environment with MPICH, which some jobs then use")
+    args = parser.parse_args()
+    environments = {mpi_name(): Environment.of(sys.executable)}
+    if args.mpich:
+        mpich = os.path.abspath(args.mpich)  # jobs run in directories of their own
+        environments[mpi_name("mpich", mpich)] = Environment.of(mpich)
+    until = time.monotonic() + 60 * args.minutes
+    seeds = (
+        itertools.count(args.seed) if args.runs is None else range(args.seed, args.seed + args.runs)
+    )
+    findings: list[int] = []
+    n_runs = 0
+
+    def attempt(seed: int) -> None:
+        nonlocal n_runs
+        if time.monotonic() > until:
+            return
+        try:
+            print(run(seed, environments), flush=True)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            findings.append(seed)
+            print(f"\n======== FINDING, seed {seed}\n{error}\n========\n", flush=True)
+        n_runs += 1
+
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        running: set[concurrent.futures.Future[None]] = set()
+        for seed in seeds:
+            if time.monotonic() > until:
+                break
+            running.add(pool.submit(attempt, seed))
+            if len(running) >= args.jobs:
+                done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+                for each in done:
+                    each.result()
+        for each in running:
+            each.result()
+    print(
+        f"{n_runs} jobs, {len(findings)} findings{': seeds ' if findings else ''}{findings or ''}"
+    )
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":
-    if "--rank" in sys.argv:
-        rank_main()
-    else:
-        main()
+    sys.exit(main())

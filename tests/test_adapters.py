@@ -15,7 +15,7 @@ from launch import run_threads
 import horo_lite as hvd
 from horo_lite import adapters
 from horo_lite.adapters import Adapter, register_adapter
-from horo_lite.collectives import Group
+from horo_lite.collectives.group import Group
 
 
 class Later:

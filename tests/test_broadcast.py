@@ -10,10 +10,10 @@ import pytest
 from launch import RanksFailedError, run_threads
 
 from horo_lite import adapters
-from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters
-from horo_lite.collectives import Group
+from horo_lite.collectives.group import Group
 from horo_lite.errors import MismatchError
-from horo_lite.optimizer import DistributedOptimizer
+from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters
+from horo_lite.training.optimizer import DistributedOptimizer
 
 
 class Parameter:

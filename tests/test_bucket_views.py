@@ -18,14 +18,17 @@ torch = pytest.importorskip("torch")
 import test_torch_optimizer as ordinary  # noqa: E402
 from test_torch_optimizer import small_buckets, watched  # noqa: E402, F401
 
-from horo_lite import _native, collectives  # noqa: E402
-from horo_lite.collectives import Average, Group, Sum  # noqa: E402
+from horo_lite import _native, ops  # noqa: E402
+from horo_lite.collectives.calls import Part  # noqa: E402
+from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.collectives.reductions import Average, Exchange, Sum  # noqa: E402
+from horo_lite.collectives.shared_memory import share  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
-from horo_lite.join import join_group  # noqa: E402
 from horo_lite.torch import Compression  # noqa: E402
 from horo_lite.torch.adasum import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
-from horo_lite.transports.shm import SharedMemory, share  # noqa: E402
+from horo_lite.transports import Reduction  # noqa: E402
+from horo_lite.transports.shm import SharedMemory  # noqa: E402
 
 nn = torch.nn
 
@@ -34,14 +37,13 @@ nn = torch.nn
 def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
     """Every exchange of gradients so far, by label, and whether it happened in place."""
     seen: list[tuple[str, bool]] = []
-    complete = collectives._Reduction.complete
+    complete = Exchange._complete
 
-    def noted(reduction: Any) -> None:
-        if reduction.kind == "exchange":
-            seen.append((reduction.label, reduction.shared is not None))
-        complete(reduction)
+    def noted(call: Exchange, part: Part) -> bool:
+        seen.append((part.label, part.offsets is not None))
+        return complete(call, part)
 
-    monkeypatch.setattr(collectives._Reduction, "complete", noted)
+    monkeypatch.setattr(Exchange, "_complete", noted)
     return seen
 
 
@@ -248,8 +250,8 @@ def test_a_rank_that_has_joined_takes_part_with_zeros(
                 x, y = ordinary.samples(step + 10 * group.rank + 100 * epoch)
                 ordinary.loss_of(net, x.float(), y).backward()
                 optimizer.step()
-            last = join_group(group)
-            group.grouped_broadcast_([p.detach() for p in net.parameters()], last)
+            last = group.join()
+            ops.grouped_broadcast_([p.detach() for p in net.parameters()], last, group=group)
         return list(net.parameters())
 
     results = [run_threads(2, functools.partial(rank, views)) for views in (False, True)]
@@ -388,14 +390,14 @@ def test_the_core_adds_up_in_place_and_touches_nothing_else() -> None:
         names = [str(k) for k in range(len(shared))]
         for arrays, where in ((shared, memory), (own, None)):
             group.exchange(arrays, names=names, label="all", op=op, shared=where)
-            group.barrier()
+            ops.barrier(group=group)
         for a, b in zip(shared, own, strict=True):
             assert a.tobytes() == b.tobytes()
         assert np.all(everything[~taken] == 99)
         # Integers are averaged in a wider type, so not in place.
         counts = _native.Tensors([memory.array(0, 400).view(np.int32)])
         with pytest.raises(ValueError, match="int32 do not travel as they are"):
-            group.transport.reduce_in_place(counts, memory, op="average", scale=1, divisor=1)
+            group.transport.reduce_in_place(counts, memory, Reduction("average"))
 
     for size in (2, 3, 4):
         run_threads(size, functools.partial(rank, Average if size % 2 else Sum))
@@ -434,7 +436,7 @@ def test_the_memory_goes_with_the_optimizer_and_the_last_gradient() -> None:
             nets.append(net)
         nets[0].zero_grad()
         gc.collect()
-        group.barrier()
+        ops.barrier(group=group)
         return nets[1].weight.grad
 
     gc.collect()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import checks
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from launch import run_ranks, run_threads
 from oracle import Array, same_bits
 
 import horo_lite as hvd
-from horo_lite import _native
+from horo_lite import _native, ops
+from horo_lite.collectives.calls import AllGather, Part
+from horo_lite.transports import Transport
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -35,7 +39,7 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str) -> None
             out
             for wire in checks.WIRES.values()
             for op in (hvd.Average, hvd.Sum, hvd.Max)
-            for out in group.grouped_allreduce(mine, op, compression=wire)
+            for out in ops.grouped_allreduce(mine, op, compression=wire, group=group)
         ]
 
     expected = run_threads(3, reduce)
@@ -50,6 +54,41 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str) -> None
         _native.use_instruction_set(best)
     for a, b in zip(expected[0], got[2], strict=True):
         assert same_bits(a, b)
+
+
+def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The handle has the error itself; other handles, later calls and peers learn where it was."""
+    real = AllGather.run
+
+    def fails(call: AllGather, part: Part, transport: Transport) -> Any:
+        if transport.rank == 0:
+            raise RuntimeError("no memory left in the allocator")
+        return real(call, part, transport)
+
+    monkeypatch.setattr(AllGather, "run", fails)
+
+    def rank(group: hvd.Group) -> list[tuple[type, str]]:
+        names = ("first", "second")
+        handles = [ops.allgather_async(np.ones(3), name=name, group=group) for name in names]
+        seen = []
+        for handle in (*handles, *handles):
+            with pytest.raises(hvd.HoroLiteError if group.rank else RuntimeError) as caught:
+                group.synchronize(handle)
+            seen.append((caught.type, str(caught.value)))
+        assert seen[:2] == seen[2:]
+        with pytest.raises(hvd.PeerLostError) as late:
+            ops.allreduce_async(np.ones(3), group=group)
+        return [*seen[:2], (late.type, str(late.value))]
+
+    zero, one = run_threads(2, rank)
+    assert zero[0] == (RuntimeError, "no memory left in the allocator")
+    for kind, text in (*zero[1:], *one):
+        assert kind is hvd.PeerLostError
+        assert "allgather 'first' raised RuntimeError: no memory left in the allocator" in text
+    assert "in flight: allgather 'second'" in zero[1][1]
+    assert all("rank 0 gave up" in text for _, text in one)
 
 
 # (ranks, how many each host has, what carries the bytes)

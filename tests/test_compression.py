@@ -9,8 +9,10 @@ import pytest
 from launch import run_threads
 from numpy.typing import NDArray
 
-from horo_lite.collectives import Average, Group, Sum
-from horo_lite.compression import Compression, Compressor
+from horo_lite import ops
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.errors import MismatchError
 
 
@@ -58,7 +60,7 @@ def test_compressors_that_differ_are_a_mismatch() -> None:
     def reduce(group: Group) -> str:
         compression = Compression.fp16 if group.rank else Compression.bf16
         with pytest.raises(MismatchError) as caught:
-            group.allreduce(np.ones(3), Sum, name="g", compression=compression)
+            ops.allreduce(np.ones(3), Sum, name="g", compression=compression, group=group)
         return str(caught.value)
 
     for text in run_threads(3, reduce):
@@ -76,5 +78,5 @@ def test_wrong_compressors_are_refused_at_once() -> None:
 
 def _refusal(group: Group) -> ValueError:
     with pytest.raises(ValueError, match="compression") as caught:
-        group.allreduce(np.ones(3), compression="fp16")  # type: ignore[arg-type]
+        ops.allreduce(np.ones(3), compression="fp16", group=group)  # type: ignore[arg-type]
     return caught.value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horo_lite.data import DistributedSampler, partition_dataset
+from horo_lite.training.data import DistributedSampler, partition_dataset
 
 SEEDS = st.integers(0, 2**40)
 EPOCHS = st.integers(0, 1000)
@@ -94,9 +93,8 @@ def test_sampler_errors_say_what_to_do():
 
 
 def test_rank_and_size_are_the_worlds_at_first_use(monkeypatch):
-    world = importlib.import_module("horo_lite.world")
     sampler = DistributedSampler(5, shuffle=False)
-    monkeypatch.setattr(world, "world", lambda: SimpleNamespace(rank=1, size=3))
+    monkeypatch.setattr("horo_lite.context.world", lambda: SimpleNamespace(rank=1, size=3))
     assert list(sampler) == [1, 4]
     assert (sampler.rank, sampler.size) == (1, 3)
     loader, local_batch_size = partition_dataset(np.arange(8), 8, shuffle=False)

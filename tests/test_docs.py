@@ -14,7 +14,8 @@ from launch import run_ranks
 import horo_lite
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
+DOCUMENTS = [*PAGES, *sorted((ROOT / "docs").glob("*.md"))]
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed: pip install torch"
@@ -24,6 +25,12 @@ needs_torch = pytest.mark.skipif(
 def faces() -> str:
     """The text of everything that says `hvd` of itself, without importing any framework."""
     return "\n".join(path.read_text() for path in (ROOT / "horo_lite").rglob("*.py"))
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -38,11 +45,13 @@ def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
         if not hasattr(horo_lite, name) and not re.search(rf"\b(def|class) {name}\b", defined)
     ]
     assert not missing
-    for path in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", text):
-        assert (document.parent / path).exists(), f"a link to {path}, which is not there"
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", text):
+        linked = document.parent / path if path else document
+        assert linked.exists(), f"a link to {path}, which does not exist"
+        assert not anchor or anchor in anchors(linked), f"{path} has no heading #{anchor}"
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
         made = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert made, f"`make {target}`, which there is not"
+        assert made, f"`make {target}`, which does not exist"
 
 
 @pytest.mark.parametrize("face", sorted(horo_lite._FACES - {"elastic", "torch"}))

@@ -12,10 +12,9 @@ import pytest
 from launch import RanksFailedError, run_ranks, run_threads
 
 import horo_lite as hvd
-from horo_lite import _native
+from horo_lite import _native, ops
 from horo_lite._native import Tensors
-from horo_lite.drift import check_in_sync
-from horo_lite.join import join_group
+from horo_lite.state.drift import check_in_sync
 
 FACTOR = 0x9E3779B97F4A7C15
 DTYPES = ["bool", *(f"{sign}int{n}" for sign in ("", "u") for n in (8, 16, 32, 64))]
@@ -306,7 +305,7 @@ def test_ranks_that_want_different_things_are_a_mismatch() -> None:
 
     def another_call(group: Any) -> None:
         if group.rank:
-            group.barrier()
+            ops.barrier(group=group)
         else:
             check_in_sync(params(), group=group)
 
@@ -322,7 +321,7 @@ def test_the_world_is_usable_after_drift() -> None:
         with pytest.raises(hvd.DriftError):
             check_in_sync(params(seed=group.rank), group=group)
         assert check_in_sync(params(), group=group)
-        assert group.allreduce(group.rank, op=hvd.Sum) == 3
+        assert ops.allreduce(group.rank, op=hvd.Sum, group=group) == 3
 
     run_threads(3, run)
 
@@ -450,7 +449,7 @@ def test_nothing_is_compared_while_a_rank_waits_in_join() -> None:
         if group.rank > 0:
             with pytest.raises(hvd.MismatchError, match="check_in_sync needs every rank"):
                 check_in_sync(optimizer, group=group)
-        last = join_group(group)
+        last = group.join()
         hvd.broadcast_parameters(optimizer, last, group=group)
         for _ in range(2):  # counted alike again
             backward(optimizer, group.rank)

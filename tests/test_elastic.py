@@ -7,6 +7,7 @@ import pickle
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from launch import Result, mpi_name, run_ranks
 import horo_lite as hvd
 from horo_lite import elastic
 from horo_lite.elastic import checkpoint
+from horo_lite.transports.peers import allgather_objects
 
-SOAK = Path(__file__).with_name("soak.py")
+SOAK = Path(__file__).with_name("soak_training.py")
 FT = ["--with-ft", "ulfm"]
 needs_ulfm = pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
 
@@ -206,6 +208,51 @@ def test_the_order_is_that_of_seed_and_epoch(alone) -> None:
     assert (sampler.processed_indices, sampler.remaining_indices) == (orders[2][:5], orders[2][5:])
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_without_set_epoch_every_epoch_has_the_samples_again(monkeypatch, size: int) -> None:
+    sampler = elastic.Sampler(10, seed=4)
+    monkeypatch.setattr(elastic.sampler, "_place", lambda *_: (size - 1, size))
+    epochs = []
+    for _ in range(3):
+        epochs.append([])
+        for i, index in enumerate(sampler):
+            epochs[-1].append(index)
+            sampler.record_batch(i, 1)
+            assert sampler.processed_num == min((i + 1) * size, 10)
+        assert len(epochs[-1]) == len(sampler) == -(-10 // size)
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert sampler.remaining_indices == []
+
+
+def test_an_epoch_that_is_complete_is_not_trained_on_again_after_a_loss(alone) -> None:
+    sampler = elastic.Sampler(4)
+    state = elastic.State(sampler=sampler, epoch=0)
+    for i, _ in enumerate(sampler):
+        sampler.record_batch(i, 1)
+    state.commit()
+    state.on_reset()
+    assert list(sampler) == []
+    assert len(list(sampler)) == 4, "the next epoch"
+    # Nor by a rank that has come since, which has the state from the others.
+    state.restore()
+    newcomer = elastic.Sampler(4)
+    newcomer.load_state_dict(sampler.state_dict())
+    assert list(newcomer) == []
+
+
+def test_a_batch_counts_once_whatever_its_index(monkeypatch) -> None:
+    """A script that goes on in the middle of an epoch may count batches from the epoch's start."""
+    sampler = elastic.Sampler(60)
+    monkeypatch.setattr(elastic.sampler, "_place", lambda *_: (1, 3))
+    for n_done, index in enumerate([7, 8, 0, 0, 100], start=1):
+        sampler.record_batch(index, 2)
+        assert sampler.processed_num == n_done * 2 * 3
+    for wrong, error in [(-1, ValueError), (1.5, TypeError)]:
+        with pytest.raises(error):
+            sampler.record_batch(0, wrong)
+    assert sampler.processed_num == 30
+
+
 # --- jobs that lose ranks ------------------------------------------------------------------------
 
 
@@ -222,7 +269,7 @@ def test_the_order_is_that_of_seed_and_epoch(alone) -> None:
 )
 def test_the_rest_goes_on(plan: dict[int, list[object]], hosts: str) -> None:
     env = {"SOAK_PLAN": json.dumps(plan), "HORO_LITE_TEST_HOSTS": hosts}
-    result = run_ranks(SOAK, 4, args=["--rank"], env=env, options=FT, timeout_s=40).check()
+    result = run_ranks(SOAK, 4, env=env, options=FT, timeout_s=40).check()
     left = 4 - len(plan)
     assert re.findall(r"ENDS (\d)", result.stdout) == [str(left)] * left, str(result)
     assert "back to the last commit" not in result.stderr, str(result)
@@ -299,6 +346,17 @@ def test_an_exception_or_exit_is_one_ranks_death() -> None:
     assert "horo_lite/elastic" not in result.stderr
 
 
+@needs_ulfm
+@pytest.mark.parametrize("hosts", ["", "2,1,2"])
+def test_ctrl_c_on_one_rank_ends_the_job(hosts: str) -> None:
+    """Open MPI's launcher leaves the others, who wait for each other, alone."""
+    how = "if (me, state.step) == (2, 4): raise KeyboardInterrupt"
+    result = train(5, how, env={"HORO_LITE_TEST_HOSTS": hosts})
+    assert result.returncode != 0, str(result)
+    assert "rank 2 of 5" in result.stderr
+    assert "KeyboardInterrupt" in result.stderr
+
+
 GROWN = """
 import os, time
 import numpy as np
@@ -353,10 +411,11 @@ data, opt = inner.data, hvd.DistributedOptimizer(inner)
 """
 GRADIENT = "inner.grad[:] = data - state.step - hvd.rank()"
 IN_TORCH = """
-import torch, horo_lite.torch
+import torch
 weight = torch.nn.Parameter(torch.full((3,), 9.0 if new else 0.0, dtype=torch.float64))
 data = weight.detach().numpy()
-opt = horo_lite.torch.DistributedOptimizer(torch.optim.SGD([weight], 0.5), [("weight", weight)])
+inner, names = torch.optim.SGD([weight], 0.5), [("weight", weight)]
+opt = hvd.DistributedOptimizer(inner, named_parameters=names)
 """
 TORCH_GRADIENT = """opt.zero_grad()
         (0.5 * (weight - state.step - hvd.rank()) ** 2).sum().backward()"""
@@ -413,6 +472,185 @@ def test_an_exception_of_all_is_the_jobs_end() -> None:
     assert result.returncode == 1, str(result)
     assert "everywhere" in result.stderr
     assert "ENDS" not in result.stdout
+
+
+ENDS_BADLY = """
+import os, signal, sys, time
+import horo_lite as hvd
+
+hvd.init()
+me = hvd.rank()
+state = hvd.elastic.State(step=0)
+
+@hvd.elastic.run
+def train(state):
+    pids = hvd.allgather_object(os.getpid())
+    hvd.barrier()
+    if me in DEAD:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while any(os.path.exists(f"/proc/{pids[rank]}") for rank in DEAD):
+        time.sleep(0.01)
+    ENDING
+
+train(state)
+"""
+
+
+@needs_ulfm
+@pytest.mark.parametrize(
+    ("ending", "n", "dead", "code"),
+    [
+        ("raise ValueError('on all that live')", 2, [1], 1),
+        ("raise ValueError('on all that live')", 3, [1], 1),
+        ("raise ValueError('on all that live')", 4, [0, 1, 2], 1),
+        ("raise KeyboardInterrupt", 2, [0], 1),
+        ("hvd.allreduce(0, op='?')", 3, [0, 1], 1),
+        ("sys.exit(3)", 2, [1], 3),
+        ("sys.exit(3)", 3, [1, 2], 3),
+        ("sys.exit(3)", 4, [0, 2], 3),
+    ],
+)
+def test_a_bad_end_beside_a_death_is_a_failure(
+    ending: str, n: int, dead: list[int], code: int
+) -> None:
+    """Nobody has recovered from the death, when those who live end of themselves."""
+    script = ENDS_BADLY.replace("DEAD", str(dead)).replace("ENDING", ending)
+    result = run_ranks(script, n, options=FT, timeout_s=60)
+    assert result.returncode == code, str(result)
+
+
+class TornComm:
+    """A communicator whose collective operations end well, and leave what they were to deliver."""
+
+    rank, size = 0, 2
+
+    def __init__(self, sent: object, torn: str, junk: bytes) -> None:
+        self.sent, self.torn, self.junk = sent, torn, junk
+
+    def Allgather(self, mine: bytes, everyone: bytearray) -> None:  # noqa: N802
+        everyone[: len(mine)] = mine
+        theirs = mine if self.torn != "headers" else self.junk * len(mine)
+        everyone[len(mine) :] = theirs[: len(mine)]
+
+    def Allgatherv(self, mine: bytes, received: list[Any]) -> None:  # noqa: N802
+        everyone, (size, _) = received
+        everyone[:size] = mine
+        everyone[size:] = mine if self.torn != "data" else mine[:-2] + self.junk * 2
+
+
+class RunsCode:
+    ran = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return setattr, (RunsCode, "ran", True)
+
+
+@pytest.mark.parametrize("junk", [b"\0", b"\x10", b"\xff"])
+@pytest.mark.parametrize("torn", ["headers", "data"])
+def test_what_has_not_come_whole_is_never_unpickled(torn: str, junk: bytes) -> None:
+    RunsCode.ran = False
+    with pytest.raises(hvd.PeerLostError, match="a rank died"):
+        allgather_objects(TornComm(RunsCode(), torn, junk), RunsCode())
+    assert not RunsCode.ran
+    assert allgather_objects(TornComm("a", "", junk), "a") == ["a", "a"]
+
+
+@needs_ulfm
+@pytest.mark.parametrize("hosts", ["", "1,1,1", "2,1"])
+def test_a_group_that_is_made_while_a_rank_dies(hosts: str) -> None:
+    script = """
+    import os, signal
+    import numpy as np
+    import horo_lite as hvd
+    from horo_lite.transports import this_host
+
+    hvd.init()
+    me = hvd.rank()
+    state = hvd.elastic.State(step=0)
+    exchange, n_exchanges = this_host.allgather_objects, 0
+
+    def die_between_two(comm, *args):
+        global n_exchanges
+        n_exchanges += 1
+        if (me, n_exchanges) in ((0, 6), (1, 13)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(comm, *args)
+
+    this_host.allgather_objects = die_between_two
+
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 10:
+            part = hvd.new_group(range(hvd.size()))
+            x = np.full(10, hvd.rank() + 1.0)
+            total = hvd.allreduce(x, hvd.Sum, group=part)
+            assert total.tolist() == [hvd.size() * (hvd.size() + 1) / 2] * 10
+            hvd.free_group(part)
+            state.step += 1
+
+    train(state)
+    print("ENDS", me, hvd.size(), flush=True)
+    """
+    result = run_ranks(script, 3, options=FT, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60)
+    assert result.check().stdout == "ENDS 2 1\n", str(result)
+
+
+OWN_MISTAKES = """
+import os, signal
+import numpy as np
+import horo_lite as hvd
+
+hvd.init()
+me = hvd.rank()
+
+class State(hvd.elastic.State):
+    def commit(self):
+        if self.step == 6:
+            IN_COMMIT
+        super().commit()
+
+def reset():
+    IN_RESET
+
+state = State(step=0)
+state.register_reset_callbacks([reset])
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 9:
+        total = hvd.allreduce(np.full(3, hvd.rank() + 1.0), hvd.Sum)
+        assert total.tolist() == [hvd.size() * (hvd.size() + 1) / 2] * 3
+        if (me, state.step) == (2, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.step += 1
+        if state.step % 3 == 0:
+            state.commit()
+
+train(state)
+print("ENDS", me, hvd.size(), flush=True)
+"""
+
+
+@needs_ulfm
+@pytest.mark.parametrize(
+    ("in_commit", "in_reset", "code", "left"),
+    [
+        ("if me == 1: raise OSError('не хватает места ' * 40)", "pass", 0, [0, 3]),
+        ("if me == 0: os.kill(os.getpid(), signal.SIGKILL)", "pass", 0, [1, 3]),
+        ("raise OSError('everywhere')", "pass", 1, []),
+        ("pass", "if hvd.rank() == 0: raise ValueError('of one rank')", 1, []),
+        ("pass", "raise ValueError('of all ranks')", 1, []),
+    ],
+)
+def test_mistakes_in_commits_and_callbacks(
+    in_commit: str, in_reset: str, code: int, left: list[int]
+) -> None:
+    """After a loss: one rank's in a commit is its own end, and any in a callback is the job's."""
+    script = OWN_MISTAKES.replace("IN_COMMIT", in_commit).replace("IN_RESET", in_reset)
+    result = run_ranks(script, 4, options=FT, timeout_s=60)
+    assert result.returncode == code, str(result)
+    ends = sorted(re.findall(r"ENDS (\d) (\d)", result.stdout))
+    assert ends == [(str(rank), str(len(left))) for rank in left], str(result)
 
 
 @needs_ulfm

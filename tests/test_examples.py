@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cpus
 import numpy as np
 import pytest
 from launch import Result, run_ranks
@@ -20,7 +21,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HALVES = {"float32": [], "float16": ["--fp16-allreduce"], "bfloat16": ["--bf16-allreduce"]}
 # An example takes a few seconds; the limits are for machines that do other things as well.
 LIMIT_S = 150
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,
@@ -56,7 +57,7 @@ def furthest(path: Path, other: Path) -> float:
         for example, marks, cases in [
             (NUMPY, (), [(1, "float32"), (2, "float32"), (2, "float16"), (2, "bfloat16")]),
             (NUMPY, (), [(4, "float32"), (4, "float16")]),
-            (TORCH, needs_torch, [(2, "float16"), (4, "float32")]),
+            (TORCH, needs_torch, [(2, "float16")]),
         ]
         for size, wire in cases
     ],
@@ -71,7 +72,9 @@ def test_digits_are_learned_alike_on_all_ranks(example: str, size: int, wire: st
         assert "nothing to exchange" in result.stdout
     else:
         assert f"parameters bit-identical on all {size} ranks" in result.stdout
-        assert re.search(rf"took [\d.]+ ms a step, [\d.]+%[^)]* as {wire} through", result.stdout)
+        # PyTorch's gradients are exchanged inside backward().
+        cost = "not timed separately" if "torch" in example else r"took [\d.]+ ms per step, [\d.]+%"
+        assert re.search(rf"{cost}[^)]* as {wire} through", result.stdout)
 
 
 @pytest.mark.mpi
@@ -96,6 +99,46 @@ def test_ranks_on_shares_end_where_one_ends_on_whole_batches(example: str, tmp_p
         assert furthest(one, trained(2, *options, "--fp16-allreduce")) < 3e-3
 
 
+@pytest.mark.parametrize("kernels", cpus.OPENBLAS)
+def test_shares_add_up_to_the_whole_batch_whatever_the_cpu(kernels: dict[str, str]) -> None:
+    code = """
+        import numpy as np
+        from threadpoolctl import threadpool_info
+
+        from digits import load_digits
+        from digits_numpy import SGD, Network
+
+        images, labels, *_ = load_digits(None)
+
+        def trained(n_shares):
+            net = Network(images.shape[1:], n_classes=10, seed=0)
+            opt = SGD(net.params, lr=0.01)
+            for batch in np.array_split(np.arange(len(images)), 22):
+                sums = [0.0] * len(net.params)
+                for share in np.array_split(batch, n_shares):
+                    net.gradients(images[share], labels[share])
+                    weight = len(share) / len(batch)
+                    sums = [s + weight * p.grad for s, p in zip(sums, net.params, strict=True)]
+                for p, s in zip(net.params, sums, strict=True):
+                    p.grad = s
+                opt.step()
+            return [p.data for p in net.params]
+
+        whole = trained(1)
+        for n_shares in (2, 3):
+            pairs = zip(whole, trained(n_shares), strict=True)
+            print(max(np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in pairs))
+        print(*(pool.get("architecture") for pool in threadpool_info()))
+    """
+    env = {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
+    result = run_ranks(code, 1, env={**env, **kernels}, launcher=False, timeout_s=LIMIT_S).check()
+    *distances, used = result.stdout.splitlines()
+    # Rounding gives 1e-6; relu in the network up to 7e-5, max pooling 3e-2.
+    assert max(map(float, distances)) < 1e-5
+    if "OpenBLAS" in np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]:
+        assert set(kernels.values()) <= set(used.split())
+
+
 @pytest.mark.mpi
 def test_a_forgotten_broadcast_is_noticed() -> None:
     code = (EXAMPLES / "digits_numpy.py").read_text()
@@ -112,9 +155,9 @@ def test_a_forgotten_broadcast_is_noticed() -> None:
 
 def test_training_that_is_killed_ends_with_the_same_bits() -> None:
     result = run("restart.py", 1, "--epochs", 2, "--kill-in-epoch", 2).check()
-    assert "the same weights, to the bit" in result.stdout
+    assert "the weights are bit-identical" in result.stdout
     assert result.stdout.count("epoch 1: test accuracy") == 2
-    assert re.search(r"job ended badly.*: restart 1 of 1 in 1 s, from the commit", result.stderr)
+    assert re.search(r"job failed.*: restart 1 of 1 in 1 s, from the commit", result.stderr)
 
 
 def cupy_and_a_gpu() -> bool:
@@ -136,7 +179,7 @@ def test_without_cupy_or_a_gpu_the_example_says_so() -> None:
 
 
 # What the example uses of NumPy, seen in CuPy 14.2, which is too large to install for this.
-IN_CUPY = {"arange", "asarray", "exp", "float32", "log", "pad", "zeros", "zeros_like"}
+IN_CUPY = {"arange", "asarray", "exp", "float32", "log", "pad", "tanh", "zeros", "zeros_like"}
 IN_CUPY |= {"lib.stride_tricks.sliding_window_view"}
 
 
@@ -164,7 +207,7 @@ def test_mnist_files_and_the_plot(tmp_path: Path) -> None:
     plot = tmp_path / "curve.png"
     result = run("digits_numpy.py", 1, "--epochs", 2, "--data", tmp_path, "--plot", plot).check()
     assert "130 images to train on, 20 to test" in result.stdout
-    assert "learning curve drawn to" in result.stdout
+    assert "learning curve saved to" in result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -183,14 +226,16 @@ def test_mnist_files_are_read_as_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_bad_mnist_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = digits(monkeypatch).load_digits
-    with pytest.raises(SystemExit, match=r"neither train-images-\S+ nor \S+gz is there"):
+    with pytest.raises(SystemExit, match=r"neither train-images-\S+ nor \S+gz exists"):
         load(tmp_path)
     write_mnist(tmp_path)
     path = tmp_path / "t10k-images-idx3-ubyte"
     whole = path.read_bytes()
     for wrong in (whole[:-1], whole[:5], whole[:3] + b"\x01" + whole[4:]):
         path.write_bytes(wrong)
-        with pytest.raises(SystemExit, match="t10k-images-idx3-ubyte is cut off, or no IDX file"):
+        with pytest.raises(
+            SystemExit, match="t10k-images-idx3-ubyte is truncated, or not an IDX file"
+        ):
             load(tmp_path)
     write_idx(path, mnist_pixels(19))
     with pytest.raises(SystemExit, match="19 t10k images, but 20 labels"):

@@ -24,7 +24,7 @@ KERNELS += [(step, *pair) for step in ["Pack", "Unpack"] for pair in PAIRS]
 
 
 def nvcc() -> str | None:
-    """The toolkit's compiler, from where csrc/cuda.cmake looks for it."""
+    """The toolkit's compiler, from where csrc/gpu/cuda.cmake looks for it."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
 
@@ -65,7 +65,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     assert compiler
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     options = ["-std=c++17", "-O3", "--fmad=false", "-Xptxas=-v", "-fatbin", "-o", str(fatbin)]
-    command = [compiler, *options, *targets, str(ROOT / "csrc" / "kernels.cu")]
+    options += ["-I", str(ROOT / "csrc")]
+    command = [compiler, *options, *targets, str(ROOT / "csrc" / "gpu" / "kernels.cu")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = {}
@@ -113,7 +114,7 @@ def each(compiled: dict[tuple[str, str], Code]) -> list[tuple[str, str, str, str
 
 
 @needs_toolkit
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_registers_suffice(compiled: dict[tuple[str, str], Code]) -> None:
     """Nothing is spilled, and four blocks of 256 threads fit on a multiprocessor.
 
@@ -126,7 +127,7 @@ def test_registers_suffice(compiled: dict[tuple[str, str], Code]) -> None:
 
 
 @needs_toolkit
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_accesses_are_128_bits_wide(compiled: dict[tuple[str, str], Code]) -> None:
     """64 bytes of the tensor a thread, the loads all under way before the first store."""
     for architecture, name, step, grad, wire, code in each(compiled):
@@ -139,7 +140,7 @@ def test_accesses_are_128_bits_wide(compiled: dict[tuple[str, str], Code]) -> No
 
 
 @needs_toolkit
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_halves_are_converted_in_pairs(compiled: dict[tuple[str, str], Code]) -> None:
     """By the hardware, two an instruction, but for those of the tail."""
     written = {"F16": r"F2FP(\.F16\.F32)?\.PACK_AB", "BF16": r"F2FP\.BF16(\.F32)?\.PACK_AB"}

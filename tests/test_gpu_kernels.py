@@ -1,4 +1,4 @@
-"""The GPU kernels' body, run on the CPU: bit for bit what NumPy makes of csrc/kernels.h."""
+"""The GPU kernels' body, run on the CPU: bit for bit what NumPy makes of csrc/gpu/kernels.h."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from oracle import Array, bfloat16
 
-from horo_lite import _native
+from horo_lite import _testing
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 PAIRS = [
@@ -27,7 +27,7 @@ NO_EXPONENT = np.int32(-0x7F7F7F80)  # 0x80808080
 MANY = 1360  # pieces in a launch
 
 
-# --- what csrc/kernels.h says, in NumPy -----------------------------------------------------------
+# --- what csrc/gpu/kernels.h says, in NumPy -------------------------------------------------------
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -163,7 +163,7 @@ def run(step: str, tensors: Tensors, **options: Any) -> None:
         for name, value in options.items()
     }
     grad, wire = name_of(tensors.dtype), name_of(tensors.wires[0].dtype)
-    _native.run_kernel_on_host(step, grad, wire, tensors.pieces, wire=tensors.wire.address, **given)
+    _testing.run_kernel(None, step, grad, wire, tensors.pieces, wire=tensors.wire.address, **given)
 
 
 def hard(n: int, dtype: np.dtype[Any], seed: int = 0) -> Array:
@@ -502,8 +502,8 @@ def test_integers_have_no_factors(dtype: str) -> None:
 )
 def test_pairs_without_a_kernel(step: str, grad: str, wire: str) -> None:
     with pytest.raises(ValueError, match=f"no GPU kernel to {step} {grad} as {wire}"):
-        _native.run_kernel_on_host(step, grad, wire, [])
+        _testing.run_kernel(None, step, grad, wire, [])
 
 
 def test_no_pieces_is_nothing_to_do() -> None:
-    _native.run_kernel_on_host("pack", "float32", "float16", [])
+    _testing.run_kernel(None, "pack", "float32", "float16", [])

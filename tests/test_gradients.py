@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import run_ranks, run_threads
 
-from horo_lite import Average, Compression, Group, Max, MismatchError, Sum, grad_and_average
-from horo_lite import arrays as arrays_module
+from horo_lite import Average, Compression, Group, Max, MismatchError, Sum, grad_and_average, ops
 from horo_lite import average_gradients as average
+from horo_lite.collectives import arrays as arrays_module
 
 law = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
@@ -257,7 +257,7 @@ def test_other_mismatches() -> None:
         with pytest.raises(MismatchError, match="average_gradients 'critic'"):
             average(x, name="actor" if mine else "critic", group=group)
         with pytest.raises(MismatchError, match=r"average_gradients 'actor'.*allreduce"):
-            average(x, name="actor", group=group) if mine else group.allreduce(x)
+            average(x, name="actor", group=group) if mine else ops.allreduce(x, group=group)
         with pytest.raises(ValueError, match="every rank gave weight 0"):
             average(x, weight=0, group=group)
         assert average(1.0 * group.rank, group=group) == 0.5

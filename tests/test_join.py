@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,12 @@ import pytest
 from launch import RanksFailedError, run_ranks, run_threads
 
 import horo_lite as hvd
-from horo_lite import Average, Max, Min, Op, Product, Sum
+from horo_lite import Average, Max, Min, Op, Product, Sum, ops
 from horo_lite.adapters import adapter_of
-from horo_lite.collectives import Group
-from horo_lite.compression import Compression
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
 from horo_lite.errors import MismatchError, PeerLostError
-from horo_lite.join import join_group
-from horo_lite.reducer import Reducer
+from horo_lite.training.reducer import Reducer
 
 ORACLE = {
     Sum: lambda xs, size: sum(xs),
@@ -36,9 +37,12 @@ def values(rank: int, dtype: str = "float32") -> Any:
 
 def awaited(group: Group, name: str) -> Callable[..., Any]:
     """The asynchronous form of an operation, as if it were direct."""
-    return lambda *args, **kwargs: group.synchronize(
-        getattr(group, f"{name}_async")(*args, **kwargs)
-    )
+    begin = getattr(ops, f"{name}_async")
+    return lambda *args, **kwargs: group.synchronize(begin(*args, **kwargs, group=group))
+
+
+def direct(group: Group, name: str) -> Callable[..., Any]:
+    return partial(getattr(ops, name), group=group)
 
 
 @pytest.mark.parametrize("joined", [[0], [2], [0, 1], [1, 3]])
@@ -48,7 +52,7 @@ def test_what_the_others_do_while_ranks_have_joined(joined: list[int]) -> None:
 
     def work(group: Group) -> None:
         x = values(group.rank)
-        for form in (lambda name: getattr(group, name), lambda name: awaited(group, name)):
+        for form in (partial(direct, group), partial(awaited, group)):
             for op, oracle in ORACLE.items():
                 for dtype in ("float64", "float16", "int32", "int8"):
                     got = form("allreduce")(values(group.rank, dtype), op)
@@ -69,13 +73,13 @@ def test_what_the_others_do_while_ranks_have_joined(joined: list[int]) -> None:
             np.testing.assert_array_equal(form("allgather")(rows), np.concatenate(parts))
             root = here[-1]
             np.testing.assert_array_equal(form("broadcast")(x, root, name="b"), values(root))
-        group.allreduce_(y := x.copy(), Sum)
-        group.synchronize(group.allreduce_async_(z := x.copy(), Sum))
+        ops.allreduce_(y := x.copy(), Sum, group=group)
+        group.synchronize(ops.allreduce_async_(z := x.copy(), Sum, group=group))
         np.testing.assert_array_equal([y, z], [total, total])
-        group.barrier()
-        group.grouped_broadcast_([z := x.copy(), z[:1]], here[0], names=["p", "q"])
+        ops.barrier(group=group)
+        ops.grouped_broadcast_([z := x.copy(), z[:1]], here[0], names=["p", "q"], group=group)
         np.testing.assert_array_equal(z, values(here[0]))
-        handles = [group.allreduce_async(x + i, Sum, name=str(i)) for i in range(20)]
+        handles = [ops.allreduce_async(x + i, Sum, name=str(i), group=group) for i in range(20)]
         for i in range(20) if group.rank % 2 else range(19, -1, -1):
             expected = total + i * len(here)
             np.testing.assert_array_equal(group.synchronize(handles[i]), expected)
@@ -83,10 +87,10 @@ def test_what_the_others_do_while_ranks_have_joined(joined: list[int]) -> None:
     def rank(group: Group) -> None:
         if group.rank in here:
             work(group)
-        assert join_group(group) in here
+        assert group.join() in here
         # As before, the unnamed ones too, of which some ranks have called more.
         everyone = sum(values(r) for r in range(size))
-        np.testing.assert_array_equal(group.allreduce(values(group.rank), Sum), everyone)
+        np.testing.assert_array_equal(ops.allreduce(values(group.rank), Sum, group=group), everyone)
         np.testing.assert_array_equal(
             awaited(group, "allreduce")(values(group.rank), Sum), everyone
         )
@@ -99,28 +103,28 @@ def test_what_needs_every_rank_is_an_error_and_no_hang() -> None:
         x = np.ones((2, 2), np.float32)
         if group.rank != 1:
             for label, call in {
-                "alltoall": lambda: group.alltoall(x, [1, 0, 1]),
+                "alltoall": lambda: ops.alltoall(x, [1, 0, 1], group=group),
                 "alltoall 'a'": lambda: awaited(group, "alltoall")(x, [1, 0, 1], name="a"),
-                "reducescatter": lambda: group.reducescatter(x),
+                "reducescatter": lambda: ops.reducescatter(x, group=group),
                 "reducescatter number": lambda: awaited(group, "reducescatter")(x),
-                "broadcast from rank 1": lambda: group.broadcast(x, 1),
+                "broadcast from rank 1": lambda: ops.broadcast(x, 1, group=group),
                 "broadcast 'b' from rank 1": lambda: awaited(group, "broadcast")(x, 1, name="b"),
-                "broadcast_object": lambda: group.broadcast_object("x", 0),
-                "allgather_object": lambda: group.allgather_object("x"),
+                "broadcast_object": lambda: ops.broadcast_object("x", 0, group=group),
+                "allgather_object": lambda: ops.allgather_object("x", group=group),
                 "new_group": lambda: group.agree("new_group", "ranks [0]"),
-                "allreduce": lambda: group.allreduce(x, Max, prescale_factor=2.0),
+                "allreduce": lambda: ops.allreduce(x, Max, prescale_factor=2.0, group=group),
             }.items():
                 with pytest.raises(MismatchError, match=f"^{label}.* needs every rank, but rank 1"):
                     call()
             # What the others do not agree on is theirs alone.
             with pytest.raises(MismatchError, match=r"rank 0: .*\[2, 2\]; rank 2: .*\[1, 2\]"):
-                group.allreduce(x[: 2 - group.rank // 2])
+                ops.allreduce(x[: 2 - group.rank // 2], group=group)
             with pytest.raises(MismatchError, match=r"rank 0: .*\[2, 2\]; rank 2: .*\[1, 2\]"):
                 awaited(group, "allreduce")(x[: 2 - group.rank // 2], name="c")
             with pytest.raises(MismatchError, match=r"by rank . but not by rank [02], and"):
                 awaited(group, "allreduce")(x, name=f"of rank {group.rank}")
             assert awaited(group, "allreduce")(x, Sum)[0, 0] == 2
-        assert join_group(group) != 1
+        assert group.join() != 1
         assert awaited(group, "allreduce")(x, Sum)[0, 0] == 3
 
     run_threads(3, rank)
@@ -139,12 +143,41 @@ def test_the_last_rank_is_the_same_everywhere(between: str) -> None:
                 if between == "nothing":
                     time.sleep(0.15)
                     continue
-                add = group.allreduce if between == "direct" else awaited(group, "allreduce")
+                add = (
+                    partial(ops.allreduce, group=group)
+                    if between == "direct"
+                    else awaited(group, "allreduce")
+                )
                 assert add(np.ones(1), Sum)[0] >= here
-            lasts.append(join_group(group))
+            lasts.append(group.join())
         return lasts
 
     assert run_threads(3, rank) == [[order[-1] for order in orders]] * 3
+
+
+class OneMore(Compressor):
+    """Keeps something, as error feedback does, and adds it to what a rank contributes."""
+
+    def __init__(self) -> None:
+        super().__init__("one more")
+        self.kept = threading.Lock()  # which no other rank could be sent
+
+    def prepare(self, name: str, gradient: Any) -> None:
+        gradient += 1
+
+
+def test_a_compressor_of_ones_own_adds_nothing_on_a_rank_that_has_joined() -> None:
+    def rank(group: Group) -> None:
+        if group.rank == 1:
+            group.join()
+            return
+        for form in (direct, awaited):
+            x = np.full(3, group.rank + 1.0)
+            total = form(group, "allreduce")(x, Sum, compression=OneMore())
+            assert total.tolist() == [2 + 4] * 3
+        group.join()
+
+    run_threads(3, rank)
 
 
 def test_a_world_of_one_joins_itself() -> None:
@@ -169,8 +202,8 @@ def test_messages_name_ranks_as_the_world_does() -> None:
             awaited(group, "allreduce")(np.ones(1 + r), name="shape")
         if r:
             with pytest.raises(MismatchError, match="rank 5 has no more batches"):
-                group.broadcast(np.ones(1), 0)
-        join_group(group)
+                ops.broadcast(np.ones(1), 0, group=group)
+        group.join()
         group.close()
         return str(error.value)
 
@@ -184,7 +217,7 @@ def test_unnamed_numbers_stay_alike_after_unmatched_operations() -> None:
 
     def rank(group: Group) -> None:
         if group.rank == 0:
-            handles = [group.allreduce_async(np.ones(1)) for _ in range(3)]
+            handles = [ops.allreduce_async(np.ones(1), group=group) for _ in range(3)]
             for handle in handles[:2]:
                 with pytest.raises(MismatchError, match="by rank 0 but not by rank 1"):
                     group.synchronize(handle)
@@ -223,7 +256,7 @@ def test_averages_count_all_ranks_or_all_samples(weighted: bool) -> None:
                 reducer.finish()
                 assert parameters[2].grad is None
                 results.append((epoch, step, parameters[0].grad[0], parameters[1].grad[0]))
-            join_group(group)
+            group.join()
         return results
 
     for r, results in enumerate(run_threads(3, rank)):
@@ -240,9 +273,9 @@ def test_averages_count_all_ranks_or_all_samples(weighted: bool) -> None:
 def test_a_rank_that_fails_ends_the_wait_of_those_that_have_joined() -> None:
     def rank(group: Group) -> None:
         if group.rank == 1:
-            group.allreduce(np.ones(1))
+            ops.allreduce(np.ones(1), group=group)
             raise KeyError("no such sample")
-        join_group(group)
+        group.join()
 
     with pytest.raises(RanksFailedError) as caught:
         run_threads(3, rank)
@@ -278,7 +311,7 @@ def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
             x, expected = np.full(4, 10.0 * k + r), {q: 10.0 * k + q for q in here}
             total = sum(expected.values())
             # Whether a call is asynchronous must be alike on all ranks.
-            form = awaited if k % 2 else lambda group, name: getattr(group, name)
+            form = awaited if k % 2 else direct
             if what == "allreduce":
                 assert form(group, what)(x, Sum)[0] == total
             elif what == "allgather":
@@ -287,10 +320,12 @@ def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
             elif what == "broadcast":
                 assert form(group, what)(x, here[k % len(here)])[0] == expected[here[k % len(here)]]
             elif what == "barrier":
-                group.barrier()
+                ops.barrier(group=group)
             elif what == "shuffled":
                 names = rng.sample("abc", 3)
-                handles = {n: group.allreduce_async(x + ord(n), Sum, name=n) for n in names}
+                handles = {
+                    n: ops.allreduce_async(x + ord(n), Sum, name=n, group=group) for n in names
+                }
                 for name in rng.sample("abc", 3):
                     got = group.synchronize(handles[name])
                     assert got[0] == total + len(here) * ord(name)
@@ -302,7 +337,7 @@ def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
                 for i, slot in enumerate(slots):
                     np.testing.assert_allclose(slot.grad, (total + len(here) * i) / size, rtol=1e-6)
             else:
-                return group.allreduce_async(x, Sum), total
+                return ops.allreduce_async(x, Sum, group=group), total
             return None
 
         lasts = []
@@ -311,7 +346,7 @@ def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
             for k, what in enumerate(todo[: stops[r]]):
                 time.sleep(rng.choice([0, 0, 0, 0.002]))
                 late.append(do(what, k, [q for q in range(size) if stops[q] > k]))
-            lasts.append(join_group(group))
+            lasts.append(group.join())
             for handle, total in filter(None, late):
                 assert group.synchronize(handle)[0] == total
         return lasts
@@ -361,7 +396,7 @@ def test_torch_operations_while_a_rank_has_joined() -> None:
                 th.alltoall(torch.ones(4), **k)
             with pytest.raises(th.HorovodInternalError, match="from rank 2 needs every rank"):
                 th.broadcast(x.detach(), 2, **k)
-        join_group(group)
+        group.join()
         assert th.allreduce(torch.ones(1) * r, op=th.Sum, **k).item() == 6
 
     run_threads(4, rank)
@@ -416,7 +451,7 @@ def test_torch_optimizer_with_uneven_batches(op: str, monkeypatch: Any) -> None:
                 optimizer.zero_grad()
                 net(batch(torch, epoch, step, group.rank)).square().mean().backward()
                 optimizer.step()
-            last = join_group(group)
+            last = group.join()
             assert batches(last, epoch) == max(counts)
             th.broadcast_parameters(net, last, process_set=group)
         return net
@@ -493,7 +528,7 @@ def test_whoever_joined_goes_on_as_the_last_rank_would(kind: str) -> None:
         for epoch in range(n_epochs):
             for step in range(counts[(r + epoch) % 3]):
                 train(optimizer, lambda e=epoch, s=step: loss_of(net, e, s, r))
-            last = join_group(group)
+            last = group.join()
             th.broadcast_parameters(net, last, process_set=group)
             if kind != "lbfgs":
                 th.broadcast_optimizer_state(optimizer, last, process_set=group)
@@ -529,7 +564,7 @@ def test_sync_batch_norm_of_those_that_have_batches() -> None:
                 whole = torch.nn.BatchNorm1d(2, affine=False).double()(torch.cat(parts))
                 got = layer(parts[here.index(group.rank)])
                 assert torch.allclose(got, whole.split(3)[here.index(group.rank)])
-            join_group(group)
+            group.join()
 
     run_threads(3, rank)
 
@@ -580,7 +615,7 @@ JOB = """
     import threading
     import numpy as np
     import horo_lite as hvd
-    from horo_lite.world import new_group
+    from horo_lite import new_group
 
     rank, _ = hvd.init()
     pair = new_group([2, 0])
@@ -593,11 +628,12 @@ JOB = """
             assert hvd.synchronize(hvd.allreduce_async(x, hvd.Sum))[0] == sum(r + 1 for r in here)
             assert hvd.allgather(x[:1]).tolist() == sorted(r + 1 for r in here)
             if rank == 2:
-                assert pair.allreduce(x, hvd.Sum)[0] == 3
-                assert pair.synchronize(pair.allreduce_async(x, hvd.Sum))[0] == 3
+                assert hvd.allreduce(x, hvd.Sum, group=pair)[0] == 3
+                assert hvd.synchronize(hvd.allreduce_async(x, hvd.Sum, group=pair))[0] == 3
         assert hvd.join() == joined[-1]
         if rank != 1:
-            assert pair.synchronize(pair.allreduce_async(np.full(1, rank), hvd.Sum))[0] == 2
+            handle = hvd.allreduce_async(np.full(1, rank), hvd.Sum, group=pair)
+            assert hvd.synchronize(handle)[0] == 2
     assert hvd.synchronize(hvd.allreduce_async(np.full(1, rank), hvd.Sum))[0] == 3
     left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
     assert not left, left

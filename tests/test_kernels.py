@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -34,12 +36,12 @@ def hard_floats(n: int, dtype: str, seed: int) -> np.ndarray:
     return np.where(rng.random(n) < 0.2, bits, tame)
 
 
-def through(layout: _native.WireLayout, n_bytes: int) -> list[bytes]:
+def through(layout: _native.WireLayout, n_bytes: int, weights: list[float]) -> list[bytes]:
     """What encoding, reducing three times the same, and decoding leave in memory."""
     images = [np.zeros(n_bytes, np.uint8) for _ in range(2)]
     source, total = (image.ctypes.data for image in images)
-    layout.encode(0, 0.75, source)
-    layout.reduce(0, 0, [source] * 3, 1.0, 3.0, total)
+    layout.encode(0, source)
+    layout.reduce(0, 0, [source] * 3, 0.75, weights, 1.0, 3.0, total)
     return [image.tobytes() for image in images]
 
 
@@ -58,7 +60,7 @@ def test_instruction_sets_agree_to_the_bit(dtype: str, wire: str, op: str, best:
         _native.use_instruction_set(isa)
         x = original.copy()
         layout = _native.WireLayout(_native.Tensors([x]), op, wire, 1 << 20, 1)
-        left = through(layout, 20 * n + 4096)
+        left = through(layout, 20 * n + 4096, [0.3, 0.0, 1e-9] if op == "average" else [])
         layout.decode(0, np.frombuffer(left[1], np.uint8).ctypes.data)
         seen[isa] = (*left, x.tobytes())
         assert x.tobytes() != original.tobytes()
@@ -77,7 +79,7 @@ def test_binary16_is_what_numpy_rounds_to(best: str) -> None:
         _native.use_instruction_set(isa)
         layout = _native.WireLayout(_native.Tensors([values]), "sum", "fp16", 1 << 22, 1)
         image = np.zeros(1 << 20, np.uint8)
-        layout.encode(0, 1.0, image.ctypes.data)
+        layout.encode(0, image.ctypes.data)
         for first in range(0, len(values) // BLOCK * BLOCK, BLOCK):
             begin = first // BLOCK * (HEADER_BYTES + 2 * BLOCK)
             (exponent,) = image[begin : begin + 4].view(np.int32)
@@ -87,6 +89,39 @@ def test_binary16_is_what_numpy_rounds_to(best: str) -> None:
             expected = (block * np.float32(2.0) ** exponent).astype(np.float16)
             got = image[begin + HEADER_BYTES : begin + HEADER_BYTES + 2 * BLOCK].view(np.float16)
             assert np.array_equal(got.view(np.uint16), expected.view(np.uint16)), isa
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("wire", ["none", "fp16", "bf16"])
+def test_inf_stays_inf_beside_anything(wire: str, dtype: str, best: str) -> None:
+    """However different the sizes of two blocks are, and the weights; and its neighbours stay."""
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    small, large = (1e-7, 6e4) if dtype == "float16" else (1e-38, 1e30)
+    for isa, (weights, sign) in itertools.product(
+        available(best), [([], 1), ([0.999, 1e-60], 1), ([1e-60, 0.999], -1)]
+    ):
+        _native.use_instruction_set(isa)
+        xs = [np.full(2 * BLOCK, small, kind), np.full(2 * BLOCK, large, kind)]
+        xs[0][5], xs[1][5] = sign * np.inf, sign * np.inf
+        xs[0][6] = sign * np.inf
+        xs[0][7], xs[1][7] = np.inf, -np.inf
+        xs[0][8] = np.nan
+        xs[1][9] = sign * np.inf
+        images = [np.zeros(1 << 16, np.uint8) for _ in range(3)]
+        layouts = [_native.WireLayout(_native.Tensors([x]), "sum", wire, 1 << 20, 1) for x in xs]
+        for layout, image in zip(layouts, images, strict=False):
+            layout.encode(0, image.ctypes.data)
+        places = [image.ctypes.data for image in images]
+        layouts[0].reduce(0, 0, places[:2], 1.0, weights, 1.0, 1.0, places[2])
+        layouts[0].decode(0, places[2])
+        out = xs[0].astype(np.float64)
+        assert out[[5, 6, 9]].tolist() == [sign * np.inf] * 3, isa
+        assert np.isnan(out[[7, 8]]).all(), isa
+        expected = small + large if not weights else weights[0] * small + weights[1] * large
+        bound = 2.0**-7 * (expected + 2.0**-38 * large * max(weights or [1]))
+        assert np.all(
+            np.abs(out[10:] - expected) <= bound + (2.0**-24 if small == 1e-7 else 1e-37)
+        ), isa
 
 
 def test_an_unknown_instruction_set_is_an_error() -> None:

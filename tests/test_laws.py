@@ -17,7 +17,7 @@ from launch import run_threads
 from oracle import Array, rank_order_reference, same_bits, sample
 
 import horo_lite as hvd
-from horo_lite import Average, Compression, Group, Sum
+from horo_lite import Average, Compression, Group, Sum, _native, ops
 
 # Every example starts threads: fewer examples than usual, and no limit on their time.
 law = settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
@@ -62,7 +62,7 @@ def test_the_wire_keeps_its_bound(inputs: list[Array], wire: str) -> None:
     """
 
     def reduce(group: Group) -> Array:
-        out: Array = group.allreduce(inputs[group.rank], compression=WIRES[wire])
+        out: Array = ops.allreduce(inputs[group.rank], compression=WIRES[wire], group=group)
         return out
 
     outs = run_threads(len(inputs), reduce)
@@ -81,19 +81,23 @@ def test_the_wire_keeps_its_bound(inputs: list[Array], wire: str) -> None:
     st.lists(st.lists(st.floats(width=32), min_size=6, max_size=6), min_size=1, max_size=4), wires
 )
 @example([[np.inf, 1.0, 0.0, 0.0, 0.0, 0.0], [2.0**37, 1.0, 0.0, 0.0, 0.0, 0.0]], "fp16")
+@example([[np.inf, 1e-37, -np.inf, 0.0, 0.0, 0.0], [2.0, 1e30, np.inf, 0.0, 0.0, 0.0]], "fp16")
 def test_what_is_not_finite_stays_alone(rows: list[list[float]], wire: str) -> None:
-    """Exactly the elements that some rank has as inf or nan arrive as inf or nan."""
+    """Exactly the elements that some rank has as inf or nan arrive as their sum: inf or nan."""
     inputs = [np.array(row, np.float32) for row in rows]
     with np.errstate(all="ignore"):
         inputs = [np.where(np.isfinite(x), np.clip(x, -1e30, 1e30), x) for x in inputs]
     bad = ~np.all(np.isfinite(inputs), axis=0)
 
     def reduce(group: Group) -> Array:
-        out: Array = group.allreduce(inputs[group.rank], compression=WIRES[wire])
+        out: Array = ops.allreduce(inputs[group.rank], compression=WIRES[wire], group=group)
         return out
 
     for out in run_threads(len(inputs), reduce):
-        np.testing.assert_array_equal(~np.isfinite(out), bad)
+        with np.errstate(invalid="ignore"):
+            what = np.sum([np.where(np.isfinite(x), np.float32(0), x) for x in inputs], axis=0)
+        np.testing.assert_array_equal(out[bad], what[bad])
+        assert np.all(np.isfinite(out[~bad]))
         # What other ranks hold there is finite, and may have set the scale of the block.
         finite = [np.where(np.isfinite(x), x, np.float32(0)) for x in inputs]
         exact = oracle.allreduce_reference(finite, "average")
@@ -124,22 +128,24 @@ def test_bits_do_not_depend_on_grouping_order_or_company(
     def reduce(group: Group) -> tuple[str, str, str]:
         compression = WIRES[wire]
         mine = [sample(group.rank, (n,), np.float32, seed=seed + i) for i, n in enumerate(lengths)]
-        alone = [group.allreduce(x, compression=compression) for x in mine]
+        alone = [ops.allreduce(x, compression=compression, group=group) for x in mine]
         grouped: dict[int, Array] = {}
         for start, end in itertools.pairwise(cuts):
             bucket = order[start:end]
-            outs = group.grouped_allreduce([mine[i] for i in bucket], compression=compression)
+            outs = ops.grouped_allreduce(
+                [mine[i] for i in bucket], compression=compression, group=group
+            )
             grouped.update(zip(bucket, outs, strict=True))
         among: list[Array] = []
         for x, n in zip(mine, strangers, strict=True):
             among += [sample(group.rank, (n,), np.int32), x]
-        crowd = group.grouped_allreduce(among, Sum, compression=compression)[1::2]
-        crowd_alone = [group.allreduce(x, Sum, compression=compression) for x in mine]
+        crowd = ops.grouped_allreduce(among, Sum, compression=compression, group=group)[1::2]
+        crowd_alone = [ops.allreduce(x, Sum, compression=compression, group=group) for x in mine]
         assert digest(crowd) == digest(crowd_alone)
         return (
             digest(alone),
             digest([grouped[i] for i in range(len(mine))]),
-            digest(group.grouped_allreduce(mine, compression=compression)),
+            digest(ops.grouped_allreduce(mine, compression=compression, group=group)),
         )
 
     assert len({each for of_rank in run_threads(n_ranks, reduce) for each in of_rank}) == 1
@@ -178,12 +184,66 @@ def test_layouts_change_nothing(
 
     def reduce(group: Group) -> Array:
         x = arranged(group.rank)
-        out: Array = group.allreduce_(x) if in_place else group.allreduce(x)
+        out: Array = ops.allreduce_(x, group=group) if in_place else ops.allreduce(x, group=group)
         return out
 
     expected = rank_order_reference(inputs, "average")
     for out in run_threads(n_ranks, reduce):
         assert same_bits(np.array(out, order="C"), expected)
+
+
+def test_an_axis_of_extent_one_takes_no_step_whatever_its_stride() -> None:
+    strided = np.lib.stride_tricks.as_strided
+    memory = np.zeros(4, np.float32)
+    a, b = (strided(memory, (1, 2), (stride, 8)) for stride in (0, 4))
+    assert _native.Tensors([a, b]).overlaps() == [(0, 1, 0, True)]
+    a, b = (strided(memory, (1, 2), (0, stride)) for stride in (8, 4))
+    assert _native.Tensors([a, b]).overlaps() == [(0, 1, 0, False)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_overlaps_are_those_that_numpy_finds(data: st.DataObject) -> None:
+    """Of views of one memory, with any steps, and of arrays with strides of their own."""
+    memory = np.zeros(60, np.uint8)
+
+    def view() -> Array:
+        kind = data.draw(st.sampled_from([np.uint8, np.int16, np.float32]))
+        whole = memory.view(kind)
+        n = len(whole)
+        if data.draw(st.booleans()):
+            begin, end = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
+            return whole[begin:end][:: data.draw(st.sampled_from([1, 2, 3, -1, -2]))]
+        shape = data.draw(st.tuples(st.integers(0, 3), st.integers(1, 3)))
+        strides = data.draw(st.tuples(st.integers(0, 4), st.integers(0, 4)))
+        size = whole.itemsize
+        return np.lib.stride_tricks.as_strided(
+            whole[data.draw(st.integers(0, 2)) :], shape, [s * size for s in strides]
+        )
+
+    views = [view() for _ in range(data.draw(st.integers(1, 4)))]
+    expected = []
+    for i, a in enumerate(views):
+        addresses = [
+            a.__array_interface__["data"][0] + sum(np.multiply(a.strides, at))
+            for at in np.ndindex(a.shape)
+        ]
+        if len(set(addresses)) < len(addresses):
+            expected.append((i, i))
+        expected += [(i, k) for k in range(i + 1, len(views)) if np.shares_memory(a, views[k])]
+    found = _native.Tensors(views).overlaps()
+    assert [(i, k) for i, k, *_ in found] == expected
+    for i, k, distance, same in found:
+        ends = [views[j].__array_interface__["data"][0] for j in (i, k)]
+        assert distance == ends[1] - ends[0]
+        looks = [(views[j].dtype, views[j].shape) for j in (i, k)]
+        if views[i].size > 1:
+            strides = [np.array(views[j].strides)[np.array(views[j].shape) > 1] for j in (i, k)]
+            alike = distance == 0 and looks[0] == looks[1]
+            assert same == (alike and np.array_equal(*strides))
+    one, *others = views
+    there = _native.Tensors([one]).overlaps(_native.Tensors(others))
+    assert [k + 1 for _, k, *_ in there] == [k for i, k in expected if i == 0 and k != 0]
 
 
 @law
@@ -208,7 +268,9 @@ def test_every_op_of_every_dtype(
             for _ in range(n_ranks)
         ]
         expected = oracle.allreduce_reference(inputs, op)
-    outs = run_threads(n_ranks, lambda group: group.allreduce(inputs[group.rank], OP_OF[op]))
+    outs = run_threads(
+        n_ranks, lambda group: ops.allreduce(inputs[group.rank], OP_OF[op], group=group)
+    )
     for out in outs:
         assert same_bits(np.asarray(out), expected)
 
@@ -229,7 +291,9 @@ def test_halves_are_rounded_once(n_ranks: int, op: str, dtype: np.dtype[Any], se
         with np.errstate(invalid="ignore"):  # signalling nans
             inputs.append(np.where(np.isfinite(x), x, dtype.type(1)))
     expected = rank_order_reference(inputs, op)
-    for out in run_threads(n_ranks, lambda group: group.allreduce(inputs[group.rank], OP_OF[op])):
+    for out in run_threads(
+        n_ranks, lambda group: ops.allreduce(inputs[group.rank], OP_OF[op], group=group)
+    ):
         assert same_bits(out, expected)
 
 
@@ -270,6 +334,93 @@ def test_weights(weights: list[float], factor: float, wire: str, seed: int) -> N
 
 
 @law
+@given(
+    weights=st.lists(
+        st.sampled_from([0.0, 1e-30, 0.25, 1.0, 33.0, 1e5, 1e30, 1e308]), min_size=1, max_size=4
+    ),
+    dtype=st.sampled_from([np.dtype(np.float16), oracle.bfloat16, np.dtype(np.float32)]),
+    asynchronous=st.booleans(),
+    seed=seeds,
+)
+@example([33.0, 33.0], np.dtype(np.float16), False, 0)
+@example([0.25, 0.25], np.dtype(np.float16), False, 1)
+@example([1e308, 1e308, 1e308], oracle.bfloat16, True, 2)
+def test_a_weighted_average_is_as_exact_as_any(
+    weights: list[float], dtype: np.dtype[Any], asynchronous: bool, seed: int
+) -> None:
+    """Of numbers of all sizes that the dtype has: rounded once to it, and to float32 on the way."""
+    assume(sum(weights) > 0)
+    n = len(weights)
+    random = np.random.default_rng(seed)
+    kind = np.dtype(f"u{dtype.itemsize}")
+    inputs = []
+    for rank in range(n):
+        x = random.integers(0, np.iinfo(kind).max, 1500, kind, endpoint=True).view(dtype)
+        with np.errstate(invalid="ignore"):
+            x = np.where(np.isfinite(x), x, dtype.type(1))
+        if dtype == np.float32:  # unlike the others' it may overflow where two are added
+            x = (x / 4).astype(np.float32)
+        x[0], x[1], x[2] = 65504 - 32 * (rank == 1), 6e-8, 3
+        inputs.append(x if weights[rank] else np.full_like(x, np.nan))
+
+    def reduce(group: Group) -> Array:
+        x = inputs[group.rank].copy()
+        options: dict[str, Any] = {"names": ["x"], "label": "x", "weight": weights[group.rank]}
+        if asynchronous:
+            group.synchronize(group.exchange_async([x], **options))
+        else:
+            group.exchange([x], **options)
+        return x
+
+    outs = run_threads(n, reduce)
+    shares = [w / max(weights) for w in weights]
+    total = sum(shares)
+    numbers = [
+        x.astype(np.float64) if s else np.zeros(1500) for x, s in zip(inputs, shares, strict=True)
+    ]
+    exact = sum(s * x for s, x in zip(shares, numbers, strict=True)) / total
+    magnitude = sum(s * np.abs(x) for s, x in zip(shares, numbers, strict=True)) / total
+    digits, least = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149)}[dtype.name]
+    once = 2.0**-digits * np.abs(exact) + 2.0 ** (least - 1)
+    # No weight but 0 counts less than the least normal number of float32, so that inf stays inf.
+    weightless = 2.0**-125 * (1 + np.max(np.abs(numbers), axis=0))
+    on_the_way = (n + 2) * 2.0**-24 * magnitude + n * weightless
+    for out in outs:
+        assert same_bits(out, outs[0])
+        assert np.all(np.abs(out.astype(np.float64) - exact) <= once + 1.01 * on_the_way)
+        assert dtype == np.float32 or same_bits(out[2:3], np.full(1, 3, dtype))
+
+
+@law
+@given(
+    weights=st.lists(st.integers(0, 2**20), min_size=1, max_size=4),
+    unit=st.sampled_from([1.0, 0.5, 2.0**-20]),
+    dtype=st.sampled_from([np.dtype(code) for code in "bBiIlL"]),
+    seed=seeds,
+)
+@example([1, 1], 0.5, np.dtype("i"), 0)
+def test_weighted_averages_of_integers(
+    weights: list[int], unit: float, dtype: np.dtype[Any], seed: int
+) -> None:
+    """The exact sum over the exact total, cut towards zero."""
+    assume(sum(weights) > 0)
+    random = np.random.default_rng(seed)
+    info = np.iinfo(dtype)
+    inputs = [random.integers(info.min, info.max, 200, dtype, endpoint=True) for _ in weights]
+
+    def reduce(group: Group) -> Array:
+        x = inputs[group.rank].copy()
+        group.exchange([x], names=["x"], label="x", weight=weights[group.rank] * unit)
+        return x
+
+    columns = zip(*(x.tolist() for x in inputs), strict=True)
+    sums = [sum(w * x for w, x in zip(weights, column, strict=True)) for column in columns]
+    expected = [abs(s) // sum(weights) * (1 if s >= 0 else -1) for s in sums]
+    for out in run_threads(len(weights), reduce):
+        assert out.tolist() == expected
+
+
+@law
 @given(n_ranks=sizes, seed=seeds, data=st.data())
 def test_async_operations_in_any_order(n_ranks: int, seed: int, data: st.DataObject) -> None:
     lengths = data.draw(
@@ -284,7 +435,9 @@ def test_async_operations_in_any_order(n_ranks: int, seed: int, data: st.DataObj
 
     def reduce(group: Group) -> None:
         mine = inputs[group.rank]
-        handles = {i: group.allreduce_async(mine[i], name=f"t{i}") for i in there[group.rank]}
+        handles = {
+            i: ops.allreduce_async(mine[i], name=f"t{i}", group=group) for i in there[group.rank]
+        }
         for i in back[group.rank]:
             of_all = [inputs[rank][i] for rank in range(n_ranks)]
             out = group.synchronize(handles[i])
@@ -307,16 +460,18 @@ def test_names_that_not_all_ranks_know(n_ranks: int, common: set[str], data: st.
 
     def reduce(group: Group) -> None:
         handles = {
-            name: group.allreduce_async(np.full(5, group.rank, np.float64), Sum, name=name)
+            name: ops.allreduce_async(
+                np.full(5, group.rank, np.float64), Sum, name=name, group=group
+            )
             for name in sorted(common, key=lambda name: hash((name, group.rank)))
         }
-        alone = group.allreduce_async(np.ones(3), name=own_name[group.rank])
+        alone = ops.allreduce_async(np.ones(3), name=own_name[group.rank], group=group)
         with pytest.raises(hvd.MismatchError, match=own_name[group.rank]):
             group.synchronize(alone)
         for handle in handles.values():
             assert np.all(group.synchronize(handle) == sum(range(n_ranks)))
-        assert np.all(group.allreduce(np.ones(3), Sum) == n_ranks)
-        again = group.allreduce_async(np.ones(3), Sum, name="mine")
+        assert np.all(ops.allreduce(np.ones(3), Sum, group=group) == n_ranks)
+        again = ops.allreduce_async(np.ones(3), Sum, name="mine", group=group)
         assert np.all(group.synchronize(again) == n_ranks)
 
     run_threads(n_ranks, reduce)
@@ -340,15 +495,19 @@ def test_rows_arrive_where_they_belong(
 
     def move(group: Group) -> None:
         rank = group.rank
-        assert same_bits(group.allgather(uneven[rank]), oracle.allgather_reference(uneven))
-        assert same_bits(group.broadcast(alike[rank], root_rank=root), alike[root])
-        got = group.alltoall(uneven[rank], splits=splits[rank])
+        assert same_bits(
+            ops.allgather(uneven[rank], group=group), oracle.allgather_reference(uneven)
+        )
+        assert same_bits(ops.broadcast(alike[rank], root_rank=root, group=group), alike[root])
+        got = ops.alltoall(uneven[rank], splits=splits[rank], group=group)
         got = got[0] if isinstance(got, tuple) else got
         assert same_bits(got, oracle.alltoall_reference(uneven, splits, rank))
         op = Sum if dtype.kind == "b" else Average
         rows = oracle.share_of(len(alike[0]), n_ranks, rank)
-        whole = group.allreduce(alike[rank], op)
-        assert same_bits(group.reducescatter(alike[rank], op), np.ascontiguousarray(whole[rows]))
+        whole = ops.allreduce(alike[rank], op, group=group)
+        assert same_bits(
+            ops.reducescatter(alike[rank], op, group=group), np.ascontiguousarray(whole[rows])
+        )
 
     run_threads(n_ranks, move)
 
@@ -368,7 +527,7 @@ def test_large_and_small_right_behind_each_other(
                 np.full(5, value, np.float32),
                 np.full(n // 3, value - group.rank, np.float32),
             ]
-            group.grouped_allreduce_(arrays, Sum, compression=WIRES[wire])
+            ops.grouped_allreduce_(arrays, Sum, compression=WIRES[wire], group=group)
             total = sum(range(n_ranks))
             for array, expected in zip(
                 arrays,
@@ -384,7 +543,9 @@ def test_eight_ranks_of_sixty_thousand_and_sixty_four_of_two_tenths_of_a_million
     def average(inputs: list[Array]) -> list[Array]:
         return run_threads(
             len(inputs),
-            lambda group: group.allreduce(inputs[group.rank], compression=Compression.fp16),
+            lambda group: ops.allreduce(
+                inputs[group.rank], compression=Compression.fp16, group=group
+            ),
             timeout_s=60,
         )
 

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from launch import run_ranks, run_threads
 
-from horo_lite import adapters
+from horo_lite import adapters, ops
 from horo_lite.adapters import Adapter, from_numpy, register_adapter, to_host
-from horo_lite.broadcast import broadcast_optimizer_state
-from horo_lite.collectives import Group, Max, Sum
-from horo_lite.compression import Compression
+from horo_lite.collectives.compression import Compression
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Max, Sum
 from horo_lite.errors import MismatchError, NotInitializedError
-from horo_lite.optimizer import DistributedOptimizer
+from horo_lite.state.broadcast import broadcast_optimizer_state
+from horo_lite.training.optimizer import DistributedOptimizer
 
 
 class Parameter:
@@ -563,7 +564,7 @@ def test_other_collectives_at_the_same_time_are_a_mismatch_on_both() -> None:
         optimizer = DistributedOptimizer(Momentum(net), group=group)
         backward(net, *samples(3))
         optimizer.step()
-        measure = partial(group.allreduce, np.ones(3), name="accuracy")
+        measure = partial(ops.allreduce, np.ones(3), name="accuracy", group=group)
         with pytest.raises(MismatchError) as caught:
             (measure if group.rank else optimizer.step)()
         optimizer.step()
@@ -737,7 +738,8 @@ def test_no_framework_is_imported() -> None:
     import subprocess
 
     code = (
-        "import sys; from horo_lite import adapters, optimizer, broadcast\n"
+        "import sys; from horo_lite import adapters\n"
+        "from horo_lite.state import broadcast; from horo_lite.training import optimizer\n"
         "class O:\n  params = []\n  def step(self): pass\n"
         "adapters.adapter_of(O())\n"
         "print([m for m in ('torch', 'jax', 'tensorflow', 'mpi4py') if m in sys.modules])"
@@ -765,7 +767,7 @@ for step in range(4):
     optimizer.step()
 assert t.close(net, t.alone(4))
 bits = [net[name].data.tobytes() for name in net]
-assert world.group.allgather_object(bits) == [bits] * world.size
+assert hvd.allgather_object(bits, group=world.group) == [bits] * world.size
 
 again = pickle.loads(pickle.dumps(optimizer))
 assert type(again) is hvd.DistributedOptimizer

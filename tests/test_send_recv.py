@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from launch import run_ranks
 
@@ -133,7 +135,7 @@ x = np.ones(3)
 fails(lambda: hvd.send(x, rank), ValueError, "this rank itself")
 fails(lambda: hvd.recv(x, rank), ValueError, "this rank itself")
 fails(lambda: hvd.send(x, size), ValueError, f"dst is {size}, but the ranks are 0 to {size - 1}")
-fails(lambda: hvd.send(x, "1"), TypeError, "dst is the number of a rank")
+fails(lambda: hvd.send(x, "1"), TypeError, "dst must be an integer")
 fails(lambda: hvd.recv(0.0, left), TypeError, "received into an array")
 
 
@@ -205,6 +207,13 @@ def test_alone_there_is_nobody_to_write_to() -> None:
         import numpy as np
         import horo_lite as hvd
         hvd.init()
+        for call in (hvd.recv, hvd.irecv):
+            try:
+                call(np.ones(1))
+            except ValueError as error:
+                assert "alone in its world" in str(error)
+            else:
+                raise AssertionError(call)
         for call in (hvd.send, hvd.recv, hvd.isend, hvd.irecv):
             for peer in (0, 1):
                 try:
@@ -281,10 +290,119 @@ assert half.tolist() == [(rank - 1) % size] * 3
 """
 
 
+def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -> None:
+    body = """
+    import os, resource
+    import numpy as np
+    import horo_lite as hvd
+
+    world = hvd.init(device="cpu", stall_abort_s=20)
+    x = np.arange(3.0)
+    if world.rank == 0:
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+        held = []
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            pass
+        try:
+            hvd.send(np.zeros(3), 1)
+        except OSError as error:
+            assert "no free file descriptor" in str(error), error
+        else:
+            raise AssertionError("it was sent")
+        for descriptor in held:
+            os.close(descriptor)
+        hvd.send(x, 1)
+    else:
+        received = np.zeros(3)
+        hvd.recv(received, 0)
+        assert received.tolist() == [0.0, 1.0, 2.0]  # not what was not sent
+    print("end", flush=True)
+    """
+    result = run_ranks(body, 2).check()
+    assert result.stdout.count("end") == 2, str(result)
+
+
+def test_messages_under_way_share_descriptors_and_keep_what_they_hold() -> None:
+    """Of several sizes, fetched in another order than sent, twice, so that files are used again."""
+    body = """
+    import os
+    import numpy as np
+    import horo_lite as hvd
+
+    rank = hvd.init(device="cpu").rank
+    sizes = [1000, 5000, 200_000, 3_000_000]
+    for turn in range(2):
+        tags = range(120)
+        value = lambda tag: np.arange(sizes[tag % 4], dtype=np.float32) + 1000 * turn + tag
+        if rank == 0:
+            before = len(os.listdir("/proc/self/fd"))
+            handles = [hvd.isend(value(tag), 1, tag=tag) for tag in tags]
+            print("more descriptors:", len(os.listdir("/proc/self/fd")) - before, flush=True)
+            hvd.barrier()
+            for handle in handles:
+                handle.wait()
+        else:
+            hvd.barrier()
+            for tag in reversed(tags):
+                received = np.zeros(sizes[tag % 4], np.float32)
+                hvd.recv(received, 0, tag=tag)
+                assert np.array_equal(received, value(tag)), tag
+    print("end", flush=True)
+    """
+    result = run_ranks(body, 2).check()
+    assert result.stdout.count("end") == 2, str(result)
+    more = [int(n) for n in re.findall(r"more descriptors: (\d+)", result.stdout)]
+    assert len(more) == 2, str(result)
+    assert max(more) < 20, "a descriptor for each message"
+
+
 def test_the_tutorial_of_torch_distributed() -> None:
     """Its ring and its trainer, in own words."""
     pytest.importorskip("torch")
     run_ranks(TUTORIAL, 3, timeout_s=60).check()
+
+
+def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes() -> None:
+    """MPI may bring the news of a rank's end before a message that it has sent earlier."""
+    run_ranks(
+        """
+        import time
+        import numpy as np
+        import horo_lite as hvd
+        from horo_lite.transports.mpi.mailbox import MpiMailbox
+
+        rank = hvd.init().rank
+        if rank == 1:
+            hvd.send(np.full(3, 7.0), 0)
+            hvd.send(np.full(3, 8.0), 0)
+        else:
+            collect, until = MpiMailbox._collect, None
+
+            def collect_late(mailbox):
+                global until
+                if until is None and mailbox._transport.has_left(1, 2):
+                    until = time.monotonic() + 1.5
+                return [] if until is None or time.monotonic() < until else collect(mailbox)
+
+            MpiMailbox._collect = collect_late
+            x = np.zeros(3)
+            for expected in (7.0, 8.0):
+                assert hvd.recv(x, 1) == 1 and x.tolist() == [expected] * 3, x
+            try:
+                hvd.recv(x, 1)
+            except hvd.PeerLostError as error:
+                assert "rank 1" in str(error) and "has left" in str(error), error
+            else:
+                raise AssertionError("received what nobody has sent")
+        """,
+        2,
+        env={"HORO_LITE_TEST_HOSTS": "1,1"},
+    ).check()
 
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from launch import Job, RanksFailedError, run_threads, start_ranks
 
 import horo_lite as hvd
-from horo_lite import stall
-from horo_lite._native import Lookout, Segment, thread_group
-from horo_lite.collectives import Group
+from horo_lite import ops
+from horo_lite._native import Segment, StallDetector, thread_group
+from horo_lite.collectives.group import Group
+from horo_lite.start import stall
+from horo_lite.start.settings import seconds
 from horo_lite.transports.shm import ShmTransport
 
 HEADLINE = re.compile(r"^\[horo_lite\] stalled for .*$", re.MULTILINE)
 
 
-def lookouts_of(n: int, warn_s: float = 0.0, abort_s: float = 0.0) -> list[Lookout]:
+def detectors_of(n: int, warn_s: float = 0.0, abort_s: float = 0.0) -> list[StallDetector]:
     """Of ranks that are threads of this process."""
-    segment = Segment.create(Lookout.memory_bytes(n))
+    segment = Segment.create(StallDetector.memory_bytes(n))
     names = [f"rank {rank} (a thread)" for rank in range(n)]
-    made = [Lookout(segment, 0, rank, [0] * n, [0] * n, names) for rank in range(n)]
+    made = [StallDetector(segment, 0, rank, [0] * n, [0] * n, names) for rank in range(n)]
     for one in made:
         one.set_limits(warn_s, abort_s)
     return made
@@ -39,15 +44,15 @@ def test_one_report_of_one_stall(asynchronous: bool, capfd: pytest.CaptureFixtur
     def body(group: Group) -> None:
         for _ in range(5):
             time.sleep(0.1 * group.rank)
-            group.barrier()
+            ops.barrier(group=group)
         if group.rank == 1:
             time.sleep(1.0)
         if asynchronous:
-            group.synchronize(group.allreduce_async(1.0 + group.rank, name="loss"))
+            group.synchronize(ops.allreduce_async(1.0 + group.rank, name="loss", group=group))
         else:
-            group.allreduce(1.0 + group.rank, name="loss")
+            ops.allreduce(1.0 + group.rank, name="loss", group=group)
 
-    run_threads(3, body, lookouts=lookouts_of(3, warn_s=0.4))
+    run_threads(3, body, detectors=detectors_of(3, warn_s=0.4))
     told = capfd.readouterr().err
     assert len(HEADLINE.findall(told)) == 1, told
     assert re.search(r"stalled for 0\.[4-9] s: rank 1 is late$", told, re.MULTILINE), told
@@ -56,16 +61,49 @@ def test_one_report_of_one_stall(asynchronous: bool, capfd: pytest.CaptureFixtur
     assert len(re.findall(r"rank [02] goes on, after waiting for [01]\.\d s", told)) == 1, told
 
 
+def test_who_comes_and_leaves_during_the_report_of_a_stall_has_come() -> None:
+    """The report is under way until the pipe that is stderr, which is full, is read."""
+    reading, writing = os.pipe()
+    capacity = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"." * capacity)
+    waits: list[int] = []
+
+    def reports(thread: int) -> bool:
+        """Whether it is in a system call on file descriptor 2."""
+        called = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
+        return called[1:2] == ["0x2"]
+
+    def body(group: Group) -> None:
+        if group.rank == 0:
+            waits.append(threading.get_native_id())
+        else:
+            while not (waits and reports(waits[0])):
+                time.sleep(0.01)
+        ops.barrier(group=group)
+        if group.rank == 1:
+            group.transport.leave("its program is done")
+            os.read(reading, capacity)
+
+    stderr = os.dup(2)
+    os.dup2(writing, 2)
+    try:
+        run_threads(2, body, detectors=detectors_of(2, warn_s=0.3))
+    finally:
+        os.dup2(stderr, 2)
+        for descriptor in (stderr, reading, writing):
+            os.close(descriptor)
+
+
 def test_a_stall_ends_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """The late one, too, in its next call, even if that is the last to come to a barrier."""
 
     def body(group: Group) -> None:
         if group.rank == 1:
             time.sleep(0.8)
-        group.barrier()
+        ops.barrier(group=group)
 
     with pytest.raises(RanksFailedError) as failed:
-        run_threads(3, body, lookouts=lookouts_of(3, abort_s=0.4))
+        run_threads(3, body, detectors=detectors_of(3, abort_s=0.4))
     assert set(failed.value.errors) == {0, 1, 2}
     for error in failed.value.errors.values():
         assert isinstance(error, hvd.StallError)
@@ -75,20 +113,20 @@ def test_a_stall_ends_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> None:
     """In different parts of the world, each of which sees nothing wrong."""
-    lookouts = lookouts_of(3, warn_s=0.3, abort_s=0.6)
+    detectors = detectors_of(3, warn_s=0.3, abort_s=0.6)
     parts = {"one": [0, 1], "two": [1, 2], "three": [2, 0]}
     groups: dict[tuple[str, int], Group] = {}
     for name, ranks in parts.items():
         for native, rank in zip(thread_group(2), ranks, strict=True):
-            native.watched_by(lookouts[rank], ranks, True)
-            groups[name, rank] = Group(ShmTransport(native, ranks, lookouts[rank]))
+            native.watched_by(detectors[rank], ranks, True)
+            groups[name, rank] = Group(ShmTransport(native, ranks, detectors[rank]))
 
     def body(group: Group) -> None:
         name = ["one", "two", "three"][group.rank]
-        groups[name, group.rank].allreduce(1.0, name=name)
+        ops.allreduce(1.0, name=name, group=groups[name, group.rank])
 
     with pytest.raises(RanksFailedError) as failed:
-        run_threads(3, body, lookouts=lookouts)
+        run_threads(3, body, detectors=detectors)
     assert all(isinstance(error, hvd.StallError) for error in failed.value.errors.values())
     told = capfd.readouterr().err
     assert "the ranks wait for each other" in HEADLINE.findall(told)[0]
@@ -101,19 +139,19 @@ def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_what_was_announced_is_no_stall(capfd: pytest.CaptureFixture[str]) -> None:
     """Until the time announced is over; then it says so."""
-    lookouts = lookouts_of(2, warn_s=0.2, abort_s=0.9)
+    detectors = detectors_of(2, warn_s=0.2, abort_s=0.9)
 
     def body(group: Group) -> None:
         for expected_s in (30.0, 0.5):
             if group.rank == 0:
-                lookouts[0].announce(0, "evaluation", expected_s)
+                detectors[0].announce(0, "evaluation", expected_s)
                 time.sleep(0.75)
-                lookouts[0].announce(0, "", 0)
-            group.barrier()
+                detectors[0].announce(0, "", 0)
+            ops.barrier(group=group)
             if expected_s == 30.0:
                 assert not HEADLINE.findall(capfd.readouterr().err)
 
-    run_threads(2, body, lookouts=lookouts)
+    run_threads(2, body, detectors=detectors)
     told = capfd.readouterr().err
     assert len(HEADLINE.findall(told)) == 1, told
     assert re.search(r"announced 'evaluation' 0\.\d s ago, for 0\.5 s at most", told), told
@@ -124,7 +162,7 @@ def test_stragglers(
     asynchronous: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever comes last is charged with what the others waited, as they see it themselves."""
-    lookouts = lookouts_of(3)
+    detectors = detectors_of(3)
     waited = [0.0] * 3
 
     def body(group: Group) -> None:
@@ -133,35 +171,34 @@ def test_stragglers(
                 time.sleep(0.2)
             began = time.monotonic()
             if asynchronous:
-                group.synchronize(group.allreduce_async(1.0, name=str(step)))
+                group.synchronize(ops.allreduce_async(1.0, name=str(step), group=group))
             else:
-                group.barrier()
+                ops.barrier(group=group)
             waited[group.rank] += time.monotonic() - began
 
-    run_threads(3, body, lookouts=lookouts)
-    tallies = lookouts[0].tallies()
-    assert tallies == lookouts[2].tallies()
+    run_threads(3, body, detectors=detectors)
+    tallies = detectors[0].tallies()
+    assert tallies == detectors[2].tallies()
     # Rank 0 was never late: its own waiting is the sum of the two.
     assert tallies[1][1] + tallies[2][1] == pytest.approx(waited[0], rel=0.2)
     assert tallies[1][1] > 2 * tallies[2][1] > 0.2
     assert tallies[0][1] < 0.1
     assert tallies[1][0] >= 3
 
-    stall.print_summary(lookouts[0], 1.0)
+    stall.print_summary(detectors[0], 1.0)
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(stall, "WORTH_TELLING_S", 0.1)
-    stall.print_summary(lookouts[0], 1000.0)
+    stall.print_summary(detectors[0], 1000.0)
     assert capfd.readouterr().err == ""
-    stall.print_summary(lookouts[0], 1.0)
+    stall.print_summary(detectors[0], 1.0)
     assert "waited 1 s for rank 1" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["soon", "-1", "inf", "nan"])
 def test_limits_are_seconds(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="stall_warn_s must be a number of seconds"):
-        stall.limit("stall_warn_s", wrong, 30.0)
-    assert stall.limit("stall_warn_s", None, 30.0) == 30.0
-    assert stall.limit("stall_warn_s", "0", 30.0) == 0.0
+        seconds("stall_warn_s", wrong)
+    assert seconds("stall_warn_s", "0") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -176,11 +213,11 @@ def test_horovods_variables(
     given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from horo_lite.torch.world import _read_stall_limits
+    from horo_lite.torch.world import _adopt_stall_limits
 
     monkeypatch.setattr(os, "environ", {f"HOROVOD_STALL_CHECK_{k}": v for k, v in given.items()})
     os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "600"
-    _read_stall_limits()
+    _adopt_stall_limits()
     ours = {name: os.environ[name] for name in os.environ if name.startswith("HORO_LITE")}
     named = {f"HORO_LITE_STALL_{name}": value for name, value in expected.items()}
     assert ours == {**named, "HORO_LITE_STALL_ABORT_S": "600.0"}
@@ -271,7 +308,7 @@ print("came through", flush=True)
             time.sleep(0.01)
         assert not job.processes(), str(result)
     assert result.returncode != 0, str(result)
-    assert elapsed_s < 6, str(result)
+    assert elapsed_s < 20, str(result)
     assert "came through" not in result.stdout
     assert len(told) == 1, str(result)
     assert "rank 1 is late" in told[0]
@@ -283,10 +320,10 @@ print("came through", flush=True)
 def test_where_ranks_wait_for_each_other() -> None:
     """Each in an operation of another set of ranks: the lines of both are shown."""
     body = """
-from horo_lite.world import new_group
+from horo_lite import new_group
 pair = new_group([1, 0])
 def one():
-    pair.allreduce(np.ones(3), name="pair")
+    hvd.allreduce(np.ones(3), name="pair", group=pair)
 def two():
     hvd.allreduce(np.ones(3), name="all")
 one() if rank == 0 else two()

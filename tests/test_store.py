@@ -17,8 +17,8 @@ import pytest
 from launch import Job, Result, environment, run_ranks
 
 import horo_lite as hvd
-from horo_lite import launcher
-from horo_lite.launcher import Appointment
+from horo_lite.start.rendezvous import Rendezvous, RendezvousSpec, rendezvous_spec
+from horo_lite.start.settings import Settings
 
 torch = pytest.importorskip("torch")
 
@@ -101,8 +101,9 @@ first, last = hvd.new_group([1, 0]), hvd.new_group([size - 1, 0])
 for part, members in (first, [1, 0]), (last, [size - 1, 0]):
     assert (part is None) == (rank not in members)
     if part is not None:
-        assert part.allgather(np.array([rank])).tolist() == members
-        assert part.allreduce_async(np.ones(3), name="p", op=hvd.Sum).wait().tolist() == [2] * 3
+        assert hvd.allgather(np.array([rank]), group=part).tolist() == members
+        handle = hvd.allreduce_async(np.ones(3), name="p", op=hvd.Sum, group=part)
+        assert handle.wait().tolist() == [2] * 3
 alone = hvd.new_group([1])
 assert (alone is None) == (rank != 1)
 evens = hvt.add_process_set([0, size - 1])
@@ -161,7 +162,7 @@ def test_a_world_from_variables(tmp_path: Path) -> None:
     assert sorted(re.findall(r"rank (\d) is done", result.stdout)) == ["0", "1", "2"]
 
 
-TORCHRUN = """
+TORCHRUN = r"""
 import os
 import torch
 import torch.distributed
@@ -172,7 +173,7 @@ rank = hvd.init().rank
 
 @hvd.elastic.run
 def train(state):
-    print("begins at", state.epoch, flush=True)
+    print(f"begins at {state.epoch}\n", end="", flush=True)  # one write, under torchrun's -u
     while state.epoch < 2:
         hvd.barrier()  # now rank 0 has written the commit
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and (rank, state.epoch) == (1, 1):
@@ -244,7 +245,7 @@ import horo_lite as hvd
 world = hvd.init()
 for group in (world.group, hvd.new_group([1, 0])):
     mine = twin.array(np.full(10, rank + 1.0), np.float32)
-    assert np.all(group.allreduce(mine, hvd.Sum).numpy() == 3)
+    assert np.all(hvd.allreduce(mine, hvd.Sum, group=group).numpy() == 3)
 assert (str(world.device), world.transport) == ("cuda:0", "nccl")
 x = np.full(5000, float(rank))
 request = hvd.isend(x, 1 - rank)
@@ -266,7 +267,7 @@ import os, signal, sys, threading, time
 import torch
 import numpy as np
 import horo_lite as hvd
-from horo_lite import rendezvous
+from horo_lite.start import rendezvous
 
 def fault():
     print("FAULT", time.time(), os.getpid(), flush=True)
@@ -330,8 +331,6 @@ def test_one_end_is_the_end_of_all(does: str, says: list[str], tmp_path: Path) -
 
 def meet(*ranks: tuple[int, int], timeout_s: float = 5, after_s: float = 0) -> list[Any]:
     """What becomes of processes that say that they are these ranks (rank, size), each."""
-    from horo_lite.rendezvous import Rendezvous
-
     port = free_port()
     found: list[Any] = [None] * len(ranks)
 
@@ -339,9 +338,10 @@ def meet(*ranks: tuple[int, int], timeout_s: float = 5, after_s: float = 0) -> l
         time.sleep(after_s * place)
         try:
             with_others = Rendezvous(
-                Appointment(rank, size, "localhost", port, False, "0"), timeout_s
+                RendezvousSpec(rank, size, "localhost", port, False, "0"), timeout_s
             )
-            found[place] = [with_others.allgather((rank, i, "x")) for i in range(3)]
+            form = (int, int, str)
+            found[place] = [with_others.allgather((rank, i, "x"), form) for i in range(3)]
         except Exception as error:
             found[place] = error
 
@@ -375,7 +375,7 @@ def test_they_meet_in_whatever_order_they_come(order: Sequence[int]) -> None:
 def test_what_does_not_fit_is_an_error_on_every_rank(
     ranks: list[tuple[int, int]], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("horo_lite.rendezvous.GRACE_S", 0.3)
+    monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
     for error in meet(*ranks):
         assert isinstance(error, hvd.LauncherError), error
         assert words in str(error)
@@ -393,8 +393,6 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_a_port_of_another_program_is_named() -> None:
-    from horo_lite.rendezvous import Rendezvous
-
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
 
@@ -404,7 +402,116 @@ def test_a_port_of_another_program_is_named() -> None:
 
         threading.Thread(target=refuse, daemon=True).start()
         with pytest.raises(hvd.LauncherError, match="is no store of PyTorch's"):
-            Rendezvous(Appointment(1, 2, "localhost", port, False, "0"), 1)
+            Rendezvous(RendezvousSpec(1, 2, "localhost", port, False, "0"), 1)
+
+
+# --- what strangers write -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        ("come", '[1, 2, "rank 1 (pid 1 on x)", "../1", ["a"]]'),
+        ("come", '[1, 2, "rank 1 (pid 1 on x)", -1, ["a"]]'),
+        ("come", '[1, 2, "\\u001b[2J", 7, ["a"]]'),
+        ("come", "[1, 2]"),
+        ("come", "\x1b[2J no JSON"),
+        ("come", "[" * 100_000),
+        ("said", '[1, 0, "y", 0]'),
+        ("said", '{"0": 1, "1": 0, "2": "x"}'),
+        ("said", '[1, true, "x"]'),
+        ("said", '[1, 0, "y"]'),  # as good as any, but rank 1 has not brought it
+        ("failure", '["\\u001b[2J"]'),
+    ],
+)
+def test_what_strangers_write_is_an_error_on_every_rank(
+    key: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of what rank 1 writes, or where nobody writes while all goes well."""
+    for error in meet_strangers(key, entry, monkeypatch):
+        assert isinstance(error, hvd.LauncherError), error
+        assert "\x1b" not in str(error)
+        assert "a stranger" in str(error)
+
+
+def meet_strangers(key: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
+    put = Rendezvous._put
+
+    def planted(self: Rendezvous, name: str, obj: Any) -> None:
+        comes = name.startswith("horo_lite/0/come/") and not name.endswith("failure")
+        if self.rank != 1 or not (comes if key == "come" else name == "horo_lite/0/0/0/1"):
+            put(self, name, obj)
+        else:
+            place = "horo_lite/0/0/failure" if key == "failure" else name
+            self._store.set(place, f" {entry}")
+
+    monkeypatch.setattr(Rendezvous, "_put", planted)
+    return meet((0, 2), (1, 2), timeout_s=20)
+
+
+def test_all_ranks_have_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
+    monkeypatch.setenv("HORO_LITE_JOB_TOKEN", "secret")
+    assert meet((0, 2), (1, 2)) == [[[(r, i, "x") for r in range(2)] for i in range(3)]] * 2
+    begin = Rendezvous._begin
+    for other in (b"", b"another"):
+
+        def with_another(self: Rendezvous, other: bytes = other) -> None:
+            begin(self)
+            if self.rank == 1:
+                self._job_token = other
+
+        monkeypatch.setattr(Rendezvous, "_begin", with_another)
+        for error in meet((0, 2), (1, 2)):
+            assert isinstance(error, hvd.LauncherError), error
+            assert "HORO_LITE_JOB_TOKEN" in str(error)
+    monkeypatch.setattr(Rendezvous, "_begin", begin)
+    for error in meet_strangers("said", '[1, 0, "x"]', monkeypatch):  # what rank 1 brings
+        assert isinstance(error, hvd.LauncherError), error
+        assert "was not written with the HORO_LITE_JOB_TOKEN" in str(error)
+
+
+PLANTED = """
+import os, sys
+import numpy as np
+import horo_lite as hvd
+from horo_lite.start.rendezvous import Rendezvous
+
+victim = open("victim", "r+b")
+put = Rendezvous._put
+
+def planted(self, key, obj):
+    if {inbox} and isinstance(obj, tuple) and self.rank == 1:
+        obj = *obj[:3], victim.fileno()
+    if not {inbox} and isinstance(obj, tuple) and self.rank == 0:  # as large, with the same token
+        pid, name, (_, fd, token), inbox = obj
+        victim.truncate(os.fstat(fd).st_size)
+        victim.write(token.to_bytes(8, "little"))
+        victim.flush()
+        with open("before", "wb") as file:
+            file.write(open("victim", "rb").read())
+        obj = pid, name, (pid, victim.fileno(), token), inbox
+    put(self, key, obj)
+
+Rendezvous._put = planted
+hvd.init()
+print("began", flush=True)
+hvd.isend(np.ones(3), 1 - hvd.rank())
+hvd.allreduce(np.ones(3))
+"""
+
+
+@pytest.mark.parametrize("inbox", [True, False])
+def test_no_file_that_a_stranger_names_is_written_to(inbox: bool, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    code = PLANTED.format(inbox=inbox)
+    result = ended(code, 2, tmp_path, env={"HORO_LITE_START_TIMEOUT_S": "30"})
+    assert result.returncode != 0, str(result)
+    expected = (tmp_path / "before").read_bytes() if not inbox else b"precious"
+    assert (tmp_path / "victim").read_bytes() == expected, "a rank has written there"
+    assert re.search("(Launcher|Permission)Error: ", result.stderr), str(result)
+    assert "began" not in result.stdout, "init() has raised"
 
 
 # --- who says which rank this is ------------------------------------------------------------------
@@ -417,7 +524,6 @@ BY_TORCHRUN = {
 }
 MPIEXEC = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
-NOTHING = dict.fromkeys(EXPLICIT)
 
 
 @pytest.mark.parametrize(
@@ -426,17 +532,17 @@ NOTHING = dict.fromkeys(EXPLICIT)
         ({}, {}, None),
         ({}, {"RANK": "3"}, None),
         ({}, {"MASTER_ADDR": "node7"}, None),
-        ({}, STANDARD, Appointment(1, 4, "node7", 29500, False, "0")),
-        ({}, STANDARD | BY_TORCHRUN, Appointment(1, 4, "node7", 29500, True, "2")),
+        ({}, STANDARD, RendezvousSpec(1, 4, "node7", 29500, False, "0")),
+        ({}, STANDARD | BY_TORCHRUN, RendezvousSpec(1, 4, "node7", 29500, True, "2")),
         ({}, STANDARD | MPIEXEC, None),
-        ({}, STANDARD | BY_TORCHRUN | MPIEXEC, Appointment(1, 4, "node7", 29500, True, "2")),
-        ({}, {"WORLD_SIZE": "1"}, Appointment(0, 1, "", 0, False, "")),
+        ({}, STANDARD | BY_TORCHRUN | MPIEXEC, RendezvousSpec(1, 4, "node7", 29500, True, "2")),
+        ({}, {"WORLD_SIZE": "1"}, RendezvousSpec(0, 1, "", 0, False, "")),
         ({}, {"WORLD_SIZE": "1"} | MPIEXEC, None),
-        (EXPLICIT, {}, Appointment(3, 8, "fe80::1", 7, False, "0")),
-        (EXPLICIT, STANDARD | BY_TORCHRUN, Appointment(3, 8, "fe80::1", 7, False, "2")),
-        (EXPLICIT, STANDARD | MPIEXEC, Appointment(3, 8, "fe80::1", 7, False, "0")),
-        ({"rank": "2", "size": "3"}, STANDARD, Appointment(2, 3, "node7", 29500, False, "0")),
-        ({"rank": 0, "size": 1}, {}, Appointment(0, 1, "", 0, False, "")),
+        (EXPLICIT, {}, RendezvousSpec(3, 8, "fe80::1", 7, False, "0")),
+        (EXPLICIT, STANDARD | BY_TORCHRUN, RendezvousSpec(3, 8, "fe80::1", 7, False, "2")),
+        (EXPLICIT, STANDARD | MPIEXEC, RendezvousSpec(3, 8, "fe80::1", 7, False, "0")),
+        ({"rank": "2", "size": "3"}, STANDARD, RendezvousSpec(2, 3, "node7", 29500, False, "0")),
+        ({"rank": 0, "size": 1}, {}, RendezvousSpec(0, 1, "", 0, False, "")),
         ({}, {"RANK": "1", "WORLD_SIZE": "2"}, "lacks MASTER_ADDR and MASTER_PORT"),
         ({}, {"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "lacks WORLD_SIZE"),
         ({"rank": 1}, {}, "(rank 1), but lacks WORLD_SIZE and MASTER_ADDR and MASTER_PORT"),
@@ -452,13 +558,13 @@ NOTHING = dict.fromkeys(EXPLICIT)
     ],
 )
 def test_who_says_which_rank_this_is(
-    given: dict[str, Any], environ: dict[str, str], expected: Appointment | str | None
+    given: dict[str, Any], environ: dict[str, str], expected: RendezvousSpec | str | None
 ) -> None:
     if not isinstance(expected, str):
-        assert launcher.appointment(NOTHING | given, environ) == expected
+        assert rendezvous_spec(Settings.read(given, {}), environ) == expected
         return
     with pytest.raises((ValueError, hvd.LauncherError)) as raised:
-        launcher.appointment(NOTHING | given, environ)
+        rendezvous_spec(Settings.read(given, {}), environ)
     assert expected in str(raised.value)
 
 

@@ -11,12 +11,26 @@ from launch import run_threads
 
 torch = pytest.importorskip("torch")
 
-from horo_lite import adapters  # noqa: E402
-from horo_lite.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
-from horo_lite.collectives import Group, Sum  # noqa: E402
-from horo_lite.compression import Compression  # noqa: E402
-from horo_lite.errors import MismatchError  # noqa: E402
-from horo_lite.optimizer import DistributedOptimizer  # noqa: E402
+from horo_lite import adapters, ops  # noqa: E402
+from horo_lite.collectives.compression import Compression  # noqa: E402
+from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.collectives.reductions import Sum  # noqa: E402
+from horo_lite.errors import DriftError, MismatchError, NonFiniteError  # noqa: E402
+from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from horo_lite.torch.adasum import Adasum  # noqa: E402
+from horo_lite.torch.optimizer import _Distributed  # noqa: E402
+from horo_lite.training.optimizer import DistributedOptimizer  # noqa: E402
+
+
+class OfOnesOwn:
+    """An optimizer that is none of torch's: the generic wrapper averages at its step()."""
+
+    def __init__(self, inner: Any) -> None:
+        self.param_groups, self.step, self.zero_grad = (
+            inner.param_groups,
+            inner.step,
+            inner.zero_grad,
+        )
 
 
 def network(seed: int = 0) -> Any:
@@ -162,25 +176,37 @@ def test_state_dict_round_trip_and_deepcopy() -> None:
             other.state_dict()["state"][0]["momentum_buffer"], state["state"][0]["momentum_buffer"]
         )
         deep = copy.deepcopy(optimizer)
-        assert type(deep) is DistributedOptimizer
-        assert deep.inner.param_groups[0]["params"][0] is not next(net.parameters())
+        assert isinstance(deep, _Distributed)
+        assert isinstance(deep, torch.optim.SGD)
+        assert deep.param_groups[0]["params"][0] is not next(net.parameters())
         assert not optimizer.state_dict()["param_groups"][0].get("nonsense")
 
     run_threads(2, rank)
 
 
-def test_clipping() -> None:
+@pytest.mark.parametrize("synchronizes", [False, True])
+@pytest.mark.parametrize("one_s_own", [False, True])
+def test_clipping(one_s_own: bool, synchronizes: bool) -> None:
+    """Averages are clipped, whoever exchanges them when."""
+    if one_s_own and not synchronizes:
+        pytest.skip("an error: see the next test")
+
     def rank(group: Group) -> None:
         net, whole = network(), network()
-        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), group=group)
+        inner: Any = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(OfOnesOwn(inner) if one_s_own else inner, group=group)
         single = torch.optim.SGD(whole.parameters(), lr=1.0)
         for step in range(3):
             x, y = samples(step)
             optimizer.zero_grad()
             loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
-            optimizer.synchronize()
+            if synchronizes:
+                optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-            with optimizer.skip_synchronize():
+            if synchronizes:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
                 optimizer.step()
             single.zero_grad()
             loss_of(whole, x, y).backward()
@@ -191,7 +217,67 @@ def test_clipping() -> None:
     run_threads(2, rank)
 
 
-def test_loss_scaling_skips_the_step_on_all_ranks_alike() -> None:
+def test_gradients_changed_before_they_are_averaged_are_an_error() -> None:
+    """Never a step with gradients that each rank has clipped by a norm of its own."""
+
+    def rank(group: Group) -> None:
+        net, whole = network(), network()
+        inner = OfOnesOwn(torch.optim.SGD(net.parameters(), lr=0.1))
+        optimizer = DistributedOptimizer(inner, group=group)
+        single = torch.optim.SGD(whole.parameters(), lr=0.1)
+
+        def clip() -> None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
+        def scale() -> None:
+            net[0].weight.grad /= 3
+
+        x, y = samples(0)
+        before = copy.deepcopy(net)
+        for change in (clip, scale):
+            optimizer.zero_grad()
+            loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
+            change()
+            with pytest.raises(
+                RuntimeError, match=r"'param_groups\[0\]\[0\]' has been changed.*sync"
+            ):
+                optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="before the closure averages it"):
+            DistributedOptimizer(inner, group=group).step(
+                lambda: (loss_of(net, x, y).backward(), clip())[0]
+            )
+        assert same(net, before)
+        optimizer.zero_grad()
+        for step in range(4):  # accumulated, and with zeros that nothing is added to
+            net.zero_grad(set_to_none=step % 2 == 0)
+            single.zero_grad()
+            x, y = samples(step)
+            parts = x[group.rank :: 2], y[group.rank :: 2]
+            for part in (0, 1):
+                (loss_of(net, parts[0][part::2], parts[1][part::2]) / 2).backward()
+            loss_of(whole, x, y).backward()
+            if step == 2:
+                optimizer.synchronize()
+                clip()
+                torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+                with pytest.raises(RuntimeError, match="a second time"):
+                    optimizer.step()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            single.step()
+            assert same(net, whole)
+        net.zero_grad(set_to_none=False)
+        optimizer.step()
+        assert same(net, whole)
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_loss_scaling_skips_the_step_on_all_ranks_alike(synchronizes: bool) -> None:
     def rank(group: Group) -> None:
         net = network().float()
         optimizer = DistributedOptimizer(
@@ -202,13 +288,15 @@ def test_loss_scaling_skips_the_step_on_all_ranks_alike() -> None:
         for step in range(3):
             x, y = samples(step)
             optimizer.zero_grad()
-            scaler.scale(loss_of(net, x.float(), y)).backward()
-            if step == 1 and group.rank == 1:
-                net[3].bias.grad[0] = float("inf")
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
+            factor = float("inf") if step == 1 and group.rank == 1 else 1.0
+            scaler.scale(loss_of(net, x.float(), y) * factor).backward()
             before = copy.deepcopy(net)
-            with optimizer.skip_synchronize():
+            if synchronizes:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
                 scaler.step(optimizer)
             scaler.update()
             assert same(net, before) == (step == 1)
@@ -219,7 +307,8 @@ def test_loss_scaling_skips_the_step_on_all_ranks_alike() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_dtypes_and_layouts(dtype: str) -> None:
+@pytest.mark.parametrize("one_s_own", [False, True])
+def test_dtypes_and_layouts(one_s_own: bool, dtype: str) -> None:
     def rank(group: Group) -> None:
         of = getattr(torch, dtype)
         values = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5) % 7 + 2 * group.rank
@@ -232,10 +321,11 @@ def test_dtypes_and_layouts(dtype: str) -> None:
             torch.zeros(0, 3, dtype=of),
         ]
         parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients]
+        inner: Any = torch.optim.SGD(parameters, lr=1.0)
+        optimizer = DistributedOptimizer(OfOnesOwn(inner) if one_s_own else inner, group=group)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         mine = [parameter.grad for parameter in parameters]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), group=group)
         optimizer.step()
         expected = (values - 2 * group.rank + 1).to(of)
         assert all(p.grad is g for p, g in zip(parameters, mine, strict=True))
@@ -254,12 +344,15 @@ def test_dtypes_and_layouts(dtype: str) -> None:
     run_threads(2, rank)
 
 
-def test_gradients_that_need_gradients() -> None:
+@pytest.mark.parametrize("one_s_own", [False, True])
+def test_gradients_that_need_gradients(one_s_own: bool) -> None:
     def rank(group: Group) -> None:
         w = torch.nn.Parameter(torch.ones(3))
         (gradient,) = torch.autograd.grad((w**2).sum() * (group.rank + 1), w, create_graph=True)
+        inner: Any = torch.optim.SGD([w], lr=1.0)
+        optimizer = DistributedOptimizer(OfOnesOwn(inner) if one_s_own else inner, group=group)
         w.grad = gradient
-        DistributedOptimizer(torch.optim.SGD([w], lr=1.0), group=group).synchronize()
+        optimizer.synchronize()
         assert torch.equal(w.grad.detach(), torch.full((3,), 3.0))
 
     run_threads(2, rank)
@@ -269,7 +362,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     def rank(group: Group) -> None:
         net = torch.nn.Sequential(torch.nn.Embedding(5, 2, sparse=True))
         optimizer = DistributedOptimizer(
-            torch.optim.SGD(net.parameters(), lr=1.0),
+            OfOnesOwn(torch.optim.SGD(net.parameters(), lr=1.0)),
             named_parameters=net.named_parameters(),
             group=group,
         )
@@ -301,7 +394,8 @@ def test_names_come_from_the_model() -> None:
     def rank(group: Group) -> str:
         net = network()
         options = {"named_parameters": net.named_parameters(), "group": group}
-        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), **options)
+        inner = OfOnesOwn(torch.optim.SGD(net.parameters(), lr=1.0))
+        optimizer = DistributedOptimizer(inner, **options)
         loss_of(net, *samples(0)).backward()
         if group.rank:
             net[3].weight = torch.nn.Parameter(torch.zeros(3, 15).double())
@@ -351,16 +445,18 @@ def test_broadcast_optimizer_state(name: str) -> None:
         inner = OPTIMIZERS[name](net.parameters())
         optimizer = DistributedOptimizer(inner, group=group) if group.rank else inner
         if group.rank == 1:  # the others have no state yet
-            loss_of(net, *samples(0)).backward()
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
             inner.step()
             inner.param_groups[0]["lr"] = 0.77
         broadcast_optimizer_state(optimizer, root_rank=1, group=group)
         assert inner.param_groups[0]["lr"] == 0.77
-        states = group.allgather_object(
+        states = ops.allgather_object(
             [
                 {k: np.asarray(v).tolist() for k, v in state.items()}
                 for state in inner.state_dict()["state"].values()
-            ]
+            ],
+            group=group,
         )
         assert len(states[0]) == 4
         assert states[0] == states[1] == states[2]
@@ -394,7 +490,206 @@ def test_lazily_negated_tensors_are_refused() -> None:
     def reduce(group: Group) -> None:
         x = torch._neg_view(torch.ones(3))
         with pytest.raises(ValueError, match="resolve_neg"):
-            group.allreduce_(x)
-        assert torch.equal(group.allreduce(x.resolve_neg(), Sum), torch.full((3,), -2.0))
+            ops.allreduce_(x, group=group)
+        assert torch.equal(ops.allreduce(x.resolve_neg(), Sum, group=group), torch.full((3,), -2.0))
 
     run_threads(2, reduce)
+
+
+SHARES = [slice(0, 7), slice(7, 7), slice(7, 12)]  # of 12 samples: uneven, and none
+
+
+def loss_of_share(net: Any, x: Any, y: Any) -> Any:
+    return loss_of(net, x, y) if len(x) else 0 * net(torch.zeros(1, 1, 4, 4).double()).sum()
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("bucket_bytes", [64, None])
+def test_weights_make_averages_over_all_samples(bucket_bytes: Any, compression: str) -> None:
+    """Uneven batches in every second step, clipped without synchronize(): as one process."""
+
+    def rank(group: Group) -> None:
+        net, whole = network(), network()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9),
+            named_parameters=net.named_parameters(),
+            group=group,
+            bucket_bytes=bucket_bytes,
+            compression=getattr(Compression, compression),
+        )
+        single = torch.optim.SGD(whole.parameters(), lr=0.5, momentum=0.9)
+        for step in range(6):
+            x, y = samples(step)
+            share = SHARES[(group.rank + step) % 3] if step % 2 else slice(group.rank, 12, 3)
+            optimizer.zero_grad()
+            if step % 2:
+                optimizer.set_weight(len(x[share]))
+            loss_of_share(net, x[share], y[share]).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+            optimizer.step()
+            single.zero_grad()
+            loss_of(whole, x, y).backward()
+            torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
+            single.step()
+        tolerance = 1e-10 if compression == "none" else 1e-2
+        for p, q in zip(net.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+    run_threads(3, rank)
+
+
+def test_weights_with_accumulation_and_with_closures() -> None:
+    def rank(group: Group) -> None:
+        net, whole = network(), network()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.5), backward_passes_per_step=2, group=group
+        )
+        single = torch.optim.SGD(whole.parameters(), lr=0.5)
+        for step in range(3):
+            x, y = samples(step)
+            xs, ys = x[SHARES[2 * group.rank]], y[SHARES[2 * group.rank]]
+            optimizer.zero_grad()
+            optimizer.set_weight(len(xs))
+            for part in (slice(0, 2), slice(2, None)):
+                (loss_of(net, xs[part], ys[part]) * len(xs[part]) / len(xs)).backward()
+            optimizer.step()
+            single.zero_grad()
+            loss_of(whole, x, y).backward()
+            single.step()
+        assert same(net, whole)
+        del optimizer
+
+        optimizer = DistributedOptimizer(OPTIMIZERS["lbfgs"](net.parameters()), group=group)
+        lbfgs = OPTIMIZERS["lbfgs"](whole.parameters())
+        for step in range(2):
+            x, y = samples(step)
+            xs, ys = x[SHARES[2 * group.rank]], y[SHARES[2 * group.rank]]
+
+            def closure(opt: Any, net: Any, x: Any, y: Any) -> Any:
+                opt.zero_grad()
+                loss = loss_of(net, x, y)
+                loss.backward()
+                return loss
+
+            optimizer.set_weight(len(xs))
+            loss = optimizer.step(lambda x=xs, y=ys: closure(optimizer, net, x, y))
+            expected = lbfgs.step(lambda x=x, y=y: closure(lbfgs, whole, x, y))
+            assert torch.allclose(loss, expected, rtol=1e-9)
+        assert same(net, whole)
+
+    run_threads(2, rank)
+
+
+def test_weights_of_sparse_gradients() -> None:
+    def rank(group: Group) -> None:
+        net = torch.nn.Embedding(5, 2, sparse=True)
+        torch.nn.init.zeros_(net.weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), group=group)
+        weights = [3.0, 0.0, 1.0]
+        optimizer.set_weight(weights[group.rank])
+        rows = torch.tensor([group.rank, 4])
+        scale = float("nan") if group.rank == 1 else group.rank + 1.0
+        (net(rows).sum() * scale).backward()
+        optimizer.step()
+        expected = torch.tensor([-0.75, 0, -0.75, 0, -1.5])[:, None].expand(5, 2)
+        torch.testing.assert_close(net.weight.detach(), expected)
+
+    run_threads(3, rank)
+
+
+def test_weights_last_for_a_step_and_come_before_it() -> None:
+    def rank(group: Group) -> None:
+        w = torch.nn.Parameter(torch.zeros(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1.0), group=group)
+
+        def averaged(weight: float | None = None) -> float:
+            optimizer.zero_grad()
+            if weight is not None:
+                optimizer.set_weight(weight)
+                assert group.size == 2
+            (w.sum() * (group.rank * 4.0)).backward()
+            return float(w.grad[0])
+
+        assert averaged() == 2
+        optimizer.step()
+        assert averaged(1 + 2 * group.rank) == 3
+        with pytest.raises(RuntimeError, match=r"comes too late.*before backward"):
+            optimizer.set_weight(1)
+        with pytest.raises(TypeError, match=r"step\(\) takes no weight.*set_weight\(n\).*before"):
+            optimizer.step(weight=3)
+        with pytest.raises(TypeError, match=r"synchronize\(\) takes no weight.*set_weight"):
+            optimizer.synchronize(weight=3)
+        assert averaged() == 2  # a step that was skipped has forgotten it as well
+        optimizer.step()
+        for wrong in (-1, float("nan"), "3"):
+            with pytest.raises(ValueError, match="weight is a number of samples"):
+                optimizer.set_weight(wrong)
+        for ranks in ([0], [1]):
+            with pytest.raises(MismatchError, match="weighted"):
+                averaged(1.0 if group.rank in ranks else None)
+        optimizer.zero_grad()
+        assert averaged(3 - 2 * group.rank) == 1
+
+    run_threads(2, rank)
+
+
+def test_weights_where_they_mean_nothing() -> None:
+    def rank(group: Group) -> None:
+        for op in (Sum, Adasum):
+            w = torch.nn.Parameter(torch.zeros(2))
+            optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1.0), op=op, group=group)
+            with pytest.raises(ValueError, match=f"needs op=Average; with op={op.name}"):
+                optimizer.set_weight(3)
+
+    run_threads(2, rank)
+
+    def alone(group: Group) -> None:
+        w = torch.nn.Parameter(torch.zeros(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1.0), group=group)
+        optimizer.set_weight(0)
+        (3 * w.sum()).backward()
+        with pytest.raises(TypeError, match="set_weight"):
+            optimizer.step(weight=1)
+        optimizer.step()
+        assert w.tolist() == [-3, -3]
+
+    run_threads(1, alone)
+
+
+def test_options_reach_the_wrapper_of_torch() -> None:
+    def rank(group: Group) -> None:
+        w = torch.nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([w], lr=1.0)
+        with pytest.raises(TypeError, match=r"horo_lite.DistributedOptimizer.*named_parameters="):
+            DistributedOptimizer(inner, parameters=[w], group=group)
+        with pytest.raises(TypeError, match=r"group= or process_set=, not both"):
+            DistributedOptimizer(inner, group=group, process_set=group)
+        with pytest.raises(TypeError, match=r"DistributedOptimizer\(\).*'compresion'"):
+            DistributedOptimizer(inner, compresion=Compression.fp16, group=group)
+        with pytest.raises(TypeError, match="Linear is not an optimizer"):
+            DistributedOptimizer(torch.nn.Linear(1, 1), group=group)
+        with pytest.raises(ValueError, match="a bucket has a whole number of bytes"):
+            DistributedOptimizer(inner, bucket_bytes=0, group=group)
+        with pytest.raises(ValueError, match="check_finite is"):
+            DistributedOptimizer(inner, check_finite="yes", group=group)
+        optimizer = DistributedOptimizer(
+            inner,
+            named_parameters=[("w", w)],
+            check_finite="raise",
+            check_every=1,
+            op=Sum,
+            group=group,
+        )
+        with pytest.raises(ValueError, match="already: wrap it once"):
+            DistributedOptimizer(optimizer, group=group)
+        with pytest.raises(NonFiniteError, match="'w' has 2 NaN on rank 1"):
+            (w.sum() * (float("nan") if group.rank else 1)).backward()
+        optimizer.zero_grad()
+        (w.sum() * (group.rank + 1)).backward()
+        assert w.grad.tolist() == [3, 3]
+        with torch.no_grad():
+            w[1] += group.rank
+        with pytest.raises(DriftError, match="'w'"):
+            optimizer.step()
+
+    run_threads(2, rank)

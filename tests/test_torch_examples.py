@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "torch"
 # An example takes ten seconds; the limits are for machines that do other things as well.
 LIMIT_S = 150
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
 
 def run(example: str, np: int, *args: object) -> Result:
@@ -34,7 +34,6 @@ def numbers(pattern: str, result: Result) -> list[float]:
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        (1, ""),
         (2, ""),
         (2, "--fp16-allreduce --gradient-predivide-factor 2 --momentum 0.8 --seed 1 --no-cuda"),
         (2, "--use-adasum --test-batch-size 100"),
@@ -65,7 +64,7 @@ def test_the_synthetic_benchmark_counts_images(size: int) -> None:
     result = run("synthetic_benchmark.py", size, *flags.split(), "--fp16-allreduce").check()
     turns = numbers(r"with exchange, turn \d: ([\d.]+)", result)
     assert len(turns) == 3
-    (of_one,) = numbers(r"images/s a rank: ([\d.]+)", result)
+    (of_one,) = numbers(r"images/s per rank: ([\d.]+)", result)
     assert of_one == pytest.approx(sum(turns) / 3, abs=0.11)  # what is printed is rounded
     (of_all,) = numbers(rf"images/s on {size} rank\(s\): ([\d.]+)", result)
     assert of_all == pytest.approx(size * of_one, abs=0.05 + 0.05 * size)
@@ -93,7 +92,6 @@ def test_other_models_need_torchvision() -> None:
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        (1, ""),
         (2, ""),
         (2, "--no-autocast --fp16-allreduce --clip 0.5"),
     ],
@@ -102,8 +100,8 @@ def test_the_language_model_knows_more_than_how_often_bytes_occur(size: int, fla
     small = "--steps 80 --context 64 --width 64 --heads 2 --warmup 10 --lr 0.006"
     result = run("language_model.py", size, *small.split(), *flags.split()).check()
     (validation,) = numbers(r"validation loss ([\d.]+)", result)
-    (without,) = numbers(r"without memory ([\d.]+)", result)
-    assert 2.5 < without < 4.5, "nats a byte of Python's sources"
+    (without,) = numbers(r"unigram ([\d.]+)", result)
+    assert 2.5 < without < 4.5, "nats per byte of Python's sources"
     assert validation < without - 0.3, result
     assert all(speed > 0 for speed in numbers(r"([\d,]+) tokens/s", result))
     assert result.stdout.count("parameters identical on all ranks") == 1

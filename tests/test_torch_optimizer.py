@@ -18,8 +18,9 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from horo_lite.collectives import Average, Group, Min, Sum  # noqa: E402
-from horo_lite.compression import Compression  # noqa: E402
+from horo_lite.collectives.compression import Compression  # noqa: E402
+from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 from horo_lite.torch.adasum import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
@@ -836,6 +837,63 @@ def test_sparse_embeddings(as_dense: bool) -> None:
         assert_same_weights(net, alone)
 
 
+def sparse(indices: list[int], rank: int) -> Any:
+    """Rows of a [4, 2] gradient: row i is i + 1 + 10 * rank, once for each time it is named."""
+    values = torch.tensor([[i + 1.0 + 10 * rank] * 2 for i in indices], dtype=torch.float64)
+    return torch.sparse_coo_tensor(
+        torch.tensor([indices], dtype=torch.int64),
+        values.reshape(-1, 2),
+        (4, 2),
+        check_invariants=False,
+    )
+
+
+# Rows of each rank: some twice, some on several ranks, none on one rank.
+ROWS = [[0, 1, 1], [1, 3], [], [3, 3, 0]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("by", ["backward", "hand"])
+@pytest.mark.parametrize("as_dense", [True, False])
+def test_sparse_gradients_add_up_row_by_row(size: int, by: str, as_dense: bool) -> None:
+    """And are dense from then on where that was asked for, whoever made them."""
+
+    def rank(group: Group) -> None:
+        for op in (Average, Sum):
+            table = nn.Embedding(4, 2, sparse=True).double()
+            optimizer = wrap(sgd(table), group, op=op, sparse_as_dense=as_dense)
+            mine = sparse(ROWS[group.rank], group.rank)
+            for _ in range(2):
+                optimizer.zero_grad()
+                if by == "hand":
+                    table.weight.grad = mine
+                    optimizer.synchronize()
+                else:
+                    rows = torch.tensor(ROWS[group.rank], dtype=torch.int64)
+                    weights = mine._values().detach()
+                    (table(rows) * weights).sum().backward()
+                total = sum(sparse(ROWS[r], r).to_dense() for r in range(size))
+                expected = total / size if op is Average else total
+                got = table.weight.grad
+                assert got.is_sparse == (not as_dense)
+                torch.testing.assert_close(got.to_dense(), expected, rtol=1e-12, atol=0)
+                optimizer.step()
+                assert (table.weight.grad is None) or table.weight.grad.is_sparse == (not as_dense)
+
+    run_threads(size, rank)
+
+
+def test_adasum_of_sparse_gradients_is_an_error_on_all_ranks() -> None:
+    def rank(group: Group) -> None:
+        table = nn.Embedding(4, 2, sparse=True).double()
+        optimizer = wrap(sgd(table), group, op=Adasum)
+        if group.rank:
+            table.weight.grad = sparse(ROWS[0], 0)
+        optimizer.step()
+
+    assert "sparse_as_dense=True" in fails_alike(2, rank, ValueError)
+
+
 def test_all_ranks_skip_the_step_that_overflows_on_one() -> None:
     def rank(group: Group) -> Any:
         net = network().float()
@@ -1116,3 +1174,143 @@ def test_a_world_of_one_has_no_hooks(watched: Any) -> None:
         optimizer.set_backward_passes_per_step(2)
 
     run_threads(1, rank)
+
+
+# backward() that raises, as it does where memory runs out.
+
+
+class _Failing(torch.autograd.Function):
+    """The identity; its backward() raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise RuntimeError("out of memory (so the test says)")
+
+
+def layers(fails_at: int | None, net: Any, x: Any) -> Any:
+    x = x.requires_grad_()
+    for i, layer in enumerate(net):
+        x = layer(_Failing.apply(x) if i == fails_at else x)
+    return (_Failing.apply(x) if fails_at == len(net) else x).sum()
+
+
+# How the attempts of one step fail: for each rank, at which layer. What the ranks then have.
+ATTEMPTS: dict[str, tuple[list[list[int]], str]] = {
+    "all, at different layers": ([[1], [3], [2]], "right"),
+    "all, again and again": ([[1, 3], [3, 0], [2, 2]], "right"),
+    "one, before anything was sent": ([[4], [], []], "right"),
+    "one": ([[0], [], []], "error or right"),
+    "one more often than others": ([[1], [3, 2], [2]], "error or right"),
+}
+
+
+@pytest.mark.parametrize("form", ["", "views", "two passes", "two optimizers", "keeps memory"])
+@pytest.mark.parametrize("name", ATTEMPTS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_attempts_that_fail_leave_nothing_in_the_next(size: int, name: str, form: str) -> None:
+    """All ranks have the gradients of a whole attempt of each, or the same error; then all is well.
+
+    As in a loop that catches the error, calls zero_grad() and goes on with the next batch.
+    """
+    failing, expected = ATTEMPTS[name]
+    passes = 2 if form == "two passes" else 1
+    to_none = form != "keeps memory"
+
+    template = nn.Sequential(*[nn.Linear(6, 6, bias=False).double() for _ in range(4)])
+
+    def batch(rank: int, step: int, attempt: int, k: int) -> Any:
+        seed = rank + 10 * step + 100 * attempt + 1000 * k
+        return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).double()
+
+    def rank(group: Group) -> list[Any]:
+        net = copy.deepcopy(template)
+        options = {"backward_passes_per_step": passes, "gradient_as_bucket_view": form == "views"}
+        parts = [net[:2], net[2:]] if form == "two optimizers" else [net]
+        optimizers = [
+            wrap(torch.optim.SGD(part.parameters(), lr=0.0), group, part, **options)
+            for part in parts
+        ]
+        seen: list[Any] = []
+        for step in range(5):
+            tries = failing[group.rank] if step == 2 else []
+            for attempt, fails_at in enumerate([*tries, None]):
+                for optimizer in optimizers:
+                    optimizer.zero_grad(set_to_none=to_none)
+                try:
+                    for k in range(passes):
+                        last = k == passes - 1
+                        x = batch(group.rank, step, attempt, k)
+                        layers(fails_at if last else None, net, x).backward()
+                except MismatchError as error:
+                    seen.append(str(error))
+                    break
+                except RuntimeError as error:
+                    if "so the test says" not in str(error):
+                        raise
+            else:
+                seen.append(gradients(net))
+                for optimizer in optimizers:
+                    optimizer.step()
+        return seen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HORO_LITE_BUCKET_BYTES", "64")
+        results = run_threads(size, rank)
+    for step in range(5):
+        outcomes = [seen[step] for seen in results]
+        if isinstance(outcomes[0], str):
+            assert (step, expected) == (2, "error or right")
+            assert len(set(outcomes)) == 1
+            assert "zero_grad()" in outcomes[0]
+            continue
+        whole = copy.deepcopy(template)
+        for r in range(size):
+            attempt = len(failing[r]) if step == 2 else 0
+            for k in range(passes):
+                (layers(None, whole, batch(r, step, attempt, k)) / size).backward()
+        for outcome in outcomes:
+            assert_same(outcome, gradients(whole))
+
+
+# Where Horovod warns or raises.
+
+
+def one_weight(group: Group, **options: Any) -> tuple[Any, Any]:
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    return weight, wrap(torch.optim.SGD([weight], lr=1.0), group, op=Sum, **options)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_step_after_synchronize_exchanges_nothing_again(size: int) -> None:
+    def rank(group: Group) -> Any:
+        weight, optimizer = one_weight(group)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (weight * (group.rank + 1)).sum().backward()
+            optimizer.synchronize()
+            weight.grad *= 0.5  # as clipping does
+            optimizer.synchronize()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                optimizer.step()
+        return weight.tolist()
+
+    total = sum(range(1, size + 1))
+    assert run_threads(size, rank) == [[-2 * 0.5 * total] * 3] * size
+
+
+def test_zero_grad_after_backward_begins_the_step_anew() -> None:
+    def rank(group: Group) -> Any:
+        weight, optimizer = one_weight(group)
+        for _ in range(2):
+            for factor in (100.0, 1.0):  # the first is thrown away
+                optimizer.zero_grad()
+                (weight * factor * (group.rank + 1)).sum().backward()
+            optimizer.step()
+        return weight.tolist()
+
+    assert run_threads(2, rank) == [[-6.0] * 3] * 2

@@ -16,21 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from horo_lite import _native, register_adapter
+from horo_lite import _native, _testing, register_adapter
 from horo_lite.adapters.numpy import NumpyAdapter
 
 LATE_S = 0.01
 
 _local = threading.local()
-_streams: list[_native.TwinStream] = []
+_streams: list[_testing.FakeStream] = []
 
 
-def new_stream() -> _native.TwinStream:
-    _streams.append(_native.TwinStream())
+def new_stream() -> _testing.FakeStream:
+    _streams.append(_testing.FakeStream())
     return _streams[-1]
 
 
-def stream() -> _native.TwinStream:
+def stream() -> _testing.FakeStream:
     """The current stream of this thread."""
     if not hasattr(_local, "stream"):
         _local.stream = new_stream()

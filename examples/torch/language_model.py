@@ -3,9 +3,9 @@
     python language_model.py
     mpiexec -n 2 python language_model.py
 
-Mixed precision (bfloat16 under autocast), gradient clipping, warm-up and cosine decay. At the end
-its loss on files that it has never seen is compared with that of the best model without memory,
-which knows how often each byte occurs.
+Mixed precision (bfloat16 under autocast), gradient clipping, warm-up and cosine decay. At the end,
+its loss on unseen files is compared with that of a unigram model, which only knows how often each
+byte occurs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--steps", type=int, default=300, help="default %(default)s")
-    add("--batch-size", type=int, default=8, help="texts a rank and step (default %(default)s)")
-    add("--context", type=int, default=128, help="bytes of a text (default %(default)s)")
+    add("--batch-size", type=int, default=8, help="texts per rank and step (default %(default)s)")
+    add("--context", type=int, default=128, help="bytes per text (default %(default)s)")
     add("--layers", type=int, default=2, help="default %(default)s")
     add("--width", type=int, default=128, help="default %(default)s")
     add("--heads", type=int, default=4, help="default %(default)s")
     add("--lr", type=float, default=3e-3, help="the highest learning rate (default %(default)s)")
-    add("--warmup", type=int, default=30, help="steps up to it (default %(default)s)")
+    add("--warmup", type=int, default=30, help="steps of linear warm-up (default %(default)s)")
     add("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
     add("--no-autocast", action="store_true", help="compute in float32 throughout")
-    add("--fp16-allreduce", action="store_true", help="gradients travel as 2-byte floats")
+    add("--fp16-allreduce", action="store_true", help="send gradients as float16")
     add("--no-cuda", action="store_true", help="stay on the CPU")
     add("--seed", type=int, default=0, help="default %(default)s")
     add("--log-interval", type=int, default=50, help="steps between lines (default %(default)s)")
@@ -49,11 +49,11 @@ def arguments() -> argparse.Namespace:
 
 
 def read_sources(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes to train on and bytes to test on: of every ten files, nine and one."""
+    """Return bytes to train on and bytes to test on: nine and one of every ten files."""
     folder = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     size = 0
-    # Sorted, so that all ranks read the same; what is installed beside the library is not part.
+    # Sorted, so that all ranks read the same; installed packages are excluded.
     for i, path in enumerate(sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])):
         if size > limit:
             break
@@ -65,7 +65,7 @@ def read_sources(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers; each normalized first, and added."""
+    """Causal attention, then two linear layers, each pre-normalized and with a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
-        for block in self.blocks:  # so that the sum over the layers starts no larger than one
+        for block in self.blocks:  # keeps the residual sum at the scale of one layer
             for last in (block.out, block.mlp[2]):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
 
@@ -132,7 +132,7 @@ def main() -> None:
     )
 
     def rate(step: int) -> float:
-        """Up to 1 in a line, then down to 0.05 in half a wave."""
+        """Linear warm-up to 1, then cosine decay to 0.05."""
         if step < args.warmup:
             return (step + 1) / args.warmup
         done = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -147,10 +147,10 @@ def main() -> None:
             scores = model(windows[:, :-1])
         return functional.cross_entropy(scores.float().flatten(0, 1), windows[:, 1:].flatten())
 
-    # Every rank reads at places of its own.
+    # Every rank reads at different positions.
     places = torch.Generator().manual_seed(1000 * args.seed + hvd.rank())
     n_parameters = sum(p.numel() for p in model.parameters())
-    say(f"{hvd.size()} rank(s), {n_parameters:,} parameters, {len(train):,} bytes to learn from")
+    say(f"{hvd.size()} rank(s), {n_parameters:,} parameters, {len(train):,} bytes of training data")
     n_tokens = hvd.size() * args.batch_size * args.context
     began, steps_done = time.perf_counter(), 0
     for step in range(args.steps):
@@ -158,7 +158,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = loss_of(starts, train)
         loss.backward()
-        # Averaged when backward() returns: every rank clips by the same norm.
+        # Gradients are averaged when backward() returns, so every rank clips by the same norm.
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         scheduler.step()
@@ -166,14 +166,14 @@ def main() -> None:
         if (step + 1) % args.log_interval == 0 or step + 1 == args.steps:
             mean = hvd.allreduce(loss.detach(), name="loss").item()
             speed = n_tokens * steps_done / (time.perf_counter() - began)
-            say(f"step {step + 1}: loss {mean:.3f} nats a byte, {speed:,.0f} tokens/s")
+            say(f"step {step + 1}: loss {mean:.3f} nats per byte, {speed:,.0f} tokens/s")
             began, steps_done = time.perf_counter(), 0
 
     with torch.no_grad():
         starts = torch.arange(hvd.rank(), 64, hvd.size()) * ((len(test) - args.context - 1) // 64)
         total = torch.stack([loss_of(start[None], test) for start in starts]).double().sum().cpu()
     validation = hvd.allreduce(total, op=hvd.Sum, name="validation").item() / 64
-    say(f"validation loss {validation:.3f}, without memory {unigram_loss(train, test):.3f}")
+    say(f"validation loss {validation:.3f}, unigram {unigram_loss(train, test):.3f}")
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())
@@ -183,8 +183,8 @@ def main() -> None:
 
 
 def unigram_loss(train: torch.Tensor, test: torch.Tensor) -> float:
-    """Nats a byte where only the bytes' frequencies are known."""
-    counts = torch.bincount(train.long(), minlength=N_BYTES).double() + 1  # one that is new: rare
+    """Return the nats per byte of a model that knows only byte frequencies."""
+    counts = torch.bincount(train.long(), minlength=N_BYTES).double() + 1  # unseen bytes count once
     log_probabilities = (counts / counts.sum()).log()
     return -log_probabilities[test.long()].mean().item()
 

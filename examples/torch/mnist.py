@@ -1,10 +1,10 @@
 """Handwritten digits with a small convolutional network, as a Horovod script would train it.
 
     python mnist.py                       one process
-    mpiexec -n 2 python mnist.py          two ranks, each with batches of its own
+    mpiexec -n 2 python mnist.py          two ranks, each with its own batches
 
-`import horo_lite.torch as hvd` stands where `import horovod.torch as hvd` did; nothing else is
-new. Without `--data` (a folder of MNIST's IDX files) it learns scikit-learn's 8 x 8 digits.
+The only change is `import horo_lite.torch as hvd` in place of `import horovod.torch as hvd`.
+Without `--data` (a folder of MNIST's IDX files) it trains on scikit-learn's 8 x 8 digits.
 """
 
 from __future__ import annotations
@@ -31,27 +31,36 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--batch-size", type=int, default=32, help="images a rank and pass (default %(default)s)")
-    add("--test-batch-size", type=int, default=1000, help="the same, testing (default %(default)s)")
+    add("--batch-size", type=int, default=32, help="images per rank and pass (default %(default)s)")
+    add(
+        "--test-batch-size",
+        type=int,
+        default=1000,
+        help="the same, for testing (default %(default)s)",
+    )
     add("--epochs", type=int, default=10, help="default %(default)s")
-    add("--lr", type=float, default=0.01, help="learning rate of one rank (default %(default)s)")
+    add("--lr", type=float, default=0.01, help="learning rate for one rank (default %(default)s)")
     add("--momentum", type=float, default=0.9, help="default %(default)s")
     add("--no-cuda", action="store_true", help="stay on the CPU")
     add("--seed", type=int, default=42, help="default %(default)s")
     add("--log-interval", type=int, default=10, help="steps between lines (default %(default)s)")
-    add("--fp16-allreduce", action="store_true", help="gradients travel as 2-byte floats")
-    add("--use-adasum", action="store_true", help="combine gradients with Adasum, do not average")
+    add("--fp16-allreduce", action="store_true", help="send gradients as float16")
+    add(
+        "--use-adasum",
+        action="store_true",
+        help="combine gradients with Adasum instead of averaging",
+    )
     add(
         "--gradient-predivide-factor",
         type=float,
         default=1.0,
-        help="divide gradients by this before they are added up, and by the rest after it",
+        help="divide gradients by this before the sum, and by the remainder after it",
     )
     add(
         "--batches-per-allreduce",
         type=int,
         default=1,
-        help="passes over batches whose gradients are exchanged at once",
+        help="backward passes per exchange of gradients",
     )
     add("--data", type=Path, metavar="DIR", help="folder with the MNIST IDX files")
     args = parser.parse_args()
@@ -99,16 +108,16 @@ def main() -> None:
         torch.from_numpy, load_digits(args.data)
     )
     train = TensorDataset(train_images.movedim(3, 1).contiguous(), train_labels)
-    # A rank's share of the test: every size-th image, so that each is tested once.
+    # A rank's share of the test set: every size-th image, so that each is tested once.
     mine = slice(hvd.rank(), None, hvd.size())
     test = TensorDataset(test_images.movedim(3, 1)[mine], test_labels[mine])
     sampler = DistributedSampler(train, hvd.size(), hvd.rank(), seed=args.seed)
-    # What is exchanged at once is loaded at once, and cut into passes below.
+    # All passes of one exchange are loaded together, and split below.
     train_loader = DataLoader(train, args.batch_size * args.batches_per_allreduce, sampler=sampler)
     test_loader = DataLoader(test, args.test_batch_size)
 
     model = Net(*train_images.shape[1:3]).to(device)
-    # So many batches of one rank go into a step; Adasum scales what the ranks add by itself.
+    # The number of batches per step; Adasum needs no scaling by the number of ranks.
     lr_factor = args.batches_per_allreduce * (1 if args.use_adasum else hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), args.lr * lr_factor, args.momentum)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -144,7 +153,7 @@ def main() -> None:
 
 @torch.no_grad()
 def tested(model: nn.Module, loader: DataLoader, n_images: int, device: torch.device) -> None:
-    """Rank 0 has printed the loss and accuracy over all ranks' test images."""
+    """Print on rank 0 the loss and accuracy over all ranks' test images."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
     for images, labels in loader:
@@ -157,7 +166,7 @@ def tested(model: nn.Module, loader: DataLoader, n_images: int, device: torch.de
 
 
 def check_parameters(model: nn.Module) -> None:
-    """All ranks have ended with the same bits; an error where they have not."""
+    """Raise an error unless all ranks ended with bit-identical parameters."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())

@@ -1,10 +1,10 @@
-"""How many images a second a network trains on, with random images and without any disk.
+"""Training throughput in images per second, with random images and without disk access.
 
     python synthetic_benchmark.py
     mpiexec -n 2 python synthetic_benchmark.py --fp16-allreduce
 
-First every rank trains by itself, then all of them together: what is lost is the exchange. Without
-a GPU the defaults are small, and ResNet-50 takes half a minute.
+First every rank trains alone, then all of them together: the difference is the cost of the
+exchange. Without a GPU the defaults are small, and ResNet-50 takes half a minute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="resnet50", help="resnet50, or any of torchvision's if it is installed")
-    add("--batch-size", type=int, default=32 if on_gpu else 4, help="a rank (default %(default)s)")
+    add(
+        "--batch-size", type=int, default=32 if on_gpu else 4, help="per rank (default %(default)s)"
+    )
     add(
         "--image-size",
         type=int,
@@ -44,11 +46,15 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
         "--num-batches-per-iter",
         type=int,
         default=10 if on_gpu else 2,
-        help="timed as one (default %(default)s)",
+        help="timed together (default %(default)s)",
     )
     add("--num-iters", type=int, default=10 if on_gpu else 5, help="default %(default)s")
-    add("--fp16-allreduce", action="store_true", help="gradients travel as 2-byte floats")
-    add("--use-adasum", action="store_true", help="combine gradients with Adasum, do not average")
+    add("--fp16-allreduce", action="store_true", help="send gradients as float16")
+    add(
+        "--use-adasum",
+        action="store_true",
+        help="combine gradients with Adasum instead of averaging",
+    )
     add("--no-cuda", action="store_true", help="stay on the CPU")
     return parser.parse_args()
 
@@ -130,7 +136,7 @@ def main() -> None:
         functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
 
-    say(f"{args.model}, {args.batch_size} images of {args.image_size} x {args.image_size} a step")
+    say(f"{args.model}, {args.batch_size} images of {args.image_size} x {args.image_size} per step")
     say(f"{hvd.size()} rank(s) on {device.type}")
     alone, _ = measure("without exchange", step, args, device)
 
@@ -145,10 +151,10 @@ def main() -> None:
     together, margin = measure("with exchange", step, args, device)
 
     n = hvd.size()
-    say(f"images/s a rank: {together:.1f} +- {margin:.1f}")
+    say(f"images/s per rank: {together:.1f} +- {margin:.1f}")
     say(f"images/s on {n} rank(s): {n * together:.1f} +- {n * margin:.1f}")
-    say(f"scaling: {together / alone:.1%} of {n} rank(s) that exchange nothing")
-    # All have stepped alike: a rank whose numbers differ would be training something else.
+    say(f"scaling: {together / alone:.1%} of {n} rank(s) without exchange")
+    # All ranks must have taken the same steps: differing numbers mean different models.
     sums = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
     everyone = hvd.allgather(sums[None], name="parameters")
     if not (everyone == everyone[0]).all():
@@ -159,7 +165,7 @@ def main() -> None:
 def measure(
     what: str, step: Callable[[], None], args: argparse.Namespace, device: torch.device
 ) -> tuple[float, float]:
-    """Images a second on a rank, averaged over ranks and turns, and its 95 % interval."""
+    """Return images per second per rank, averaged over ranks and turns, and the 95 % interval."""
     for _ in range(args.num_warmup_batches):
         step()
     rates = []
@@ -173,7 +179,7 @@ def measure(
         elapsed = time.perf_counter() - began
         rate = torch.tensor(args.batch_size * args.num_batches_per_iter / elapsed)
         rates.append(hvd.allreduce(rate, name="rate").item())
-        say(f"{what}, turn {turn + 1}: {rates[-1]:.1f} images/s a rank")
+        say(f"{what}, turn {turn + 1}: {rates[-1]:.1f} images/s per rank")
     spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
     return statistics.mean(rates), 1.96 * spread
 

@@ -74,6 +74,9 @@ def register_adapter(adapter: Adapter) -> None:
     and, for arrays in a GPU's memory, `copy`, `empty`, `stream` and others.
 
     An adapter registered later is asked before earlier ones. Every rank registers the same.
+
+    Args:
+        adapter: An instance of a class derived from `Adapter`, or with its methods.
     """
     for method in ("matches", "parameters", "gradient", "set_gradient", "value", "set_value"):
         if not callable(getattr(adapter, method, None)) or isinstance(adapter, type):

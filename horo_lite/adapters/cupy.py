@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import cupy
@@ -30,18 +30,25 @@ class CupyAdapter(NumpyAdapter):
         with x.device, cupy.cuda.ExternalStream(stream, x.device.id):
             yield
 
+    # New arrays lie on the current GPU, which a thread may not have chosen: on that of `x` instead.
+
     def copy(self, x: Any) -> Array:
-        return cupy.array(x, order="C")
+        with x.device:
+            return cupy.array(x, order="C")
 
     def empty(self, x: Any, shape: Sequence[int]) -> Array:
         with x.device:
             return cupy.empty(tuple(shape), x.dtype)
 
     def zeros_like(self, x: Any) -> Array:
-        return cupy.zeros_like(x, order="C")
+        with x.device:
+            return cupy.zeros_like(x, order="C")
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
-        return cupy.asarray(array)
+        if isinstance(array, cupy.ndarray):
+            return array
+        with like.device if isinstance(like, cupy.ndarray) else nullcontext():
+            return cupy.asarray(array)
 
 
 ADAPTER = CupyAdapter()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from horo_lite.adapters.object import Adapter, Named
-from horo_lite.arrays import GpuView
+from horo_lite.collectives.arrays import GpuView
 
 if TYPE_CHECKING:
     from horo_lite._native import DeviceQueue

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import nnabla as nn
 import nnabla_ext.cpu
@@ -65,6 +66,32 @@ class Parameter:
         return self.variable.data
 
 
+class _Watch:
+    """Notices that gradients change, and reads them only where NNabla computes something."""
+
+    def __init__(self, digest: Callable[[], object]) -> None:
+        self._digest = digest
+        self._before: object = None
+
+    def on_function(self) -> None:
+        """Some function is about to run, forwards or backwards: nobody can tell which."""
+        if self._before is None:
+            self._before = self._digest()
+
+    def has_changed(self) -> bool:
+        return self._before is not None and self._before != self._digest()
+
+
+_watches: WeakSet[_Watch] = WeakSet()
+# Never removed: NNabla walks through its hooks while it calls them.
+_hooks: list[bool] = []
+
+
+def _on_function(_: Any) -> None:
+    for each in tuple(_watches):
+        each.on_function()
+
+
 class NnablaAdapter(Adapter):
     """Solvers by `get_parameters()`; parameters by their `grad` and `data`.
 
@@ -103,6 +130,13 @@ class NnablaAdapter(Adapter):
 
     def set_gradient(self, parameter: Any, array: Array) -> None:
         parameter.grad.data = array
+
+    def watch(self, digest: Callable[[], object]) -> Callable[[], bool]:
+        if not _hooks:
+            _hooks.append(True)
+            nn.set_function_pre_hook("horo_lite", _on_function)
+        _watches.add(watch := _Watch(digest))
+        return watch.has_changed
 
     def value(self, parameter: Any) -> Array:
         is_array = isinstance(parameter, (nn.NdArray, Memory))

@@ -79,7 +79,13 @@ class Adapter:
 
     def gradient(self, parameter: Parameter) -> Array | None:
         """The gradient's own memory, or None if there is none."""
-        gradient = parameter.grad
+        try:
+            gradient = parameter.grad
+        except AttributeError:
+            raise TypeError(
+                f"a {type(parameter).__name__} has no .grad: {type(self).__name__} needs a method "
+                "gradient(parameter) of its own, see horo_lite.register_adapter"
+            ) from None
         if gradient is None or type(gradient) is np.ndarray:
             return gradient
         return adapters.to_host(_cell(parameter, "grad")[2])
@@ -113,6 +119,29 @@ class Adapter:
         if dtype == "bfloat16":
             import ml_dtypes  # noqa: F401 (gives NumPy the name)
         return np.zeros(shape, np.dtype(dtype))
+
+    def mark_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """From now on a gradient is marked when a backward pass has added to it.
+
+        Where a framework can tell, so that `changed_by_hand` can.
+        """
+
+    def changed_by_hand(self, parameter: Parameter) -> bool:
+        """Whether its gradient has been changed in place since a backward pass added to it."""
+        return False
+
+    def forget_marks(self, parameters: Sequence[Parameter]) -> None:
+        """What the gradients are now has been used, or is the caller's own."""
+
+    def watch(self, digest: Callable[[], object]) -> Callable[[], bool]:
+        """A function that tells whether the gradients have changed from now on.
+
+        Asked between a method of `before_step` and the step: what a further backward pass adds to
+        averages is this rank's own. `digest` reads all gradients; a framework that tells when it
+        computes something need not read them every time.
+        """
+        before = digest()
+        return lambda: digest() != before
 
     def missing(self, parameter: Parameter, dtype: str, shape: tuple[int, ...]) -> Array:
         """Zeros for the gradient of `parameter`, which other ranks have; then set_gradient()."""

@@ -10,6 +10,12 @@ import tensorflow as tf
 from horo_lite.adapters.object import Adapter, Array, Named
 
 
+def array_of(tensor: Any) -> np.ndarray[Any, Any]:
+    """What an eager tensor holds: where that is in the host's memory, a view not to be written."""
+    # Scalars of some dtypes, such as bfloat16, give NumPy's scalars, which __array__ must not.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+
+
 class TensorflowAdapter(Adapter):
     """Tensors, variables, and modules that hold variables."""
 
@@ -28,9 +34,10 @@ class TensorflowAdapter(Adapter):
         if tf.is_symbolic_tensor(tensor):
             raise TypeError(
                 f"{tensor.name} is a tensor of a graph that is being traced and has no value yet: "
-                "inside tf.function, use the functions of horo_lite.tensorflow"
+                "inside tf.function, use horo_lite.tensorflow's allreduce, allgather, broadcast, "
+                "alltoall, reducescatter, or DistributedGradientTape"
             )
-        return np.asarray(tensor)  # a view that cannot be written, where it is in host memory
+        return array_of(tensor)
 
     def set_value(self, parameter: Any, array: Array) -> None:
         parameter.assign(array)

@@ -11,12 +11,17 @@ import torch
 
 from horo_lite.adapters.object import Adapter, Array, Named
 
+# The version that a gradient had when backward() had added to it stands on the gradient itself.
+_MARK = "_horo_lite_version"
+
 # The core reads tensors through DLPack's table of C functions, many times faster than NumPy's way.
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
 class TorchAdapter(Adapter):
     """torch.optim optimizers, torch.nn modules and tensors."""
+
+    face = "horo_lite.torch.delegate"
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module))
@@ -36,6 +41,24 @@ class TorchAdapter(Adapter):
                 strict=True,
             )
         ]
+
+    def mark_gradients(self, parameters: Sequence[Any]) -> None:
+        for parameter in parameters:
+            if getattr(parameter, "requires_grad", False) and parameter.is_leaf:
+                parameter.register_post_accumulate_grad_hook(_mark)
+
+    def changed_by_hand(self, parameter: Any) -> bool:
+        gradient = parameter.grad
+        version = getattr(gradient, _MARK, None)
+        if version is None or version == gradient._version:
+            return False
+        # A module's zero_grad() may have emptied one that no pass has added to since.
+        return gradient.layout is not torch.strided or bool(gradient.any())
+
+    def forget_marks(self, parameters: Sequence[Any]) -> None:
+        for parameter in parameters:
+            if hasattr(parameter.grad, _MARK):
+                delattr(parameter.grad, _MARK)
 
     def gradient(self, parameter: Any) -> Array | None:
         gradient = parameter.grad
@@ -85,6 +108,10 @@ class TorchAdapter(Adapter):
         if array.dtype.name == "bfloat16":  # unknown to torch.from_numpy, as it is to NumPy
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
         return torch.from_numpy(array).to(like.device)
+
+
+def _mark(parameter: Any) -> None:
+    setattr(parameter.grad, _MARK, parameter.grad._version)
 
 
 def _memory(tensor: Any) -> Array:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import stat
 import struct
 import warnings
 from pathlib import Path
@@ -24,10 +25,12 @@ def save(path: str | Path, snapshot: Any) -> None:
 
     Called by one process, rank 0. However it ends, also by a kill or a power failure at any moment,
     `load` finds this snapshot or the last one, whole. The file is readable by its owner only.
-    OSError where it cannot be written; then the last one is still there. Costs one pass of SHA-256
-    over the data and waits for the disk.
+    OSError where it cannot be written; then the last one is still there. CheckpointError where
+    there is something else than a file of this user's. Costs one pass of SHA-256 over the data and
+    waits for the disk.
     """
     path = _real(path)
+    _check_own(path)
     new, previous = _beside(path, ".new"), _beside(path, ".previous")
     with contextlib.suppress(FileNotFoundError):
         new.unlink()  # half of one, left by a kill
@@ -60,7 +63,7 @@ def load(path: str | Path) -> Any:
     path, unreadable = _real(path), []
     for name in (path, _beside(path, ".previous")):
         try:
-            with open(name, "rb") as file:
+            with open(_opened(name), "rb") as file:
                 snapshot = _read(file)
         except FileNotFoundError:
             continue
@@ -90,7 +93,7 @@ def saved_at(path: str | Path) -> float | None:
     path = _real(path)
     for name in (path, _beside(path, ".previous")):
         with contextlib.suppress(FileNotFoundError):
-            return name.stat().st_mtime
+            return name.lstat().st_mtime
     return None
 
 
@@ -120,7 +123,48 @@ class _Hashed:
 
 
 def _real(path: str | Path) -> Path:
-    return Path(os.path.realpath(path))  # a link to a file elsewhere stays one
+    """The path without links. CheckpointError where another user says by a link where it leads."""
+    path = _in_real_folder(Path(path))
+    for _ in range(40):
+        if not path.is_symlink():
+            break
+        owner = path.lstat().st_uid
+        if owner not in (os.geteuid(), 0):
+            raise CheckpointError(
+                f"{path} is a link that user {owner} has made (you are {os.geteuid()}): remove it, "
+                "or give a path in a directory in which nobody else may write"
+            )
+        path = _in_real_folder(path.parent / path.readlink())
+    return path
+
+
+def _in_real_folder(path: Path) -> Path:
+    return Path(os.path.realpath(path.parent), path.name)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor for reading, at once: no link is followed, and nobody awaited at a FIFO."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # a link, a socket, without permission
+        raise _UnreadableError(f"cannot be opened ({error.strerror})") from error
+
+
+def _check_own(path: Path) -> None:
+    """CheckpointError where something is at `path` that no `save` of this user has left."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is not a regular file: give another path, or remove it")
+    if found.st_uid != os.geteuid():
+        raise CheckpointError(
+            f"{path} belongs to user {found.st_uid} (you are {os.geteuid()}): give another path, "
+            "one in a directory in which nobody else may write"
+        )
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -134,10 +178,12 @@ def _header(n_bytes: int, digest: bytes) -> bytes:
 
 
 def _read(file: BinaryIO) -> Any:
-    stat = os.fstat(file.fileno())
-    if stat.st_uid != os.geteuid():
+    about = os.fstat(file.fileno())
+    if not stat.S_ISREG(about.st_mode):
+        raise _UnreadableError("is not a regular file")
+    if about.st_uid != os.geteuid():
         raise _UnreadableError(
-            f"belongs to user {stat.st_uid}, whose code reading it could run (you are "
+            f"belongs to user {about.st_uid}, whose code reading it could run (you are "
             f"{os.geteuid()}; copy it if you trust them)"
         )
     start = file.read(_HEADER.size)
@@ -149,7 +195,7 @@ def _read(file: BinaryIO) -> Any:
         raise _UnreadableError(
             f"is of format {format_} (horo_lite {writer}), and this version reads format {_FORMAT}"
         )
-    length = stat.st_size - _HEADER.size
+    length = about.st_size - _HEADER.size
     if length != n_bytes:
         raise _UnreadableError(f"has {length} bytes of data where {n_bytes} were written")
     found = hashlib.sha256()

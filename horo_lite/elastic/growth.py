@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from horo_lite import launcher
+from horo_lite.start import mpi
+from horo_lite.transports.peers import host_key
 
 # Who started this process, as "pid@host"; set for replacements only.
 _VARIABLE = "HORO_LITE_REPLACEMENT"
@@ -94,7 +95,7 @@ class Replacements:
     def _spawn(self) -> None:
         from mpi4py import MPI
 
-        launcher.leave_without_finalize()
+        mpi.end_without_finalize()
         variable = f"{_VARIABLE}={os.getpid()}@{_host()}"
         # The variable goes by way of `env`: Open MPI passes on the environment of mpiexec.
         command = [variable, sys.executable, *sys.orig_argv[1:]]
@@ -126,9 +127,9 @@ def join() -> Any:
 
     Called by a replacement, which ends here where it is not wanted any more.
     """
-    launcher.leave_without_finalize()
+    mpi.end_without_finalize()
     watch = _Watch()
-    MPI = launcher.load_mpi(None)
+    MPI = mpi.load(None)
     try:
         peer = MPI.Comm.Get_parent().Merge(high=True)
         watch.suspend()
@@ -185,4 +186,4 @@ class _Watch:
 
 
 def _host() -> str:
-    return ",".join(launcher.host_key())
+    return ",".join(host_key())

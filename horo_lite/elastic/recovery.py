@@ -13,6 +13,8 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
 
+from horo_lite import ops
+from horo_lite.context import rank, size, world
 from horo_lite.elastic import growth
 from horo_lite.elastic.state import Progress, State
 from horo_lite.errors import (
@@ -22,7 +24,10 @@ from horo_lite.errors import (
     StallError,
     TooFewRanksError,
 )
-from horo_lite.world import abandon, communicator, die, dying_alone, rank, renew, size, world
+from horo_lite.start import mpi
+from horo_lite.start.ending import end_this_rank, others_go_on
+from horo_lite.start.session import abandon, communicator, renew
+from horo_lite.transports.mpi.start_barrier import StartBarrier
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,9 +35,11 @@ S = TypeVar("S", bound=State)
 Train = Callable[Concatenate[S, P], T]
 
 # How a rank came out of training, as bits of which all ranks form the conjunction.
-_DONE, _RAISED, _NO_ERROR, _GROWS = 1, 2, 4, 8
-# So long all others have for coming to terms before one looks what keeps them.
+_DONE, _RAISED, _NO_ERROR, _GROWS, _NO_MISMATCH = 1, 2, 4, 8, 16
+# After so long, and each time after as long again, a rank looks what keeps the others.
 _GRACE_S = 2.0
+# How often it looks before it gives up those that a StallError is about.
+_N_LOOKS = 5
 
 
 class HostsUpdatedInterrupt(HoroLiteError):  # noqa: N818
@@ -79,7 +86,7 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
             state.read_checkpoint()
             state.sync()
             return train(state, *args, **kwargs)
-        with dying_alone():
+        with others_go_on():
             job = _Run(lambda: train(state, *args, **kwargs), state, min_size, max_size)
             if joins:
                 job.join()
@@ -179,6 +186,8 @@ class _Run:
             if comm is not None and not came & (_DONE | _GROWS):
                 abandon(f"{type(error).__name__}: {error}")
                 comm.Revoke()
+            if not (came & _RAISED and isinstance(error, MismatchError)):
+                came |= _NO_MISMATCH
             common, died = (came, False) if comm is None else _agreed(comm, came, error)
             if common & _GROWS and not died:
                 event = "last commit"
@@ -189,12 +198,14 @@ class _Run:
                 if error is not None:  # on all ranks, or some have left their world but not died
                     raise error
                 return result
-            if error is not None and came & _RAISED:
-                if not isinstance(error, MismatchError):
-                    die(error)
-                if not died:
-                    raise error
-                # Else no other rank had one: what MPI delivered while a rank died was no data.
+            if not died and not common & _NO_MISMATCH:
+                # Those that have it end the job, which MPI does not count as their death.
+                if error is None or isinstance(error, HostsUpdatedInterrupt):
+                    error = PeerLostError("other ranks end the job with a MismatchError")
+                raise error
+            # A MismatchError beside a death: what MPI delivered while a rank died was no data.
+            if error is not None and came & _RAISED and not isinstance(error, MismatchError):
+                end_this_rank(error)
             lost = _shrink(comm)
             if rank() == 0:
                 which = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {n_ranks}"
@@ -210,7 +221,7 @@ class _Run:
 
     def _look_for_ranks(self) -> None:
         """HostsUpdatedInterrupt, on every rank, where one waits to join."""
-        if world().group.broadcast_object(self._replacements.ready(), 0):
+        if ops.broadcast_object(self._replacements.ready(), 0):
             raise HostsUpdatedInterrupt("a rank joins")
 
     def _grow(self, comm: Any) -> None:
@@ -230,7 +241,7 @@ class _Run:
         state, group = self._state, world().group
         # Whoever joins has nothing to give, as long as anybody else is left.
         progress = Progress(False, 0, 0) if self._is_new else state.progress()
-        everyone: list[Progress] = group.allgather_object(progress)
+        everyone: list[Progress] = ops.allgather_object(progress, group=group)
         furthest = max(everyone)
         if not furthest.is_whole:
             furthest = max(everyone, key=lambda progress: progress.n_commits)
@@ -255,7 +266,7 @@ class _Run:
         group, path = world().group, self._state._checkpoint
         self._state.save()
         self._state.write_checkpoint()
-        group.barrier()
+        ops.barrier(group=group)
         ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
         raise TooFewRanksError(
             f"{ranks} left, fewer than min_size={self._min_size}: "
@@ -274,36 +285,57 @@ def _agreed(comm: Any, bits: int, error: BaseException | None = None) -> tuple[i
     """What the bits of all living ranks have in common, and whether some ranks are known dead.
 
     The same on every rank that survives it, whenever others die. Waits for all, at little cost;
-    for those that `error`, a StallError, is about not any longer.
+    for those that `error`, a StallError, is about not any longer. PeerLostError where a rank has
+    ended in a way that MPI does not notice.
     """
     from mpi4py import MPI
 
     common = array("i", [bits])
     request = comm.Iagree(common)
     began, pause_s = time.monotonic(), 20e-6
+    gone: set[object] = set()
+    n_looks = 0
     try:
         while not request.Test():
             time.sleep(pause_s)
             pause_s = min(1e-3, 1.5 * pause_s)
-            if error is not None and time.monotonic() - began > _GRACE_S:
-                began = time.monotonic()
-                _look_after(world().group.transport.silent(), error)
+            if time.monotonic() - began > _GRACE_S:
+                began, n_looks = time.monotonic(), n_looks + 1
+                gone = _look_after(error, gone)
+                if isinstance(error, StallError) and n_looks >= _N_LOOKS:
+                    raise error  # they are on other hosts, where nobody here can end them
     except MPI.Exception:  # on all alike: some are dead
+        mpi.end_without_finalize()
         return common[0], True
     return common[0], False
 
 
-def _look_after(silent: list[int], error: BaseException) -> None:
-    """None of these, who do not come, is waited for in vain."""
-    for pid in silent:
+def _look_after(error: BaseException | None, gone: set[object]) -> set[object]:
+    """Return the ranks that are gone; PeerLostError where some of them were `gone` before.
+
+    Of ranks that do not come none is waited for in vain: those that a StallError is about are
+    killed, so that MPI notices, and of others that ended MPI may never notice it. Those of this
+    host are seen to be gone, others have said that they end.
+    """
+    now: set[object] = set(StartBarrier.ended())
+    if error is not None:
+        transport = world().group.transport
         if isinstance(error, StallError):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        elif not os.path.exists(f"/proc/{pid}"):
-            raise PeerLostError(
-                f"{error}. The others cannot go on: Open MPI notices the death of ranks that a "
-                "signal ends, and not of those that exit with a status of their own (os._exit)"
-            )
+            for pid in transport.peer_pids(silent=True):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            pids = transport.peer_pids(silent=False)
+            now.update(pid for pid in pids if not os.path.exists(f"/proc/{pid}"))
+    if now & gone:
+        names = sorted(str(one) for one in now if isinstance(one, str))
+        cause = error or f"{', '.join(names)} of those that the job began with ended it"
+        raise PeerLostError(
+            f"{cause}. The others cannot go on: Open MPI notices the death of ranks that a signal "
+            "ends, and not of those that exit with a status of their own (os._exit), or that end "
+            "the job (Ctrl-C)"
+        )
+    return now
 
 
 def _shrink(comm: Any) -> list[int]:

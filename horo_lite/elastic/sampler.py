@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from horo_lite.data import _length, _non_negative, _order, _place
+from horo_lite.training.data import _length, _non_negative, _order, _place
 
 
 class Sampler:
@@ -20,8 +20,9 @@ class Sampler:
     rank gets equally many indices; where they do not divide by the number of ranks, the first of
     the rest are dealt a second time (up to `size - 1` samples at the end of an epoch).
 
-    Every rank makes the same batches of the same size, and records each. Call `set_epoch(e)` before
-    an epoch begins or after it ends; for the epoch under way it changes nothing.
+    Every rank makes the same batches of the same size, and records each once. Call `set_epoch(e)`
+    before an epoch begins or after it ends; for the epoch under way it changes nothing. Without it
+    every epoch has the order of the first: an iteration that follows a complete one begins anew.
     """
 
     def __init__(self, dataset_or_n: object, shuffle: bool = True, seed: int = 0) -> None:
@@ -31,6 +32,10 @@ class Sampler:
         self._epoch = 0
         self._n_consumed = 0
         self._begin = 0  # what was consumed when the iteration under way began
+        # Whether an iteration has begun since `set_epoch` or a change of the world. Only then does
+        # the next one begin anew where nothing is left: a job that lost ranks between the last
+        # batch of an epoch and the next epoch must not train on this one again.
+        self._has_begun = False
         self._place: tuple[int, int] | None = None  # in the world that deals it out
         self.on_record: Callable[[], None] | None = None
         """Called whenever something was recorded: the State that holds the sampler listens."""
@@ -70,24 +75,31 @@ class Sampler:
         self.reset()
 
     def reset(self) -> None:
-        """What was not consumed is dealt out anew, among the ranks that there are now."""
+        """What was not consumed is dealt out anew, among the ranks that there are now.
+
+        `elastic.run` calls it on every rank whenever the world has become another.
+        """
+        self._has_begun = False
+        self._deal()
+
+    def _deal(self) -> None:
         self._begin = self._n_consumed
         self._place = None
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has consumed batch `batch_idx`, of `batch_size` samples each.
+        """Every rank has consumed one more batch, of `batch_size` samples each.
 
-        Batches count from 0 since the iteration began, as `enumerate(loader)` does. Call it when
-        the batch has had its effect: after `optimizer.step()`.
+        Call it once a batch, when that has had its effect: after `optimizer.step()`. As in Horovod,
+        `batch_idx` is for the reader: scripts count batches from wherever they like.
         """
-        self._record(self._begin + (batch_idx + 1) * batch_size * self.size)
+        self._record(_non_negative("batch_size", batch_size))
 
     def record_indices(self, indices: Sequence[int]) -> None:
         """Every rank has consumed as many samples as these, which were the next ones."""
-        self._record(self._n_consumed + len(indices) * self.size)
+        self._record(len(indices))
 
-    def _record(self, n_consumed: int) -> None:
-        self._n_consumed = min(max(self._n_consumed, n_consumed), self._n)
+    def _record(self, n_samples: int) -> None:
+        self._n_consumed = min(self._n_consumed + n_samples * self.size, self._n)
         if self.on_record is not None:
             self.on_record()
 
@@ -96,13 +108,16 @@ class Sampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch, self._n_consumed = state["epoch"], state["n_consumed"]
-        self.reset()
+        self._deal()
 
     def __len__(self) -> int:
         return -(-(self._n - self._begin) // self.size)
 
     def __iter__(self) -> Iterator[int]:
-        self.reset()
+        if self._has_begun and self._n_consumed == self._n:
+            self._n_consumed = 0
+        self._has_begun = True
+        self._deal()
         rank, size = self._resolve()
         rest = self.remaining_indices
         total = len(self) * size

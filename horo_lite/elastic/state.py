@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horo_lite import _native
+from horo_lite import _native, context, ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import is_array
-from horo_lite.arrays import gpu_of
-from horo_lite.broadcast import _is_writable, _Places
+from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic import checkpoint
+from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
-from horo_lite.optimizer import DistributedOptimizer
+from horo_lite.state.broadcast import _is_writable, _Places
+from horo_lite.training.optimizer import DistributedOptimizer
 
 
 class Progress(NamedTuple):
@@ -114,9 +115,7 @@ class State:
 
     def write_checkpoint(self) -> None:
         """What was saved last is on the disk, if the state has a checkpoint; rank 0 writes it."""
-        from horo_lite.world import rank
-
-        if self._checkpoint and rank() == 0:
+        if self._checkpoint and context.rank() == 0:
             checkpoint.save(self._checkpoint, self._saved)
 
     def read_checkpoint(self) -> None:
@@ -125,9 +124,7 @@ class State:
         Every rank calls it, and `sync()` after it; `run` has done both. CheckpointError: what is
         there cannot be read, or does not fit this state.
         """
-        from horo_lite.world import rank
-
-        if not self._checkpoint or rank() != 0:
+        if not self._checkpoint or context.rank() != 0:
             return
         committed = checkpoint.saved_at(self._checkpoint)
         snapshot = checkpoint.load(self._checkpoint)
@@ -159,12 +156,10 @@ class State:
 
         Collective; `run` calls it before training begins.
         """
-        from horo_lite.world import world
-
-        group = world().group
+        group = context.world().group
         is_root = group.rank == root_rank
         mine = (self.snapshot(), self.progress()) if is_root else None
-        received = group.broadcast_object(mine, root_rank)
+        received = ops.broadcast_object(mine, root_rank, group=group)
         assert received is not None
         content, progress = received
         if not is_root:
@@ -179,10 +174,8 @@ class State:
 
         Collective. Reads arrays where they lie, and nothing but a hash travels.
         """
-        from horo_lite.world import world
-
         mine = self._digest(), self.progress()
-        return len(set(world().group.allgather_object(mine))) == 1
+        return len(set(ops.allgather_object(mine))) == 1
 
     def _digest(self) -> int:
         arrays: list[Any] = []
@@ -209,7 +202,10 @@ class State:
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The callbacks have been called."""
+        """The samplers deal out anew, and the callbacks have been called."""
+        for value in self._things().values():
+            if isinstance(value, Sampler):
+                value.reset()
         for callback in self._callbacks:
             callback()
 

@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from horo_lite.collectives import Average, Group, Handle, Op, Sum
-from horo_lite.compression import Compression, Compressor
+from horo_lite import ops
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.handle import Handle
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.context import on_renewed, world
 from horo_lite.jax.primitive import bind, raised
-from horo_lite.world import when_renewed, world
 
 Array = Any  # jax.Array, traced or not; NumPy's where it is said
 
@@ -23,7 +26,7 @@ def ranks_of(group: Group | None) -> Group:
 
 
 # What was compiled knows how many ranks there were.
-when_renewed.append(jax.clear_caches)
+on_renewed(jax.clear_caches)
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,13 @@ class Allreduce(Call):
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
         arrays, options = self._given(xs)
-        return self.ranks().grouped_allreduce(arrays, self.op, name=self.name, **options)
+        return ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=self.ranks())
 
     def start(self, xs: list[Any], name: str) -> Handle:
         arrays, options = self._given(xs)
-        return self.ranks().grouped_allreduce_async_(arrays, self.op, name=name, **options)
+        return ops.grouped_allreduce_async_(
+            arrays, self.op, name=name, **options, group=self.ranks()
+        )
 
     def results(self, xs: Sequence[Any]) -> list[Any]:
         return list(xs[:-1]) if self.weighted else list(xs)
@@ -128,10 +133,10 @@ class Broadcast(Call):
     elementwise = True
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
-        return [self.ranks().broadcast(x, self.root_rank, name=self.name) for x in xs]
+        return [ops.broadcast(x, self.root_rank, name=self.name, group=self.ranks()) for x in xs]
 
     def start(self, xs: list[Any], name: str) -> Handle:
-        return self.ranks().broadcast_async_(xs[0], self.root_rank, name=name)
+        return ops.broadcast_async_(xs[0], self.root_rank, name=name, group=self.ranks())
 
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
         sums = bind(Allreduce(self.name, self.group, op=Sum), cotangents)
@@ -144,11 +149,13 @@ class Allgather(Call):
     in_place = False
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
-        return [self.ranks().allgather(x, name=self.name) for x in xs]
+        return [ops.allgather(x, name=self.name, group=self.ranks()) for x in xs]
 
     def start(self, xs: list[Any], name: str) -> Handle:
         rows = len(xs[0]) if xs[0].ndim else 1
-        return self.ranks().allgather_async(xs[0], name=f"{name}, {rows} rows of each rank")
+        return ops.allgather_async(
+            xs[0], name=f"{name}, {rows} rows of each rank", group=self.ranks()
+        )
 
     def results(self, xs: Sequence[Any]) -> list[Any]:
         (x,) = xs
@@ -166,10 +173,10 @@ class Alltoall(Call):
     in_place = False
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
-        return [self.ranks().alltoall(x, name=self.name) for x in xs]
+        return [ops.alltoall(x, name=self.name, group=self.ranks()) for x in xs]
 
     def start(self, xs: list[Any], name: str) -> Handle:
-        return self.ranks().alltoall_async(xs[0], name=name)
+        return ops.alltoall_async(xs[0], name=name, group=self.ranks())
 
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
         return bind(self, cotangents)

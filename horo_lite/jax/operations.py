@@ -6,6 +6,10 @@ otherwise; results are new arrays. Outside jit calls are matched by position, as
 of the program, however XLA arranges the rest; they are matched by that order among themselves.
 
 `name` is for messages. `group` is a set of ranks; by itself, all of them.
+
+Gradients are exact: that of an operation is its adjoint, so that a rank gets the derivative of the
+sum of all ranks' losses by its own input. `horo_lite.torch` and `horo_lite.tensorflow`, whose
+functions have Horovod's names, scale some of them as Horovod does.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from horo_lite.collectives import Average, Group, Op
-from horo_lite.compression import Compression, Compressor
+from horo_lite import ops
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Op
 from horo_lite.jax.calls import Allgather, Allreduce, Alltoall, Broadcast, Call, ranks_of
 from horo_lite.jax.primitive import bind
 from horo_lite.jax.trees import named_arrays
@@ -51,6 +57,15 @@ def allreduce(
 
     The gradient of a sum or an average is the same op of the ranks' cotangents; other ops have
     none.
+
+    Args:
+        x: Of the same shape and dtype on every rank.
+        op: Average, Sum, Min, Max or Product.
+        name: For messages.
+        compression: What travels, such as Compression.fp16.
+        prescale_factor: Multiplies what this rank contributes.
+        postscale_factor: Multiplies the result.
+        group: The ranks; default all.
     """
     return grouped_allreduce(
         x,
@@ -73,7 +88,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     group: Group | None = None,
 ) -> Tree:
-    """The op over all ranks' `xs`, a list or any other pytree of arrays, reduced as one."""
+    """The op over all ranks' `xs`, a list or any other pytree of arrays, reduced as one.
+
+    The other arguments are those of `allreduce`.
+    """
     return _reduced(
         xs,
         Allreduce(name, group, op, compression, prescale_factor, postscale_factor),
@@ -91,10 +109,18 @@ def average_gradients(
 ) -> Tree:
     """`tree` with the average (or sum) over all ranks in place of every array.
 
-    `tree` is any pytree, as `jax.grad` returns it; leaves that are no arrays, and equal on all
-    ranks anyway, stay as they are. `weight`, on every rank or on none, is what this rank's
-    gradients count: its number of samples, a number or a traced scalar. MismatchError names the
-    first leaf of which the ranks have something else.
+    Args:
+        tree: Any pytree, as `jax.grad` returns it; leaves that are not arrays, and equal on all
+            ranks anyway, stay as they are.
+        op: Average or Sum.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        weight: On every rank or on none, what this rank's gradients count: its number of samples,
+            a number or a traced scalar.
+        name: For messages.
+        group: The ranks; default all.
+
+    Raises:
+        MismatchError: Naming the first leaf of which the ranks have something else.
     """
     if weight is not None and op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op} it has no meaning")
@@ -111,7 +137,11 @@ def reducescatter(
     postscale_factor: float = 1.0,
     group: Group | None = None,
 ) -> Array:
-    """This rank's rows of `allreduce(x)`; see `horo_lite.reducescatter`."""
+    """This rank's rows of `allreduce(x)`; see `horo_lite.reducescatter`.
+
+    The gradient is all ranks' cotangents, one after the other, for an average divided by the number
+    of ranks. The arguments are those of `allreduce`.
+    """
     part = ranks_of(group).part_of(x)
     whole = allreduce(
         x,
@@ -130,6 +160,11 @@ def allgather(x: Array, *, name: str | None = None, group: Group | None = None) 
 
     Inside jit, where shapes are known beforehand, all ranks have as many rows. The gradient of `x`
     is the sum over all ranks of its rows' cotangents.
+
+    Args:
+        x: Alike on every rank in dtype and all dimensions; outside jit, in all but the first.
+        name: For messages.
+        group: The ranks; default all.
     """
     return _one(x, Allgather(name, group))
 
@@ -137,7 +172,16 @@ def allgather(x: Array, *, name: str | None = None, group: Group | None = None) 
 def broadcast(
     x: Array, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
 ) -> Array:
-    """What `x` is on rank `root_rank`, whose gradient is the sum of all ranks' cotangents."""
+    """What `x` is on rank `root_rank`.
+
+    The gradient is the sum of all ranks' cotangents on that rank, and zeros elsewhere.
+
+    Args:
+        x: Of the same shape and dtype on every rank.
+        root_rank: Whose; among the ranks of `group`, if that is given.
+        name: For messages.
+        group: The ranks; default all.
+    """
     return _one(x, Broadcast(name, group, root_rank))
 
 
@@ -151,6 +195,15 @@ def alltoall(
     """The rows that all ranks had for this one, in rank order; see `horo_lite.alltoall`.
 
     Inside jit without `splits`: every rank gets as many rows. The gradient goes the way back.
+
+    Args:
+        x: Alike on every rank in dtype and all dimensions but the first.
+        splits: How many rows go to each rank, in order; without it, each gets as many.
+        name: For messages.
+        group: The ranks; default all.
+
+    Returns:
+        The received rows; with `splits`, a pair of these and how many came from each rank.
     """
     if splits is not None:
         if isinstance(x, jax.core.Tracer):
@@ -158,7 +211,7 @@ def alltoall(
                 "alltoall inside jit takes no splits, since the shape of the result must be known "
                 "beforehand: call it outside, or send each rank as many rows, some of them padding"
             )
-        return ranks_of(group).alltoall(x, splits, name=name)
+        return ops.alltoall(x, splits, name=name, group=group)
     return _one(x, Alltoall(name, group))
 
 

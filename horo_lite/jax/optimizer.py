@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from horo_lite.collectives import Average, Group, Op, Sum
-from horo_lite.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Op, Sum
 from horo_lite.jax.operations import Array, average_gradients
 
 if TYPE_CHECKING:
@@ -32,13 +33,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Inside `optax.MultiSteps`, which calls it in every mini-step and keeps what the last one gave,
     gradients are exchanged as often. See `average_gradients` for errors.
+
+    Args:
+        optimizer: What optax.adam or its like returns.
+        op: Average or Sum.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        name: For messages.
+        group: The ranks; default all.
     """
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"{type(optimizer).__name__} is no optax.GradientTransformation: give what optax.adam "
-            "or its like returns, or MultiSteps(…).gradient_transformation()"
+            f"{type(optimizer).__name__} is not an optax.GradientTransformation: give what "
+            "optax.adam or its like returns, or MultiSteps(…).gradient_transformation()"
         )
     if op not in (Average, Sum):
         raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from horo_lite.collectives import Group
-from horo_lite.jax.calls import ranks_of
+from horo_lite import ops
+from horo_lite.collectives.group import Group
 
 Tree = TypeVar("Tree")
 Array = Any
@@ -43,14 +43,22 @@ def _is_array(leaf: Any) -> bool:
 def broadcast_parameters(params: Tree, root_rank: int = 0, *, group: Group | None = None) -> Tree:
     """A new tree with what rank `root_rank` has in `params`, and so alike on every rank.
 
-    Collective, outside jit. `params` is any pytree: parameters, an optimizer's state, both. Leaves
-    that are no arrays or numbers (functions, None) are each rank's own. MismatchError on every
-    rank, naming the first leaf that differs, where structures, dtypes or shapes are not alike.
+    Collective, outside jit. Leaves that are not arrays or numbers (functions, None) are each rank's
+    own.
+
+    Args:
+        params: Any pytree: parameters, an optimizer's state, both.
+        root_rank: Whose values; among the ranks of `group`, if that is given.
+        group: The ranks; default all.
+
+    Raises:
+        MismatchError: On every rank, naming the first leaf that differs, where structures, dtypes
+            or shapes are not alike.
     """
     named, rebuilt = named_arrays(params)
     names = [name for name, _ in named]
     values = [_sendable(x) for _, x in named]
-    received = ranks_of(group).grouped_broadcast(values, root_rank, names=names)
+    received = ops.grouped_broadcast(values, root_rank, names=names, group=group)
     return rebuilt(_like(old, new) for (_, old), new in zip(named, received, strict=True))
 
 

@@ -14,5 +14,8 @@ from __future__ import annotations
 # ruff: noqa: F403
 from horo_lite import *
 from horo_lite.keras import callbacks as callbacks
+from horo_lite.keras.callbacks import (
+    broadcast_global_variables as broadcast_global_variables,
+)
 from horo_lite.keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from horo_lite.keras.optimizer import load_model as load_model

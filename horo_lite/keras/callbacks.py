@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from horo_lite.broadcast import broadcast_parameters
-from horo_lite.collectives import allreduce
+from horo_lite.context import rank, size
 from horo_lite.keras.optimizer import _Distributed
-from horo_lite.world import rank, size
+from horo_lite.ops import grouped_allreduce
+from horo_lite.state.broadcast import broadcast_parameters
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -22,6 +22,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Input) gets them after it. Seeds of random layers are left alone: noise is to differ.
 
     On TensorFlow it also turns jit_compile off, which is Keras' default where there is a GPU.
+
+    Args:
+        root_rank: Whose weights and state.
+        device: Horovod's argument, which has no meaning here.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "") -> None:
@@ -72,11 +76,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """At the end of an epoch, metrics are the means over all ranks.
+    """At the end of an epoch everything in `logs` is the mean over all ranks.
 
     On every rank, with the same metrics. It belongs before callbacks that look at them
     (ReduceLROnPlateau, EarlyStopping, ModelCheckpoint, TensorBoard), which then do alike on all.
     Ranks count alike, however many samples they had.
+
+    Args:
+        device: Horovod's argument, which has no meaning here.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -86,21 +93,45 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if not logs:
             return
         names = sorted(logs)
-        values = np.array([float(logs[name]) for name in names], np.float64)
-        averages = allreduce(values, name=f"metrics {', '.join(names)}")
-        logs.update(zip(names, averages.tolist(), strict=True))
+        values = [_number(name, logs[name]) for name in names]
+        averages = grouped_allreduce(values, name=f"metrics {', '.join(names)}")
+        for name, average in zip(names, averages, strict=True):
+            logs[name] = average if average.ndim else float(average)
+
+
+def _number(name: str, value: Any) -> np.ndarray[Any, Any]:
+    """A metric; those that have a value for each class are arrays."""
+    try:
+        return np.asarray(keras.ops.convert_to_numpy(value), np.float64)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"MetricAverageCallback averages numbers, and logs[{name!r}] is {value!r}: put the "
+            "callback before the one that writes it"
+        ) from None
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """From `start_epoch` until before `end_epoch`, the learning rate is
-    `initial_lr * multiplier(epoch)`.
+    """From `start_epoch` until before `end_epoch`, the learning rate follows a schedule.
 
-    multiplier: a number, or a function of the epoch. With staircase=False it is called before every
-        batch, with fractions of an epoch.
-    momentum_correction: while the rate changes, momentum is multiplied by new rate / old rate for
-        that batch (Goyal et al., 2017, remark 2). Only where every step runs eagerly (torch, or
-        run_eagerly=True): what is compiled has the momentum in it for good.
-    steps_per_epoch: where `fit` does not know it.
+    It is, as in Horovod since 0.23,
+
+        initial_lr * multiplier(epoch)                       where multiplier is a function,
+        initial_lr * multiplier ** (epoch - start_epoch)     where it is a number.
+
+    `logs["learning_rate"]` is the rate at the end of each epoch (Horovod: "lr").
+
+    Args:
+        initial_lr: What is multiplied.
+        multiplier: A number, or a function of the epoch.
+        start_epoch: The first epoch with the schedule.
+        end_epoch: The first one after it; None: there is none.
+        staircase: With False a function is called before every batch, with fractions of an epoch:
+            epoch + batch / steps_per_epoch. Otherwise, and for a number, the rate changes at the
+            beginning of an epoch.
+        momentum_correction: While the rate changes, momentum is multiplied by new rate / old rate
+            for that batch (Goyal et al., 2017, remark 2). Only where every step runs eagerly
+            (torch, or run_eagerly=True): what is compiled has the momentum in it for good.
+        steps_per_epoch: Where `fit` does not know it.
     """
 
     def __init__(
@@ -115,16 +146,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     ) -> None:
         super().__init__()
         self.initial_lr = initial_lr
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            base, staircase = multiplier, True
+            self.multiplier = lambda epoch: base ** (epoch - start_epoch)
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
-        # A number that is the same all the time needs no steps.
-        self.staircase = staircase or not callable(multiplier)
+        self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._epoch = 0
         self._momentum: float | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self._restore_momentum()  # of a fit() that ended with an exception
         steps = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not steps:
             raise ValueError(
@@ -137,7 +172,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._restore_momentum()
         if self._epoch < self.start_epoch:
             return
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
@@ -151,8 +185,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     def _fraction(self, batch: int) -> float:
         return batch / self._steps
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._restore_momentum()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
 
@@ -161,23 +197,41 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         before, after = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
         is_eager = keras.backend.backend() == "torch" or self.model.run_eagerly
-        momentum = getattr(optimizer, "momentum", 0)
+        innermost = _innermost(optimizer)
+        momentum = getattr(innermost, "momentum", 0)
         if self.momentum_correction and is_eager and momentum and before:
             self._momentum = momentum
-            optimizer.momentum = momentum * after / before
+            innermost.momentum = momentum * after / before
 
     def _restore_momentum(self) -> None:
         if self._momentum is not None:
-            self.model.optimizer.momentum = self._momentum
+            _innermost(self.model.optimizer).momentum = self._momentum
             self._momentum = None
 
 
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """During the first `warmup_epochs` the learning rate climbs, batch by batch, from
-    `initial_lr / size` to `initial_lr`.
+def _innermost(optimizer: Any) -> Any:
+    """The one with the momentum, which may be inside of a LossScaleOptimizer."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
 
-    `initial_lr` is thus that of all ranks together: usually one rank's times the number of ranks
-    (Goyal et al., 2017, section 2.2). With verbose=1 rank 0 says when it is over.
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """During the first `warmup_epochs` the learning rate climbs to `initial_lr`, batch by batch.
+
+    As in Horovod it is, with N ranks and before each batch,
+
+        initial_lr / N * ((epoch + (batch + 1) / steps_per_epoch) * (N - 1) / warmup_epochs + 1)
+
+    and never more than `initial_lr`, which it has in the last batch: that is the rate of all ranks
+    together, usually one rank's times the number of ranks (Goyal et al., 2017, section 2.2).
+
+    Args:
+        initial_lr: The rate at the end.
+        warmup_epochs: How long it takes.
+        momentum_correction: As for LearningRateScheduleCallback.
+        steps_per_epoch: Where `fit` does not know it.
+        verbose: 1: rank 0 says when it is over.
     """
 
     def __init__(
@@ -189,7 +243,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            return 1 / size() + (1 - 1 / size()) * min(1.0, epoch / warmup_epochs)
+            n = size()
+            return min(1.0, (epoch * (n - 1) / warmup_epochs + 1) / n)
 
         super().__init__(
             initial_lr,
@@ -209,3 +264,16 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         if epoch == self.warmup_epochs - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nepoch {epoch + 1}: the learning rate is warmed up, {rate:.6g}")
+
+
+def broadcast_global_variables(root_rank: int = 0) -> None:
+    """Not in Keras 3, which has no collection of all variables.
+
+    Raises:
+        RuntimeError: Always; it says what to call.
+    """
+    raise RuntimeError(
+        "broadcast_global_variables() needs TensorFlow 1's collection of all variables, which "
+        f"Keras 3 does not have: call hvd.broadcast_parameters(model, root_rank={root_rank}) and "
+        "the same with model.optimizer, or use hvd.callbacks.BroadcastGlobalVariablesCallback"
+    )

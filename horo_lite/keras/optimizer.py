@@ -8,9 +8,10 @@ from typing import Any
 
 import keras
 
-from horo_lite.collectives import Average, Group, Op, Sum
-from horo_lite.compression import Compression, Compressor
-from horo_lite.transform import Transform
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.training.transform import Transform
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -38,23 +39,27 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     `model.save` writes what it would write of `optimizer`, so a file needs no horo_lite to be read:
     continue with `horo_lite.keras.load_model`, which makes the optimizer distributed again.
 
-    optimizer: a Keras optimizer, or the name of one. Under mixed_float16 give a LossScaleOptimizer:
-        all ranks then skip the same steps.
-    compression: what travels; `Compression.fp16` halves the bytes.
-    op: Average or Sum.
-    sparse_as_dense: on TensorFlow, gradients of embeddings become dense before they travel;
-        otherwise the rows of all ranks are gathered.
-    group: the ranks; default all.
-
     In a training loop of one's own, `apply(grads, variables, weight=n)` takes this rank's number of
     samples, on every rank or on none: the average is then the mean over all samples, however uneven
     the batches. In `fit`, such batches want a loss with reduction="sum", op=hvd.Sum and a learning
     rate divided by the samples of a batch.
 
-    MismatchError on every rank, naming the first variable that differs, where ranks come with
-    different gradients or options; a gradient missing on some ranks counts as zeros there.
-    Variables are known by their paths: a rank that has built more models than others needs layers
-    with names (Keras counts those without: dense, dense_1).
+    A gradient missing on some ranks counts as zeros there. Variables are known by their paths: a
+    rank that has built more models than others needs layers with names (Keras counts those without:
+    dense, dense_1).
+
+    Args:
+        optimizer: A Keras optimizer, or the name of one. Under mixed_float16 give a
+            LossScaleOptimizer: all ranks then skip the same steps.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        op: Average or Sum.
+        sparse_as_dense: On TensorFlow, gradients of embeddings become dense before they travel;
+            otherwise the rows of all ranks are gathered.
+        group: The ranks; default all.
+
+    Raises:
+        MismatchError: From `apply()`, on every rank, naming the first variable that differs, where
+            ranks come with different gradients or options.
     """
     optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, _Distributed):
@@ -75,16 +80,35 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compile: bool = True,
     safe_mode: bool = True,
-    **options: Any,
+    *,
+    compression: Compressor = Compression.none,
+    op: Op = Average,
+    sparse_as_dense: bool = False,
+    group: Group | None = None,
 ) -> Any:
     """The model that `model.save(filepath)` wrote, with a DistributedOptimizer in the old state.
 
-    `options` are those of DistributedOptimizer, which a file does not keep; the rest is for
-    `keras.models.load_model`. A model without an optimizer has none afterwards.
+    A model without an optimizer has none afterwards.
+
+    Args:
+        filepath: As for `keras.models.load_model`.
+        custom_objects: As there.
+        compile: As there.
+        safe_mode: As there.
+        compression: As for DistributedOptimizer; a file does not keep it, or what follows.
+        op: As there.
+        sparse_as_dense: As there.
+        group: As there.
     """
     model = keras.models.load_model(filepath, custom_objects, compile, safe_mode)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, **options)
+        model.optimizer = DistributedOptimizer(
+            model.optimizer,
+            compression=compression,
+            op=op,
+            sparse_as_dense=sparse_as_dense,
+            group=group,
+        )
     return model
 
 

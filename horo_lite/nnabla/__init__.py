@@ -23,15 +23,23 @@ from __future__ import annotations
 from horo_lite import *
 from horo_lite.nnabla.backward import overlap
 from horo_lite.nnabla.communicator import MultiProcessDataParallelCommunicator
+from horo_lite.nnabla.context import get_extension_context
 
 MultiProcessCommunicator = MultiProcessDataParallelCommunicator
 MultiProcessDataParalellCommunicator = MultiProcessDataParallelCommunicator  # NNabla's old name
 
 
 def install() -> None:
-    """Scripts find the communicator where they look for it: in `nnabla.communicators`."""
+    """Scripts find the communicator where they look for it: in `nnabla.communicators`.
+
+    And where they ask for "cudnn" without having it, they compute on the CPU: see
+    `get_extension_context`.
+    """
     import nnabla.communicator
     import nnabla.communicators
+    import nnabla.ext_utils
+
+    nnabla.ext_utils.get_extension_context = get_extension_context
 
     for module in (nnabla.communicator, nnabla.communicators):
         module.MultiProcessCommunicator = MultiProcessDataParallelCommunicator

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from horo_lite.optimizer import DistributedOptimizer
+from horo_lite.training.optimizer import DistributedOptimizer
 
 Function = Any  # nnabla.function.Function
 NdArray = Any  # nnabla.NdArray

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import nnabla as nn
 import numpy as np
 
+from horo_lite import ops
 from horo_lite.adapters.nnabla import NnablaAdapter, memory_of
-from horo_lite.collectives import Average, Group, Sum
-from horo_lite.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.context import is_initialized, world
+from horo_lite.errors import StallError
 from horo_lite.nnabla.backward import Backward, Function, NdArray
-from horo_lite.reducer import Reducer
-from horo_lite.world import abort, init, is_initialized, new_group, world
+from horo_lite.start import stall
+from horo_lite.start.ending import abort
+from horo_lite.start.groups import new_group
+from horo_lite.start.session import init
+from horo_lite.start.settings import seconds
+from horo_lite.training.reducer import Reducer
 
 N_REDUCERS = 16
 
@@ -92,7 +102,8 @@ class MultiProcessDataParallelCommunicator:
         self, data: Any, division: bool = False, inplace: bool = False, group: str = "world"
     ) -> None:
         """Each array holds its sum over the group's ranks; with `division` the average."""
-        self._reducer(_list_of(data), division, group).finish()
+        with watch_dog():
+            self._reducer(_list_of(data), division, group).finish()
 
     def allreduce(self, division: bool = False, inplace: bool = False) -> None:
         """As `all_reduce` of all gradients of the parameters that were added; deprecated there."""
@@ -167,18 +178,20 @@ class MultiProcessDataParallelCommunicator:
         members, arrays = self._members(group), _list_of(data)
         if not 0 <= dst < members.size:
             raise ValueError(f"dst is {dst}, but {group!r} has ranks 0 to {members.size - 1}")
-        sums = members.grouped_allreduce(_read(arrays), Average if division else Sum)
+        sums = ops.grouped_allreduce(_read(arrays), Average if division else Sum, group=members)
         if members.rank == dst:
             _write(arrays, sums)
 
     def bcast(self, data: Any, src: int, inplace: bool = False, group: str = "world") -> None:
         """Each array holds what it held on rank `src`."""
-        self._members(group).grouped_broadcast_([array.data for array in _list_of(data)], src)
+        ops.grouped_broadcast_(
+            [array.data for array in _list_of(data)], src, group=self._members(group)
+        )
 
     def all_gather(self, ndarray: Any, ndarray_list: Sequence[Any], group: str = "world") -> None:
         """`ndarray_list[r]` holds what `ndarray` holds on rank r."""
         mine = ndarray.get_data("r")
-        _write(ndarray_list, self._members(group).allgather(mine[None]))
+        _write(ndarray_list, ops.allgather(mine[None], group=self._members(group)))
 
     def reduce_scatter(
         self,
@@ -189,11 +202,12 @@ class MultiProcessDataParallelCommunicator:
     ) -> None:
         """`ndarray` holds, on rank r, the sum of the ranks' `ndarray_list[r]`."""
         parts = np.stack(_read(ndarray_list))
-        _write([ndarray], self._members(group).reducescatter(parts, Average if division else Sum))
+        op, members = Average if division else Sum, self._members(group)
+        _write([ndarray], ops.reducescatter(parts, op, group=members))
 
     def barrier(self) -> None:
         """All ranks of the world have called this."""
-        world().group.barrier()
+        ops.barrier()
 
     def abort(self) -> NoReturn:
         """The job ends, on all ranks, with an exit code that is not 0."""
@@ -221,6 +235,30 @@ class Arrays(NnablaAdapter):
 
     def value(self, parameter: NdArray) -> Any:
         return parameter.get_data("r")  # leaves alone what is zeroing
+
+
+WATCH_DOG = "NNABLA_MPI_WATCH_DOG_ENABLE"
+WATCH_DOG_TIMEOUT = "NNABLA_MPI_WATCH_DOG_TIMEOUT"
+
+
+@contextmanager
+def watch_dog() -> Iterator[None]:
+    """NNabla's: where its variable turns it on, no reduction waits for longer than 60 seconds.
+
+    Of other calls it knows nothing: `barrier()` is where its users let ranks wait for each other.
+    """
+    if (os.environ.get(WATCH_DOG) or "0").startswith("0"):
+        yield
+        return
+    timeout_s = seconds(WATCH_DOG_TIMEOUT, os.environ.get(WATCH_DOG_TIMEOUT) or 0) or 60.0
+    try:
+        with stall.abort_after(timeout_s):
+            yield
+    except StallError as error:
+        raise StallError(
+            f"{error}. NNabla's watch dog ({WATCH_DOG}) lets a reduction wait for {timeout_s:g} s: "
+            f"set {WATCH_DOG_TIMEOUT} to more, or call barrier() before it where ranks come late"
+        ) from None
 
 
 def _list_of(data: Any) -> list[NdArray]:
@@ -268,7 +306,8 @@ class _Waiting:
         """The arrays are reduced."""
         _waiting.remove(self)
         self.ticket.append(_UsedUp())  # NNabla has read the list already: for the second time
-        self.reducer.finish()
+        with watch_dog():
+            self.reducer.finish()
 
 
 class _UsedUp:

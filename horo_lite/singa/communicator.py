@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite import launcher
 from horo_lite.adapters.singa import array_of, write
-from horo_lite.collectives import Group, Handle, Sum
-from horo_lite.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Sum
+from horo_lite.context import World, is_initialized, local_rank, world
 from horo_lite.singa.sparse import sparse_sum
-from horo_lite.world import World, init, is_initialized, local_rank, world
+from horo_lite.start import launcher
+from horo_lite.start.session import init
 
 Raw = Any  # what SINGA's tensors have in `.data`
 Arrays = list[NDArray[Any]]
@@ -39,9 +41,9 @@ class Communicator:
     launcher has started, which needs PyTorch; ValueError where the world is another. The size of
     the buffer means nothing here. Made by every rank, as often and in the same order.
 
-    The calls return at once; the sums are in the tensors after `wait()`. MismatchError there, on
-    every rank, where the ranks called different things. Sums are float32, in rank order, the same
-    bits on every rank.
+    When a call returns, the tensors hold their sums: SINGA queues what follows on the same GPU
+    behind the sum, and on the host there is no such queue. MismatchError, on every rank, where the
+    ranks call different things. Sums are float32, in rank order, the same bits on every rank.
     """
 
     def __init__(self, *arguments: Any, group: Group | None = None) -> None:
@@ -65,18 +67,17 @@ class Communicator:
         self._number = self.group.new_number("Communicator")
         self._n_calls = 0
         self._buffers: dict[str, Arrays] = {}
-        self._in_flight: list[tuple[Handle, Sequence[Raw], Arrays]] = []
 
     def synch(self, t: Raw) -> None:
-        """After `wait()`, `t` holds the sum over all ranks."""
-        self._send("synch", [t], [array_of(t)], Compression.none)
+        """`t` holds the sum over all ranks."""
+        self._sum("synch", [t], [array_of(t)], Compression.none)
 
     def synchHalf(self, t: Raw) -> None:
         """The same, with float16 on the wire; scaled, so that nothing overflows or vanishes."""
-        self._send("synchHalf", [t], [array_of(t)], Compression.fp16)
+        self._sum("synchHalf", [t], [array_of(t)], Compression.fp16)
 
     def fusedSynch(self, ts: Iterable[Raw], send: bool = True) -> None:
-        """After `wait()`, the tensors hold their sums; they travel together.
+        """The tensors hold their sums; they travel together.
 
         With `send=False` what they hold now is set aside; the next call that sends takes what was
         set aside, in that order, and names the tensors that are to hold the sums.
@@ -88,7 +89,7 @@ class Communicator:
         self._fused("fusedSynchHalf", list(ts), send, Compression.fp16)
 
     def sparsification(self, t: Raw, *rest: Any) -> None:
-        """`t` holds the sum of what is large on each rank; at once, without `wait()`.
+        """`t` holds the sum of what is large on each rank.
 
         The arguments are (t, accumulation, spars, topK) or (t, spars, topK); see `sparse_sum` for
         what they mean. The raw tensor `accumulation` holds what has not travelled so far.
@@ -100,12 +101,7 @@ class Communicator:
         self._sparse("fusedSparsification", list(ts), *rest)
 
     def wait(self) -> None:
-        """Whatever was summed is in its tensors."""
-        done, self._in_flight = self._in_flight, []
-        for handle, tensors, arrays in done:
-            self.group.synchronize(handle)
-            for t, array in zip(tensors, arrays, strict=True):
-                write(t, array)
+        """Nothing: every call above has waited. Programs call it as they do on GPUs."""
 
     def _fused(self, call: str, ts: list[Raw], send: bool, compression: Compressor) -> None:
         aside = self._buffers.setdefault(call, [])
@@ -119,17 +115,18 @@ class Communicator:
                 f"{call}: with send=False tensors of shapes {shapes} were set aside on rank "
                 f"{self.global_rank}, and the sums are to go to tensors of shapes {here}"
             )
-        self._send(call, ts, arrays, compression)
+        self._sum(call, ts, arrays, compression)
 
-    def _send(self, call: str, ts: list[Raw], arrays: Arrays, compression: Compressor) -> None:
-        handle = self.group.exchange_async(
+    def _sum(self, call: str, ts: list[Raw], arrays: Arrays, compression: Compressor) -> None:
+        self.group.exchange(
             arrays,
             names=[f"tensor {i}" for i in range(len(ts))],
             label=self.label(call),
             op=Sum,
             compression=compression,
         )
-        self._in_flight.append((handle, ts, arrays))
+        for t, array in zip(ts, arrays, strict=True):
+            write(t, array)
 
     def _sparse(self, call: str, ts: list[Raw], *rest: Any) -> None:
         *accumulation, spars, top_k = rest

@@ -9,14 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from singa import autograd, tensor
 
+from horo_lite import ops
 from horo_lite.adapters.object import Adapter, Array, name_leaves
 from horo_lite.adapters.singa import array_of, new_tensor, write
-from horo_lite.collectives import Average, Group
-from horo_lite.compression import Compression, Compressor
-from horo_lite.reducer import Reducer
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average
+from horo_lite.context import world
 from horo_lite.singa.communicator import Communicator
 from horo_lite.singa.sparse import sparse_sum
-from horo_lite.world import world
+from horo_lite.training.reducer import Reducer
 
 Tensor = Any
 Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
@@ -37,6 +39,7 @@ class DistributedOptimizer:
     compression: what travels in `backward_and_update`; `Compression.fp16` halves the bytes.
     group: the ranks; default all.
     nccl_id, local_rank, world_size, buffSize: see `Communicator`.
+    gpu_num, gpu_per_node: what SINGA called local_rank and world_size before.
 
     MismatchError on every rank, naming the first that differs, where ranks come with different
     gradients or options; a gradient missing on some ranks counts as zeros there.
@@ -50,10 +53,14 @@ class DistributedOptimizer:
         world_size: int | None = None,
         buffSize: int = 4194304,
         *,
+        gpu_num: int | None = None,
+        gpu_per_node: int | None = None,
         parameters: Any = None,
         compression: Compressor = Compression.none,
         group: Group | None = None,
     ) -> None:
+        local_rank = _renamed("gpu_num", gpu_num, "local_rank", local_rank)
+        world_size = _renamed("gpu_per_node", gpu_per_node, "world_size", world_size)
         arguments = (buffSize,) if nccl_id is None else (local_rank, world_size, nccl_id, buffSize)
         self.opt = opt
         self.communicator = Communicator(*arguments, group=group)
@@ -343,9 +350,16 @@ def broadcast_optimizer_state(
     """
     group = group or world().group
     mine = _mapped(optimizer.get_states(), _portable) if group.rank == root_rank else None
-    states = group.broadcast_object(mine, root_rank)
+    states = ops.broadcast_object(mine, root_rank, group=group)
     if group.rank != root_rank:
         optimizer.set_states(_mapped(states, _local))
+
+
+def _renamed(old: str, by_old: int | None, new: str, by_new: int | None) -> int | None:
+    """The argument `new`, by whichever of its two names it was given."""
+    if by_old is not None and by_new is not None:
+        raise TypeError(f"{old} is the earlier name of {new}: give one of them")
+    return by_new if by_old is None else by_old
 
 
 def _mapped(tree: Any, change: Any) -> Any:

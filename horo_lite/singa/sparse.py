@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horo_lite.ops import allgather
+
 if TYPE_CHECKING:
-    from horo_lite.collectives import Group
+    from horo_lite.collectives.group import Group
 
 
 def sparse_sum(
@@ -39,8 +41,8 @@ def sparse_sum(
     (indices,) = np.nonzero(chosen)
     if left_over is not None:
         left_over[...] = np.where(chosen, 0, values)
-    all_indices = group.allgather(indices.astype(np.int32), name=f"{label}, indices")
-    all_values = group.allgather(values[indices], name=f"{label}, values")
+    all_indices = allgather(indices.astype(np.int32), name=f"{label}, indices", group=group)
+    all_values = allgather(values[indices], name=f"{label}, values", group=group)
     return np.bincount(all_indices, all_values, len(values)).astype(np.float32)
 
 

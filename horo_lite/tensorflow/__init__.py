@@ -20,6 +20,17 @@ from horo_lite import *
 from horo_lite.tensorflow.gradients import (
     DistributedGradientTape,
     DistributedOptimizer,
+    broadcast_,
+    broadcast_global_variables,
     broadcast_variables,
 )
-from horo_lite.tensorflow.operations import allgather, allreduce, broadcast, grouped_allreduce
+from horo_lite.tensorflow.operations import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)

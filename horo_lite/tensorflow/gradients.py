@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tensorflow as tf
 
-from horo_lite import transform
-from horo_lite.collectives import Average, Group, Op, Sum
-from horo_lite.compression import Compression, Compressor
-from horo_lite.tensorflow.operations import Array, as_it_is, in_python
-from horo_lite.world import world
+from horo_lite import ops
+from horo_lite.adapters.tensorflow import array_of
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.errors import MismatchError
+from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python
+from horo_lite.training import transform
+
+
+class _Rows(NamedTuple):
+    """tf.IndexedSlices as NumPy arrays."""
+
+    values: Array
+    indices: Array
+    dense_shape: Array | None
 
 
 class Transform(transform.Transform):
@@ -33,52 +45,88 @@ class Transform(transform.Transform):
         super().__init__(op, compression, group)
         self._sparse_as_dense = sparse_as_dense
 
-    @as_it_is  # type: ignore[untyped-decorator]
+    @as_it_is
     def __call__(
         self, names: Sequence[str], gradients: Sequence[Any], weight: Any = None
     ) -> list[Any]:
         results = list(gradients)
         if self._sparse_as_dense:
             results = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in results]
-        in_graph = not tf.executing_eagerly()
-        dense = [i for i, g in enumerate(results) if not _is_sparse(g)]
-        if in_graph:  # what is missing there is missing in every step
-            dense = [i for i in dense if results[i] is not None]
-        sparse = [i for i, g in enumerate(results) if _is_sparse(g)]
-        tensors = [results[i] for i in dense]
-        looks = [(None, None) if g is None else (g.dtype, g.shape) for g in tensors]
-        for i in sparse:
-            for part in (results[i].values, results[i].indices):
+        if tf.executing_eagerly():
+            averages = self._averages(names, [_in_numpy(g) for g in results], weight)
+            return [_in_tensorflow(average) for average in averages]
+
+        here = [i for i, g in enumerate(results) if g is not None]  # missing in every step
+        tensors, looks = [], []
+        for i in here:
+            for part in _parts(results[i]):
+                rows_differ = _is_sparse(results[i]) and part.shape.rank is not None
                 tensors.append(part)
-                looks.append((part.dtype, [None, *part.shape[1:]]))
-        if weight is not None:
-            weight = tf.cast(weight, tf.float64)
+                looks.append((part.dtype, [None, *part.shape[1:]] if rows_differ else part.shape))
+        given = [] if weight is None else [tf.cast(weight, tf.float64)]
 
-        def exchange(weight: Array | None, *arrays: Array) -> list[Array]:
-            mine = None if weight is None else float(weight)
-            averages = super(Transform, self).__call__(
-                [names[i] for i in dense], arrays[: len(dense)], mine
+        def exchange(*arrays: Array) -> list[Array]:
+            parts = iter(arrays[len(given) :])
+            mine = [
+                _Rows(next(parts), next(parts), _known_shape(results[i]))
+                if _is_sparse(results[i])
+                else next(parts)
+                for i in here
+            ]
+            averages = self._averages(
+                [names[i] for i in here], mine, *map(float, arrays[: len(given)])
             )
-            share = self._share(mine) if sparse else 1.0
-            for i, values, indices in zip(
-                sparse, arrays[len(dense) :: 2], arrays[len(dense) + 1 :: 2], strict=True
-            ):
-                n_rows = len(values) if share else 0
-                scaled = (values[:n_rows] * share).astype(values.dtype)
-                averages.append(self.group.allgather(scaled, name=f"{names[i]}, values"))
-                averages.append(self.group.allgather(indices[:n_rows], name=f"{names[i]}, indices"))
-            return averages
+            return [part for average in averages for part in _parts(average)]
 
-        if weight is None:
-            outputs = in_python(lambda *arrays: exchange(None, *arrays), tensors, looks)
-        else:
-            outputs = in_python(exchange, [weight, *tensors], looks)
-        for i, output in zip(dense, outputs, strict=False):
-            results[i] = output
-        for i, values, indices in zip(
-            sparse, outputs[len(dense) :: 2], outputs[len(dense) + 1 :: 2], strict=True
-        ):
-            results[i] = tf.IndexedSlices(values, indices, results[i].dense_shape)
+        outputs = iter(in_python(exchange, [*given, *tensors], looks))
+        for i in here:
+            if _is_sparse(results[i]):
+                values, indices = next(outputs), next(outputs)
+                results[i] = tf.IndexedSlices(values, indices, results[i].dense_shape)
+            else:
+                results[i] = next(outputs)
+        return results
+
+    def _averages(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Array | _Rows | None],
+        weight: Any = None,
+    ) -> list[Array | _Rows | None]:
+        """The averages of these gradients, all in NumPy."""
+        weight = None if weight is None else float(weight)
+        dense = [None if isinstance(g, _Rows) else g for g in gradients]
+        reducer = self._bound(names)
+        # Ranks without rows of an embedding's gradient, which others have, hear of it by this.
+        reducer.note = json.dumps(
+            {i: _look(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
+        )
+        results = super().__call__(names, dense, weight)
+        looks: dict[int, Any] = {}
+        for note in filter(None, reducer.notes):
+            looks.update({int(i): look for i, look in json.loads(note).items()})
+        share = self._share(weight) if looks else 1.0
+        for i, (values_dtype, row, indices_dtype, shape) in sorted(looks.items()):
+            if results[i] is not None:
+                raise MismatchError(
+                    f"the gradient of {names[i]!r} is a dense tensor on some ranks and "
+                    "IndexedSlices on others: use sparse_as_dense=True"
+                )
+            mine = gradients[i]
+            if mine is None:
+                mine = _Rows(
+                    np.empty((0, *row), values_dtype),
+                    np.empty(0, indices_dtype),
+                    None if shape is None else np.array(shape, np.int64),
+                )
+            assert isinstance(mine, _Rows)
+            n_rows = len(mine.values) if share else 0
+            values = (mine.values[:n_rows] * share).astype(mine.values.dtype)
+            results[i] = _Rows(
+                ops.allgather(values, name=f"{names[i]}, values", group=self.group),
+                ops.allgather(mine.indices[:n_rows], name=f"{names[i]}, indices", group=self.group),
+                mine.dense_shape,
+            )
         return results
 
     def _share(self, weight: float | None) -> float:
@@ -87,7 +135,9 @@ class Transform(transform.Transform):
             return 1.0
         if weight is None:
             return 1.0 / self.group.size
-        return weight / float(self.group.allreduce(weight, Sum, name="weights of sparse rows"))
+        return weight / float(
+            ops.allreduce(weight, Sum, name="weights of sparse rows", group=self.group)
+        )
 
 
 class DistributedGradientTape:
@@ -98,9 +148,16 @@ class DistributedGradientTape:
         tape = hvd.DistributedGradientTape(tape)
 
     or around the tape from the beginning, `with hvd.DistributedGradientTape(tf.GradientTape()) as
-    tape`. Everything else is the tape's own. Every rank makes the same calls of `gradient()`, which
-    takes, beside the tape's arguments, `weight`: this rank's number of samples, given on every rank
-    or on none. Options as those of `horo_lite.keras.DistributedOptimizer`.
+    tape`. Every rank makes the same calls of `gradient()`. Everything else is the tape's own:
+    `jacobian()` and `batch_jacobian()` are this rank's.
+
+    Args:
+        tape: The tape; it may be a persistent one.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        op: Average or Sum.
+        sparse_as_dense: Gradients of embeddings become dense before they travel; otherwise they
+            stay tf.IndexedSlices, with the rows of all ranks.
+        group: The ranks; default all.
     """
 
     def __init__(
@@ -112,14 +169,38 @@ class DistributedGradientTape:
         sparse_as_dense: bool = False,
         group: Group | None = None,
     ) -> None:
+        if isinstance(tape, DistributedGradientTape) or not hasattr(tape, "gradient"):
+            raise TypeError(
+                "DistributedGradientTape is put around a tf.GradientTape, once, not around "
+                f"{type(tape).__name__}"
+            )
         self._tape = tape
         self._transform = Transform(op, compression, group, sparse_as_dense)
 
-    @as_it_is  # type: ignore[untyped-decorator]
+    @as_it_is
     def gradient(
-        self, target: Any, sources: Any, *args: Any, weight: Any = None, **options: Any
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        *,
+        weight: Any = None,
     ) -> Any:
-        gradients = self._tape.gradient(target, sources, *args, **options)
+        """The averages over all ranks of what the tape's own `gradient()` returns.
+
+        None where no rank has a gradient. Where only some have one, the others' counts as zeros;
+        inside tf.function, where that is known when the function is traced, it is MismatchError.
+
+        Args:
+            target: As the tape's.
+            sources: As the tape's.
+            output_gradients: As the tape's.
+            unconnected_gradients: As the tape's.
+            weight: This rank's number of samples, given on every rank or on none: with it the
+                average is the mean over all samples, however uneven the batches. 0 is allowed.
+        """
+        gradients = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         names = [_name(source, i) for i, source in enumerate(tf.nest.flatten(sources))]
         averages = self._transform(names, tf.nest.flatten(gradients), weight)
         return tf.nest.pack_sequence_as(gradients, averages)
@@ -135,39 +216,147 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
 
-def DistributedOptimizer(optimizer: Any, **options: Any) -> Any:  # noqa: N802 (Horovod's name)
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any,
+    *,
+    compression: Compressor = Compression.none,
+    op: Op = Average,
+    sparse_as_dense: bool = False,
+    group: Group | None = None,
+) -> Any:
     """A Keras optimizer that applies the gradients of all ranks.
 
-    See `horo_lite.keras.DistributedOptimizer`. Not for gradients that a DistributedGradientTape
-    has averaged already.
+    Not for gradients that a DistributedGradientTape has averaged already.
+    See `horo_lite.keras.DistributedOptimizer` for what it does and for the arguments.
     """
-    return import_module("horo_lite.keras").DistributedOptimizer(optimizer, **options)
+    return import_module("horo_lite.keras").DistributedOptimizer(
+        optimizer,
+        compression=compression,
+        op=op,
+        sparse_as_dense=sparse_as_dense,
+        group=group,
+    )
 
 
-@as_it_is  # type: ignore[untyped-decorator]
+@as_it_is
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, *, group: Group | None = None
 ) -> None:
     """The variables, TensorFlow's or Keras', have the values of rank `root_rank`.
 
-    Called by every rank, at once or inside tf.function. MismatchError on every rank where names,
-    dtypes or shapes are not alike.
+    Called by every rank, at once or inside tf.function.
+
+    Args:
+        variables: tf.Variables or Keras', such as `model.variables` and `optimizer.variables`.
+        root_rank: Whose values; among the ranks of `group`, if that is given.
+        group: The ranks; default all.
+
+    Raises:
+        MismatchError: On every rank, where names, dtypes or shapes are not alike.
     """
-    variables = list(variables)
+    _assign("broadcast_variables", list(variables), root_rank, group)
+
+
+@as_it_is
+def broadcast_(
+    variables: Any, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
+) -> Any:
+    """The variables have the values of rank `root_rank`, which are returned as tensors.
+
+    Called by every rank, at once or inside tf.function. As Horovod's `broadcast_`, it takes a list
+    of tf.Variables; beyond that a single one, or an array that can be written (NumPy's), which is
+    returned itself. Tensors cannot be written: `broadcast` returns new ones.
+
+    Args:
+        variables: What is to be written.
+        root_rank: Whose values; among the ranks of `group`, if that is given.
+        name: For messages; where given, alike on all ranks.
+        group: The ranks; default all.
+    """
+    if isinstance(variables, (list, tuple)):
+        return _assign("broadcast_", variables, root_rank, group, name)
+    if isinstance(variables, np.ndarray):
+        return ops.broadcast_(variables, root_rank, name=name, group=group)
+    return _assign("broadcast_", [variables], root_rank, group, name)[0]
+
+
+def broadcast_global_variables(root_rank: int = 0) -> None:
+    """Not in TensorFlow 2, which has no collection of all variables.
+
+    Raises:
+        RuntimeError: Always; it says what to call.
+    """
+    raise RuntimeError(
+        "broadcast_global_variables() needs TensorFlow 1's collection of all variables, which "
+        "TensorFlow 2 does not have: call "
+        f"hvd.broadcast_variables(model.variables, root_rank={root_rank}), and the same with "
+        "optimizer.variables"
+    )
+
+
+def _assign(
+    what: str,
+    variables: Sequence[Any],
+    root_rank: int,
+    group: Group | None,
+    title: str | None = None,
+) -> list[Any]:
+    for i, variable in enumerate(variables):
+        if not callable(getattr(variable, "assign", None)):
+            raise TypeError(
+                f"{what} writes tf.Variables, and variables[{i}] is "
+                f"{type(variable).__name__}: call broadcast(), which returns a new tensor"
+            )
     names = [_name(variable, i) for i, variable in enumerate(variables)]
     tensors = [tf.convert_to_tensor(variable) for variable in variables]
+    for name, x in zip(names, tensors, strict=True):
+        check_dtype(f"{what}, {name!r}", x)
+    if title is not None:
+        names = [f"{title}, {name}" for name in names]
 
     def exchange(*arrays: Array) -> list[Array]:
-        ranks = world().group if group is None else group
-        return ranks.grouped_broadcast_([np.array(x) for x in arrays], root_rank, names=names)
+        copies = [np.array(x) for x in arrays]
+        return ops.grouped_broadcast_(copies, root_rank, names=names, group=group)
 
     values = in_python(exchange, tensors, [(x.dtype, x.shape) for x in tensors])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+    return values
 
 
 def _is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
+
+
+def _parts(gradient: Any) -> tuple[Any, ...]:
+    """The tensors, or arrays, that a gradient consists of."""
+    if _is_sparse(gradient) or isinstance(gradient, _Rows):
+        return gradient.values, gradient.indices
+    return (gradient,)
+
+
+def _in_numpy(gradient: Any) -> Array | _Rows | None:
+    if _is_sparse(gradient):
+        values, indices = array_of(gradient.values), array_of(gradient.indices)
+        return _Rows(values, indices, _known_shape(gradient))
+    return None if gradient is None else array_of(gradient)
+
+
+def _in_tensorflow(average: Array | _Rows | None) -> Any:
+    if isinstance(average, _Rows):
+        return tf.IndexedSlices(*(None if x is None else tf.convert_to_tensor(x) for x in average))
+    return None if average is None else tf.convert_to_tensor(average)
+
+
+def _known_shape(slices: tf.IndexedSlices) -> Array | None:
+    shape = slices.dense_shape
+    return None if shape is None else cast("Array | None", tf.get_static_value(shape))
+
+
+def _look(rows: _Rows) -> tuple[str, list[int], str, list[int] | None]:
+    """What such rows are, for a rank that has none."""
+    shape = None if rows.dense_shape is None else [int(n) for n in rows.dense_shape]
+    return rows.values.dtype.name, list(rows.values.shape[1:]), rows.indices.dtype.name, shape
 
 
 def _name(variable: Any, i: int) -> str:

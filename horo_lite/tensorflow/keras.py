@@ -2,4 +2,9 @@
 
 # ruff: noqa: F401, F403
 from horo_lite.keras import *
-from horo_lite.keras import DistributedOptimizer, callbacks, load_model
+from horo_lite.keras import (
+    DistributedOptimizer,
+    broadcast_global_variables,
+    callbacks,
+    load_model,
+)

@@ -2,45 +2,78 @@
 
 Every rank calls them in the same order; inside tf.function that is the order of the program, since
 the nodes have effects. Results are new tensors.
+
+The gradients are Horovod's, since scripts were tuned with them. Where Horovod's differs from the
+derivative of the sum of all ranks' losses, which `horo_lite.jax` has, it is as follows (N ranks):
+
+    allgather       the average of the upstream gradients, this rank's rows: 1/N of the derivative
+    broadcast       their average on the root, zeros elsewhere: 1/N of the derivative
+    reducescatter   Sum: N times the gathered gradients, Average: the gathered ones: N times the
+                    derivative, so that it is the gradient of a loss averaged over the ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import tensorflow as tf
 
-from horo_lite import collectives
-from horo_lite.collectives import Average, Op, Sum
-from horo_lite.world import rank
+from horo_lite import ops
+from horo_lite.adapters.tensorflow import array_of
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.context import world
 
-Tensor = Any
+P = ParamSpec("P")
+T = TypeVar("T")
+Tensor = Any  # tf.Tensor, and what tf.convert_to_tensor takes
 Array = np.ndarray[Any, Any]
 Shape = Sequence[int | None] | None
 
 # XLA's message that it cannot compile a node tells nothing but the node's name.
 NODE = "horo_lite_needs_jit_compile_False"
 
-# tf.function rewrites the Python it traces, and whatever that calls, unless it is told not to.
-as_it_is = tf.autograph.experimental.do_not_convert
+# A graph's attribute: the operation that was added last.
+_LAST = "_horo_lite_last"
+
+_DTYPES = {
+    *("bool", "float16", "bfloat16", "float32", "float64"),
+    *(f"{kind}{n_bits}" for kind in ("int", "uint") for n_bits in (8, 16, 32, 64)),
+}
+
+
+def as_it_is(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which tf.function does not rewrite.
+
+    It rewrites the Python it traces, and whatever that calls, unless it is told not to.
+    """
+    return cast("Callable[P, T]", tf.autograph.experimental.do_not_convert(function))
+
+
+def ranks_of(group: Group | None) -> Group:
+    """To be asked when an operation runs: there may be another world than when it was traced."""
+    return world().group if group is None else group
 
 
 def in_python(
     function: Callable[..., Sequence[Array | None]],
     tensors: Sequence[Tensor | None],
     results: Sequence[tuple[Any, Shape]],
-) -> list[Tensor | None]:
+) -> list[Any]:
     """What `function` makes of the tensors as NumPy arrays, which it must not change.
 
     At once, or when the graph runs that is being traced. `results` are the dtypes and shapes;
     shapes None and dimensions None are those that the ranks may have different ones of. None among
     the tensors is None in the arrays; a graph has none.
     """
-    if not any(tf.is_symbolic_tensor(x) for x in tensors):
-        arrays = function(*(None if x is None else np.asarray(x) for x in tensors))
+    if tf.executing_eagerly():
+        arrays = function(*(None if x is None else array_of(x) for x in tensors))
         return [None if array is None else tf.convert_to_tensor(array) for array in arrays]
+    if not tensors:
+        return []
 
     def call(*arrays: Any) -> list[Array]:
         views = [np.asarray(array) for array in arrays]  # a scalar is none before
@@ -48,78 +81,415 @@ def in_python(
             view.flags.writeable = False
         return [np.asarray(result) for result in function(*views)]
 
-    outputs = tf.numpy_function(as_it_is(call), tensors, [dtype for dtype, _ in results], name=NODE)
+    # tf.function keeps nodes with effects in order, but not in what it makes to differentiate them.
+    graph = tf.compat.v1.get_default_graph()
+    before = getattr(graph, _LAST, None)
+    with tf.control_dependencies([] if before is None else [before]):
+        outputs = tf.numpy_function(as_it_is(call), tensors, [d for d, _ in results], name=NODE)
+    setattr(graph, _LAST, outputs[0].op)
     for output, (_, shape) in zip(outputs, results, strict=True):
         output.set_shape(shape)
     return list(outputs)
 
 
-def allreduce(tensor: Tensor, op: Op = Average, **options: Any) -> Tensor:
-    """The op over all ranks' `tensor`; options as those of `horo_lite.allreduce`."""
-    (result,) = grouped_allreduce([tensor], op, **options)
+@as_it_is
+def allreduce(
+    tensor: Tensor,
+    op: Op | None = None,
+    *,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    group: Group | None = None,
+) -> Tensor:
+    """The op over all ranks' `tensor`, as a new one; called by every rank.
+
+    Of tf.IndexedSlices the rows of all ranks are gathered, as many as each has, and for an average
+    divided by the number of ranks: the result is IndexedSlices, too.
+
+    The gradient of an average or a sum is the same op of the upstream gradients.
+
+    Args:
+        tensor: Of the same shape and dtype on every rank.
+        op: Average (the default), Sum, Min, Max or Product. IndexedSlices take the first two.
+            Averages of integers are cut towards zero.
+        average: Horovod's older form: True for Average, False for Sum.
+        name: For messages; where given, alike on all ranks.
+        compression: What travels, such as Compression.fp16; not for IndexedSlices.
+        prescale_factor: Multiplies what this rank contributes.
+        postscale_factor: Multiplies the result.
+        group: The ranks; default all.
+
+    Raises:
+        MismatchError: On every rank, where shapes, dtypes or options are not alike.
+    """
+    (result,) = grouped_allreduce(
+        [tensor],
+        _op_of("allreduce", op, average),
+        name=name,
+        compression=compression,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        group=group,
+    )
     return result
 
 
-@as_it_is  # type: ignore[untyped-decorator]
-def grouped_allreduce(tensors: Sequence[Tensor], op: Op = Average, **options: Any) -> list[Tensor]:
-    """The op over all ranks' `tensors`, reduced as one.
-
-    The gradient of an average or a sum is the average or sum of the ranks' gradients.
-    """
+@as_it_is
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    op: Op | None = None,
+    *,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    group: Group | None = None,
+) -> list[Tensor]:
+    """The op over all ranks' `tensors`, reduced as one. See `allreduce`."""
+    op = _op_of("grouped_allreduce", op, average)
+    results = list(tensors)
+    slices = [i for i, x in enumerate(results) if isinstance(x, tf.IndexedSlices)]
+    dense = [i for i in range(len(results)) if i not in slices]
 
     def exchange(*arrays: Array) -> list[Array]:
-        return [*collectives.grouped_allreduce(arrays, op, **options)]
+        return ops.grouped_allreduce(
+            arrays,
+            op,
+            name=name,
+            compression=compression,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            group=group,
+        )
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduced(*xs: Tensor) -> Any:
         def backward(*gradients: Tensor) -> list[Tensor]:
-            if op not in (Average, Sum):
-                raise ValueError(f"allreduce with op={op.name} has no gradient")
-            return [*grouped_allreduce(gradients, op, **options)]
+            _check_linear("allreduce", op)
+            return grouped_allreduce(
+                [tf.convert_to_tensor(gradient) for gradient in gradients],
+                op,
+                name=_backward(name),
+                compression=compression,
+                prescale_factor=prescale_factor,
+                postscale_factor=postscale_factor,
+                group=group,
+            )
 
         return in_python(exchange, xs, [(x.dtype, x.shape) for x in xs]), backward
 
-    return list(reduced(*map(tf.convert_to_tensor, tensors)))
+    if dense:
+        xs = [_tensor("allreduce", results[i]) for i in dense]
+        for i, result in zip(dense, _differentiable(reduced, xs), strict=True):
+            results[i] = result
+    for i in slices:
+        own = name if len(results) == 1 else f"{name or 'allreduce'}[{i}]"
+        factor = prescale_factor * postscale_factor
+        results[i] = _gathered_slices(results[i], op, own, factor, group)
+    return results
 
 
-@as_it_is  # type: ignore[untyped-decorator]
-def allgather(tensor: Tensor, *, name: str | None = None) -> Tensor:
+@as_it_is
+def allgather(tensor: Tensor, *, name: str | None = None, group: Group | None = None) -> Tensor:
     """All ranks' `tensor`, one after the other along the first dimension, which may differ.
 
-    The gradient is this rank's rows of the sum of all ranks' gradients.
+    A scalar counts as one row. The gradient, as Horovod's, is this rank's rows of the *average* of
+    the upstream gradients: of N ranks, 1/N of the derivative of the sum of their losses.
+
+    Args:
+        tensor: Alike on every rank in dtype and all dimensions but the first.
+        name: For messages; where given, alike on all ranks.
+        group: The ranks; default all.
     """
 
     def exchange(array: Array) -> list[Array]:
-        return [collectives.allgather(array, name=name)]
+        return [ops.allgather(array, name=name, group=group)]
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def place(shape: Array) -> list[Array]:
+        ranks = ranks_of(group)
+        n_mine = int(shape[0]) if len(shape) else 1
+        n_rows = ops.allgather(np.array([n_mine]), name=_backward(name), group=ranks)
+        begin = n_rows[: ranks.rank].sum()
+        return [np.array([begin, begin + n_mine], np.int64)]
+
     def gathered(x: Tensor) -> Any:
         def backward(gradient: Tensor) -> Tensor:
-            n_rows = allgather(tf.shape(x)[:1])
-            begin = tf.reduce_sum(n_rows[: rank()])
-            return allreduce(gradient, Sum)[begin : begin + n_rows[rank()]]
+            average = allreduce(
+                tf.convert_to_tensor(gradient), Average, name=_backward(name), group=group
+            )
+            (rows,) = in_python(place, [tf.shape(x)], [(tf.int64, [2])])
+            return tf.reshape(average[rows[0] : rows[1]], tf.shape(x))
 
-        (result,) = in_python(exchange, [x], [(x.dtype, [None, *x.shape[1:]])])
+        (result,) = in_python(exchange, [x], [(x.dtype, _some_rows(x))])
         return result, backward
 
-    x = tf.convert_to_tensor(tensor)
-    return gathered(x[None] if x.shape.rank == 0 else x)
+    return _differentiable(gathered, [_tensor("allgather", tensor)])
 
 
-@as_it_is  # type: ignore[untyped-decorator]
-def broadcast(tensor: Tensor, root_rank: int = 0, *, name: str | None = None) -> Tensor:
-    """What `tensor` is on rank `root_rank`, whose gradient is the sum of all ranks' gradients."""
+@as_it_is
+def grouped_allgather(
+    tensors: Sequence[Tensor], *, name: str | None = None, group: Group | None = None
+) -> list[Tensor]:
+    """`allgather` of each of these."""
+    return [allgather(x, name=_of_many(name, i), group=group) for i, x in enumerate(tensors)]
+
+
+@as_it_is
+def broadcast(
+    tensor: Tensor, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
+) -> Tensor:
+    """What `tensor` is on rank `root_rank`, as a new one.
+
+    The gradient, as Horovod's, is the *average* of the upstream gradients on that rank and zeros
+    elsewhere: of N ranks, 1/N of the derivative of the sum of their losses.
+
+    Args:
+        tensor: Of the same shape and dtype on every rank.
+        root_rank: Whose; among the ranks of `group`, if that is given.
+        name: For messages; where given, alike on all ranks.
+        group: The ranks; default all.
+    """
 
     def exchange(array: Array) -> list[Array]:
-        return [collectives.broadcast(array, root_rank, name=name)]
+        return [ops.broadcast(array, root_rank, name=name, group=group)]
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def received(x: Tensor) -> Any:
         def backward(gradient: Tensor) -> Tensor:
-            everyone = allreduce(gradient, Sum)
-            return everyone if rank() == root_rank else tf.zeros_like(everyone)
+            average = allreduce(
+                tf.convert_to_tensor(gradient), Average, name=_backward(name), group=group
+            )
+            is_root = _when_run(lambda ranks: ranks.rank == root_rank, group, tf.bool, average)
+            return tf.where(is_root, average, tf.zeros_like(average))
 
         (result,) = in_python(exchange, [x], [(x.dtype, x.shape)])
         return result, backward
 
-    return received(tf.convert_to_tensor(tensor))
+    return _differentiable(received, [_tensor("broadcast", tensor)])
+
+
+@as_it_is
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | None = None,
+    *,
+    name: str | None = None,
+    group: Group | None = None,
+) -> Any:
+    """The rows that all ranks had for this one, in rank order; called by every rank.
+
+    The gradient takes the way back: every row's goes to the rank that the row came from.
+
+    Args:
+        tensor: Alike on every rank in dtype and all dimensions but the first.
+        splits: How many rows go to each rank, in order; without it, each gets as many.
+        name: For messages; where given, alike on all ranks.
+        group: The ranks; default all.
+
+    Returns:
+        The received rows; with `splits`, a pair of these and an int32 tensor of how many came from
+        each rank.
+    """
+    if splits is not None:
+        splits = tf.convert_to_tensor(splits)
+        if not splits.dtype.is_integer:
+            raise TypeError(f"alltoall: splits are numbers of rows, not {splits.dtype.name}")
+
+    def exchange(array: Array, splits: Array | None = None) -> list[Array]:
+        ranks = ranks_of(group)
+        if splits is None:
+            n_rows = len(array) if array.ndim else 1
+            if n_rows % ranks.size:
+                raise ValueError(
+                    f"alltoall without splits needs a multiple of {ranks.size} rows, not {n_rows}"
+                )
+            splits = np.full(ranks.size, n_rows // ranks.size)
+        rows, received = ops.alltoall(array, splits, name=name, group=ranks)
+        return [rows, received.astype(np.int32)]
+
+    def exchanged(x: Tensor) -> Any:
+        inputs = [x] if splits is None else [x, splits]
+        rows, received = in_python(exchange, inputs, [(x.dtype, _some_rows(x)), (tf.int32, [None])])
+
+        def backward(gradient: Tensor, _: Tensor) -> Tensor:
+            gradient = tf.convert_to_tensor(gradient)
+            back, _ = alltoall(gradient, received, name=_backward(name), group=group)
+            return tf.reshape(back, tf.shape(x))
+
+        return (rows, received), backward
+
+    rows, received = _differentiable(exchanged, [_tensor("alltoall", tensor)])
+    return rows if splits is None else (rows, received)
+
+
+@as_it_is
+def reducescatter(
+    tensor: Tensor,
+    op: Op | None = None,
+    *,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    group: Group | None = None,
+) -> Tensor:
+    """This rank's rows of `allreduce(tensor)`; called by every rank.
+
+    The first `rows % size` ranks get one row more than the others.
+
+    The gradient, as Horovod's, is for Sum N times the gathered upstream gradients, and for Average
+    the gathered ones: of N ranks, N times the derivative of the sum of their losses.
+
+    The arguments are those of `allreduce`.
+    """
+    op = _op_of("reducescatter", op, average)
+
+    def exchange(array: Array) -> list[Array]:
+        part = ops.reducescatter(
+            array,
+            op,
+            name=name,
+            compression=compression,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            group=group,
+        )
+        return [part]
+
+    def scattered(x: Tensor) -> Any:
+        def backward(gradient: Tensor) -> Tensor:
+            _check_linear("reducescatter", op)
+            whole = allgather(tf.convert_to_tensor(gradient), name=_backward(name), group=group)
+            n_times = prescale_factor * postscale_factor
+            factor = _when_run(
+                lambda ranks: n_times * (ranks.size if op is Sum else 1), group, tf.float64, whole
+            )
+            return tf.reshape(whole, tf.shape(x)) * tf.cast(factor, whole.dtype)
+
+        (result,) = in_python(exchange, [x], [(x.dtype, _some_rows(x))])
+        return result, backward
+
+    return _differentiable(scattered, [_tensor("reducescatter", tensor)])
+
+
+@as_it_is
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    op: Op | None = None,
+    *,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    group: Group | None = None,
+) -> list[Tensor]:
+    """`reducescatter` of each of these."""
+    op = _op_of("grouped_reducescatter", op, average)
+    return [
+        reducescatter(
+            x,
+            op,
+            name=_of_many(name, i),
+            compression=compression,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            group=group,
+        )
+        for i, x in enumerate(tensors)
+    ]
+
+
+def _differentiable(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """What `function`, which returns (results, their backward function), makes of the tensors."""
+    return tf.custom_gradient(as_it_is(function))(*tensors)
+
+
+def _gathered_slices(
+    slices: tf.IndexedSlices, op: Op, name: str | None, factor: float, group: Group | None
+) -> tf.IndexedSlices:
+    """All ranks' rows, the ranks' average or sum as soon as rows of one index are added up."""
+    if op not in (Average, Sum):
+        raise ValueError(
+            f"allreduce of IndexedSlices takes op=Average or op=Sum, not {op}: for others, call it "
+            "with tf.convert_to_tensor(slices)"
+        )
+    title = name or "allreduce of IndexedSlices"
+    values = allgather(slices.values, name=f"{title}, values", group=group)
+    indices = allgather(slices.indices, name=f"{title}, indices", group=group)
+    scale = _when_run(
+        lambda ranks: factor / (ranks.size if op is Average else 1), group, tf.float64, indices
+    )
+    if values.dtype.is_floating:
+        scaled = values * tf.cast(scale, values.dtype)
+    else:
+        scaled = tf.cast(tf.cast(values, tf.float64) * scale, values.dtype)
+    return tf.IndexedSlices(scaled, indices, slices.dense_shape)
+
+
+def _when_run(
+    known: Callable[[Group], object], group: Group | None, dtype: Any, near: Tensor
+) -> Tensor:
+    """What `known` says of the ranks when the graph runs that has the tensor `near`; a scalar."""
+    (value,) = in_python(
+        lambda _: [np.array(known(ranks_of(group)), dtype.as_numpy_dtype)],
+        [tf.shape(near)],
+        [(dtype, [])],
+    )
+    return value
+
+
+def _tensor(what: str, given: Tensor) -> Tensor:
+    if isinstance(given, (tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)):
+        kind = type(given).__name__
+        hint = {
+            "IndexedSlices": "tf.convert_to_tensor(x) makes it a dense tensor",
+            "SparseTensor": "tf.sparse.to_dense(x) makes it a dense tensor",
+            "RaggedTensor": "call it with its flat_values, and with its row_splits",
+        }[kind]
+        raise TypeError(f"{what} takes a tensor, not a {kind}: {hint}")
+    tensor = tf.convert_to_tensor(given)
+    check_dtype(what, tensor)
+    return tensor
+
+
+def check_dtype(what: str, tensor: Tensor) -> None:
+    """TypeError if the ranks cannot exchange such tensors, where a graph is traced already."""
+    if tensor.dtype.name not in _DTYPES:
+        raise TypeError(
+            f"{what}: dtype {tensor.dtype.name} cannot be reduced or sent: use integers, bool, or "
+            "float16/bfloat16/float32/float64"
+        )
+
+
+def _op_of(what: str, op: Any, average: bool | None) -> Op:
+    if average is not None:
+        if op is not None:
+            raise ValueError(f"{what}: average and op are two names for one thing: give op alone")
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if isinstance(op, Op):
+        return op
+    raise ValueError(f"{what}: op is one of {', '.join(f'hvd.{o.name}' for o in Op)}, not {op!r}")
+
+
+def _check_linear(what: str, op: Op) -> None:
+    if op not in (Average, Sum):
+        raise ValueError(f"{what} with op={op.name} has no gradient")
+
+
+def _some_rows(x: Tensor) -> Shape:
+    """The shape of rows like those of `x`; None where that is not known."""
+    return None if x.shape.rank is None else [None, *x.shape[1:]]
+
+
+def _backward(name: str | None) -> str | None:
+    return None if name is None else f"{name}, backward"
+
+
+def _of_many(name: str | None, i: int) -> str | None:
+    return None if name is None else f"{name}[{i}]"

@@ -4,7 +4,7 @@ Names, arguments and meaning are those of Horovod's documentation. Variables of 
 a meaning here are honoured; where the HORO_LITE_ one is set, it counts:
 
     HOROVOD_FUSION_THRESHOLD    HORO_LITE_BUCKET_BYTES: how large a bucket of gradients gets
-    HOROVOD_TIMELINE            what `init` gives to `start_timeline`; "DYNAMIC" starts none
+    HOROVOD_TIMELINE            HORO_LITE_TIMELINE: where `init` starts one; "DYNAMIC": nowhere
     HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
                                 HORO_LITE_STALL_WARN_S, HORO_LITE_STALL_ABORT_S
     HOROVOD_STALL_CHECK_DISABLE HORO_LITE_STALL_WARN_S=0
@@ -15,6 +15,7 @@ from __future__ import annotations
 # ruff: noqa: F401, F403
 from horo_lite.errors import HoroLiteError as HorovodInternalError
 from horo_lite.messages import irecv, isend, recv, send
+from horo_lite.timeline import start_timeline, stop_timeline
 from horo_lite.torch import elastic
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.functions import *
@@ -22,5 +23,4 @@ from horo_lite.torch.mpi_ops import *
 from horo_lite.torch.optimizer import DistributedOptimizer
 from horo_lite.torch.process_sets import *
 from horo_lite.torch.sync_batch_norm import SyncBatchNorm
-from horo_lite.torch.timeline import *
 from horo_lite.torch.world import *

@@ -8,18 +8,23 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from horo_lite import _native, adapters
-from horo_lite.agreement import agree, exchange_bytes, needs_all
-from horo_lite.arrays import NO_ORDER
-from horo_lite.collectives import Group, Handle
-from horo_lite.join import how
+from horo_lite.collectives.agreement import agree, exchange_bytes
+from horo_lite.collectives.arrays import NO_ORDER
+from horo_lite.collectives.calls import Call, Finish, Part
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.handle import Handle
+from horo_lite.collectives.participation import Look, needs_all
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
@@ -32,6 +37,9 @@ class AdasumOp:
 
     def __repr__(self) -> str:
         return "Adasum"
+
+    def __reduce__(self) -> str:
+        return "Adasum"  # a copy, or what was pickled, is the same
 
 
 Adasum = AdasumOp()
@@ -68,66 +76,90 @@ def adasum_async_(
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ValueError(f"Adasum is for floating point tensors, not {tensor.dtype}")
-    contract = [
-        f"Adasum, prescale_factor {prescale_factor}, postscale_factor {postscale_factor}",
-        *(
-            f"tensor {repr(names[i]) if names else i}: {str(x.dtype)[6:]}{list(x.shape)}"
-            for i, x in enumerate(tensors)
-        ),
-    ]
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
     dtype = torch.float64 if wide else torch.float32
     flat = [tensor.detach().reshape(-1).to(dtype) for tensor in tensors]
     mine = torch.cat(flat) * prescale_factor if flat else torch.zeros(0, dtype=dtype)
-    theirs = torch.empty_like(mine)
-    ends = np.cumsum([tensor.numel() for tensor in tensors]).tolist()
-    memory = group._memory([mine, theirs], asynchronous=True)
+    looks = tuple((str(x.dtype)[6:], tuple(x.shape)) for x in tensors)
+    call = AdasumReduce(label, looks, tuple(names), prescale_factor, postscale_factor)
 
-    def run(transport: Transport) -> Callable[[], Any]:
-        what = f"{kind} '{label}'"
-        agree(transport, what, [what, *contract], lambda: "\n".join([what, *contract]))
+    def write(_: None) -> None:
+        begin = 0
+        for tensor, end in zip(tensors, call.ends(), strict=True):
+            result = mine[begin:end] * postscale_factor
+            tensor.detach().copy_(result.reshape(tensor.shape))
+            begin = end
+
+    memory = group.memory([mine, torch.empty_like(mine)], asynchronous=True)
+    return group.submit(call, Part(memory, label=f"{kind} '{label}'"), write)
+
+
+@dataclass(frozen=True)
+class AdasumReduce(Call[None]):
+    """The first of two arrays holds, in place, the Adasum over all ranks.
+
+    Attributes:
+        looks: The dtypes and shapes of the tensors that lie in it, one after the other.
+        names: Their names, compared, and used in messages.
+        prescale_factor: What they have been multiplied by.
+        postscale_factor: What the caller multiplies the result by.
+    """
+
+    looks: tuple[Look, ...] = ()
+    names: tuple[str, ...] = ()
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+
+    kind = "allreduce"
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        return self.names
+
+    def ends(self) -> list[int]:
+        """Where each tensor ends in the array."""
+        return list(accumulate(prod(shape) for _, shape in self.looks))
+
+    def run(self, part: Part, transport: Transport) -> Finish[None]:
+        contract = [
+            part.label,
+            f"Adasum, prescale_factor {self.prescale_factor}, "
+            f"postscale_factor {self.postscale_factor}",
+            *(
+                f"tensor {repr(self.names[i]) if self.names else i}: {dtype}{list(shape)}"
+                for i, (dtype, shape) in enumerate(self.looks)
+            ),
+        ]
+        agree(
+            transport,
+            part.label,
+            contract,
+            lambda: "\n".join(contract),
+            participation=lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        memory = part.memory
+        mine, theirs = memory.arrays
         memory.begin()
         # What happens on a GPU belongs to the stream in which its arrays travel.
         queue = 0 if memory.lane is None else memory.lane.queue.stream
         with adapters.adapter_of(mine).on_stream(mine, queue) if queue else nullcontext():
-            _combine(transport, mine, theirs, ends)
+            _combine(transport, mine, theirs, self.ends())
+        return memory.end
 
-        def finish() -> None:
-            memory.end()
-            begin = 0
-            for tensor, end in zip(tensors, ends, strict=True):
-                result = mine[begin:end] * postscale_factor
-                tensor.detach().copy_(result.reshape(tensor.shape))
-                begin = end
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        if part.memory.lane is not None:
+            return needs_all(part.label)(joined)
+        return self.stand_in(part, joined, is_wide=part.memory.tensors.itemsize(0) == 8)
 
-        return finish
-
-    def recipe(joined: Sequence[int]) -> tuple[float, bytes]:
-        if memory.lane is not None:
-            return needs_all(job)(joined)
-        looks = [(str(x.dtype)[6:], tuple(x.shape)) for x in tensors]
-        factors = prescale_factor, postscale_factor
-        return how(
-            _take_part, looks=looks, names=tuple(names), label=label, factors=factors, kind=kind
-        )
-
-    job = f"{kind} '{label}'"
-    return group._submit(job, memory, run, recipe)
-
-
-def _take_part(
-    group: Group,
-    asynchronous: bool,
-    *,
-    looks: Sequence[tuple[str, tuple[int, ...]]],
-    names: Sequence[str],
-    label: str,
-    factors: tuple[float, float],
-    kind: str,
-) -> None:
-    """As a rank that has joined does: with zeros, which change nothing."""
-    zeros = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in looks]
-    adasum_async_(group, zeros, names, label, *factors, kind)
+    def part_that_changes_nothing(
+        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+    ) -> Part:
+        dtype = torch.float64 if own["is_wide"] else torch.float32
+        n_elements = sum(prod(shape) for _, shape in self.looks)
+        nothing = [torch.zeros(n_elements, dtype=dtype) for _ in range(2)]
+        return Part(group.memory(nothing, asynchronous=asynchronous))
 
 
 def _combine(

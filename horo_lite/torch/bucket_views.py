@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horo_lite.transports.shm import SharedMemory, ShmTransport
+from horo_lite.transports.shm import SharedMemory
 
 if TYPE_CHECKING:
-    from horo_lite.collectives import Group
+    from horo_lite.collectives.group import Group
 
 _ALIGNMENT = 64  # bytes
 
 
 def can_share(group: Group) -> bool:
     """Whether the ranks of `group` are on one host, as far as its transports know."""
-    return group.size > 1 and all(isinstance(t, ShmTransport) for t in group.transports())
+    return group.size > 1 and all(each.shares_memory for each in group.transports())
 
 
 def homes_of(parameters: Sequence[Any]) -> tuple[SharedMemory | None, list[Any]]:

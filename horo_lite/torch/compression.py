@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from horo_lite import compression as core
+from horo_lite.collectives import compression as core
 
 
 class Compressor:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from horo_lite.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
-from horo_lite.broadcast import broadcast_parameters as _broadcast_parameters
-from horo_lite.drift import check_in_sync as _check_in_sync
+from horo_lite.state.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
+from horo_lite.state.broadcast import broadcast_parameters as _broadcast_parameters
+from horo_lite.state.drift import check_in_sync as _check_in_sync
 from horo_lite.torch.mpi_ops import Set, allgather, allgather_async, broadcast_, synchronize
 from horo_lite.torch.process_sets import global_process_set, group_of, root_in
 
@@ -40,12 +40,15 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, process_set: Set = global_process_set
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: Set = global_process_set,
 ) -> None:
     """`optimizer` goes on as rank `root_rank`'s would: state tensors, step counts, options.
 
     Called by every rank of the set. No step is taken: where a rank has no state yet, or other
-    state than the root, it gets the root's.
+    state than the root, it gets the root's. `model` is Horovod's, and not needed.
     """
     group = group_of(process_set)
     _broadcast_optimizer_state(optimizer, root_in(group, root_rank), group=group)

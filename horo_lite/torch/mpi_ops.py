@@ -5,7 +5,18 @@ name, so ranks may come to different operations in different orders. Without `na
 numbered, for each kind and process set. `…_async` gives a handle for `poll` and `synchronize`.
 Tensors may lie anywhere in memory, on the CPU or on this rank's GPU; results are new tensors on the
 same device, or, for forms with an underscore at the end, the given ones. The out-of-place forms
-that wait are differentiable.
+that wait are differentiable, with Horovod's gradients, which are not always the derivative of the
+sum of all ranks' losses (that, the adjoint, is what `horo_lite.jax` has). Of N ranks in the set:
+
+    allreduce       the allreduce of the upstream gradients with the same op and factors
+    allgather       this rank's rows of the average of the upstream gradients: 1/N of the adjoint
+    broadcast       on the root the average of the upstream gradients, 1/N of the adjoint; else 0
+    reducescatter   the upstream gradients gathered, times N if op is Sum, times both factors: N
+                    times the adjoint
+    alltoall        the upstream gradients, sent back: the adjoint
+
+Scripts that were tuned with Horovod depend on these numbers. Those of Min, Max, Product and Adasum,
+which Horovod reduces with the same op, are no gradients: here they are a RuntimeError.
 
 ValueError at the call: wrong arguments, dtypes that cannot be reduced or sent, a name that is in
 flight already, no `init()` yet. MismatchError (a RuntimeError, and a HorovodInternalError) on every
@@ -22,12 +33,23 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from horo_lite import _native, collectives
-from horo_lite import compression as core
-from horo_lite.arrays import NO_ORDER
-from horo_lite.collectives import Average, Group, Max, Min, Op, Product, Sum
-from horo_lite.join import join as _join
-from horo_lite.torch import timeline
+from horo_lite import _native, ops
+from horo_lite.collectives import compression as core
+from horo_lite.collectives.arrays import NO_ORDER
+from horo_lite.collectives.calls import Barrier, Part
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.handle import Handle as Submitted
+from horo_lite.collectives.join import join as _join
+from horo_lite.collectives.reductions import (
+    AllReduce,
+    Average,
+    Max,
+    Min,
+    Op,
+    Product,
+    ReduceScatter,
+    Sum,
+)
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of, root_in
@@ -76,23 +98,21 @@ AnyOp: TypeAlias = "Op | AdasumOp"
 class Handle:
     """An operation in flight: `synchronize` takes it once, `poll` any number of times before."""
 
-    __slots__ = ("__weakref__", "_event", "_finish", "_group", "_parts", "kind", "name")
+    __slots__ = ("__weakref__", "_finish", "_group", "_parts", "kind", "name")
 
     def __init__(
         self,
         kind: str,
         name: str,
         group: Group,
-        parts: Sequence[collectives.Handle],
+        parts: Sequence[Submitted],
         finish: Callable[[list[Any]], Any],
-        event: timeline.Event | None = None,
     ) -> None:
         self.kind = kind
         self.name = name
         self._group = group
         self._parts = parts
         self._finish: Callable[[list[Any]], Any] | None = finish
-        self._event = event
 
     def __call__(self) -> Any:
         return synchronize(self)
@@ -116,8 +136,6 @@ def synchronize(handle: Handle) -> Any:
         except Exception as error:
             errors.append(error)
     parts, handle._parts, handle._finish = handle._parts, (), None
-    if handle._event is not None:
-        handle._event.end()
     if errors:
         raise errors[0]
     try:
@@ -370,10 +388,9 @@ def sparse_allreduce_async(
     name = _name(group, "sparse_allreduce", name)
     local = tensor.detach().coalesce()
     shape = f"{op.name} of {tuple(tensor.shape)}"
-    event = timeline.begin("sparse_allreduce", name)
     with _submitting(group, "sparse_allreduce", name):
         parts = [
-            group.allgather_async(part, name=f"{name}.{what} ({shape})")
+            ops.allgather_async(part, name=f"{name}.{what} ({shape})", group=group)
             for what, part in (
                 ("indices", local.indices().t().contiguous()),
                 ("values", local.values()),
@@ -387,7 +404,7 @@ def sparse_allreduce_async(
         ).coalesce()
         return total / group.size if op is Average else total
 
-    return Handle("sparse_allreduce", name, group, parts, finish, event)
+    return Handle("sparse_allreduce", name, group, parts, finish)
 
 
 # Reduce-scatter.
@@ -404,7 +421,8 @@ def reducescatter(
 ) -> Tensor:
     """This rank's rows of `allreduce(tensor)`; the first ranks get one more where it must be.
 
-    Differentiable for Sum and Average.
+    Differentiable for Sum and Average: the upstream gradients of all ranks one after the other,
+    times the number of ranks if op is Sum, as in Horovod.
     """
     (result,) = grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
@@ -483,7 +501,7 @@ def allgather(
     """A new tensor of all ranks' `tensor`, one after the other along the first dimension.
 
     Only the first dimension may differ between ranks; a 0-dimensional tensor is one row.
-    Differentiable.
+    Differentiable: this rank's rows of the average of all ranks' upstream gradients, as in Horovod.
     """
     (result,) = grouped_allgather([tensor], name, process_set)
     return result
@@ -521,7 +539,8 @@ def broadcast(
 ) -> Tensor:
     """A new tensor of what `tensor` is on rank `root_rank`, which the world's number names.
 
-    Same shape and dtype on every rank. Differentiable.
+    Same shape and dtype on every rank. Differentiable: the root's gradient is the average of all
+    ranks' upstream gradients, as in Horovod, and that of the others 0.
     """
     if _differentiable([tensor]):
         result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
@@ -574,7 +593,8 @@ def alltoall(
     if _differentiable([tensor]):
         result, received = _Alltoall.apply(tensor, splits, name, process_set)
         return result if splits is None else (result, received)
-    return synchronize(alltoall_async(tensor, splits, name, process_set))
+    result, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    return result if splits is None else (result, received)
 
 
 def alltoall_async(
@@ -583,33 +603,34 @@ def alltoall_async(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Handle:
-    """`synchronize(handle)` returns what `alltoall` would."""
+    """`synchronize(handle)` returns the tensor and the number of rows received from each rank.
+
+    Both also without `splits`, as in Horovod. See `alltoall`.
+    """
     group = group_of(process_set)
     (source,) = _checked([tensor])
     if source.dim() == 0:
         raise ValueError("alltoall needs a tensor with at least one dimension")
     counts = _splits(splits)
+    if counts is None and len(source) % group.size == 0:  # otherwise the call says what is wrong
+        counts = [len(source) // group.size] * group.size
     name = _name(group, "alltoall", name)
-    event = timeline.begin("alltoall", name)
     with _submitting(group, "alltoall", name):
-        part = group.alltoall_async(source.resolve_neg(), counts, name=name)
+        part = ops.alltoall_async(source.resolve_neg(), counts, name=name, group=group)
 
     def finish(parts: list[Any]) -> Any:
-        if counts is None:
-            return parts[0]
         result, received = parts[0]
         where = splits.device if isinstance(splits, Tensor) else "cpu"
         return result, torch.tensor(received.tolist(), dtype=torch.int32, device=where)
 
-    return Handle("alltoall", name, group, [part], finish, event)
+    return Handle("alltoall", name, group, [part], finish)
 
 
 def barrier(process_set: Set = global_process_set) -> None:
     """All ranks of the set have called this."""
     group = group_of(process_set)
-    event = timeline.begin("barrier", "barrier")
-    part = group.exchange_async([], names=[], label="all ranks")
-    synchronize(Handle("barrier", "barrier", group, [part], lambda parts: None, event))
+    part = group.submit(Barrier("all ranks"), Part())
+    synchronize(Handle("barrier", "barrier", group, [part], lambda parts: None))
 
 
 def join(device: int = -1) -> int:
@@ -654,23 +675,14 @@ def _reduce(
         work.append(source)
     _check_reducible(work, op)
     name = _name(group, kind, name)
-    event = timeline.begin(kind, name)
     with _submitting(group, kind, name):
         if isinstance(op, AdasumOp):
             part = adasum_async_(group, work, (), name, prescale_factor, postscale_factor, kind)
         else:
-            part = group._reduce_async(
-                kind,
-                group._memory(work, asynchronous=True),
-                op,
-                {
-                    "name": name,
-                    "compression": wire,
-                    "prescale_factor": prescale_factor,
-                    "postscale_factor": postscale_factor,
-                },
-                lambda: work,
+            call = (ReduceScatter if scatters else AllReduce)(
+                name, op, wire, prescale_factor, postscale_factor
             )
+            part = group.submit(call, Part(group.memory(work, asynchronous=True)), lambda _: work)
 
     def finish(_: list[Any]) -> Any:
         results = list(work)
@@ -682,7 +694,7 @@ def _reduce(
             results = _written(tensors, results)
         return results[0] if single else results
 
-    return Handle(kind, name, group, [part], finish, event)
+    return Handle(kind, name, group, [part], finish)
 
 
 def _allgather(
@@ -691,15 +703,16 @@ def _allgather(
     group = group_of(process_set)
     sources = _checked(tensors)
     name = _name(group, "allgather", name)
-    event = timeline.begin("allgather", name)
     several = len(sources) > 1
     with _submitting(group, "allgather", name):
         parts = [
-            group.allgather_async(x.resolve_neg(), name=f"{name}[{i}]" if several else name)
+            ops.allgather_async(
+                x.resolve_neg(), name=f"{name}[{i}]" if several else name, group=group
+            )
             for i, x in enumerate(sources)
         ]
     return Handle(
-        "allgather", name, group, parts, lambda results: results[0] if single else results, event
+        "allgather", name, group, parts, lambda results: results[0] if single else results
     )
 
 
@@ -716,14 +729,13 @@ def _broadcast(
     else:
         work = torch.empty_like(source, memory_format=torch.contiguous_format)
     name = _name(group, "broadcast", name)
-    event = timeline.begin("broadcast", name)
     with _submitting(group, "broadcast", name):
-        part = group.broadcast_async_(work, root, name=name)
+        part = ops.broadcast_async_(work, root, name=name, group=group)
 
     def finish(_: list[Any]) -> Tensor:
         return _written([tensor], [work])[0] if in_place else work
 
-    return Handle("broadcast", name, group, [part], finish, event)
+    return Handle("broadcast", name, group, [part], finish)
 
 
 def _op(average: bool | None, op: AnyOp | None) -> AnyOp:
@@ -752,7 +764,10 @@ def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
     for i, tensor in enumerate(tensors):
         which = f"tensor {i}: " if len(tensors) > 1 else ""
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{which}operations take torch tensors, not {tensor!r}")
+            raise ValueError(
+                f"{which}operations take torch tensors, not {tensor!r}: wrap numbers in "
+                "torch.tensor(), and send other objects with broadcast_object or allgather_object"
+            )
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"{which}it is sparse ({tensor.layout}): use sparse_allreduce_async or .to_dense()"
@@ -887,7 +902,7 @@ class _Allreduce(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Reducescatter(torch.autograd.Function):  # type: ignore[misc]
-    """Every rank's tensor gets the gradients of all parts."""
+    """Every rank's tensor gets the gradients of all parts, N times as large if op is Sum."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -905,12 +920,12 @@ class _Reducescatter(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         op, name, factor, group = ctx.options
         _check_linear(op)
-        factor = factor / group.size if op is Average else factor
+        factor = factor * group.size if op is Sum else factor
         return None, *(grad * factor for grad in grouped_allgather(grads, name, group))
 
 
 class _Allgather(torch.autograd.Function):  # type: ignore[misc]
-    """A rank's rows are seen by all: their gradients add up."""
+    """A rank's rows are seen by all: their gradients are averaged."""
 
     @staticmethod
     def forward(
@@ -926,19 +941,19 @@ class _Allgather(torch.autograd.Function):  # type: ignore[misc]
         name, group, shapes = ctx.options
         n_rows = torch.tensor([[shape[0] if shape else 1 for shape in shapes]])
         before = allgather(n_rows, f"{name} rows", group)[: group.rank].sum(0).tolist()
-        sums = grouped_allreduce(grads, None, name, op=Sum, process_set=group)
+        means = grouped_allreduce(grads, None, name, op=Average, process_set=group)
         return (
             None,
             None,
             *(
-                total[begin : begin + (shape[0] if shape else 1)].reshape(shape)
-                for total, begin, shape in zip(sums, before, shapes, strict=True)
+                mean[begin : begin + (shape[0] if shape else 1)].reshape(shape)
+                for mean, begin, shape in zip(means, before, shapes, strict=True)
             ),
         )
 
 
 class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
-    """The root's tensor is seen by all: the gradients add up there."""
+    """The root's tensor is seen by all: the gradients are averaged there."""
 
     @staticmethod
     def forward(
@@ -953,8 +968,8 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         name, group, root = ctx.options
-        total = allreduce(grads[0], None, name, op=Sum, process_set=group)
-        return total if group.rank == root else torch.zeros_like(total), None, None, None
+        mean = allreduce(grads[0], None, name, op=Average, process_set=group)
+        return mean if group.rank == root else torch.zeros_like(mean), None, None, None
 
 
 class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
@@ -966,9 +981,6 @@ class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         group = group_of(process_set)
         name = _name(group, "alltoall", name)
-        if splits is None:
-            n_rows, rest = divmod(len(tensor) if tensor.dim() else 1, group.size)
-            splits = [n_rows] * group.size if rest == 0 else None  # the call says what is wrong
         result, received = synchronize(alltoall_async(tensor, splits, name, group))
         ctx.options = f"{name} gradient", group, received.tolist()
         ctx.mark_non_differentiable(received)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import threading
 import warnings
@@ -15,19 +16,24 @@ from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
+from horo_lite import ops
 from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter
-from horo_lite.collectives import Average, Group, Handle, Op, Sum
-from horo_lite.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.handle import Handle
+from horo_lite.collectives.reductions import Average, Op, Sum, checked_weight
+from horo_lite.collectives.shared_memory import share
+from horo_lite.context import is_initialized, on_renewed, world
 from horo_lite.errors import HoroLiteError, MismatchError, NonFiniteError
-from horo_lite.optimizer import _bucket_bytes, _check_every
-from horo_lite.reducer import Reducer
 from horo_lite.torch import bucket_views
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
-from horo_lite.transports.shm import SharedMemory, share
-from horo_lite.world import is_initialized, when_renewed, world
+from horo_lite.training.optimizer import _bucket_bytes, _check_every, takes_weight
+from horo_lite.training.reducer import Reducer
+from horo_lite.transports.shm import SharedMemory
 
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
 # zero_grad() or the user has replaced is told from one that is being added to.
@@ -60,6 +66,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     on_drift: str = "raise",
     check_finite: str | None = None,
     gradient_as_bucket_view: bool = False,
+    bucket_bytes: int | None = None,
 ) -> Any:
     """An optimizer of the same class, state and param_groups that steps with all ranks' gradients.
 
@@ -81,9 +88,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     gradient_predivide_factor: gradients are divided by it before they are added up, and the sum by
         size / factor. Only with op=Average.
     num_groups, groups: which parameters travel together: a number of groups of neighbours, or lists
-        of parameters. Others fill buckets of HORO_LITE_BUCKET_BYTES (default 25 MiB).
-    sparse_as_dense: sparse gradients become dense ones; otherwise their indices and values are
-        gathered from all ranks.
+        of parameters. Others fill buckets of `bucket_bytes` (default HORO_LITE_BUCKET_BYTES, or
+        25 MiB).
+    sparse_as_dense: sparse gradients become dense ones, and stay dense; otherwise their indices and
+        values are gathered from all ranks, and added up. Adasum needs dense ones.
     process_set: the ranks that take part; by default all. On others it changes nothing.
     check_every: after every so many steps the ranks compare their parameters, and where these
         differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or 0:
@@ -111,6 +119,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     changes nothing. Sparse gradients stay where they are. The memory takes the place of the
     gradients' own; zero_grad() does not give it back: it goes with the optimizer and the gradients
     in it.
+
+    Where the ranks' batches are uneven, `optimizer.set_weight(len(batch))` before backward(), on
+    every rank or on none, makes the averages of this step those over all samples.
 
     A closure, as LBFGS needs, is called by step(); its backward() exchanges, and the loss it
     returns is averaged, so that all ranks search alike.
@@ -150,6 +161,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         "on_drift": on_drift,
         "check_finite": check_finite,
         "gradient_as_bucket_view": gradient_as_bucket_view,
+        "bucket_bytes": bucket_bytes,
     }
     named = None if named_parameters is None else list(named_parameters)
     exchange = _Exchange(optimizer, named, options)
@@ -174,6 +186,8 @@ class _Step:
     def __init__(self, base: Any) -> None:
         @wraps(base.step)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if "weight" in kwargs and not takes_weight(base.step):
+                raise TypeError(f"step() takes no weight: {_WEIGHT_COMES_FIRST}")
             optimizer._opt_called = True  # schedulers want to know
             return optimizer._exchange.step(MethodType(base.step, optimizer), args, kwargs)
 
@@ -202,12 +216,32 @@ class _Distributed:
     __slots__ = ("_exchange",)
     _exchange: _Exchange
 
-    def synchronize(self) -> None:
+    def set_weight(self, weight: float) -> None:
+        """This rank's number of samples of the step that comes, where batches are uneven.
+
+        The averages of the step, and that of its closure's loss, are then those over all samples:
+        each rank counts as often as its weight says, and a rank without samples gives 0. To be
+        called on every rank or on none, after zero_grad() and before backward(), which sends the
+        gradients; of several backward passes, before the first that does. step() forgets it.
+
+        Args:
+            weight: Such as len(batch). With a world of one it changes nothing.
+
+        Raises:
+            ValueError: It is negative or not finite, or op is not Average.
+            RuntimeError: Gradients of this step have been exchanged already.
+        """
+        self._exchange.set_weight(weight)
+
+    def synchronize(self, weight: None = None) -> None:
         """Every gradient that backward() touched holds the result.
 
         Usually nothing is left to do: that is so after backward() already. Fewer than
-        `backward_passes_per_step` passes are exchanged as they are. Collective.
+        `backward_passes_per_step` passes are exchanged as they are. Collective. A `weight` is a
+        TypeError: see `set_weight`.
         """
+        if weight is not None:
+            raise TypeError(f"synchronize() takes no weight: {_WEIGHT_COMES_FIRST}")
         self._exchange.flush()
 
     @contextmanager
@@ -225,7 +259,7 @@ class _Distributed:
 
     def zero_grad(self, set_to_none: bool = True) -> Any:
         """Gradients are None, or zeros; what backward passes did to them is forgotten."""
-        self._exchange.begin()
+        self._exchange.begin_step()
         return super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -254,6 +288,12 @@ def _rewrapped(inner: Any, named: list[tuple[str, Any]], options: dict[str, Any]
 def _class_of(base: Any) -> Any:
     body = {"step": _Step(base), "__module__": base.__module__, "__doc__": base.__doc__}
     return type(base.__name__, (_Distributed, base), body)
+
+
+_WEIGHT_COMES_FIRST = (
+    "torch's gradients are exchanged in backward(). Call optimizer.set_weight(n) on every rank "
+    "before backward(), with its number of samples"
+)
 
 
 def _nobody() -> None:
@@ -368,6 +408,7 @@ class _Exchange:
         self.check_every = _check_every(options["check_every"], options["on_drift"])
         self.patched_step: Any = None
         self.is_skipping = False
+        self.weight: float | None = None  # this step's, of this rank
 
         self._of_id: dict[int, _Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
@@ -387,6 +428,7 @@ class _Exchange:
         self._due = True  # nothing was exchanged since the last step() or zero_grad()
         self._is_broken = False  # a pass did not come to its end
         self._n_steps = self._n_exchanges = 0
+        self.weight = None
         for slot in self._of_id.values():
             slot.begin()
             slot.travels, slot.home, slot.parameter.grad = False, None, None
@@ -410,7 +452,7 @@ class _Exchange:
             [],
             op=Average if isinstance(self.op, AdasumOp) else self.op,
             compression=compression if isinstance(compression, Compressor) else Compression.none,
-            bucket_bytes=_bucket_bytes(None),
+            bucket_bytes=_bucket_bytes(options["bucket_bytes"]),
             prescale_factor=1 / factor,
             postscale_factor=factor,
             options=[
@@ -453,6 +495,7 @@ class _Exchange:
             raise ValueError(
                 f'check_finite is "raise", "warn" or None, not {options["check_finite"]!r}'
             )
+        _bucket_bytes(options["bucket_bytes"])
         compression = options["compression"]
         if not isinstance(compression, Compressor) and not all(
             callable(getattr(compression, name, None)) for name in ("compress", "decompress")
@@ -558,9 +601,7 @@ class _Exchange:
             task = _graph_task()
             if task not in self._tasks and not self.enter(task):
                 return
-            gradient = slot.parameter.grad
-            if self.sparse_as_dense and _is_sparse(gradient):
-                slot.parameter.grad = gradient = gradient.to_dense()
+            gradient = self._densify(slot)
             if slot.passed == self._pass:  # a second time, by another pass inside of this one
                 self.is_nested = True
                 if slot.travels and not self.reducer.hold(slot.index):
@@ -596,12 +637,20 @@ class _Exchange:
                 slot.travels = True
                 self.reducer.ready(slot.index)
 
+    def _densify(self, slot: _Slot) -> Any:
+        """The gradient, which is dense from now on if that was asked for."""
+        gradient = slot.parameter.grad
+        if self.sparse_as_dense and _is_sparse(gradient):
+            slot.parameter.grad = gradient = gradient.to_dense()
+        return gradient
+
     def enter(self, task: int) -> bool:
         """This optimizer will hear of the end of that graph task; False if it is not to act."""
         if os.getpid() != self._pid:
             return False  # a forked child's backward() is its own affair
         if self._is_broken:
             self._mend()
+        self._give_weight()
         self._tasks.add(task)
         known = _passes.get(task)
         if known is None:
@@ -624,14 +673,38 @@ class _Exchange:
         self._is_broken = self._is_broken or task in self._tasks
 
     def _mend(self) -> None:
+        self.reducer.abandon()
         self._is_broken = False
         self._tasks.clear()
         self._pass += 1
         for slot in self.slots:
             slot.travels = False
-        self.reducer.abandon()
 
     # Beside backward().
+
+    def set_weight(self, weight: float) -> None:
+        weight = checked_weight(weight, self.op)  # type: ignore[arg-type]  # Adasum is refused
+        if not self.active:
+            return
+        with self._lock:
+            if self._is_broken:
+                self._mend()
+            if self._tasks or not self._due:
+                raise RuntimeError(
+                    "set_weight() comes too late: gradients of this step have been exchanged. "
+                    "Call it before backward(), and after the zero_grad() that begins a step"
+                )
+            self.weight = weight
+
+    def _give_weight(self) -> None:
+        if self.reducer.weight != self.weight:
+            self.reducer.weight = self.weight
+
+    def begin_step(self) -> None:
+        """Gradients of another step come: a weight that has served is not theirs."""
+        if self.active and not self._due:
+            self.weight = None
+        self.begin()
 
     def begin(self) -> None:
         """Other gradients come: zero_grad(), step()."""
@@ -673,10 +746,11 @@ class _Exchange:
             self.flush()
         result = step(*args, **kwargs)
         self.begin()
+        self.weight = None
         self._n_steps, self._n_exchanges = self._n_steps + 1, 0
         self._place()
         if self.check_every and self._n_steps % self.check_every == 0:
-            from horo_lite.drift import compare
+            from horo_lite.state.drift import compare
 
             assert self.group is not None
             compare(
@@ -701,7 +775,7 @@ class _Exchange:
             value = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(())
             assert self.group is not None
             name, op = "the closure's loss", Sum if self.op is Sum else Average
-            self.group.exchange([value], names=[name], label=name, op=op)
+            self.group.exchange([value], names=[name], label=name, op=op, weight=self.weight)
             if isinstance(loss, torch.Tensor):
                 return value.to(loss.dtype).reshape(loss.shape)
             return value.item()
@@ -722,11 +796,12 @@ class _Exchange:
 
     def _exchange(self) -> None:
         reducer = self.reducer
-        sparse = [s for s in self.slots if s.touched and _is_sparse(s.parameter.grad)]
+        sparse = [s for s in self.slots if s.touched and _is_sparse(self._densify(s))]
         reducer.note = ";".join(map(_sparse_note, sparse))
         for slot in self.slots:
             if slot.touched and not slot.travels:
                 slot.bring_home()
+        self._give_weight()
         try:
             reducer.finish()
             if any(reducer.notes):
@@ -801,11 +876,23 @@ class _Exchange:
             for index, n_dims, dtype in (item.split(":") for item in note.split(";") if item)
         }
         assert self.group is not None
+        if self.op not in (Average, Sum):  # on all ranks alike, which know the notes of all
+            raise ValueError(
+                f"the gradient of {self.slots[min(found)].name!r} is sparse, and op={self.op.name} "
+                "combines dense gradients only: pass sparse_as_dense=True, or use op=Average or Sum"
+            )
+        divisor = float(self.group.size) if self.op is Average else 1.0
+        if self.weight is not None:
+            name = "the weights of sparse gradients"
+            total = float(
+                ops.allreduce(np.array([self.weight]), Sum, name=name, group=self.group)[0]
+            )
+            divisor = total / self.weight if self.weight else math.inf
         for index, (n_dims, dtype) in sorted(found.items()):
             slot = self.slots[index]
             gradient = slot.parameter.grad if slot.touched else None
             shape = slot.parameter.shape
-            if gradient is None:
+            if gradient is None or divisor == math.inf:
                 indices = torch.empty((0, n_dims), dtype=torch.int64, device=slot.parameter.device)
                 values = torch.empty(
                     (0, *shape[n_dims:]),
@@ -814,12 +901,10 @@ class _Exchange:
                 )
             else:
                 gradient = gradient.coalesce()
-                indices, values = gradient.indices().t().contiguous(), gradient.values()
+                indices, values = gradient.indices().t().contiguous(), gradient.values() / divisor
             name = f"the gradient of {slot.name!r}"
-            indices = self.group.allgather(indices, name=f"{name}, indices")
-            values = self.group.allgather(values, name=f"{name}, values")
-            if self.op is Average:
-                values = values / self.group.size
+            indices = ops.allgather(indices, name=f"{name}, indices", group=self.group)
+            values = ops.allgather(values, name=f"{name}, values", group=self.group)
             slot.parameter.grad = torch.sparse_coo_tensor(
                 indices.t(), values, shape, check_invariants=False
             ).coalesce()
@@ -894,7 +979,7 @@ def _follow_world() -> None:
         exchange.follow_world()
 
 
-when_renewed.append(_follow_world)
+on_renewed(_follow_world)
 
 
 def _hook(reference: weakref.ref[_Exchange], slot: _Slot) -> Callable[[Any], None]:

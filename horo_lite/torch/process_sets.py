@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from horo_lite.collectives import Group
-from horo_lite.world import World, free_group, is_initialized, new_group, ranks_of, world
+from horo_lite import ops
+from horo_lite.collectives.group import Group
+from horo_lite.context import World, is_initialized, on_ended, world
+from horo_lite.start.groups import free_group, new_group, ranks_of
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
@@ -134,7 +136,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if process_set._of_comm:
         members = process_set._members
         ranks = process_set._ranks = [] if members is None else sorted(ranks_of(members))
-        for part in sorted(set(map(tuple, here.group.allgather_object(ranks)))):
+        for part in sorted(set(map(tuple, ops.allgather_object(ranks, group=here.group)))):
             if part:
                 _share(process_set, add_process_set(part)._entry, list(part))
         return process_set
@@ -222,3 +224,4 @@ def _numbers(ranks: Any) -> list[int]:
 
 
 global_process_set = _Everyone()
+on_ended(forget_process_sets)

@@ -9,7 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from horo_lite.collectives import Group, Sum
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Sum
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
 
 

@@ -6,12 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from horo_lite import _native, launcher
-from horo_lite.errors import DeviceError
-from horo_lite.stall import limit
-from horo_lite.torch import timeline
-from horo_lite.torch.process_sets import ProcessSet, add_process_set, forget_process_sets
-from horo_lite.world import (
+from horo_lite import _native
+from horo_lite.context import (
     World,
     cross_rank,
     cross_size,
@@ -21,11 +17,14 @@ from horo_lite.world import (
     local_size,
     rank,
     size,
-    started_by_mpi,
     world,
 )
-from horo_lite.world import init as _init
-from horo_lite.world import shutdown as _shutdown
+from horo_lite.errors import DeviceError
+from horo_lite.start import launcher, mpi
+from horo_lite.start.session import init as _init
+from horo_lite.start.session import shutdown, started_by_mpi
+from horo_lite.start.settings import seconds
+from horo_lite.torch.process_sets import ProcessSet, add_process_set
 
 __all__ = [
     "ccl_built",
@@ -66,12 +65,33 @@ def init(
     stall_warn_s: float | None = None,
     stall_abort_s: float | None = None,
 ) -> World:
-    """The world this process belongs to, ready for collectives; its process sets are registered.
+    """Make this process a rank of the world, and register process sets.
 
-    Every rank calls it, with the same `process_sets`: sets or lists of ranks. ("dynamic" is
-    understood and changes nothing: sets can always be added.) `comm`: an mpi4py communicator, or a
-    list of ranks of MPI.COMM_WORLD, which alone call it then. The other arguments are those of
-    `horo_lite.init`. HOROVOD_TIMELINE, if set, is where `start_timeline` writes.
+    Every rank calls it, with the same `process_sets`. HOROVOD_FUSION_THRESHOLD, HOROVOD_TIMELINE
+    and the HOROVOD_STALL_… variables count where horo_lite's own are not set.
+
+    Args:
+        comm: An mpi4py communicator, or a list of ranks of MPI.COMM_WORLD, which alone call this
+            then; by default all ranks that the launcher started.
+        process_sets: Sets or lists of ranks. "dynamic" is accepted and changes nothing: sets can
+            always be added.
+        rank: See `horo_lite.init`, as for the following.
+        size: The number of ranks.
+        address: A free port of rank 0's host, "host:port".
+        start_timeout_s: Seconds within which all ranks must have come, without MPI.
+        device: "cpu", "cuda" or "cuda:1".
+        threads: Threads of BLAS and OpenMP.
+        binding: "auto" or "keep".
+        test_hosts: Sizes of simulated hosts, for tests.
+        stall_warn_s: Seconds after which a wait for another rank is reported.
+        stall_abort_s: Seconds after which a wait is a StallError.
+
+    Returns:
+        The world: rank, size, device and the rest.
+
+    Raises:
+        LauncherError, MismatchError, ValueError, PeerLostError: As `horo_lite.init`.
+        ValueError: `process_sets`, a list of ranks or a variable of Horovod's makes no sense.
     """
     if comm is not None and not hasattr(comm, "Get_group"):
         comm = _communicator(list(comm))
@@ -79,13 +99,15 @@ def init(
         if process_sets != "dynamic":
             raise ValueError(f"process_sets is a list of sets or 'dynamic', not {process_sets!r}")
         process_sets = None
-    first = not is_initialized()
     # The optimizer reads it under its own name.
     if threshold := os.environ.get("HOROVOD_FUSION_THRESHOLD"):
         if not threshold.isdigit():
             raise ValueError(f"HOROVOD_FUSION_THRESHOLD is a number of bytes, not {threshold!r}")
         os.environ.setdefault("HORO_LITE_BUCKET_BYTES", str(max(1, int(threshold))))
-    _read_stall_limits()
+    path = os.environ.get("HOROVOD_TIMELINE")
+    if path and path != "DYNAMIC":
+        os.environ.setdefault("HORO_LITE_TIMELINE", path)
+    _adopt_stall_limits()
     here = _init(
         comm,
         rank=rank,
@@ -101,14 +123,11 @@ def init(
     )
     for process_set in process_sets or ():
         add_process_set(process_set)
-    path = os.environ.get("HOROVOD_TIMELINE")
-    if first and path and path != "DYNAMIC":
-        timeline.start_timeline(path)
     return here
 
 
-def _read_stall_limits() -> None:
-    """Horovod's variables count where neither ours nor arguments do."""
+def _adopt_stall_limits() -> None:
+    """Let Horovod's variables count where neither horo_lite's own nor arguments do."""
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         os.environ.setdefault("HORO_LITE_STALL_WARN_S", "0")
     for variable, ours in (
@@ -116,11 +135,11 @@ def _read_stall_limits() -> None:
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HORO_LITE_STALL_ABORT_S"),
     ):
         if value := os.environ.get(variable):
-            os.environ.setdefault(ours, str(limit(variable, value, 0.0)))
+            os.environ.setdefault(ours, str(seconds(variable, value)))
 
 
 def _communicator(ranks: list[int]) -> Any:
-    """A communicator over those ranks of all; None for all of them."""
+    """Return a communicator over those ranks of all; None for all of them."""
     launch = launcher.detect(os.environ)
     by_mpi = launch is not None and launch.name != launcher.TORCHRUN
     if not by_mpi and os.environ.get("WORLD_SIZE", "1") != "1":
@@ -132,7 +151,7 @@ def _communicator(ranks: list[int]) -> Any:
         if ranks != [0]:
             raise ValueError(f"comm is the list of ranks {ranks}, but there is one process only")
         return None
-    MPI = launcher.load_mpi(launch)
+    MPI = mpi.load(launch)
     everyone = MPI.COMM_WORLD
     if ranks == list(range(everyone.size)):
         return None
@@ -151,40 +170,36 @@ def _communicator(ranks: list[int]) -> Any:
 _made: dict[tuple[int, ...], Any] = {}
 
 
-def shutdown() -> None:
-    """The world is left, and a timeline complete. Every rank calls it; see horo_lite.shutdown."""
-    timeline.stop_timeline()
-    forget_process_sets()
-    _shutdown()
-
-
 def mpi_threads_supported() -> bool:
-    """Whether several threads may use MPI at once; else asynchronous operations go on in calls."""
+    """Tell whether several threads may use MPI at once.
+
+    Where they may not, asynchronous operations progress only inside calls.
+    """
     return world().thread_multiple
 
 
 def mpi_built() -> bool:
-    """True: ranks on several hosts talk through MPI."""
+    """Return True: ranks on several hosts communicate through MPI."""
     return True
 
 
 def mpi_enabled() -> bool:
-    """Whether this process is one of several ranks, which MPI connects."""
+    """Tell whether this process is one of several ranks, which MPI connects."""
     return is_initialized() and started_by_mpi()
 
 
 def gloo_built() -> bool:
-    """False: there is no Gloo in horo_lite."""
+    """Return False: there is no Gloo in horo_lite."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """False: there is no Gloo in horo_lite."""
+    """Return False: there is no Gloo in horo_lite."""
     return False
 
 
 def nccl_built() -> int:
-    """The version of the NCCL that is found when arrays on GPUs need it (21803 is 2.18.3), or 0."""
+    """Return the version of the NCCL that arrays on GPUs use (21803 is 2.18.3), or 0."""
     from horo_lite.transports.nccl_library import nccl_candidates
 
     try:
@@ -194,7 +209,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether the core was built with its part for NVIDIA GPUs."""
+    """Tell whether the core was built with its part for NVIDIA GPUs."""
     try:
         _native.DeviceQueue(0)
     except DeviceError as error:
@@ -203,15 +218,15 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """False: there is nothing for ROCm in horo_lite."""
+    """Return False: there is nothing for ROCm in horo_lite."""
     return False
 
 
 def ddl_built() -> bool:
-    """False: there is no DDL in horo_lite."""
+    """Return False: there is no DDL in horo_lite."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: there is no oneCCL in horo_lite."""
+    """Return False: there is no oneCCL in horo_lite."""
     return False

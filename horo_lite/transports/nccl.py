@@ -1,4 +1,4 @@
-"""GPUs of the ranks' own, with NCCL between them: see csrc/nccl_group.cpp."""
+"""GPUs of the ranks' own, with NCCL between them: see csrc/gpu/nccl_group.cpp."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from horo_lite import _native, launcher
-from horo_lite.agreement import agree, exchange_bytes, told
+from horo_lite import _native
+from horo_lite.collectives.agreement import agree, exchange_bytes, told
 from horo_lite.errors import DeviceError
-from horo_lite.plan import DEFAULT_BUCKET_BYTES
-from horo_lite.transports import Header, Transport
+from horo_lite.transports.gpu import GpuTransport
+from horo_lite.transports.interface import QueuedReductions, Reduction, Transport
 from horo_lite.transports.nccl_library import nccl_candidates
-from horo_lite.transports.staged import StagedTransport
+from horo_lite.transports.peers import host_key
+from horo_lite.transports.staged import DEFAULT_STAGE_BYTES, StagedTransport
 
 if TYPE_CHECKING:
     from horo_lite.transports.watch import Watch
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 # Each operation of NCCL costs the host tens of microseconds, and the GPU has the memory.
 BUCKET_BYTES = 128 * 2**20
 
-_told: set[str] = set()  # why it is slow, once for each reason
+_warned: set[str] = set()  # of these reasons why it is slow
 
 
-class NcclTransport:
+class NcclTransport(GpuTransport):
     """A transport for tensors on a GPU. Calls return when the work is queued.
 
     Whether all ranks queue the same is for the caller to see to: `agree` waits for the other ranks'
@@ -35,76 +36,41 @@ class NcclTransport:
     name = "nccl"
 
     def __init__(self, host: Transport, group: _native.NcclGroup, staged: StagedTransport) -> None:
-        self.rank = host.rank
-        self.size = host.size
-        self.ranks = host.ranks
+        super().__init__(host)
         self.group = group
-        self.host = host
         self._staged = staged
 
-    def agree(
-        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
-    ) -> list[Header]:
-        return self.host.agree(digest, count, weight, label=label)
+    @property
+    def queued(self) -> QueuedReductions:
+        return self
 
     def only_queues(
-        self,
-        tensors: _native.Tensors,
-        op: str,
-        prescale: float,
-        scale: float,
-        weight: float | None,
+        self, tensors: _native.Tensors, reduction: Reduction, weight: float | None
     ) -> bool:
-        """Whether `reduce` does no more than that. Else the ranks must have agreed on it before."""
-        divisor = self._divisor(op, weight)
-        return self.group.can_reduce(tensors, op, prescale, scale, divisor)
+        op, _, prescale, scale, _, _ = reduction
+        return self.group.can_reduce(tensors, op, prescale, scale, self._divisor(op, weight))
 
     def _divisor(self, op: str, weight: float | None) -> float:
         return float(self.size) if op == "average" and weight is None else 1.0
 
-    def reduce(
-        self,
-        tensors: _native.Tensors,
-        *,
-        op: str,
-        wire: str,
-        prescale: float,
-        scale: float,
-        weight: float | None,
-    ) -> None:
-        """As `allreduce`; with op average, divided by the sum of all ranks' weights or by size."""
-        average, divisor = op == "average", self._divisor(op, weight)
+    def reduce(self, tensors: _native.Tensors, reduction: Reduction, weight: float | None) -> None:
+        op, wire, prescale, scale, _, _ = reduction
+        divisor = self._divisor(op, weight)
         if self.group.can_reduce(tensors, op, prescale, scale, divisor):
             self.group.allreduce(tensors, op, wire, prescale, scale, divisor, weight)
             return
         mine = 1.0 if weight is None else weight
-        weights = [header.weight for header in self.host.agree(0, weight=mine, label="weights")]
-        self._staged.allreduce(
-            tensors,
-            op=op,
-            wire=wire,
-            prescale=prescale * mine if average else prescale,
-            scale=scale,
-            divisor=sum(weights) or 1.0 if average else 1.0,
-        )
+        given = [header.weight for header in self.host.agree(0, weight=mine, label="weights")]
+        self._staged.allreduce(tensors, Reduction.of(op, wire, prescale, scale, given))
 
-    def allreduce(
-        self,
-        tensors: _native.Tensors,
-        *,
-        op: str,
-        wire: str,
-        prescale: float,
-        scale: float,
-        divisor: float,
-    ) -> None:
-        if self.group.can_reduce(tensors, op, prescale, scale, divisor):
-            self.group.allreduce(tensors, op, wire, prescale, scale, divisor)
+    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+        op, wire, prescale, scale, divisor, weights = reduction
+        mine = prescale * weights[self.rank] if weights else prescale
+        if self.group.can_reduce(tensors, op, mine, scale, divisor):
+            self.group.allreduce(tensors, op, wire, mine, scale, divisor)
         else:
             self.host.agree(0, label="what NCCL cannot reduce")
-            self._staged.allreduce(
-                tensors, op=op, wire=wire, prescale=prescale, scale=scale, divisor=divisor
-            )
+            self._staged.allreduce(tensors, reduction)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         self.group.broadcast(tensors, root)
@@ -120,24 +86,22 @@ class NcclTransport:
     ) -> None:
         self.group.alltoall(list(send), list(receive))
 
-    def abandon(self, reason: str) -> None:
-        self.host.abandon(reason)
+    def fail(self, reason: str) -> None:
+        self.group.fail(reason)
 
-    def leave(self, reason: str) -> None:
-        self.host.leave(reason)
-
-    def silent(self) -> list[int]:
-        return self.host.silent()
-
-    def first_to_tell(self) -> bool:
-        return self.host.first_to_tell()
+    def failure(self) -> str:
+        try:
+            self.group.check()
+        except DeviceError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
-        pass
+        self.group.close()
 
 
 class Lane:
-    """How one rank's GPU takes part in a group: a stream, and a transport found at first use."""
+    """How one rank's GPU takes part in a group: a communication stream, and its transport."""
 
     def __init__(self, host: Transport, index: int, allowed: bool) -> None:
         self.index = index
@@ -145,24 +109,24 @@ class Lane:
         self.host = host
         self.watch: Watch | None = None
         self._allowed = allowed
-        self._transport: NcclTransport | StagedTransport | None = None
+        self._transport: GpuTransport | None = None
 
     @property
-    def found(self) -> NcclTransport | StagedTransport | None:
-        """The transport, if there is one yet."""
+    def found(self) -> GpuTransport | None:
+        """The transport; None before the first call of `transport`."""
         return self._transport
 
-    def transport(self) -> NcclTransport | StagedTransport:
-        """Collective at the first call, and at the first after `reset`."""
+    def transport(self) -> GpuTransport:
+        """Return the transport. Collective at the first call, and at the first after `reset`."""
         found = self._transport  # other threads may reset it
         if found is None:
             self._transport = found = connect(self.host, self.queue, self._allowed)
-            if self.watch is not None and isinstance(found, NcclTransport):
+            if self.watch is not None and found.queued is not None:
                 self.watch.start()
         return found
 
-    def transport_of_all(self) -> NcclTransport | StagedTransport:
-        """The same where ranks may have reset theirs at different times; collective every time."""
+    def transport_of_all(self) -> GpuTransport:
+        """As `transport`, where ranks may have reset theirs at other times; always collective."""
         label = "arrays on a GPU"
         found = self._transport
         headers = self.host.agree(0, found is not None and not self.failure(), label=label)
@@ -174,37 +138,30 @@ class Lane:
         return found
 
     def fail(self, reason: str) -> None:
-        """What waits on the GPU ends. For any thread."""
+        """End what waits on the GPU. For any thread."""
         found = self._transport
-        if isinstance(found, NcclTransport):
-            found.group.fail(reason)
+        if found is not None:
+            found.fail(reason)
 
     def failure(self) -> str:
-        """What NCCL has failed with, or what was given to `fail`. For any thread."""
+        """Return what NCCL has failed with, or what was given to `fail`. For any thread."""
         found = self._transport
-        if isinstance(found, NcclTransport):
-            try:
-                found.group.check()
-            except DeviceError as error:
-                return str(error)
-        return ""
+        return "" if found is None else found.failure()
 
     def reset(self) -> None:
-        """The ranks connect anew at the next use."""
+        """Connect anew at the next use."""
         self._transport = None
 
     def close(self) -> None:
-        """All ranks leave; not when nobody refers to it any more, which may be at any time."""
+        """Leave, together with the other ranks; without this, that could be at any time."""
         found = self._transport
-        if isinstance(found, NcclTransport):
-            found.group.close()
+        if found is not None:
+            found.close()
         self.reset()
 
 
-def connect(
-    host: Transport, queue: _native.DeviceQueue, allowed: bool
-) -> NcclTransport | StagedTransport:
-    """NCCL, if every rank has it and a GPU of its own; else pinned memory, and rank 0 says why.
+def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTransport:
+    """Connect by NCCL, if every rank has it and its own GPU; else by pinned memory with a warning.
 
     Collective. DeviceError on every rank, with all ranks' reasons, if NCCL is there but fails.
     """
@@ -212,7 +169,7 @@ def connect(
     bucket_bytes = given or BUCKET_BYTES
     timeout_s = _variable("HORO_LITE_NCCL_TIMEOUT_S", 120)
     registers = os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0"
-    staged = StagedTransport(host, queue, given or DEFAULT_BUCKET_BYTES)
+    staged = StagedTransport(host, queue, given or DEFAULT_STAGE_BYTES)
     if host.size == 1:
         return staged
     mine = _credentials(queue.index, allowed, host.rank == 0)
@@ -224,15 +181,15 @@ def connect(
     everyone = [pickle.loads(one) for one in exchange_bytes(host, pickle.dumps(mine), sizes)]
     obstacle = _obstacle(everyone)
     if obstacle:
-        if host.rank == 0 and obstacle not in _told:
-            _told.add(obstacle)
+        if host.rank == 0 and obstacle not in _warned:
+            _warned.add(obstacle)
             warnings.warn(
                 f"horo_lite: GPU arrays go through the host's memory, which is slow: {obstacle}",
                 RuntimeWarning,
                 stacklevel=2,
             )
         return staged
-    group = _connect(host, queue, everyone[0]["meeting"], bucket_bytes, timeout_s)
+    group = _connect(host, queue, everyone[0]["unique_id"], bucket_bytes, timeout_s)
     if registers:
         headers = host.agree(0, int(group.can_use_windows), label=label)
         problem = ""
@@ -242,9 +199,9 @@ def connect(
             problem = str(error)
         if any(told(host, problem)):  # then the communicator is of no more use
             group.fail("the bucket could not be registered")
-            meeting = _native.nccl_unique_id().hex() if host.rank == 0 else ""
+            unique_id = _native.nccl_unique_id().hex() if host.rank == 0 else ""
             group = _connect(
-                host, queue, bytes.fromhex(told(host, meeting)[0]), bucket_bytes, timeout_s
+                host, queue, bytes.fromhex(told(host, unique_id)[0]), bucket_bytes, timeout_s
             )
     return NcclTransport(host, group, staged)
 
@@ -252,14 +209,14 @@ def connect(
 def _connect(
     host: Transport,
     queue: _native.DeviceQueue,
-    meeting: bytes,
+    unique_id: bytes,
     bucket_bytes: int,
     timeout_s: float,
 ) -> _native.NcclGroup:
-    """All ranks are in it; DeviceError on every rank, with all ranks' reasons, if one is not."""
+    """Make a communicator of all ranks; DeviceError on all of them, with reasons, if one cannot."""
     group, problem = None, ""
     try:
-        group = _native.NcclGroup(queue, meeting, host.rank, host.size, bucket_bytes, timeout_s)
+        group = _native.NcclGroup(queue, unique_id, host.rank, host.size, bucket_bytes, timeout_s)
     except DeviceError as error:
         problem = str(error)
     problems = told(host, problem)
@@ -283,8 +240,8 @@ def _variable(name: str, default: float) -> float:
 
 
 def _credentials(index: int, allowed: bool, leads: bool) -> dict[str, Any]:
-    """What a rank tells the others of its GPU and its NCCL."""
-    mine: dict[str, Any] = {"host": launcher.host_key(), "index": index, "problem": ""}
+    """Return what the others must know of this rank's GPU and its NCCL."""
+    mine: dict[str, Any] = {"host": host_key(), "index": index, "problem": ""}
     mine["gpu"] = _native.gpus()[1][index]
     mine["alone"] = os.environ.get("HORO_LITE_NCCL_SHARED_GPU") == "1"
     if not allowed:
@@ -292,14 +249,14 @@ def _credentials(index: int, allowed: bool, leads: bool) -> dict[str, Any]:
         return mine
     try:
         mine["path"], mine["version"] = _native.nccl_library(nccl_candidates())
-        mine["meeting"] = _native.nccl_unique_id() if leads else b""
+        mine["unique_id"] = _native.nccl_unique_id() if leads else b""
     except DeviceError as error:
         mine["problem"] = str(error)
     return mine
 
 
 def _obstacle(everyone: Sequence[dict[str, Any]]) -> str:
-    """Why NCCL cannot be used, in words; alike on every rank."""
+    """Return why NCCL cannot be used, in words, or ""; alike on every rank."""
     for rank, each in enumerate(everyone):
         if each["problem"]:
             return f"on rank {rank}, {each['problem']}"

@@ -1,72 +1,57 @@
-"""The ranks of one host, through shared memory: see csrc/shm_group.cpp."""
+"""The ranks of one host, through shared memory: see csrc/shm/shm_group.cpp."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native
-from horo_lite.transports import Header
+from horo_lite.transports.interface import Header, Reduction, Transport
 
 if TYPE_CHECKING:
-    from horo_lite.arrays import Array
-    from horo_lite.collectives import Group
+    from horo_lite.collectives.arrays import Array
 
 
-class ShmTransport:
-    """A transport over a native group, whose ranks are processes of one host (or threads)."""
+class ShmTransport(Transport):
+    """A transport over a C++ group, whose ranks are processes of one host (or threads)."""
 
     name = "shm"
+    shares_memory = True
 
     def __init__(
         self,
         group: _native.ShmGroup,
         ranks: Sequence[int] | None = None,
-        lookout: _native.Lookout | None = None,
+        stall_detector: _native.StallDetector | None = None,
     ) -> None:
-        self.group = group
+        self.group = self.native_group = group
         self.rank = group.rank
         self.size = group.size
         self.ranks = range(group.size) if ranks is None else ranks
-        self.lookout = lookout
+        self.stall_detector = stall_detector
 
     @property
-    def host(self) -> ShmTransport:
-        return self
+    def label(self) -> str:
+        return self.group.label
 
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
         return [Header(*header) for header in self.group.agree(label, digest, count, weight)]
 
-    def allreduce(
-        self,
-        tensors: _native.Tensors,
-        *,
-        op: str,
-        wire: str,
-        prescale: float,
-        scale: float,
-        divisor: float,
-    ) -> None:
-        self.group.allreduce(tensors, op, wire, prescale, scale, divisor)
+    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+        self.group.allreduce(tensors, *reduction)
 
     def reduce_in_place(
-        self,
-        tensors: _native.Tensors,
-        shared: SharedMemory,
-        *,
-        op: str,
-        scale: float,
-        divisor: float,
+        self, tensors: _native.Tensors, memory: SharedMemory, reduction: Reduction
     ) -> None:
-        """As `allreduce`, for tensors that lie in `shared`, at the same place on all ranks."""
-        self.group.reduce_in_place(tensors, op, scale, divisor, shared.distances)
+        op, scale, divisor = reduction.op, reduction.scale, reduction.divisor
+        self.group.reduce_in_place(tensors, op, scale, divisor, memory.distances)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         sizes = [tensors.nbytes if r == root else 0 for r in range(self.size)]
@@ -96,31 +81,41 @@ class ShmTransport:
         stream = [send[d] for d in range(self.size) if d != self.rank]
         self.group.exchange(stream, sizes, wanted)
 
+    def new_engine(
+        self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
+    ) -> _native.Engine | None:
+        if self.size == 1:
+            return None
+        assert direct.native_group is not None
+        engine = _native.Engine.over_shm(self.group, direct.native_group, list(self.ranks), explain)
+        if self.stall_detector is not None:
+            engine.watched_by(self.stall_detector)
+        return engine
+
     def abandon(self, reason: str) -> None:
         self.group.abandon(reason)
 
     def leave(self, reason: str) -> None:
         self.group.leave(reason)
 
-    def silent(self) -> list[int]:
-        return self.group.silent()
+    def given_up(self) -> bool:
+        return self.group.has_left(self.rank)
 
-    def has_left(self, peer: int) -> bool:
-        return self.group.has_left(peer)
+    def peer_pids(self, silent: bool) -> list[int]:
+        return self.group.peer_pids(silent)
 
-    def check(self, peer: int, name: str) -> None:
-        """PeerLostError if some rank died or gave up, or `peer`, needed for `name`, has left."""
+    def has_left(self, peer: int, n_records: int) -> bool:
+        return self.group.has_left(peer)  # all that it has sent is here
+
+    def check_peer(self, peer: int, name: str) -> None:
         self.group.check_peers(name, peer)
 
     def first_to_tell(self) -> bool:
         return self.group.first_to_tell()
 
-    def close(self) -> None:
-        pass
-
 
 class SharedMemory:
-    """Memory of this rank, which the other ranks of a group see once they have met in `share`.
+    """Memory of this rank, which the other ranks of a group see after a `share` on all of them.
 
     `arrays`, filled by whoever lays the memory out, are what lies in it, by offset: alike on all
     ranks. Pages take memory when they are written. OSError where the system has none to give.
@@ -136,17 +131,23 @@ class SharedMemory:
         _segments.add(self._segment)
 
     def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
-        """A part of it. The memory lives as long as somebody holds one."""
+        """Return a part of it. The memory lives as long as somebody holds one."""
         return self._segment.array(begin, n_bytes)
 
     def offsets(self, tensors: _native.Tensors) -> tuple[int, ...] | None:
-        """Where in it the tensors begin; None where one lies elsewhere."""
+        """Return where in it the tensors begin; None where one lies elsewhere."""
         start = self._segment.address
         offsets = tuple(address - start if n else 0 for address, n in tensors.buffers())
         inside = all(0 <= offset < self._n_bytes for offset in offsets)
         return offsets if inside else None
 
-    def _open(self, everyone: list[tuple[int, int, int] | None], rank: int) -> bool:
+    @property
+    def where(self) -> tuple[int, int, int]:
+        """What a peer needs to open it."""
+        return os.getpid(), self._segment.fd, self._segment.token
+
+    def open_others(self, everyone: list[tuple[int, int, int] | None], rank: int) -> bool:
+        """Open every peer's memory, given each rank's `where`; whether that worked for all."""
         self._others, self.distances = [], []
         try:
             for r, where in enumerate(everyone):
@@ -164,37 +165,11 @@ class SharedMemory:
         return True
 
 
-def share(group: Group, memory: SharedMemory | None) -> bool:
-    """Whether the ranks of `group` see each other's memory from now on: the same on all of them.
-
-    Called by every rank, with None where it has no memory; also a second time, for another group.
-    False where one has none, its size differs, or the system does not let them see it.
-    """
-    where = None
-    if memory is not None:
-        where = os.getpid(), memory._segment.fd, memory._segment.token
-    everyone = group.allgather_object(where, name="where shared memory is")
-    is_open = memory is not None and memory._open(everyone, group.rank)
-    if not all(group.allgather_object(is_open, name="who sees it")):
-        return False
-    assert memory is not None
-    memory.number = _n_shared[group] = _n_shared.get(group, 0) + 1
-    _shared.setdefault(group, WeakValueDictionary())[memory.number] = memory
-    return True
-
-
-def memory_of(group: Group, number: int) -> SharedMemory | None:
-    """What the group has shared as the `number`-th; None if this rank has dropped it."""
-    return _shared[group].get(number)
-
-
-_n_shared: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-_shared: WeakKeyDictionary[Group, WeakValueDictionary[int, SharedMemory]] = WeakKeyDictionary()
 _segments: WeakSet[_native.Segment] = WeakSet()
 
 
 def _make_private() -> None:
-    """A forked child's writes are seen by no rank, as with any other memory."""
+    """Keep a forked child's writes from the ranks, as with any other memory."""
     for segment in _segments:
         segment.make_private()
 

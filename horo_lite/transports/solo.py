@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from horo_lite import _native
-from horo_lite.transports import Header
+from horo_lite.transports.interface import Header, Reduction, Transport
 
 
-class SoloTransport:
+class SoloTransport(Transport):
     """The transport of a single rank."""
 
     name = "solo"
     rank = 0
     size = 1
-    lookout = None
 
     def __init__(self, ranks: Sequence[int] = (0,)) -> None:
         self.ranks = ranks
-
-    @property
-    def host(self) -> SoloTransport:
-        return self
 
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
         return [Header(digest, count, weight)]
 
-    def allreduce(
-        self,
-        tensors: _native.Tensors,
-        *,
-        op: str,
-        wire: str,
-        prescale: float,
-        scale: float,
-        divisor: float,
-    ) -> None:
+    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         # Where there is nothing to compute, it should still be an error to ask for what has no
         # meaning on several ranks.
-        _native.check_reducible(tensors, op)
-        if prescale * scale != divisor:
+        _native.check_reducible(tensors, reduction.op)
+        if not is_identity(reduction):
             (alone,) = _native.thread_group(1)
-            alone.allreduce(tensors, op, "none", prescale, scale, divisor)
+            alone.allreduce(tensors, *reduction._replace(wire="none"))
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         pass
@@ -65,11 +52,8 @@ class SoloTransport:
     def leave(self, reason: str) -> None:
         pass
 
-    def silent(self) -> list[int]:
-        return []
 
-    def first_to_tell(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
+def is_identity(reduction: Reduction) -> bool:
+    """Whether it leaves one rank's tensors as they are."""
+    factors = reduction.prescale * prod(reduction.weights) * reduction.scale
+    return factors == reduction.divisor

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from horo_lite import _native
-from horo_lite.transports import Header, Transport
+from horo_lite.transports.gpu import GpuTransport
+from horo_lite.transports.interface import Reduction, Transport
+from horo_lite.transports.solo import is_identity
+
+DEFAULT_STAGE_BYTES = 25 * 2**20
 
 
-class StagedTransport:
+class StagedTransport(GpuTransport):
     """Any transport, for tensors on a GPU. Waits for the GPU, twice a call.
 
     A world of one needs nothing moved, and so waits for nothing. Reductions take `stage_bytes` of
@@ -18,36 +22,17 @@ class StagedTransport:
     name = "staged"
 
     def __init__(self, host: Transport, queue: _native.DeviceQueue, stage_bytes: int) -> None:
-        self.rank = host.rank
-        self.size = host.size
-        self.ranks = host.ranks
-        self.host = host
+        super().__init__(host)
         self._queue = queue
         self._stage_bytes = stage_bytes
         self._staging = _native.Staging(queue)
 
-    def agree(
-        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
-    ) -> list[Header]:
-        return self.host.agree(digest, count, weight, label=label)
-
-    def allreduce(
-        self,
-        tensors: _native.Tensors,
-        *,
-        op: str,
-        wire: str,
-        prescale: float,
-        scale: float,
-        divisor: float,
-    ) -> None:
-        if self.size == 1 and prescale * scale == divisor:
-            _native.check_reducible(tensors, op)
+    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+        if self.size == 1 and is_identity(reduction):
+            _native.check_reducible(tensors, reduction.op)
             return
         for part, host in self._parts(tensors):
-            self.host.allreduce(
-                host, op=op, wire=wire, prescale=prescale, scale=scale, divisor=divisor
-            )
+            self.host.allreduce(host, reduction)
             self._staging.upload(host, tensors, part.start)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
@@ -68,7 +53,7 @@ class StagedTransport:
             filled += size
         parts.append(range(first, len(sizes)))
         for part in parts:
-            if part.start:  # an operation begins with a meeting; the first one's has been
+            if part.start:  # every operation begins so; before the first one the caller has
                 self.host.agree(0, label="another part of an exchange")
             yield part, self._staging.download(tensors, part.start, part.stop)
 
@@ -102,18 +87,3 @@ class StagedTransport:
         stages = [_native.Staging(self._queue) for _ in tensors]
         pairs = zip(stages, tensors, strict=True)
         return stages, [stage.download(one, 0, len(one)) for stage, one in pairs]
-
-    def abandon(self, reason: str) -> None:
-        self.host.abandon(reason)
-
-    def leave(self, reason: str) -> None:
-        self.host.leave(reason)
-
-    def silent(self) -> list[int]:
-        return self.host.silent()
-
-    def first_to_tell(self) -> bool:
-        return self.host.first_to_tell()
-
-    def close(self) -> None:
-        pass

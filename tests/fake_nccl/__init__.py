@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("fake_nccl.cpp")
 PROJECT = Path(__file__).resolve().parents[2]
-HEADERS = [PROJECT / "csrc" / "nccl_dl.h", PROJECT / "csrc" / "dtype.h"]
+HEADERS = [PROJECT / "csrc" / "gpu" / "nccl_dl.h", PROJECT / "csrc" / "pack" / "dtype.h"]
 
 # What came with which version: to be left out together with an older HORO_LITE_FAKE_NCCL_VERSION.
 SINCE_2_27 = ("ncclCommWindowRegister", "ncclCommWindowDeregister")

@@ -55,7 +55,7 @@ class Config(c.Structure):
 
 
 class Stream:
-    """A TwinStreamHead, and the thread that does what is queued on it."""
+    """A FakeStreamHead, and the thread that does what is queued on it."""
 
     def __init__(self) -> None:
         self.works: queue.Queue[Callable[[], None]] = queue.Queue()

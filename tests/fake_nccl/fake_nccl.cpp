@@ -1,6 +1,6 @@
 // A stand-in for NCCL: the same symbols over host memory, for real processes of one machine without a GPU.
 //
-// Streams are those of the twin (csrc/device.h): operations are queued on them and read their data when the stream
+// Streams are those of the twin (csrc/gpu/device.h): operations are queued on them and read their data when the stream
 // gets to them. Ranks meet in anonymous shared memory (memfd) that the process which made the unique id holds open, so
 // that nothing can be left behind. Where the real library has a hard edge, this one has it too:
 // - A communicator that is not ready answers ncclInvalidArgument.
@@ -44,16 +44,16 @@
 #include <utility>
 #include <vector>
 
-#include "dtype.h"
-#include "nccl_dl.h"
+#include "gpu/nccl_dl.h"
+#include "pack/dtype.h"
 
 using namespace horo;
 
 namespace {
 
-// The beginning of every stream of the twin, as csrc/device.h has it.
-struct TwinStreamHead {
-  void (*enqueue)(TwinStreamHead* stream, void (*work)(void*), void* argument);
+// The beginning of every stream of the twin, as csrc/gpu/device.h has it.
+struct FakeStreamHead {
+  void (*enqueue)(FakeStreamHead* stream, void (*work)(void*), void* argument);
 };
 
 constexpr int kMaxRanks = 16;
@@ -497,7 +497,7 @@ bool run_transfers(Comm& comm, const std::vector<Op>& ops) {
 // What one call, or one group, queues on one stream for one communicator.
 struct Work {
   CommPtr comm;
-  TwinStreamHead* stream;
+  FakeStreamHead* stream;
   std::vector<Op> ops;
   uint64_t ticket;
 
@@ -522,7 +522,7 @@ void run_work(void* argument) {
 
 void enqueue(std::vector<std::unique_ptr<Work>>& works) {
   for (std::unique_ptr<Work>& work : works) {
-    TwinStreamHead* stream = work->stream;
+    FakeStreamHead* stream = work->stream;
     stream->enqueue(stream, run_work, work.release());
   }
 }
@@ -595,7 +595,7 @@ NcclResult add(const char* name, NcclComm handle, Op op, NcclStream stream) {
     group_error = result;
   } else {
     op.fails = is_meant("FAILS_AT", comm->home, count("operations of " + std::to_string(comm->home)));
-    const auto on = static_cast<TwinStreamHead*>(stream);
+    const auto on = static_cast<FakeStreamHead*>(stream);
     const auto same = std::find_if(group_works.begin(), group_works.end(), [&](const std::unique_ptr<Work>& work) {
       return work->comm == comm && work->stream == on;
     });

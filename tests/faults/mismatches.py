@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import horo_lite as hvd
-from horo_lite.world import new_group, world
+from horo_lite import new_group, world
 
 fp16, none = hvd.Compression.fp16, hvd.Compression.none
 

@@ -25,7 +25,7 @@ RAISED = (f"{ITSELF} ends the job with an exception:", "[rank {rank}] ValueError
 LEFT = (f"{PEERS}has left (its program ended)", " while rank ")
 KILLED = (f"{PEERS}was killed by signal 9 (Killed)",)
 
-PART = "from horo_lite.world import new_group\npart = new_group([0, 1])"
+PART = "from horo_lite import new_group\npart = new_group([0, 1])"
 SOON = {"HORO_LITE_STALL_WARN_S": "0.5", "HORO_LITE_STALL_ABORT_S": "1"}
 TORCH = """
 import torch, horo_lite.torch as hvt
@@ -112,7 +112,7 @@ ENDS = [
           (f"{ITSELF}: PeerLostError: rank ", "has left", "allreduce 'one more'"), others="pass"),
     Fault("all ranks exit with 3", "sys.exit(3)", others="sys.exit(3)", code=3, messages=0),
     Fault("an exception that a part of the world waits for",
-          f"{PART}\nfail()", RAISED, others=f"{PART}\n(part or world.group).barrier()"),
+          f"{PART}\nfail()", RAISED, others=f"{PART}\nhvd.barrier(group=part)"),
     # A mismatch that nobody catches.
     Fault("a mismatch", "hvd.allreduce(np.ones(4), name='weights')",
           ("MismatchError: the ranks do not agree in allreduce 'weights'. First difference: ranks "

@@ -184,7 +184,7 @@ def test_forked_children_are_no_ranks() -> None:
             lambda: hvd.allreduce_async(np.ones(3), name="child"),
             lambda: hvd.barrier(),
             lambda: hvd.init(),
-            lambda: world.group.broadcast(np.ones(3), root_rank=0),
+            lambda: hvd.broadcast(np.ones(3), root_rank=0, group=world.group),
         ]
         for call in calls:
             try:

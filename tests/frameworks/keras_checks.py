@@ -20,7 +20,7 @@ import pytest
 
 import horo_lite
 import horo_lite.keras as hvd
-from horo_lite import arrays
+from horo_lite.collectives import arrays
 
 BACKEND = keras.backend.backend()
 world = hvd.init()
@@ -237,7 +237,8 @@ def gradients(model: Any, x: Any, y: Any) -> list[Any]:
     import jax
 
     def loss(values: Any) -> Any:
-        outputs, _ = model.stateless_call(values, [], x)
+        fixed = [variable.value for variable in model.non_trainable_variables]
+        outputs, _ = model.stateless_call(values, fixed, x)
         return ((outputs - y) ** 2).mean()
 
     return jax.grad(loss)([variable.value for variable in model.trainable_variables])
@@ -361,7 +362,7 @@ def check_callbacks() -> None:
             before,
             hvd.callbacks.MetricAverageCallback(),
             hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_epochs=2),
-            hvd.callbacks.LearningRateScheduleCallback(0.3, 0.1, start_epoch=3),
+            hvd.callbacks.LearningRateScheduleCallback(0.3, 0.1, start_epoch=2, end_epoch=4),
             after,
         ],
     )
@@ -374,8 +375,11 @@ def check_callbacks() -> None:
             np.testing.assert_allclose(logs[name], mean, rtol=1e-12)
             assert history.history[name][epoch] == logs[name]
     assert world.size == 1 or own[0][0]["loss"] != own[1][0]["loss"]
-    climb = [1 / world.size + (1 - 1 / world.size) * (k + 1) / 12 for k in range(2 * N_STEPS)]
-    rates = [0.3 * part for part in climb] + [0.3] * N_STEPS + [0.03] * N_STEPS
+    # Horovod: initial_lr / N * ((epoch + (batch + 1) / steps) * (N - 1) / warmup_epochs + 1), and
+    # then initial_lr * multiplier ** (epoch - start_epoch).
+    n = world.size
+    climb = [0.3 / n * ((k + 1) / N_STEPS * (n - 1) / 2 + 1) for k in range(2 * N_STEPS)]
+    rates = climb + [0.3 * 0.1**0] * N_STEPS + [0.3 * 0.1**1] * N_STEPS
     np.testing.assert_allclose(after.rates, rates, rtol=1e-6)
     if BACKEND == "torch" and world.size > 1:
         old = [0.3, *rates]
@@ -384,6 +388,98 @@ def check_callbacks() -> None:
         expected = [corrected[k] if k in changes else 0.5 for k in range(4 * N_STEPS)]
         np.testing.assert_allclose(after.momenta, expected, rtol=1e-6)
     assert model.optimizer.momentum == 0.5
+
+
+def check_schedules() -> None:
+    """Rates are those of the formulas, and the ones that the steps were made with."""
+    schedule = hvd.callbacks.LearningRateScheduleCallback
+    cases = [
+        (lambda: schedule(0.1, 0.5), lambda epoch, batch: 0.1 * 0.5**epoch),
+        (
+            lambda: schedule(0.1, 0.5, 1, 3),
+            lambda epoch, batch: 0.1 * 0.5 ** max(0, min(1, epoch - 1)),
+        ),
+        (lambda: schedule(0.1, 0.5, staircase=False), lambda epoch, batch: 0.1 * 0.5**epoch),
+        (lambda: schedule(0.1, lambda e: 1 / (1 + e)), lambda epoch, batch: 0.1 / (1 + epoch)),
+        (
+            lambda: schedule(0.1, lambda e: 1 / (1 + e), staircase=False),
+            lambda epoch, batch: 0.1 / (1 + epoch + batch / N_STEPS),
+        ),
+    ]
+    model, alone = pair(lambda: keras.optimizers.SGD(0.1))
+    hvd.broadcast_parameters(model)
+    for make, formula in cases:
+        model.optimizer.learning_rate = 0.1
+        recording = Recording()
+        fit(model, epochs=4, callbacks=[make(), recording])
+        expected = [formula(k // N_STEPS, k % N_STEPS) for k in range(4 * N_STEPS)]
+        np.testing.assert_allclose(recording.rates, expected, rtol=1e-6)
+        assert [logs["learning_rate"] for logs in recording.logs] == [
+            np.float32(expected[k]) for k in range(N_STEPS - 1, 4 * N_STEPS, N_STEPS)
+        ]
+        for k, rate in enumerate(expected):
+            alone.optimizer.learning_rate = rate
+            rows = slice(BATCH * (k % N_STEPS), BATCH * (k % N_STEPS + 1))
+            alone.train_on_batch(X[rows], Y[rows])
+    check_same_bits(model)
+    check_close(model, alone)
+
+
+def check_metrics_that_are_arrays() -> None:
+    mine = {"loss": float(world.rank), "each": keras.ops.array([1.0, world.rank]), "n": world.rank}
+    hvd.callbacks.MetricAverageCallback().on_epoch_end(0, mine)
+    mean = (world.size - 1) / 2
+    assert mine["loss"] == mine["n"] == mean
+    np.testing.assert_array_equal(mine["each"], [1.0, mean])
+    with pytest.raises(TypeError, match=r"logs\['when'\] is 'today'"):
+        hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {"loss": 1.0, "when": "today"})
+
+
+def check_what_acts_on_averages() -> None:
+    """Clipping, decay, accumulation and moving averages, one at a time, beside a frozen layer."""
+    for options in (
+        {"clipnorm": 0.05},
+        {"global_clipnorm": 0.05},
+        {"clipvalue": 0.02},
+        {"weight_decay": 0.1},
+        {"gradient_accumulation_steps": 2},
+        {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    ):
+        for n_frozen in (0, 1):
+            make = partial(keras.optimizers.SGD, 0.5, momentum=0.9, **options)
+            model, alone = pair(make)
+            hvd.broadcast_parameters(model)
+            for net in (model, alone):
+                net.layers[0].trainable = not n_frozen
+            start = model.get_weights()
+            for step in range(4):
+                whole = slice(BATCH * step, BATCH * (step + 1))
+                mine = slice(*(bound // world.size for bound in (whole.start, whole.stop)))
+                for net, x, y in (
+                    (model, shard(X)[mine], shard(Y)[mine]),
+                    (alone, X[whole], Y[whole]),
+                ):
+                    found = gradients(net, x, y)
+                    if BACKEND == "torch":
+                        import torch
+
+                        with torch.no_grad():
+                            net.optimizer.apply(found, net.trainable_variables)
+                    else:
+                        net.optimizer.apply(found, net.trainable_variables)
+            check_same_bits(model)
+            check_close(model, alone)
+            moved = [(a != b).any() for a, b in zip(start, model.get_weights(), strict=True)]
+            assert moved == [not n_frozen] * 2 + [True] * 2
+
+
+def check_words() -> None:
+    with pytest.raises(TypeError, match=r"DistributedOptimizer\(\) got .* 'compresion'"):
+        hvd.DistributedOptimizer("sgd", compresion=hvd.Compression.fp16)
+    with pytest.raises(TypeError, match=r"load_model\(\) got .* 'compresion'"):
+        hvd.load_model("model.keras", compresion=hvd.Compression.fp16)
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        hvd.broadcast_global_variables(0)
 
 
 def check_group() -> None:

@@ -26,7 +26,7 @@ assert world.device.kind == "cuda", world
 size = world.size
 
 import cupy as cp
-from horo_lite import arrays
+from horo_lite.collectives import arrays
 from horo_lite.adapters import adapter_of
 
 class Momentum:
@@ -116,6 +116,22 @@ for got in (hvd.allreduce(x.copy(), op=hvd.Sum), hvd.synchronize(later)):
 rows = hvd.allgather(cp.asarray(np.full((rank + 1, 2), rank)))
 assert type(rows) is cp.ndarray and rows.get().tolist() == [[0, 0], [1, 1], [1, 1]]
 assert hvd.broadcast(cp.asarray([rank, 7.0]), 1).get().tolist() == [1, 7]
+
+# In a thread that has chosen no GPU, results lie on that of what was given.
+import threading
+found = []
+def elsewhere():
+    found.append(hvd.allreduce(x, op=hvd.Sum))
+    found.append(hvd.allgather(x))
+    found.append(hvd.broadcast(x, 1))
+    found.append(hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)))
+    found.append(adapter_of(x).zeros_like(x))
+    found.append(adapter_of(x).from_numpy(np.ones(2), x))
+    found.append(hvd.average_gradients([x, x if rank else None])[1])
+thread = threading.Thread(target=elsewhere)
+thread.start(), thread.join()
+assert len(found) == 7
+assert all(got.device == world.device.index for got in found), [got.device for got in found]
 
 # What only one rank has counts as zeros on the other.
 opt = hvd.DistributedOptimizer(Momentum([cp.asarray(np.ones(2)), cp.asarray(np.ones(3))]))

@@ -10,6 +10,8 @@ import pytest
 from digits_runs import accuracy_of
 from launch import Result, run_ranks
 
+pytestmark = pytest.mark.timeout(600)
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 START = """
@@ -145,7 +147,8 @@ def test_gradients_stay_where_xla_put_them() -> None:
     ranks(
         TRAIN
         + """
-from horo_lite import _native, arrays
+from horo_lite import _native
+from horo_lite.collectives import arrays
 from horo_lite.jax import primitive
 
 seen = []
@@ -368,7 +371,7 @@ assert [float(s) for s in [score(i + 100.0 * rank) for i in range(30)]] == [
 
 @WAYS
 def test_ranks_that_differ_inside_jit(way: str) -> None:
-    result = ranks(
+    ranks(
         """
 @jax.jit
 def step(tree, x):
@@ -409,7 +412,6 @@ assert isinstance(error, hvd.MismatchError) and "layers.0.w" in str(error)
         2,
         way,
     )
-    assert result.elapsed_s < 120
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(3)"])
@@ -536,6 +538,20 @@ assert "gradient_transformation()" in str(error)
     )
 
 
+def test_public_functions_show_what_they_take() -> None:
+    import inspect
+
+    import horo_lite.jax as hvd
+
+    for name, function in vars(hvd).items():
+        if getattr(function, "__module__", "").startswith("horo_lite.jax"):
+            signature = str(inspect.signature(function))
+            assert "self" not in signature, name
+            assert "*" not in signature.replace("*, ", ""), name
+    with pytest.raises(TypeError, match=r"^DistributedOptimizer\(\) got .* 'compresion'"):
+        hvd.DistributedOptimizer(None, compresion=1)
+
+
 def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
     import jax
 
@@ -590,7 +606,7 @@ def test_what_is_known_of_xla_is_what_its_header_says(tmp_path: Path) -> None:
         }.items()
     ]
     checks.append("XLA_FFI_RetType_BUFFER == XLA_FFI_ArgType_BUFFER")
-    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla_ffi.h"']
+    lines = ['#include "xla/ffi/api/c_api.h"', '#include "bindings/xla_ffi.h"']
     lines += [f"static_assert({check});" for check in checks]
     (tmp_path / "check.cpp").write_text("\n".join(lines))
     command = ["g++", "-std=c++20", "-fsyntax-only", "-I", jax.ffi.include_dir(), "-I", str(CSRC)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(540)
 LIMIT_S = 60
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_nnabla.py"
 
@@ -66,8 +66,8 @@ TRAINING = (
     + """
 from functools import partial
 import horo_lite as hvd
-from horo_lite import arrays
-from horo_lite.collectives import Group
+from horo_lite.collectives import arrays
+from horo_lite.collectives.group import Group
 
 world = hvd.init()
 rank, size = world.rank, world.size
@@ -160,6 +160,26 @@ found = values()
 assert close(found, whole) and same_bits(found)
 print("passes", flush=True)
 
+# Several passes, then clipping, without overlap: one process on the whole batch.
+def clipped(solver, parts):
+    x, t, loss = model(len(range(BATCH)[parts[0]]))
+    solver.set_parameters(nn.get_parameters())
+    for step in range(N_STEPS):
+        solver.zero_grad()
+        for part in parts:
+            x.d, t.d = IMAGES[step][part], LABELS[step][part]
+            loss.forward(clear_no_need_grad=True)
+            loss.backward(1 / len(parts), clear_buffer=True)
+        solver.clip_grad_by_norm(0.3)
+        loss.forward()  # which changes no gradient
+        solver.update()
+    return values()
+once = clipped(momentum(), [everything])
+assert not close(once, whole)
+found = clipped(hvd.DistributedOptimizer(momentum()), [half(p) for p in range(2)])
+assert close(found, once) and same_bits(found)
+print("accumulated and clipped", flush=True)
+
 # fp16 on the wire: not the same, but close, and small gradients do not vanish.
 found = train(hvd.DistributedOptimizer(momentum(), compression=hvd.Compression.fp16), shard)
 assert close(found, whole, 1e-2, 1e-3) and same_bits(found)
@@ -181,8 +201,8 @@ print("fp16", flush=True)
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
     result = run_ranks(TRAINING, size, timeout_s=LIMIT_S).check()
-    for part in ("eager", "clipped", "uneven", "overlap", "passes", "fp16"):
-        assert result.stdout.count(part) == size, str(result)
+    for part in ("eager", "clipped", "uneven", "overlap", "passes", "and clipped", "fp16"):
+        assert len(re.findall(rf"^.*{part}$", result.stdout, re.MULTILINE)) >= size, str(result)
 
 
 TOGETHER = (
@@ -286,6 +306,34 @@ except TypeError as error:
     assert "belongs to synchronize()" in str(error)
     print("late", flush=True)
 
+# What a pass adds after clipping is this rank's own, and is not stepped with.
+solver = hvd.DistributedOptimizer(S.Sgd(0.1))
+solver.set_parameters(nn.get_parameters())
+before = values()
+def refused(call):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "changed since clip_grad_by_norm() averaged them" in str(error), error
+        return
+    raise AssertionError("stepped with gradients of its own")
+loss.forward(), solver.zero_grad(), loss.backward(), solver.clip_grad_by_norm(1.0)
+loss.forward(), loss.backward()
+refused(solver.update)
+refused(lambda: solver.weight_decay(0.1))
+assert close(values(), before, 0, 0)
+# Changed alike by the program, or by nothing, they are still averages; and zero_grad() begins anew.
+loss.forward(), solver.zero_grad(), loss.backward(), solver.clip_grad_by_norm(1.0)
+for v in nn.get_parameters().values():
+    if not v.grad.zeroing:
+        v.g = v.g * 0.5
+solver.weight_decay(0.1), solver.update()
+loss.forward(), solver.zero_grad(), loss.backward(), solver.clip_grad_by_norm(1.0)
+loss.forward(), solver.zero_grad(), loss.forward(), loss.backward()
+solver.update()
+assert same_bits(values()) and not close(values(), before)
+print("refused", flush=True)
+
 # A step left out after a check: gradients of the next pass travel, though no zero_grad() is seen.
 solver = hvd.DistributedOptimizer(S.Sgd(0.1))
 solver.set_parameters(nn.get_parameters())
@@ -304,7 +352,7 @@ print("left out", flush=True)
 
 def test_states_mismatches_and_overflows() -> None:
     result = run_ranks(TOGETHER, 2, timeout_s=LIMIT_S).check()
-    for part in ("broadcast", "overflow", "late", "left out"):
+    for part in ("broadcast", "overflow", "late", "refused", "left out"):
         assert result.stdout.count(part) == 2, str(result)
     shape, missing = re.findall(r"< (.*) >", result.stdout)[:2]
     assert re.search(r"'w/b'.*float32\[3\].*float32\[4\]", shape), shape
@@ -515,7 +563,7 @@ TUTORIAL = (
 import nnabla.communicators as C
 from nnabla.ext_utils import get_extension_context
 
-ctx = get_extension_context(sys.argv[1])
+ctx = get_extension_context(sys.argv[1], type_config="float", device_id="0")
 comm = C.MultiProcessDataParalellCommunicator(ctx)
 comm.init()
 nn.set_default_context(ctx)
@@ -537,17 +585,67 @@ print(f"rank {comm.rank} of {comm.size} trained", __name__, len(sys.argv))
 )
 
 
-def test_a_script_for_nnablas_communicator_runs_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", ["cpu", "cudnn"])
+def test_a_script_for_nnablas_communicator_runs_unchanged(context: str, tmp_path: Path) -> None:
     script = tmp_path / "tutorial.py"
     script.write_text(TUTORIAL)
     module = f"""
         import runpy, sys
-        sys.argv[1:] = [{str(script)!r}, "cpu"]
+        sys.argv[1:] = [{str(script)!r}, {context!r}]
         runpy.run_module("horo_lite.nnabla", run_name="__main__")
     """
     result = run_ranks(module, 2, timeout_s=LIMIT_S).check()
     for rank in range(2):
         assert f"rank {rank} of 2 trained __main__ 2" in result.stdout
+    line = "[horo_lite] there is no NNabla extension 'cudnn' here"
+    assert result.stderr.count(line) == (context == "cudnn"), str(result)
+
+
+WATCH_DOG = """\
+import sys
+import time
+import nnabla as nn
+import nnabla.functions as F
+import numpy as np
+import horo_lite.nnabla as hvd
+
+comm = hvd.MultiProcessDataParallelCommunicator()
+comm.init()
+w = nn.Variable((2,), need_grad=True)
+w.d = 1
+cost = F.sum(w * comm.rank)
+
+def reduce():
+    cost.forward()
+    w.grad.zero()
+    if sys.argv[1] == "all_reduce":
+        cost.backward()
+        comm.all_reduce(w.grad)
+    else:
+        cost.backward(communicator_callbacks=comm.all_reduce_callback(w.grad, 64))
+    assert w.g.tolist() == [1, 1]
+
+if comm.rank == 1:
+    time.sleep(2)
+comm.barrier()  # waits for as long as it takes
+reduce()
+print("reduced", flush=True)
+if comm.rank == 1:
+    time.sleep(25)
+reduce()
+print("went on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_reduce_callback"])
+def test_the_watch_dog_ends_a_reduction_that_takes_too_long(call: str) -> None:
+    env = {"NNABLA_MPI_WATCH_DOG_ENABLE": "1", "NNABLA_MPI_WATCH_DOG_TIMEOUT": "1"}
+    result = run_ranks(WATCH_DOG, 2, args=[call], env=env, timeout_s=LIMIT_S)
+    assert result.returncode != 0, str(result)
+    assert result.stdout.count("reduced") == 2, str(result)
+    assert "went on" not in result.stdout, str(result)
+    assert re.search("StallError: .*rank 1 did not come", result.stderr), str(result)
+    assert "set NNABLA_MPI_WATCH_DOG_TIMEOUT to more" in result.stderr, str(result)
 
 
 def test_the_example_learns_and_ends_with_the_same_bits_everywhere() -> None:

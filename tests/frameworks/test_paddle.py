@@ -12,7 +12,7 @@ import paddle
 from paddle import nn
 
 import horo_lite as hvd
-from horo_lite import arrays
+from horo_lite.collectives import arrays
 
 world = hvd.init()
 rank, size = world.rank, world.size

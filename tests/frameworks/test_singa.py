@@ -29,9 +29,10 @@ from small_net import N_STEPS, alone, close, mean_loss, network, samples, values
 
 import horo_lite  # noqa: E402
 import horo_lite.singa as hvd  # noqa: E402
+from horo_lite import ops  # noqa: E402
 from horo_lite.adapters import adapter_of  # noqa: E402
 from horo_lite.adapters.singa import array_of, write  # noqa: E402
-from horo_lite.collectives import Group  # noqa: E402
+from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 
 EXAMPLE = TESTS.parent / "examples" / "digits_singa.py"
@@ -273,6 +274,47 @@ def test_one_tensor_that_is_the_gradient_of_two_is_averaged_once() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(by_hand: bool) -> None:
+    """SINGA accumulates nothing, so a program adds up and clips what backward() yields."""
+
+    def step(one: Any, net: Any, parts: list[Any], averaged: Callable[[Any], Any]) -> None:
+        total = {name: np.zeros(shape, np.float32) for name, shape in small_net.SHAPES.items()}
+        for x, y in parts:
+            for p, g in autograd.backward(mean_loss(net, x, y)):
+                total[p.name] += tensor.to_numpy(g) / len(parts)
+        gradients = averaged({name: tensor.from_numpy(g) for name, g in total.items()})
+        norm = np.sqrt(sum((tensor.to_numpy(g) ** 2).sum() for g in gradients.values()))
+        for name, g in gradients.items():
+            one.apply(name, net[name], tensor.from_numpy(tensor.to_numpy(g) * min(1, 0.1 / norm)))
+
+    x, y = samples(0)
+
+    expected = network()
+    step(sgd(), expected, [(x, y)], lambda gradients: gradients)
+    unclipped = network()
+    sgd()(mean_loss(unclipped, *samples(0)))
+    assert not close(unclipped, values(expected))  # so clipping does something
+
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = hvd.DistributedOptimizer(sgd(), group=group)
+
+        def averaged(gradients: Any) -> Any:
+            if not by_hand:
+                return horo_lite.average_gradients(gradients, group=group)
+            for g in gradients.values():
+                optimizer.all_reduce(g.data)
+                g /= optimizer.world_size
+            return gradients
+
+        mine = [(x[i::4], y[i::4]) for i in (group.rank, group.rank + 2)]
+        step(optimizer.opt, net, mine, averaged)
+        assert close(net, values(expected))
+
+    run_threads(2, rank)
+
+
 # Half precision.
 
 
@@ -358,28 +400,27 @@ def test_partial_updates_average_one_part_after_the_other() -> None:
     ],
 )
 def test_what_travels_is_summed_exactly_and_the_rest_is_kept(
-    options: dict[str, Any], sent: list[list[int]], corr: bool
+    options: dict[str, Any], sent: list[list[int]], corr: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of five elements by magnitude, over both parameters as one, or all of at least 7."""
     gradients = [[1, 9, 2, -7, 5], [-7, 8, 1, 9, 0]]
+    shipped = [0, 0]
+
+    def counted(x: Any, *, group: Group, **options: Any) -> Any:
+        shipped[group.rank] += x.nbytes
+        return ops.allgather(x, group=group, **options)
+
+    monkeypatch.setattr("horo_lite.singa.sparse.allgather", counted)
 
     def rank(group: Group) -> None:
         a, b = new([0, 0], "a"), new([0, 0, 0], "b")
         optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), group=group)
         mine = gradients[group.rank]
-        shipped = 0
-
-        def counted(x: Any, **names: Any) -> Any:
-            nonlocal shipped
-            shipped += x.nbytes
-            return Group.allgather(group, x, **names)
-
-        group.allgather = counted  # type: ignore[method-assign]
         loss = [(a, mine[:2]), (b, mine[2:])]
         optimizer.backward_and_sparse_update(loss, corr=corr, **options)
         applied = -np.concatenate([tensor.to_numpy(a), tensor.to_numpy(b)])
         assert applied.tolist() == (np.sum(sent, 0) / 2).tolist()
-        assert shipped == 8 * np.count_nonzero(sent[group.rank])
+        assert shipped[group.rank] == 8 * np.count_nonzero(sent[group.rank])
         zeros = [(a, [0, 0]), (b, [0, 0, 0])]
         optimizer.backward_and_sparse_update(zeros, topK=True, spars=1, corr=corr)
         applied = -np.concatenate([tensor.to_numpy(a), tensor.to_numpy(b)])
@@ -461,7 +502,6 @@ def test_what_programs_ask_of_distopt_is_there() -> None:
         # A loop of one's own, as with DistOpt: sums, which update() divides.
         p, g = new([1, 1], "p"), new([2 * group.rank, 4])
         optimizer.all_reduce(g.data)
-        optimizer.wait()
         assert tensor.to_numpy(g).tolist() == [2, 8]
         optimizer.opt = opt.SGD(lr=1)
         optimizer.update(p, g)
@@ -469,9 +509,7 @@ def test_what_programs_ask_of_distopt_is_there() -> None:
         more = [new([group.rank, 1]), new([[1, 2]])]
         optimizer.fused_all_reduce([t.data for t in more])
         optimizer.all_reduce_half(g.data)
-        optimizer.wait()
         optimizer.fused_all_reduce_half([t.data for t in more])
-        optimizer.wait()
         assert [tensor.to_numpy(t).tolist() for t in more] == [[2, 4], [[4, 8]]]
         assert tensor.to_numpy(g).tolist() == [2, 8]  # update() had divided it
         kept = new([0, 0])
@@ -511,7 +549,39 @@ def test_an_optimizer_from_before_version_3(monkeypatch: pytest.MonkeyPatch) -> 
 # Communicator.
 
 
-def test_sums_are_in_the_tensors_after_wait() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_follows_a_call_sees_the_sum_without_wait(size: int) -> None:
+    """A program that averages its parameters: SINGA queues the division behind the sum."""
+
+    def rank(group: Group) -> None:
+        optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
+        communicator = optimizer.communicator
+        calls: list[Callable[[tensor.Tensor], None]] = [
+            lambda p: optimizer.all_reduce(p.data),
+            lambda p: optimizer.all_reduce_half(p.data),
+            lambda p: optimizer.fused_all_reduce([p.data]),
+            lambda p: optimizer.fused_all_reduce_half([p.data]),
+            lambda p: optimizer.sparsification(p.data, None, 1.0, topK=True),
+            lambda p: optimizer.fused_sparsification([p.data], None, 0.0, topK=False),
+            lambda p: communicator.synch(p.data),
+            lambda p: communicator.synchHalf(p.data),
+            lambda p: communicator.fusedSynch(singa_wrap.VecTensor([p.data])),
+            lambda p: communicator.fusedSynchHalf(singa_wrap.VecTensor([p.data])),
+        ]
+        for call in calls:
+            net = [new([group.rank, 3]), new([[2 * group.rank]])]
+            for p in net:
+                call(p)
+                p /= group.size
+            middle = (group.size - 1) / 2
+            assert [tensor.to_numpy(p).tolist() for p in net] == [[middle, 3], [[2 * middle]]]
+            optimizer.wait()  # changes nothing any more
+            assert [tensor.to_numpy(p).tolist() for p in net] == [[middle, 3], [[2 * middle]]]
+
+    run_threads(size, rank)
+
+
+def test_sums_of_several_calls() -> None:
     def rank(group: Group) -> None:
         communicator = hvd.Communicator(4194304, group=group)
         assert (communicator.global_rank, communicator.world_size) == (group.rank, 3)
@@ -556,12 +626,11 @@ def test_tensors_set_aside_travel_as_they_were_then() -> None:
     run_threads(2, rank)
 
 
-def test_different_calls_are_told_at_wait() -> None:
+def test_different_calls_are_told() -> None:
     def rank(group: Group) -> None:
         communicator = hvd.Communicator(group=group)
-        communicator.synch(new(np.ones(3 if group.rank else 4)).data)
         with pytest.raises(MismatchError, match="call 1 of SINGA's Communicator 1, synch"):
-            communicator.wait()
+            communicator.synch(new(np.ones(3 if group.rank else 4)).data)
 
     run_threads(2, rank)
 
@@ -571,6 +640,13 @@ def test_a_world_that_is_not_this_one_is_an_error() -> None:
 
     def rank(group: Group) -> None:
         assert hvd.Communicator(group.rank, 2, holder, 4194304, group=group).local_rank < 2
+        me = {"gpu_num": group.rank, "gpu_per_node": 2}  # as SINGA had it before
+        optimizer = hvd.DistributedOptimizer(sgd(), nccl_id=holder, **me, group=group)
+        assert (optimizer.local_rank, optimizer.world_size) == (group.rank, 2)
+        with pytest.raises(ValueError, match=r"rank . of 2, and not 1 of 4"):
+            hvd.DistributedOptimizer(sgd(), holder, gpu_num=1, gpu_per_node=4, group=group)
+        with pytest.raises(TypeError, match="gpu_num is the earlier name of local_rank"):
+            hvd.DistributedOptimizer(sgd(), holder, group.rank, 2, gpu_num=group.rank, group=group)
         with pytest.raises(ValueError, match=r"rank . of 2, and not 1 of 4: leave nccl_id out"):
             hvd.DistributedOptimizer(sgd(), holder, 1, 4, group=group)
         with pytest.raises(TypeError, match="2 arguments"):
@@ -647,10 +723,10 @@ def test_the_generic_functions_know_tensors_models_and_optimizers() -> None:
             assert net[name] is originals[name]
             assert np.array_equal(tensor.to_numpy(net[name]), expected)
             assert np.array_equal(tensor.to_numpy(other[name]), expected)
-        mean = group.allreduce(new([group.rank, 2]))
+        mean = ops.allreduce(new([group.rank, 2]), group=group)
         assert isinstance(mean, tensor.Tensor)
         assert tensor.to_numpy(mean).tolist() == [1, 2]
-        count = group.allreduce(tensor.from_numpy(np.array([group.rank])), hvd.Sum)
+        count = ops.allreduce(tensor.from_numpy(np.array([group.rank])), hvd.Sum, group=group)
         assert tensor.to_numpy(count).tolist() == [3]
         two = adapter_of(count).from_numpy(np.ones(2), like=count)  # of float64
         assert tensor.to_numpy(two).dtype == np.float32

@@ -9,7 +9,7 @@ from digits_runs import accuracy_of
 from launch import run_ranks
 
 FOLDER = Path(__file__).resolve().parent
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 # A job takes fifteen seconds; the limits are for machines that do other things as well.
 LIMIT_S = 200
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
@@ -20,14 +20,21 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 def test_tape_and_operations(size: int) -> None:
     checks = FOLDER / "tensorflow_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"{size} ranks: check_") == 9, result
+    assert result.stdout.count(f"{size} ranks: check_") == 17, result
+
+
+def test_gradients_of_operations_on_four_ranks() -> None:
+    checks = FOLDER / "tensorflow_checks.py"
+    args = ["check_gradients_are_horovods", "check_gradients_in_a_group"]
+    result = run_ranks(checks, 4, args=args, env=QUIET, timeout_s=LIMIT_S).check()
+    assert result.stdout.count("4 ranks: check_") == 2, result
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_keras_trains_as_one_process_would(size: int) -> None:
     checks = FOLDER / "keras_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"tensorflow on {size}: check_") == 11, result
+    assert result.stdout.count(f"tensorflow on {size}: check_") == 15, result
 
 
 def test_a_rank_with_more_steps_is_told_who_left() -> None:

@@ -17,7 +17,7 @@ START = """
 import numpy as np
 from tinygrad import GlobalCounters, Tensor, TinyJit, dtypes, nn
 import horo_lite as hvd
-from horo_lite import arrays
+from horo_lite.collectives import arrays
 from horo_lite.adapters import adapter_of
 
 world = hvd.init()
@@ -153,6 +153,31 @@ a.grad = b.grad = data.cast("float")[1]
 opt.step()
 assert (data.numpy() == np.arange(6.0).reshape(3, 2) + rank).all()
 assert a.tolist() == b.tolist() == [-2.5, -3.5]
+
+# Several passes, then clipping, then the step: as in one process on the whole batch.
+def clip(opt):
+    norm = sum(p.grad.square().sum().item() for p in opt.params) ** 0.5
+    assert norm > 0.1
+    for p in opt.params:
+        p.grad = p.grad * (0.1 / norm)
+
+hvd.broadcast_parameters(net)
+alone = copy_of(net)
+make = lambda net: nn.optim.SGD(nn.state.get_parameters(net), lr=0.1)
+opt, opt_alone = hvd.DistributedOptimizer(make(net)), make(alone)
+x, y = samples(4 * size, 7)
+opt.zero_grad(), opt_alone.zero_grad()
+for i in (rank, rank + size):
+    (loss_of(net, x[i :: 2 * size], y[i :: 2 * size]) / 2).backward()
+opt.synchronize()
+clip(opt)
+with opt.skip_synchronize():
+    opt.step()
+loss_of(alone, x, y).backward()
+clip(opt_alone)
+opt_alone.step()
+check_close(values(net), values(alone))
+check_alike(net)
 """,
         2,
     )

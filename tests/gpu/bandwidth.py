@@ -26,7 +26,7 @@ from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
 
 import horo_lite as hvd
-from horo_lite import _native
+from horo_lite import _native, _testing, ops
 
 TWIN = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
 DEVICE = "cpu" if TWIN else "cuda"  # the twin's memory is the host's
@@ -111,7 +111,7 @@ class Gradients:
         address = self.wires[wire].data_ptr()
         pieces = self.pieces[wire]
         other = "float32" if step == "measure" else wire
-        _native.run_kernel(self._queue, step, "float32", other, pieces, wire=address, **options)
+        _testing.run_kernel(self._queue, step, "float32", other, pieces, wire=address, **options)
 
     def measure(self) -> None:
         self.run("measure", "float16")
@@ -279,7 +279,7 @@ def host_time(how: str) -> None:
         for _ in range(3):
             optimizer.synchronize()
         library.read(gradients[0])
-        lane = world.group._lane(world.device.index)
+        lane = world.group.lane(world.device.index)
         nccl = lane.transport().group
         tensors = _native.Tensors(gradients, stream=-1)
         steps, reads, queued, busy = [], [], [], []
@@ -290,7 +290,7 @@ def host_time(how: str) -> None:
             steps.append(time.perf_counter() - began)
             busy.append(library.is_busy(late))
             library.read(late)
-            world.group.barrier()
+            ops.barrier(group=world.group)
         for _ in range(rounds):
             late = library.late(np.zeros(8, np.float32))
             began = time.perf_counter()
@@ -301,7 +301,7 @@ def host_time(how: str) -> None:
             nccl.allreduce(tensors, "average", compression.wire, 1.0, 1.0, float(world.size), None)
             queued.append(time.perf_counter() - began)
             lane.queue.synchronize()
-            world.group.barrier()
+            ops.barrier(group=world.group)
         if world.rank == 0:
             say(
                 all(busy) and (median(steps) < HOST_S or TWIN),

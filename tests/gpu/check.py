@@ -397,7 +397,8 @@ def build(table: Table) -> bool:
     shutil.rmtree(package, ignore_errors=True)
     kind = ["*.so", "__pycache__"]
     shutil.copytree(PROJECT / "horo_lite", package, ignore=shutil.ignore_patterns(*kind))
-    shutil.copy2(tree / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}", package)
+    for module in ("_native", "_testing"):
+        shutil.copy2(tree / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}", package)
     seconds = time.monotonic() - began
     what = "without CUDA" if TWIN else f"for compute capability {capability or generation}"
     table.verdict("passed" if seconds < 120 else "FAILED", f"built {what} in {seconds:.0f} s")

@@ -28,7 +28,9 @@ from oracle import allgather_reference, allreduce_reference, alltoall_reference,
 from ranks import join, use_nccl_alone
 
 import horo_lite as hvd
-from horo_lite.collectives import Average, Group, Max, Min, Product, Sum
+from horo_lite import ops
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Max, Min, Product, Sum
 
 Check = Callable[[Group, Library], None]
 
@@ -80,12 +82,12 @@ def check_every_dtype_and_op(group: Group, library: Library) -> None:
                 continue
             x = library.make(inputs[group.rank])
             expected = allreduce_reference(inputs, op.value).astype(inputs[0].dtype)
-            got = group.allreduce(x, op)
+            got = ops.allreduce(x, op, group=group)
             assert type(got) is type(x)
             assert_same(library.read(got), expected, (dtype, op))
             assert_same(library.read(x), inputs[group.rank], "the input was changed")
             if library.writable:
-                assert group.allreduce_(x, op) is x
+                assert ops.allreduce_(x, op, group=group) is x
                 assert_same(library.read(x), expected, (dtype, op, "in place"))
 
 
@@ -94,10 +96,10 @@ def check_shapes_and_groups(group: Group, library: Library) -> None:
     for dtypes in (["float32"] * 6, ["float32", "int64", "float64", "float16", "int32", "uint8"]):
         inputs = [everyone(group, s, d) for s, d in zip(shapes, dtypes, strict=True)]
         xs = [library.make(each[group.rank]) for each in inputs]
-        for got, each in zip(group.grouped_allreduce(xs, Sum), inputs, strict=True):
+        for got, each in zip(ops.grouped_allreduce(xs, Sum, group=group), inputs, strict=True):
             assert_same(library.read(got), summed(each), each[0].shape)
         if library.writable:
-            group.grouped_allreduce_(xs, Sum)
+            ops.grouped_allreduce_(xs, Sum, group=group)
             for x, each in zip(xs, inputs, strict=True):
                 assert_same(library.read(x), summed(each), each[0].shape)
 
@@ -105,7 +107,7 @@ def check_shapes_and_groups(group: Group, library: Library) -> None:
 def check_views_in_place(group: Group, library: Library) -> None:
     for cut in (np.s_[::2], np.s_[:, 1:3], np.s_[1]):
         base = library.make(np.full((6, 8), group.rank + 1, np.float32))
-        group.allreduce_(base[cut], Sum)
+        ops.allreduce_(base[cut], Sum, group=group)
         expected = np.full((6, 8), group.rank + 1, np.float32)
         expected[cut] = total(group)
         assert_same(library.read(base), expected, cut)
@@ -113,7 +115,7 @@ def check_views_in_place(group: Group, library: Library) -> None:
 
 def check_arrays_that_cannot_be_written(group: Group, library: Library) -> None:
     x = library.make(full(group))
-    text = raised(ValueError, lambda: group.allreduce_(x, Sum))
+    text = raised(ValueError, lambda: ops.allreduce_(x, Sum, group=group))
     assert "without the underscore" in text, text
 
 
@@ -129,7 +131,10 @@ def check_narrow_wires(group: Group, library: Library) -> None:
         for x in inputs[-1][-1:]:
             x[3], x[700] = np.inf, np.nan
         mine = [library.make(x) for x in inputs[group.rank]]
-        got = [library.read(x) for x in group.grouped_allreduce(mine, compression=compression)]
+        got = [
+            library.read(x)
+            for x in ops.grouped_allreduce(mine, compression=compression, group=group)
+        ]
         bound = 2.0**-9 if compression.wire == "fp16" else 2.0**-6
         for i, x in enumerate(got):
             mean = np.mean([each[i].astype(np.float64) for each in inputs], axis=0)
@@ -138,7 +143,7 @@ def check_narrow_wires(group: Group, library: Library) -> None:
             error = np.abs(x[finite] / mean[finite] - 1).max()
             assert error < bound, (compression, magnitudes[i], error)
         digest = hashlib.sha256(b"".join(x.tobytes() for x in got)).hexdigest()
-        assert len(set(group.allgather_object(digest))) == 1, "the ranks' bits differ"
+        assert len(set(ops.allgather_object(digest, group=group))) == 1, "the ranks' bits differ"
 
 
 def check_weights(group: Group, library: Library) -> None:
@@ -161,7 +166,7 @@ def check_weights(group: Group, library: Library) -> None:
 
 def check_factors(group: Group, library: Library) -> None:
     x = library.make(full(group))
-    got = group.allreduce(x, Sum, prescale_factor=0.5, postscale_factor=3.0)
+    got = ops.allreduce(x, Sum, prescale_factor=0.5, postscale_factor=3.0, group=group)
     assert np.all(library.read(got) == total(group) * 1.5)
 
 
@@ -169,19 +174,19 @@ def check_gathers_and_the_like(group: Group, library: Library) -> None:
     size, rank = group.size, group.rank
     for dtype in ("float32", "int64", "bool"):
         rows = [everyone(group, (r + 1, 4), dtype)[r] for r in range(size)]
-        got = library.read(group.allgather(library.make(rows[rank])))
+        got = library.read(ops.allgather(library.make(rows[rank]), group=group))
         assert_same(got, allgather_reference(rows), "allgather")
     for root in range(size):
         values = everyone(group, (40, 5), "float32")
-        got = library.read(group.broadcast(library.make(values[rank]), root))
+        got = library.read(ops.broadcast(library.make(values[rank]), root, group=group))
         assert_same(got, values[root], "broadcast")
     rows = everyone(group, (2 * size + 1, 3), "float32")
-    got = library.read(group.reducescatter(library.make(rows[rank]), Sum))
+    got = library.read(ops.reducescatter(library.make(rows[rank]), Sum, group=group))
     share = share_of(2 * size + 1, size, rank)
     assert_same(got, summed(rows)[share], "reducescatter")
     splits = [[(s + d) % 3 for d in range(size)] for s in range(size)]
     parts = [everyone(group, (sum(splits[r]), 2), "int32")[r] for r in range(size)]
-    result, received = group.alltoall(library.make(parts[rank]), splits[rank])
+    result, received = ops.alltoall(library.make(parts[rank]), splits[rank], group=group)
     assert_same(library.read(result), alltoall_reference(parts, splits, rank), "alltoall")
     assert received.tolist() == [splits[s][rank] for s in range(size)]
 
@@ -191,14 +196,16 @@ def check_asynchronous_forms(group: Group, library: Library) -> None:
     names = [f"t{i}" for i in range(6)]
     names = names[group.rank :] + names[: group.rank]
     handles = {
-        name: group.allreduce_async(library.make(full(group) * int(name[1])), Sum, name=name)
+        name: ops.allreduce_async(
+            library.make(full(group) * int(name[1])), Sum, name=name, group=group
+        )
         for name in names
     }
     for name in reversed(names):
         got = library.read(group.synchronize(handles[name]))
         assert np.all(got == int(name[1]) * total(group)), name
-    gathered = group.allgather_async(library.make(full(group, 2)), name="g")
-    sent = group.broadcast_async(library.make(full(group, 2)), 0, name="b")
+    gathered = ops.allgather_async(library.make(full(group, 2)), name="g", group=group)
+    sent = ops.broadcast_async(library.make(full(group, 2)), 0, name="b", group=group)
     assert np.all(library.read(group.synchronize(sent)) == 1)
     expected = np.repeat(np.arange(1, group.size + 1), 2)
     assert np.array_equal(library.read(group.synchronize(gathered)), expected)
@@ -209,17 +216,17 @@ def check_order_of_streams(group: Group, library: Library) -> None:
 
     The stream is not the default one, it is busy, and nobody waits for it in between.
     """
-    library.read(library.doubled(group.allreduce(library.make(full(group)), Sum)))
+    library.read(library.doubled(ops.allreduce(library.make(full(group)), Sum, group=group)))
     with library.another_stream():
         for turn in range(3):
             late = library.late(full(group) + turn)
-            got = library.doubled(group.allreduce(late, Sum))
+            got = library.doubled(ops.allreduce(late, Sum, group=group))
             waited = not library.is_busy(late)
             expected = 2.0 * (total(group) + turn * group.size)
             assert np.all(library.read(got) == expected), (turn, expected, library.read(got))
             if library.writable:
                 late = library.late(full(group))
-                group.allreduce_(late, Sum)
+                ops.allreduce_(late, Sum, group=group)
                 assert np.all(library.read(library.doubled(late)) == 2 * total(group)), turn
             if over_nccl(group):
                 assert not waited, "the call waited for the GPU"
@@ -230,7 +237,8 @@ def check_memory_may_go_at_once(group: Group, library: Library) -> None:
     for turn in range(3):
         with library.another_stream():
             results = [
-                group.allreduce(library.make(full(group, 50_000) + i), Sum) for i in range(4)
+                ops.allreduce(library.make(full(group, 50_000) + i), Sum, group=group)
+                for i in range(4)
             ]
             gc.collect()
             for i, x in enumerate(results):
@@ -280,7 +288,7 @@ def check_graph_capture(group: Group, library: Library) -> None:
         for _ in range(3):
             step()
     torch.cuda.synchronize()
-    group.barrier()
+    ops.barrier(group=group)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
@@ -291,16 +299,25 @@ def check_graph_capture(group: Group, library: Library) -> None:
         for i, x in enumerate(gradients):
             expected = turn + i + (group.size - 1) / 2
             assert np.allclose(library.read(x), expected, rtol=1e-3), (turn, i)
-    group.barrier()
+    ops.barrier(group=group)
 
 
 def check_mismatches_are_told_to_all(group: Group, library: Library) -> None:
     """On every rank, with the name of the rank; and the world goes on afterwards."""
     odd = group.rank == group.size - 1
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: group.allreduce(library.make(np.ones(7 + odd, np.float32))), "float32[7]"),
-        (lambda: group.allreduce(library.make(full(group)), Sum if odd else Average), "op Sum"),
-        (lambda: group.allreduce(library.make(full(group)), name="x" if odd else "y"), "'y'"),
+        (
+            lambda: ops.allreduce(library.make(np.ones(7 + odd, np.float32)), group=group),
+            "float32[7]",
+        ),
+        (
+            lambda: ops.allreduce(library.make(full(group)), Sum if odd else Average, group=group),
+            "op Sum",
+        ),
+        (
+            lambda: ops.allreduce(library.make(full(group)), name="x" if odd else "y", group=group),
+            "'y'",
+        ),
     ]
     for call, words in calls:
         until = time.monotonic() + 20
@@ -310,12 +327,12 @@ def check_mismatches_are_told_to_all(group: Group, library: Library) -> None:
             time.sleep(0.01)
         assert words in text, text or "nobody noticed"
         assert f"rank {group.size - 1}" in text, text
-        got = library.read(group.allreduce(library.make(full(group)), Sum))
+        got = library.read(ops.allreduce(library.make(full(group)), Sum, group=group))
         assert np.all(got == total(group)), "the world is of no more use"
 
 
 def over_nccl(group: Group) -> bool:
-    lane = group._lane(hvd.device().index)
+    lane = group.lane(hvd.device().index)
     return lane is not None and lane.transport().name == "nccl"
 
 
@@ -341,15 +358,15 @@ def why_not(name: str, library: Library, transport: str, size: int) -> str | Non
 
 def lose_a_peer(group: Group, library: Library) -> None:
     """The last rank is killed; the others find out within 20 s, and do not hang."""
-    group.allreduce(library.make(full(group)), Sum)
-    group.barrier()
+    ops.allreduce(library.make(full(group)), Sum, group=group)
+    ops.barrier(group=group)
     if group.rank == group.size - 1:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
 
     def call() -> None:
-        library.read(group.allreduce(library.make(full(group)), Sum))
+        library.read(ops.allreduce(library.make(full(group)), Sum, group=group))
 
     text = ""
     while not text and time.monotonic() < began + 20:
@@ -411,7 +428,7 @@ def judged(name: str, check: Callable[[], None], referee: Group) -> bool:
         where = traceback.extract_tb(found.__traceback__)[-1]
         error = f"{type(found).__name__}: {text} ({where.name}:{where.lineno})"
         traceback.print_exc()
-    errors = referee.allgather_object(error)
+    errors = ops.allgather_object(error, group=referee)
     if not any(errors):
         say("passed", f"{name} ({time.monotonic() - began:.1f} s)", referee.rank)
         return False

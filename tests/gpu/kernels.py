@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import test_gpu_kernels as cases
 
-from horo_lite import _native
+from horo_lite import _native, _testing
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 SANITIZED = [1, 9, 257, 1025, 4097]
@@ -81,11 +81,11 @@ def run(step: str, tensors: Any, **options: Any) -> None:
     before = [place.copy() for place in places]
     call = (step, cases.name_of(tensors.dtype), cases.name_of(tensors.wires[0].dtype))
     options = {"wire": tensors.wire.address, **numbers, **addresses}
-    _native.run_kernel(None, *call, tensors.pieces, **options)
+    _testing.run_kernel(None, *call, tensors.pieces, **options)
     after = [place.copy() for place in places]
     for place, image in zip(places, before, strict=True):
         place[:] = image
-    _native.run_kernel(queue(), *call, tensors.pieces, **options)
+    _testing.run_kernel(queue(), *call, tensors.pieces, **options)
     queue().synchronize()
     for what, place, image in zip(["tensors", "wire", *shared], places, after, strict=True):
         wrong = np.flatnonzero(place != image)
@@ -158,7 +158,7 @@ def small_calls() -> int:
             if step == "measure" and grad not in cases.FLOATS:
                 continue
             where = {"wire": wires.ctypes.data, **options}
-            _native.run_kernel(queue(), step, grad, wire, pieces, **where)
+            _testing.run_kernel(queue(), step, grad, wire, pieces, **where)
             queue().synchronize()
             n_calls += 1
         # A thousand small pieces, in the table for many.
@@ -166,7 +166,7 @@ def small_calls() -> int:
         wires = shared_bytes(1000 * cases.WIRE_UNIT)
         pieces = [(many.ctypes.data + 4 * item * i, 3, i, 0) for i in range(1000)]
         for step in ("pack", "unpack"):
-            _native.run_kernel(queue(), step, grad, wire, pieces, wire=wires.ctypes.data)
+            _testing.run_kernel(queue(), step, grad, wire, pieces, wire=wires.ctypes.data)
             queue().synchronize()
             n_calls += 1
     return n_calls

@@ -66,6 +66,13 @@ class Library:
         optimizer.grads[:] = gradients
 
 
+class OfOnesOwn:
+    """An optimizer that is none of torch's, and so is not wrapped by horo_lite.torch."""
+
+    def __init__(self, inner: Any) -> None:
+        self.param_groups, self.step = inner.param_groups, inner.step
+
+
 class Torch(Library):
     name = "torch"
     dtypes = (*FLOATS, *INTEGERS, "bfloat16")
@@ -108,7 +115,7 @@ class Torch(Library):
 
     def optimizer(self, values: Sequence[Host]) -> tuple[Any, list[Any]]:
         params = [self.torch.nn.Parameter(self.make(x)) for x in values]
-        return self.torch.optim.SGD(params, lr=0.5), params
+        return OfOnesOwn(self.torch.optim.SGD(params, lr=0.5)), params
 
     def give(self, optimizer: Any, gradients: Sequence[Any]) -> None:
         for param, grad in zip(optimizer.param_groups[0]["params"], gradients, strict=True):

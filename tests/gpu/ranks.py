@@ -13,18 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
-from horo_lite import _native
-from horo_lite.collectives import Group
+from horo_lite import _native, context
+from horo_lite.collectives.group import Group
 from horo_lite.messages import Messages
+from horo_lite.start import devices, session
+from horo_lite.start.settings import Settings
 from horo_lite.transports.nccl import Lane, NcclTransport
 from horo_lite.transports.pipes import Pipes
 from horo_lite.transports.shm import ShmTransport
 from horo_lite.transports.staged import StagedTransport
 
-worlds: Any = import_module("horo_lite.world")  # horo_lite.world itself is a function
 N_GROUPS = 4  # direct calls, asynchronous ones, the watch, and the checks' own
 
 
@@ -50,7 +50,7 @@ def join() -> tuple[Any, Group]:
     rank, pids = told["rank"], told["pids"]
     size = len(pids)
     if size == 1:
-        world = worlds.init()
+        world = session.init()
         assert world.device.kind == "cuda", world
         return world, world.group
     owner, descriptor, token = told["where"]
@@ -61,42 +61,44 @@ def join() -> tuple[Any, Group]:
         ShmTransport(_native.ShmGroup(segment, i * group_bytes, rank, size, pids, names))
         for i in range(N_GROUPS)
     ]
-    world = worlds.World(
+    world = context.World(
         rank=rank,
         size=size,
         local_rank=rank,
         local_size=size,
         cross_rank=0,
         cross_size=1,
-        device=worlds.Device("cuda", rank % len(_native.gpus()[1])),
+        device=context.Device("cuda", rank % len(_native.gpus()[1])),
         homogeneous=True,
         thread_multiple=True,
         group=Group(*transports[:3]),
     )
-    session = {
-        "given": dict.fromkeys(("device", "threads", "binding", "test_hosts", "comm")),
-        "world": world,
-        "comm": None,
-        "host_of_rank": [0] * size,
-        "restore_threads": lambda: None,
-        "messages": Messages(Pipes(), transports[0], ""),  # nobody sends any here
-        "parts": [],
-        "began": time.monotonic(),
-    }
-    worlds._session = worlds._Session(**{name: session[name] for name in worlds._Session._fields})
-    worlds._use_gpu(world.device.index)
-    atexit.register(worlds._at_exit)
+    made = session.Session(
+        settings=Settings.read({}, os.environ),
+        given_comm=None,
+        world=world,
+        comm=None,
+        host_of_rank=[0] * size,
+        restore_threads=lambda: None,
+        messages=Messages(Pipes(), transports[0], ""),  # nobody sends any here
+        subgroups=[],
+        began=time.monotonic(),
+    )
+    session._session = made
+    context.enter(made.world, made.messages, made.subgroups)
+    devices.make_current(world.device.index)
+    atexit.register(session._at_exit)
     return world, Group(transports[3])
 
 
 def use_nccl_alone(world: Any) -> None:
     """A world of one, which needs no NCCL, does its GPU's exchanges through one all the same."""
-    from horo_lite.plan import DEFAULT_BUCKET_BYTES
+    from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
     from horo_lite.transports.nccl_library import nccl_candidates
 
     _native.nccl_library(nccl_candidates())
     for asynchronous in (False, True):
-        lane = world.group._lane(world.device.index, asynchronous)
+        lane = world.group.lane(world.device.index, asynchronous)
         assert isinstance(lane, Lane)
         meeting = _native.nccl_unique_id()
         nccl = _native.NcclGroup(lane.queue, meeting, 0, 1, DEFAULT_BUCKET_BYTES, 60.0)

@@ -6,6 +6,7 @@ without an order to the current stream gets garbage.
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,22 @@ class Device(int):
         return int(self)
 
     def __enter__(self) -> Device:
+        _local.outer = [*getattr(_local, "outer", []), getattr(_local, "current", None)]
+        _local.current = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        _local.current = _local.outer.pop()
+
+
+_local = threading.local()
+
+
+def _current() -> Device:
+    """As with CUDA: the first in a thread that has chosen none; init() has for the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    chosen = getattr(_local, "current", None)
+    return Device(world().device.index if is_main else 0) if chosen is None else chosen
 
 
 class ndarray(twin.TwinArray):  # noqa: N801 (CuPy's name)
@@ -45,7 +58,7 @@ class ndarray(twin.TwinArray):  # noqa: N801 (CuPy's name)
 def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
     memory = np.empty(shape, dtype)
     twin.spoil(memory)
-    return ndarray(memory, Device(world().device.index))
+    return ndarray(memory, _current())
 
 
 def asarray(values: Any, dtype: Any = None) -> ndarray:

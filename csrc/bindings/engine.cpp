@@ -1,0 +1,336 @@
+// The engine for Python: operations that are Python functions, and engines that meet through a Python object.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+
+#include "bindings/python.h"
+#include "bindings/shm_group.h"
+#include "bindings/stall_detector.h"
+#include "bindings/tensors.h"
+#include "engine/engine.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+// The engines of one host's ranks.
+class ShmChannel : public Channel {
+ public:
+  explicit ShmChannel(std::shared_ptr<PyShmGroup> group) : group_(std::move(group)) {
+    group_->shm.on_idle = nullptr;  // signals are seen by the training thread
+  }
+  int rank() const override { return group_->shm.rank(); }
+  int size() const override { return group_->shm.size(); }
+  std::vector<std::string> meet(const std::string& mine, const std::string& label) override {
+    ShmGroup& shm = group_->shm;
+    const auto headers = shm.agree(label, {0, static_cast<int64_t>(mine.size()), 0}, true);
+    std::vector<std::string> all(size());
+    std::vector<size_t> sizes(size());
+    std::vector<Wanted> wanted;
+    for (int r = 0; r < size(); ++r) {
+      sizes[r] = static_cast<size_t>(headers[r].count);
+      all[r].resize(sizes[r]);
+      if (r == rank()) all[r] = mine;
+      else wanted.push_back({r, 0, {{reinterpret_cast<uint8_t*>(all[r].data()), sizes[r]}}});
+    }
+    shm.exchange({{reinterpret_cast<uint8_t*>(const_cast<char*>(mine.data())), mine.size()}}, sizes, wanted);
+    return all;
+  }
+  void wait(double timeout_s) override { group_->shm.wait_for_bell(timeout_s); }
+  void wake() override { group_->shm.ring_bell(rank()); }
+  void stop() override { wake(); }
+  bool peer_is_ahead() override { return group_->shm.peer_is_ahead(); }
+  void check(int rank, const std::string& name) override { group_->shm.check_peers(rank, name); }
+  void abandon(const std::string& reason) override { group_->shm.abandon(reason); }
+
+ private:
+  std::shared_ptr<PyShmGroup> group_;
+};
+
+// Whether every rank's part of one operation raises this, at one place, so that the next operation can follow.
+bool is_raised_by_all(const nb::python_error& error) {
+  return error.matches(PyExc_ValueError) || error.matches(error_class("RAISED_ALIKE"));
+}
+
+// Engines that reach each other through a Python object with the methods of Channel (MPI, through mpi4py).
+class PythonChannel : public Channel {
+ public:
+  explicit PythonChannel(nb::object channel)
+      : channel_(shared(channel)),
+        rank_(nb::cast<int>(channel.attr("rank"))),
+        size_(nb::cast<int>(channel.attr("size"))) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::vector<std::string> meet(const std::string& mine, const std::string& label) override {
+    return in_python([&] {
+      std::vector<std::string> all;
+      for (nb::handle one : method("meet")(nb::bytes(mine.data(), mine.size()), label)) {
+        const auto bytes = nb::cast<nb::bytes>(one);
+        all.emplace_back(bytes.c_str(), bytes.size());
+      }
+      return all;
+    });
+  }
+  void wait(double timeout_s) override {
+    in_python([&] { method("wait")(timeout_s); });
+  }
+  void wake() override {
+    in_python([&] { method("wake")(); });
+  }
+  void stop() override {
+    in_python([&] { method("stop")(); });
+  }
+  bool peer_is_ahead() override {
+    return in_python([&] { return nb::cast<bool>(method("peer_is_ahead")()); });
+  }
+  void check(int rank, const std::string& name) override {
+    in_python([&] { method("check")(rank, name); });
+  }
+  void abandon(const std::string& reason) override {
+    in_python([&] { method("abandon")(reason); });
+  }
+
+ private:
+  nb::object method(const char* name) const { return nb::getattr(nb::handle(channel_.get()), name); }
+  Shared channel_;
+  int rank_;
+  int size_;
+};
+
+std::vector<double> weights_of(const std::vector<Entry>& entries) {
+  std::vector<double> weights;
+  for (const Entry& entry : entries) weights.push_back(entry.weight);
+  return weights;
+}
+
+struct PyJob {
+  std::shared_ptr<Job> job;
+  std::shared_ptr<Engine> engine;
+  Shared value;  // what a Python function returned
+
+  void wait_until_done() {
+    while (!job->done()) {
+      {
+        const WithoutGil release;
+        engine->wait(*job);
+      }
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+  }
+
+  bool withdraw() {
+    {
+      const WithoutGil release;
+      engine->withdraw(job);
+    }
+    wait_until_done();
+    return job->is_withdrawn;
+  }
+
+  void wait(bool beside) {
+    engine->begin_wait(job, beside);
+    try {
+      wait_until_done();
+    } catch (...) {
+      engine->end_wait(*job);
+      throw;
+    }
+    engine->end_wait(*job);
+    engine->result(*job);
+  }
+};
+
+std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
+                               double weight, nb::callable describe, nb::callable participation,
+                               const Tensors* changes) {
+  auto job = std::make_shared<PyJob>();
+  job->engine = engine;
+  job->job = std::make_shared<Job>();
+  job->job->entry = {name, digest, weight};
+  for (const Buffer& buffer : changes == nullptr ? std::vector<Buffer>() : changes->buffers()) {
+    const auto begin = reinterpret_cast<uintptr_t>(buffer.data);
+    if (buffer.n_bytes != 0) job->job->changes.emplace_back(begin, begin + buffer.n_bytes);
+  }
+  job->job->describe = [held = shared(describe)] {
+    return in_python([&] { return nb::cast<std::string>(nb::handle(held.get())()); });
+  };
+  job->job->participation = [held = shared(participation)](const std::vector<int>& joined) {
+    return in_python([&] {
+      try {
+        const auto [weight, text] = nb::cast<std::pair<double, nb::bytes>>(nb::handle(held.get())(joined));
+        return Participation{"", weight, std::string(text.c_str(), text.size())};
+      } catch (const nb::python_error& error) {
+        if (!error.matches(error_class("MismatchError"))) throw;
+        return Participation{nb::cast<std::string>(nb::str(error.value())), 1.0, ""};
+      }
+    });
+  };
+  return job;
+}
+
+std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, nb::callable explain,
+                                   Engine::DirectWaits direct_waits) {
+  auto text = [held = shared(explain)](const std::string& label, const std::vector<std::string>& descriptions,
+                                       const std::vector<int>& whose) {
+    return in_python([&] { return nb::cast<std::string>(nb::handle(held.get())(label, descriptions, whose)); });
+  };
+  const auto remove = [](Engine* engine) {
+    const WithoutGil release;  // its thread may want the GIL to end
+    delete engine;
+  };
+  const std::shared_ptr<Engine> engine(new Engine(std::move(channel), std::move(ranks), text, std::move(direct_waits)),
+                                       remove);
+  engine->on_idle = check_signals;
+  return engine;
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  nb::class_<PyJob>(m, "Job", "An operation in flight.")
+      .def_prop_ro("name", [](const PyJob& job) { return job.job->entry.name; })
+      .def("done",
+           [](PyJob& job) {
+             if (job.job->done()) return true;
+             const WithoutGil release;
+             return job.engine->poll(*job.job);
+           })
+      .def(
+          "begin_wait", [](PyJob& job) { job.engine->begin_wait(job.job); },
+          "The stall detector counts this as waiting from now on, until wait() returns.")
+      .def("withdraw", &PyJob::withdraw,
+           "True where it was not run and never will be; False where it is done. Waits for no other rank's program.")
+      .def("wait", &PyJob::wait, "beside"_a = false, "`beside` the training thread, which may go on meanwhile.")
+      .def_prop_ro(
+          "times",
+          [](const PyJob& job) {
+            const Job& one = *job.job;
+            return std::make_tuple(one.submitted_ns.load(), one.begun_ns.load(), one.done() ? one.done_ns.load() : 0,
+                                   one.failed());
+          },
+          "When it was submitted, all ranks had submitted it, and it was done, by CLOCK_MONOTONIC in ns (0: not yet); "
+          "whether it failed.")
+      .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
+
+  nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
+      .def_static(
+          "over_shm",
+          [](std::shared_ptr<PyShmGroup> group, std::shared_ptr<PyShmGroup> direct, std::vector<int> ranks,
+             nb::callable explain) {
+            const auto direct_waits = [direct] {
+              return Engine::DirectWait{direct->shm.n_waits(), direct->shm.waiting_thread()};
+            };
+            return new_engine(std::make_unique<ShmChannel>(std::move(group)), std::move(ranks), explain, direct_waits);
+          },
+          "group"_a, "direct"_a, "ranks"_a, "explain"_a)
+      .def_static(
+          "over_channel",
+          [](nb::object channel, std::vector<int> ranks, nb::callable explain, nb::object serve,
+             nb::object direct_waits) {
+            Engine::DirectWaits waits;
+            if (!direct_waits.is_none()) {
+              waits = [held = shared(direct_waits)] {
+                return in_python([&] {
+                  const auto [number, thread] = nb::cast<std::pair<uint64_t, int>>(nb::handle(held.get())());
+                  return Engine::DirectWait{number, thread};
+                });
+              };
+            }
+            auto engine = new_engine(std::make_unique<PythonChannel>(channel), std::move(ranks), explain, waits);
+            if (!serve.is_none()) {
+              engine->serve = [held = shared(serve)](double timeout_s) {
+                return in_python([&] { return nb::cast<bool>(nb::handle(held.get())(timeout_s)); });
+              };
+            }
+            return engine;
+          },
+          "channel"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(), "direct_waits"_a = nb::none(),
+          "`serve(timeout_s)`, where MPI allows one thread only: runs what the channel asks of it. `direct_waits()`: "
+          "a number that is odd while this rank waits in a direct call, and never the same in two such waits; and the "
+          "native id of the thread that waits.")
+      .def(
+          "watched_by",
+          [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },
+          "detector"_a, "To be called at once, if at all.")
+      .def("n_in_flight", &Engine::n_in_flight)
+      .def_prop_ro("n_failed", &Engine::n_failed, "How often everything that lacked a match has failed.")
+      .def("drain", &Engine::drain, nb::call_guard<WithoutGil>())
+      .def(
+          "submit_allreduce",
+          [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<PyShmGroup>& group, const std::string& name,
+             uint64_t digest, nb::object tensors, const std::string& op, const std::string& wire, double prescale,
+             double scale, double weight, nb::callable describe, nb::callable participation,
+             const std::vector<ptrdiff_t>& distances, const Tensors* changes) {
+            auto job = new_job(engine, name, digest, weight, describe, participation, changes);
+            const Tensors* refs = &nb::cast<Tensors&>(tensors);
+            job->job->run = [=, held = shared(tensors), op = op_of(op),
+                             wire = wire_of(wire)](const std::vector<Entry>& entries) {
+              group->shm.agree(entries[0].name, {});
+              auto [weights, divisor] = weighting(op, weights_of(entries));
+              weights = multiplied(std::move(weights), prescale, entries.size());
+              const Factor factor{scale, divisor};
+              if (distances.empty()) all_reduce(group->shm, refs->refs(), op, wire, weights, factor);
+              else reduce_in_place(group->shm, refs->refs(), op, factor, distances);
+            };
+            engine->submit(job->job);
+            return job;
+          },
+          "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "weight"_a,
+          "describe"_a, "participation"_a, "distances"_a = std::vector<ptrdiff_t>(), "changes"_a = nb::none(),
+          "With `distances`, as reduce_in_place. `changes`: the caller's memory that it changes, and that no other "
+          "operation in flight may change.")
+      .def(
+          "submit_call",
+          [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest, nb::callable function,
+             double weight, nb::callable describe, nb::callable participation, const Tensors* changes) {
+            auto job = new_job(engine, name, digest, weight, describe, participation, changes);
+            std::weak_ptr<PyJob> weak = job;
+            job->job->run = [held = shared(function), weak](const std::vector<Entry>& entries) {
+              in_python([&] {
+                try {
+                  nb::object value = nb::handle(held.get())(weights_of(entries));
+                  if (const auto strong = weak.lock()) strong->value = shared(value);
+                } catch (const nb::python_error& error) {
+                  if (!is_raised_by_all(error)) throw;
+                  throw Recoverable{std::make_exception_ptr(PythonError(error))};
+                }
+              });
+            };
+            engine->submit(job->job);
+            return job;
+          },
+          "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a, "participation"_a, "changes"_a = nb::none())
+      .def(
+          "submit_join",
+          [](const std::shared_ptr<Engine>& engine, nb::callable stand_in) {
+            auto job = std::make_shared<PyJob>();
+            job->engine = engine;
+            job->job = std::make_shared<Job>();
+            job->job->entry.name = kJoin;
+            job->job->stand_in = [held = shared(stand_in)](const std::string& participation) {
+              in_python([&] { nb::handle(held.get())(nb::bytes(participation.data(), participation.size())); });
+            };
+            std::weak_ptr<PyJob> weak = job;
+            job->job->run = [weak](const std::vector<Entry>& entries) {
+              const WithGil gil;
+              nb::list order;
+              for (const Entry& entry : entries) order.append(entry.told);
+              if (const auto strong = weak.lock()) strong->value = shared(order);
+            };
+            engine->submit(job->job);
+            return job;
+          },
+          "stand_in"_a,
+          "Until all ranks have, `stand_in(participation)` submits this rank's part in what the others do.");
+}
+
+}  // namespace horo

@@ -1,0 +1,142 @@
+// The ranks of one host, for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <tuple>
+
+#include "bindings/shm_group.h"
+#include "bindings/stall_detector.h"
+#include "bindings/tensors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+using HeaderTuple = std::tuple<uint64_t, int64_t, double>;
+
+size_t total_bytes(const std::vector<TensorRef>& refs) {
+  size_t total = 0;
+  for (const TensorRef& ref : refs) total += ref.n_elements * item_bytes(ref.dtype);
+  return total;
+}
+
+}  // namespace
+
+void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire,
+                const std::vector<double>& weights, Factor factor) {
+  const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size());
+  group.allreduce(layout, weights, factor);
+}
+
+void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Factor factor,
+                     const std::vector<ptrdiff_t>& distances) {
+  const Layout layout(refs, op, Wire::kNone, std::numeric_limits<size_t>::max(), group.size());
+  group.reduce_in_place(layout, distances, factor);
+}
+
+void bind_shm_group(nb::module_& m) {
+  nb::class_<PyShmGroup>(m, "ShmGroup", "The ranks of one host, meeting in shared memory.")
+      .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(),
+           "segment"_a, "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
+      .def_static("memory_bytes", &ShmGroup::memory_bytes, "size"_a)
+      .def_prop_ro("rank", [](const PyShmGroup& g) { return g.shm.rank(); })
+      .def_prop_ro("size", [](const PyShmGroup& g) { return g.shm.size(); })
+      .def_prop_ro("label", [](const PyShmGroup& g) { return g.shm.label(); })
+      .def(
+          "watched_by",
+          [](PyShmGroup& g, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks, bool direct) {
+            g.shm.watched_by(std::move(detector), std::move(ranks), direct);
+          },
+          "detector"_a, "ranks"_a, "direct"_a, "`ranks` are the numbers of the group's ranks in the world.")
+      .def(
+          "agree",
+          [](PyShmGroup& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
+            std::vector<Header> headers;
+            {
+              const WithoutGil release;
+              headers = g.shm.agree(label, {digest, count, weight});
+            }
+            std::vector<HeaderTuple> result;
+            result.reserve(headers.size());
+            for (const Header& h : headers) result.emplace_back(h.digest, h.count, h.weight);
+            return result;
+          },
+          "label"_a, "digest"_a, "count"_a = 0, "weight"_a = 1.0)
+      .def(
+          "allreduce",
+          [](PyShmGroup& g, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale,
+             double scale, double divisor, const std::vector<double>& weights) {
+            const WithoutGil release;
+            const auto multipliers = multiplied(weights, prescale, g.shm.size());
+            all_reduce(g.shm, tensors.refs(), op_of(op), wire_of(wire), multipliers, {scale, divisor});
+          },
+          "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
+          "weights"_a = std::vector<double>())
+      .def(
+          "reduce_in_place",
+          [](PyShmGroup& g, const Tensors& tensors, const std::string& op, double scale, double divisor,
+             const std::vector<ptrdiff_t>& distances) {
+            const WithoutGil release;
+            reduce_in_place(g.shm, tensors.refs(), op_of(op), {scale, divisor}, distances);
+          },
+          "tensors"_a, "op"_a, "scale"_a, "divisor"_a, "distances"_a,
+          "Tensors in memory that all ranks see, rank r's at distances[r] bytes from these.")
+      .def(
+          "exchange",
+          [](PyShmGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
+            std::vector<Wanted> parts;
+            for (nb::handle one : wanted) {
+              const auto [source, begin, into] = nb::cast<std::tuple<int, size_t, nb::object>>(one);
+              parts.push_back({source, begin, nb::cast<Tensors&>(into).buffers()});
+            }
+            std::vector<Buffer> out;
+            for (nb::handle tensors : stream) {
+              for (const Buffer& buffer : nb::cast<Tensors&>(tensors).buffers()) out.push_back(buffer);
+            }
+            const WithoutGil release;
+            g.shm.exchange(out, stream_bytes, parts);
+          },
+          "stream"_a, "stream_bytes"_a, "wanted"_a)
+      .def(
+          "check_peers",
+          [](PyShmGroup& g, const std::string& label, int awaited) { g.shm.check_peers(awaited, label); }, "label"_a,
+          "awaited"_a = -1, "Raises PeerLostError if a peer has died or given up, or if `awaited` has left.")
+      .def(
+          "has_left", [](const PyShmGroup& g, int rank) { return g.shm.has_left(rank); }, "rank"_a)
+      .def(
+          "abandon", [](PyShmGroup& g, const std::string& reason) { g.shm.abandon(reason); }, "reason"_a)
+      .def(
+          "leave", [](PyShmGroup& g, const std::string& reason) { g.shm.leave(reason); }, "reason"_a)
+      .def(
+          "peer_pids", [](const PyShmGroup& g, bool silent) { return g.shm.peer_pids(silent); }, "silent"_a,
+          "Those of peers that have not left; with `silent`, nor given up.")
+      .def(
+          "first_to_tell", [](PyShmGroup& g) { return g.shm.first_to_tell(); },
+          "True for one rank of the host, the first that asks.")
+      .def(
+          "speak_at_sigterm", [](PyShmGroup& g) { g.shm.speak_at_sigterm(); },
+          "If SIGTERM ends this process while a peer has been killed, it says who was.");
+
+  m.def(
+      "thread_group",
+      [](int size) {
+        auto memory = std::make_shared<Segment>(Segment::local(ShmGroup::memory_bytes(size)));
+        std::vector<std::string> names;
+        for (int r = 0; r < size; ++r) names.push_back("rank " + std::to_string(r));
+        std::vector<std::shared_ptr<PyShmGroup>> groups;
+        for (int r = 0; r < size; ++r) {
+          groups.push_back(std::make_shared<PyShmGroup>(memory, 0, r, size, std::vector<int>(size, 0), names));
+        }
+        return groups;
+      },
+      "size"_a, "Ranks as threads of this process, for tests.");
+}
+
+}  // namespace horo

@@ -1,0 +1,94 @@
+// Who waits for whom, for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+
+#include "bindings/python.h"
+#include "bindings/stall_detector.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+// A wait in Python.
+struct PyWait {
+  std::optional<StallDetector::Wait> wait;
+};
+
+}  // namespace
+
+void bind_stall_detector(nb::module_& m) {
+  nb::class_<PyWait>(m, "Wait", "What one thread of this rank waits for.")
+      .def(
+          "look",
+          [](PyWait& self, const std::string& what, const std::vector<int>& come, const std::vector<int>& late) {
+            const WithoutGil release;
+            self.wait.value().look(what, come, late);
+          },
+          "what"_a, "come"_a, "late"_a, "To be called a few times a second. Raises StallError.")
+      .def(
+          "close",
+          [](PyWait& self, bool went_well) {
+            if (self.wait && went_well) self.wait->over();
+            self.wait.reset();
+          },
+          "went_well"_a);
+
+  nb::class_<PyStallDetector>(m, "StallDetector", "Who waits for whom among the ranks of a host, and who is late.")
+      .def(nb::init<std::shared_ptr<Segment>, size_t, int, std::vector<int>, std::vector<int>,
+                    std::vector<std::string>>(),
+           "segment"_a, "offset"_a, "rank"_a, "hosts"_a, "pids"_a, "names"_a)
+      .def_static("memory_bytes", &StallDetector::memory_bytes, "size"_a)
+      .def_prop_ro("rank", [](const PyStallDetector& l) { return l.rank(); })
+      .def(
+          "set_limits", [](PyStallDetector& l, double warn_s, double abort_s) { l.set_limits(warn_s, abort_s); },
+          "warn_s"_a, "abort_s"_a)
+      .def_prop_ro("warn_s", [](const PyStallDetector& l) { return l.warn_s(); })
+      .def_prop_ro("abort_s", [](const PyStallDetector& l) { return l.abort_s(); })
+      .def(
+          "give_stacks", [](PyStallDetector& l, int fd, int signal) { l.give_stacks(fd, signal); }, "fd"_a, "signal"_a)
+      .def(
+          "announce",
+          [](PyStallDetector& l, int rank, const std::string& what, double expect_s) {
+            l.announce(rank, what, expect_s);
+          },
+          "rank"_a, "what"_a, "expect_s"_a)
+      .def(
+          "doing", [](PyStallDetector& l, const std::string& what) { l.doing(what, StallDetector::clock_ns()); },
+          "what"_a)
+      .def(
+          "wait",
+          [](const std::shared_ptr<PyStallDetector>& l) {
+            auto wait = std::make_unique<PyWait>();
+            wait->wait.emplace(l);
+            return wait.release();
+          },
+          nb::rv_policy::take_ownership)
+      .def(
+          "scope", [](const PyStallDetector& l, const std::vector<int>& ranks) { return l.scope(ranks); }, "ranks"_a)
+      .def(
+          "waited_for",
+          [](PyStallDetector& l, int rank, double s) { l.waited_for(rank, static_cast<int64_t>(s * 1e9)); }, "rank"_a,
+          "seconds"_a)
+      .def(
+          "tallies",
+          [](const PyStallDetector& l) {
+            std::vector<std::pair<int64_t, double>> all;
+            for (const Tally& tally : l.tallies()) all.emplace_back(tally.n_last, tally.waited_s);
+            return all;
+          },
+          "Of every rank: how often it came last, and how long each of the others waited for it on average.")
+      .def(
+          "stall", [](PyStallDetector& l, const std::string& reason) { l.stall(reason); }, "reason"_a,
+          "All ranks of this host raise StallError, now or in their next call.")
+      .def("check", [](const PyStallDetector& l) { l.check(); });
+}
+
+}  // namespace horo

@@ -1,0 +1,137 @@
+// Lists of arrays for Python, and what is computed from the bits of their elements.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "bindings/python.h"
+#include "bindings/tensors.h"
+#include "pack/fingerprint.h"
+#include "pack/layout.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+void check_in_host_memory(const Tensors& tensors, bool in_c_order) {
+  if (tensors.device() != kCpu || !tensors.strided().empty() || (in_c_order && tensors.layout() != 0)) {
+    throw std::invalid_argument("arrays that are looked at lie in the host's memory, dense and in C order");
+  }
+}
+
+}  // namespace
+
+void bind_tensors(nb::module_& m) {
+  nb::class_<Tensors>(m, "Tensors", "Addresses of a list of arrays, which are kept alive until this is dropped.")
+      .def(nb::init<nb::sequence, bool, std::optional<intptr_t>>(), "arrays"_a, "writable"_a = true,
+           "stream"_a = nb::none())
+      .def_prop_ro("device", &Tensors::device)
+      .def(
+          "rows",
+          [](nb::object self, int64_t begin, int64_t end) {
+            return new Tensors(nb::cast<const Tensors&>(self), self, begin, end);
+          },
+          "begin"_a, "end"_a, nb::rv_policy::take_ownership, "Part of the only array, along its first dimension.")
+      .def("__len__", [](const Tensors& t) { return t.refs().size(); })
+      .def_prop_ro("nbytes", &Tensors::n_bytes)
+      .def_prop_ro("signature", &Tensors::signature)
+      .def_prop_ro("layout", &Tensors::layout)
+      .def_prop_ro("strided", &Tensors::strided)
+      .def_prop_ro("addresses", &Tensors::addresses)
+      .def(
+          "buffers",
+          [](const Tensors& tensors) {
+            std::vector<std::pair<uintptr_t, size_t>> buffers;
+            for (const Buffer& b : tensors.buffers())
+              buffers.emplace_back(reinterpret_cast<uintptr_t>(b.data), b.n_bytes);
+            return buffers;
+          },
+          "Address and size in bytes of each.")
+      .def(
+          "overlaps",
+          [](const Tensors& tensors, const Tensors* other) {
+            std::vector<std::tuple<size_t, size_t, ptrdiff_t, bool>> found;
+            for (const Overlap& o : tensors.overlaps(other)) found.emplace_back(o.first, o.second, o.distance, o.same);
+            return found;
+          },
+          "other"_a = nb::none(),
+          "(first, second, distance in bytes, whether they are one tensor) of each pair with elements in common: of "
+          "these, or of these and `other`. Twice the same index: its own elements share memory.")
+      .def("describe", &Tensors::describe, "index"_a)
+      .def(
+          "outline", [](const Tensors& t) { return std::make_unique<Tensors>(t, 0, t.refs().size()); },
+          "The same without the memory, which it does not keep alive: to be described.")
+      .def("shape", &Tensors::shape, "index"_a)
+      .def(
+          "itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
+      .def(
+          "copy_to",
+          [](const Tensors& from, const Tensors& to) {
+            const WithoutGil release;
+            const std::vector<Buffer> source = from.buffers();
+            const std::vector<Buffer> target = to.buffers();
+            for (size_t i = 0; i < source.size(); ++i) {
+              if (source[i].n_bytes != target.at(i).n_bytes) throw std::invalid_argument("the sizes differ");
+              if (source[i].n_bytes != 0) std::memcpy(target[i].data, source[i].data, source[i].n_bytes);
+            }
+          },
+          "other"_a, "The host's memory only.");
+
+  m.def(
+      "check_reducible",
+      [](const Tensors& tensors, const std::string& op) {
+        const Op wanted = op_of(op);
+        for (const TensorRef& ref : tensors.refs()) select_kernels(ref.dtype, Wire::kNone, wanted);
+      },
+      "tensors"_a, "op"_a, "Raises ValueError for a dtype for which the op has no meaning.");
+
+  m.def(
+      "fingerprints",
+      [](const Tensors& tensors) {
+        check_in_host_memory(tensors, true);
+        const WithoutGil release;
+        std::vector<uint64_t> hashes;
+        for (const TensorRef& ref : tensors.refs()) hashes.push_back(fingerprint(ref));
+        return hashes;
+      },
+      "tensors"_a, "64 bits of each, equal where all bits are. In C order.");
+
+  m.def(
+      "count_non_finite",
+      [](const Tensors& tensors) {
+        check_in_host_memory(tensors, false);
+        const WithoutGil release;
+        std::vector<std::pair<size_t, size_t>> counts;
+        for (const TensorRef& ref : tensors.refs()) {
+          const NonFinite found = count_non_finite(ref);
+          counts.emplace_back(found.n_nan, found.n_inf);
+        }
+        return counts;
+      },
+      "tensors"_a, "How many elements of each are NaN, and how many infinite.");
+
+  m.def(
+      "difference",
+      [](const Tensors& mine, const Tensors& theirs) {
+        check_in_host_memory(mine, true);
+        if (mine.refs().size() != 1 || theirs.refs().size() != 1 || mine.n_bytes() != theirs.n_bytes()) {
+          throw std::invalid_argument("the difference is between two arrays of one size");
+        }
+        const WithoutGil release;
+        const Difference found = difference(mine.refs()[0], theirs.refs()[0]);
+        return std::make_tuple(found.n_elements, found.largest, found.magnitude);
+      },
+      "mine"_a, "theirs"_a,
+      "(elements whose bits differ, the largest difference, the largest element of `mine`); the dtype is that of "
+      "`mine`.");
+}
+
+}  // namespace horo

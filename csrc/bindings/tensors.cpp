@@ -1,0 +1,590 @@
+#include "bindings/tensors.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+std::string at(size_t index) { return "array " + std::to_string(index) + ": "; }
+
+std::string type_of(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
+
+bool lies_on_gpu(nb::handle array) {
+  nb::object place = nb::getattr(array, "__dlpack_device__", nb::none());
+  return !place.is_none() && nb::cast<std::pair<int, int>>(place()).first == nb::device::cuda::value;
+}
+
+bool dtype_of_format(const char* format, size_t n_bytes, DType* dtype) {
+  if (format == nullptr) format = "B";
+  if (*format == '@' || *format == '=' || *format == '<') ++format;
+  if (format[0] == 0 || format[1] != 0) return false;
+  static const DType signed_types[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
+  static const DType unsigned_types[] = {DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64};
+  const int size = n_bytes == 1 ? 0 : n_bytes == 2 ? 1 : n_bytes == 4 ? 2 : 3;
+  switch (*format) {
+    case '?':
+      *dtype = DType::kBool;
+      return true;
+    case 'b':
+    case 'h':
+    case 'i':
+    case 'l':
+    case 'q':
+      *dtype = signed_types[size];
+      return true;
+    case 'B':
+    case 'H':
+    case 'I':
+    case 'L':
+    case 'Q':
+      *dtype = unsigned_types[size];
+      return true;
+    case 'e':
+      *dtype = DType::kFloat16;
+      return true;
+    case 'f':
+      *dtype = DType::kFloat32;
+      return true;
+    case 'd':
+      *dtype = DType::kFloat64;
+      return true;
+    case 'g':
+      *dtype = DType::kLongDouble;
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool dtype_of_dlpack(nb::dlpack::dtype type, DType* dtype) {
+  if (type.lanes != 1) return false;
+  using Code = nb::dlpack::dtype_code;
+  const auto code = static_cast<Code>(type.code);
+  const int size = type.bits == 8 ? 0 : type.bits == 16 ? 1 : type.bits == 32 ? 2 : type.bits == 64 ? 3 : -1;
+  if (size < 0) return false;
+  static const DType signed_types[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
+  static const DType unsigned_types[] = {DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64};
+  static const DType floats[] = {DType::kFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64};
+  if (code == Code::Int) *dtype = signed_types[size];
+  else if (code == Code::UInt) *dtype = unsigned_types[size];
+  else if (code == Code::Float && size > 0) *dtype = floats[size];
+  else if (code == Code::Bfloat && size == 1) *dtype = DType::kBFloat16;
+  else if (code == Code::Bool && size == 0) *dtype = DType::kBool;
+  else return false;
+  return true;
+}
+
+// Whether the memory is dense and in C order.
+bool in_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t item) {
+  auto expected = static_cast<int64_t>(item);
+  for (size_t axis = dims.size(); axis-- > 0;) {
+    if (dims[axis] != 1 && strides[axis] != expected) return false;
+    expected *= dims[axis];
+  }
+  return true;
+}
+
+// Whether it is dense in some order of the axes, each stride being the product of the extents within. Tells two such
+// orders apart by a number that is not 0.
+bool find_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t item, uint64_t* order) {
+  std::vector<size_t> axes;
+  for (size_t axis = dims.size(); axis-- > 0;) {
+    if (dims[axis] != 1) axes.push_back(axis);
+  }
+  std::stable_sort(axes.begin(), axes.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  auto expected = static_cast<int64_t>(item);
+  *order = 1;
+  for (size_t axis : axes) {
+    if (strides[axis] != expected) return false;
+    expected *= dims[axis];
+    *order = *order * 31 + axis + 1;
+  }
+  return true;
+}
+
+size_t aligned_bytes(const TensorRef& ref) {
+  return (ref.n_elements * item_bytes(ref.dtype) + kWireAlignment - 1) / kWireAlignment * kWireAlignment;
+}
+
+}  // namespace
+
+uint64_t mixed(uint64_t hash, uint64_t value) {
+  uint64_t z = hash ^ (value + kHashSeed + (hash << 6) + (hash >> 2));
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+uint64_t digest_of(uint64_t hash) { return hash >> 1; }
+
+Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> stream) {
+  const size_t n = nb::len(arrays);
+  refs_.reserve(n);
+  shapes_.reserve(n);
+  views_.reserve(n);  // a view must not move while it is held
+  size_t index = 0;
+  try {
+    for (nb::handle array : arrays) {
+      if (add_buffer(index, array, writable, nullptr)) {
+        // NumPy, and whatever else lies in the host's memory.
+      } else if (add_exchanged(index, array, stream.has_value())) {
+        objects_.push_back(nb::borrow(array));
+      } else if (nb::hasattr(array, "__dlpack__")) {
+        add_dlpack(index, array, writable, stream);
+      } else {
+        throw nb::type_error((at(index) + "a " + type_of(array) +
+                              " gives access to its memory neither through the buffer protocol nor through DLPack")
+                                 .c_str());
+      }
+      ++index;
+    }
+  } catch (...) {
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
+    throw;
+  }
+}
+
+Tensors::Tensors(const Tensors& like, size_t first, size_t last)
+    : refs_(like.refs_.begin() + static_cast<ptrdiff_t>(first), like.refs_.begin() + static_cast<ptrdiff_t>(last)),
+      shapes_(like.shapes_.begin() + static_cast<ptrdiff_t>(first),
+              like.shapes_.begin() + static_cast<ptrdiff_t>(last)),
+      device_(kCpu) {}
+
+void Tensors::move_to(uint8_t* memory) {
+  for (TensorRef& ref : refs_) {
+    ref.address = memory;
+    memory += aligned_bytes(ref);
+  }
+}
+
+Tensors::Tensors(const Tensors& whole, nb::object owner, int64_t begin, int64_t end) : device_(whole.device_) {
+  if (whole.refs_.size() != 1 || whole.shapes_[0].dims.empty() || whole.shapes_[0].order != 0) {
+    throw nb::value_error("rows are of one array in C order, with at least one dimension");
+  }
+  Shape shape = whole.shapes_[0];
+  if (begin < 0 || end < begin || end > shape.dims[0]) throw nb::index_error("no such rows");
+  TensorRef ref = whole.refs_[0];
+  const size_t row = shape.dims[0] == 0 ? 0 : ref.n_elements / static_cast<size_t>(shape.dims[0]);
+  ref.address = static_cast<uint8_t*>(ref.address) + static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
+  ref.n_elements = static_cast<size_t>(end - begin) * row;
+  shape.dims[0] = end - begin;
+  refs_.push_back(ref);
+  shapes_.push_back(std::move(shape));
+  objects_.push_back(std::move(owner));
+}
+
+Tensors::~Tensors() {
+  for (Py_buffer& view : views_) PyBuffer_Release(&view);
+}
+
+namespace {
+
+constexpr int kManaged = 13;  // memory that moves between the host and its GPU
+bool is_gpu(int device_type) { return device_type == nb::device::cuda::value || device_type == kManaged; }
+
+// The array's capsule, whose owner has been asked to make `stream` wait.
+nb::object exported_to(nb::handle array, intptr_t stream) {
+  try {
+    return array.attr("__dlpack__")("stream"_a = stream);
+  } catch (nb::python_error& error) {
+    // Some of XLA's clients have no such order to give; without a stream they wait until the memory is ready.
+    if (std::string(error.what()).find("UNIMPLEMENTED") == std::string::npos) throw;
+    return array.attr("__dlpack__")();
+  }
+}
+
+}  // namespace
+
+// Tensors of one call go through one transport.
+void Tensors::set_device(size_t index, int device) {
+  if (device_.value_or(device) != device) {
+    const auto place = [](int where) {
+      return where == kCpu ? std::string("the CPU's memory") : "the memory of cuda:" + std::to_string(where);
+    };
+    throw nb::value_error((at(index) + "it lies in " + place(device) + ", and array 0 in " + place(*device_) +
+                           ": what is reduced or sent in one call lies in one memory")
+                              .c_str());
+  }
+  device_ = device;
+}
+
+bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as) {
+  if (Py_TYPE(array.ptr()) == bufferless_type_ || !PyObject_CheckBuffer(array.ptr())) return false;
+  Py_buffer view;
+  if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
+    PyErr_Clear();
+    // CuPy, from 14 on: meant for memory that host and GPU share, and refused for all other.
+    if (lies_on_gpu(array)) {
+      bufferless_type_ = Py_TYPE(array.ptr());
+      return false;
+    }
+    // NumPy cannot export ml_dtypes' types as buffers, but it can export their bits.
+    nb::object dtype = nb::getattr(array, "dtype", nb::none());
+    const std::string name = nb::cast<std::string>(nb::str(nb::getattr(dtype, "name", dtype)));
+    if (as == nullptr && name == "bfloat16") {
+      const DType bfloat16 = DType::kBFloat16;
+      nb::object bits = array.attr("view")("uint16");
+      objects_.push_back(bits);
+      return add_buffer(index, bits, writable, &bfloat16);
+    }
+    throw nb::type_error((at(index) + "dtype " + name + " cannot be reduced or sent").c_str());
+  }
+  DType dtype;
+  const char* format = view.format;
+  if (as != nullptr) {
+    dtype = *as;
+  } else if (!dtype_of_format(format, static_cast<size_t>(view.itemsize), &dtype)) {
+    const std::string what = format == nullptr ? "?" : format;
+    nb::object name = nb::getattr(array, "dtype", nb::str(what.c_str()));
+    const std::string text = nb::cast<std::string>(nb::str(name));
+    PyBuffer_Release(&view);
+    if (*what.c_str() == 'O') {
+      throw nb::type_error((at(index) + "an array of Python objects cannot be reduced or sent: convert it to numbers "
+                                        "(x.astype(float)), or use allgather_object or broadcast_object")
+                               .c_str());
+    }
+    throw nb::type_error((at(index) + "dtype " + text +
+                          " cannot be reduced or sent: use integers, bool, or float16/bfloat16/float32/float64 in "
+                          "native byte order")
+                             .c_str());
+  }
+  if (writable && view.readonly) {
+    PyBuffer_Release(&view);
+    throw nb::value_error((at(index) +
+                           "its memory is read-only, so it cannot be changed in place: pass a writable copy, or "
+                           "use the out-of-place call")
+                              .c_str());
+  }
+  views_.push_back(view);
+  set_device(index, kCpu);
+  const Py_buffer& held = views_.back();
+  std::vector<int64_t> dims(held.shape, held.shape + held.ndim);
+  std::vector<int64_t> strides(held.strides, held.strides + held.ndim);
+  add(held.buf, dtype, std::move(dims), strides);
+  return true;
+}
+
+// DLPack's table of C functions, which newer frameworks (torch) hang on their array types: no Python call per array,
+// and no order between streams, which is then the caller's to make.
+bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_device) {
+  struct Table {
+    uint32_t major, minor;
+    void* previous;
+    void* allocate;
+    void* to_managed;
+    void* from_managed;
+    int (*to_tensor)(void* array, nb::dlpack::dltensor* tensor);
+    int (*current_stream)(int32_t device_type, int32_t device_id, void** stream);
+  };
+  PyTypeObject* type = Py_TYPE(array.ptr());
+  if (type != exchange_type_) {
+    exchange_type_ = type;
+    exchange_ = nullptr;
+    nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), "__dlpack_c_exchange_api__", {});
+    if (capsule.is_valid() && PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) {
+      const auto* table = static_cast<const Table*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+      if (table->major == 1) exchange_ = table->to_tensor;
+    }
+  }
+  if (exchange_ == nullptr) return false;
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  nb::object negated = nb::steal(PyObject_CallMethodNoArgs(array.ptr(), is_neg));
+  if (!negated.is_valid()) {
+    PyErr_Clear();
+  } else if (negated.ptr() == Py_True) {  // DLPack does not tell
+    throw nb::value_error((at(index) + "a tensor that is yet to be negated: pass x.resolve_neg()").c_str());
+  }
+  nb::dlpack::dltensor tensor{};
+  if (exchange_(array.ptr(), &tensor) != 0) {
+    PyErr_Clear();  // __dlpack__ will say it better
+    return false;
+  }
+  add_tensor(index, tensor, may_be_on_device);
+  return true;
+}
+
+void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::optional<intptr_t> stream) {
+  nb::object exported = nb::borrow(array);
+  nb::ndarray<> view;
+  try {
+    const auto place = nb::cast<std::pair<int, int>>(array.attr("__dlpack_device__")());
+    if (is_gpu(place.first)) {
+      if (!stream) {
+        throw nb::type_error(
+            (at(index) + "it lies in the memory of cuda:" + std::to_string(place.second) + ", not in the CPU's")
+                .c_str());
+      }
+      exported = exported_to(array, *stream);
+    }
+    if (!nb::try_cast<nb::ndarray<>>(exported, view)) {
+      nb::ndarray<nb::ro> read_only;
+      if (!nb::try_cast<nb::ndarray<nb::ro>>(exported, read_only)) {
+        throw nb::type_error(
+            (at(index) + "the " + type_of(array) + " refused to export its memory through DLPack").c_str());
+      }
+      if (writable) {
+        throw nb::value_error((at(index) + "its memory is read-only, so it cannot be changed in place").c_str());
+      }
+      objects_.push_back(nb::borrow(array));
+      view = nb::ndarray<>(read_only);
+    }
+  } catch (nb::python_error& error) {
+    throw nb::type_error((at(index) + error.what()).c_str());
+  }
+  nb::dlpack::dltensor tensor{};
+  std::vector<int64_t> shape, strides;
+  for (size_t d = 0; d < view.ndim(); ++d) {
+    shape.push_back(static_cast<int64_t>(view.shape(d)));
+    strides.push_back(view.stride(d));
+  }
+  tensor.data = view.data();
+  tensor.device = {view.device_type(), view.device_id()};
+  tensor.ndim = static_cast<int32_t>(view.ndim());
+  tensor.dtype = view.dtype();
+  tensor.shape = shape.data();
+  tensor.strides = strides.data();
+  dlpacks_.push_back(std::move(view));
+  add_tensor(index, tensor, stream.has_value());
+}
+
+void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool may_be_on_device) {
+  const int type = tensor.device.device_type;
+  constexpr int kPinned = 3;  // the host's memory, for our purposes
+  if (is_gpu(type) && may_be_on_device) {
+    set_device(index, tensor.device.device_id);
+  } else if (type == nb::device::cpu::value || type == kPinned) {
+    set_device(index, kCpu);
+  } else {
+    const std::string where =
+        is_gpu(type) ? "cuda:" + std::to_string(tensor.device.device_id) : "another kind of device";
+    throw nb::type_error((at(index) + "it lies in the memory of " + where +
+                          ", not in the CPU's: bring it to the CPU, or start with a GPU that this world uses")
+                             .c_str());
+  }
+  DType dtype;
+  if (!dtype_of_dlpack(tensor.dtype, &dtype)) {
+    throw nb::type_error((at(index) + "its dtype cannot be reduced or sent: use integers, bool, or "
+                                      "float16/bfloat16/float32/float64")
+                             .c_str());
+  }
+  const auto item = static_cast<int64_t>(item_bytes(dtype));
+  std::vector<int64_t> dims(tensor.shape, tensor.shape + tensor.ndim);
+  std::vector<int64_t> strides(dims.size());
+  int64_t dense = item;
+  for (size_t d = dims.size(); d-- > 0; dense *= dims[d]) {
+    strides[d] = tensor.strides == nullptr ? dense : tensor.strides[d] * item;
+  }
+  if (tensor.data == nullptr && std::find(dims.begin(), dims.end(), 0) == dims.end()) {
+    throw nb::type_error((at(index) + "it has no memory of its own, as wrappers around tensors have none (DTensor): "
+                                      "pass what is inside, x.to_local()")
+                             .c_str());
+  }
+  add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, std::move(dims), strides);
+}
+
+void Tensors::add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides) {
+  const size_t item = item_bytes(dtype);
+  size_t n_elements = 1;
+  for (int64_t dim : dims) n_elements *= static_cast<size_t>(dim);
+  // Most are in C order, and steps with a thousand small arrays should not pay for the others.
+  bool dense = reinterpret_cast<uintptr_t>(address) % std::min<size_t>(item, 8) == 0;
+  uint64_t order = 0;
+  if (n_elements == 0) {
+    dense = true;
+  } else if (!in_order(dims, strides, item)) {
+    dense = dense && find_order(dims, strides, item, &order);
+  }
+  refs_.push_back({address, n_elements, dtype});
+  shapes_.push_back({std::move(dims), order, dense, dense ? std::vector<int64_t>() : strides});
+}
+
+std::vector<Buffer> Tensors::buffers() const {
+  std::vector<Buffer> buffers;
+  buffers.reserve(refs_.size());
+  for (const TensorRef& ref : refs_) {
+    buffers.push_back({static_cast<uint8_t*>(ref.address), ref.n_elements * item_bytes(ref.dtype)});
+  }
+  return buffers;
+}
+
+size_t Tensors::n_bytes_aligned() const {
+  size_t total = 0;
+  for (const TensorRef& ref : refs_) total += aligned_bytes(ref);
+  return total;
+}
+
+size_t Tensors::n_bytes() const {
+  size_t total = 0;
+  for (const TensorRef& ref : refs_) total += ref.n_elements * item_bytes(ref.dtype);
+  return total;
+}
+
+uint64_t Tensors::signature() const {
+  uint64_t hash = refs_.size();
+  for (size_t i = 0; i < refs_.size(); ++i) {
+    hash = mixed(hash, static_cast<uint64_t>(refs_[i].dtype) << 32 | shapes_[i].dims.size());
+    for (int64_t dim : shapes_[i].dims) hash = mixed(hash, static_cast<uint64_t>(dim));
+  }
+  return digest_of(hash);
+}
+
+uint64_t Tensors::layout() const {
+  uint64_t hash = 0;
+  bool c_order = true;
+  for (const Shape& shape : shapes_) {
+    hash = mixed(hash, shape.order);
+    c_order = c_order && shape.order == 0;
+  }
+  return c_order ? 0 : digest_of(hash);
+}
+
+std::vector<size_t> Tensors::strided() const {
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < shapes_.size(); ++i) {
+    if (!shapes_[i].dense) indices.push_back(i);
+  }
+  return indices;
+}
+
+std::vector<uintptr_t> Tensors::addresses() const {
+  std::vector<uintptr_t> addresses;
+  for (const TensorRef& ref : refs_) addresses.push_back(reinterpret_cast<uintptr_t>(ref.address));
+  return addresses;
+}
+
+// --- memory in common -----------------------------------------------------------------------------------------------
+
+namespace {
+
+// visit(offset) for each element, in C order, with its distance in bytes from the first.
+template <class Visit>
+void each_element(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t axis, int64_t offset,
+                  const Visit& visit) {
+  if (axis == dims.size()) return visit(offset);
+  for (int64_t i = 0; i < dims[axis]; ++i) each_element(dims, strides, axis + 1, offset + i * strides[axis], visit);
+}
+
+}  // namespace
+
+void Tensors::add_extents(std::vector<Extent>& extents, bool is_other) const {
+  for (size_t i = 0; i < refs_.size(); ++i) {
+    if (refs_[i].n_elements == 0) continue;  // the address of nothing means nothing
+    const auto item = static_cast<int64_t>(item_bytes(refs_[i].dtype));
+    const auto begin = reinterpret_cast<intptr_t>(refs_[i].address);
+    Extent extent{begin, begin + item, &refs_[i], &shapes_[i], i, is_other};
+    if (shapes_[i].strides.empty()) extent.end = begin + item * static_cast<int64_t>(refs_[i].n_elements);
+    for (size_t axis = 0; axis < shapes_[i].strides.size(); ++axis) {
+      const int64_t reach = (shapes_[i].dims[axis] - 1) * shapes_[i].strides[axis];
+      (reach < 0 ? extent.begin : extent.end) += reach;
+    }
+    extents.push_back(extent);
+  }
+}
+
+// Of two whose extents overlap. Views with gaps may lie between each other, as x[::2] and x[1::2] do.
+bool Tensors::have_common_elements(const Extent& a, const Extent& b) {
+  if (a.shape->strides.empty() && b.shape->strides.empty()) return true;
+  const intptr_t begin = std::max(a.begin, b.begin), end = std::min(a.end, b.end);
+  std::vector<bool> taken(static_cast<size_t>(end - begin));
+  bool found = false;
+  const auto each_byte = [&](const Extent& extent, const auto& visit) {
+    const auto item = static_cast<int64_t>(item_bytes(extent.ref->dtype));
+    const auto start = reinterpret_cast<intptr_t>(extent.ref->address);
+    const auto element = [&](int64_t offset) {
+      for (intptr_t at = std::max(start + offset, begin); at < std::min(start + offset + item, end); ++at) {
+        visit(static_cast<size_t>(at - begin));
+      }
+    };
+    if (!extent.shape->strides.empty()) return each_element(extent.shape->dims, extent.shape->strides, 0, 0, element);
+    for (intptr_t at = begin; at < end; ++at) visit(static_cast<size_t>(at - begin));
+  };
+  each_byte(a, [&](size_t at) { taken[at] = true; });
+  each_byte(b, [&](size_t at) { found = found || taken[at]; });
+  return found;
+}
+
+// Whether elements follow each other at the same distances. An axis of extent 1 takes no step, whatever its stride is.
+bool Tensors::same_steps(const Shape& a, const Shape& b) {
+  if (a.dims != b.dims || a.order != b.order || a.strides.size() != b.strides.size()) return false;
+  for (size_t axis = 0; axis < a.strides.size(); ++axis) {
+    if (a.dims[axis] > 1 && a.strides[axis] != b.strides[axis]) return false;
+  }
+  return true;
+}
+
+bool Tensors::overlaps_itself(const Extent& extent) {
+  if (extent.shape->strides.empty()) return false;
+  std::vector<std::pair<int64_t, int64_t>> axes;  // stride and extent
+  for (size_t axis = 0; axis < extent.shape->dims.size(); ++axis) {
+    if (extent.shape->dims[axis] > 1) {
+      axes.emplace_back(std::abs(extent.shape->strides[axis]), extent.shape->dims[axis]);
+    }
+  }
+  std::sort(axes.begin(), axes.end());
+  auto inside = static_cast<int64_t>(item_bytes(extent.ref->dtype));  // bytes that what is within an axis spans
+  bool apart = true;
+  for (const auto& [stride, n] : axes) {
+    apart = apart && stride >= inside;
+    inside += (n - 1) * stride;
+  }
+  if (apart) return false;
+  std::vector<int64_t> offsets;
+  offsets.reserve(extent.ref->n_elements);
+  each_element(extent.shape->dims, extent.shape->strides, 0, 0, [&](int64_t offset) { offsets.push_back(offset); });
+  std::sort(offsets.begin(), offsets.end());
+  const auto item = static_cast<int64_t>(item_bytes(extent.ref->dtype));
+  return std::adjacent_find(offsets.begin(), offsets.end(), [&](int64_t a, int64_t b) { return b - a < item; }) !=
+         offsets.end();
+}
+
+std::vector<Overlap> Tensors::overlaps(const Tensors* other) const {
+  std::vector<Extent> extents;
+  add_extents(extents, false);
+  if (other != nullptr) other->add_extents(extents, true);
+  std::vector<Overlap> found;
+  if (other == nullptr) {
+    for (const Extent& extent : extents) {
+      if (overlaps_itself(extent)) found.push_back({extent.index, extent.index, 0, true});
+    }
+  } else if (device() != other->device()) {
+    return found;
+  }
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  std::vector<const Extent*> open;  // those that reach beyond the begin of the next
+  for (const Extent& next : extents) {
+    open.erase(std::remove_if(open.begin(), open.end(), [&](const Extent* e) { return e->end <= next.begin; }),
+               open.end());
+    for (const Extent* earlier : open) {
+      if (other != nullptr && earlier->is_other == next.is_other) continue;
+      const bool in_order = other != nullptr ? next.is_other : earlier->index < next.index;
+      const Extent& first = in_order ? *earlier : next;
+      const Extent& second = in_order ? next : *earlier;
+      const bool same = first.ref->address == second.ref->address && first.ref->dtype == second.ref->dtype &&
+                        same_steps(*first.shape, *second.shape);
+      if (!same && !have_common_elements(first, second)) continue;
+      const ptrdiff_t distance = static_cast<uint8_t*>(second.ref->address) - static_cast<uint8_t*>(first.ref->address);
+      found.push_back({first.index, second.index, distance, same});
+    }
+    open.push_back(&next);
+  }
+  std::sort(found.begin(), found.end(), [](const Overlap& a, const Overlap& b) {
+    return std::pair(a.first, a.second) < std::pair(b.first, b.second);
+  });
+  return found;
+}
+
+std::string Tensors::describe(size_t index) const {
+  std::string text = std::string(dtype_name(refs_.at(index).dtype)) + "[";
+  const auto& dims = shapes_[index].dims;
+  for (size_t d = 0; d < dims.size(); ++d) text += (d != 0 ? ", " : "") + std::to_string(dims[d]);
+  return text + "]";
+}
+
+}  // namespace horo

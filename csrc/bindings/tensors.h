@@ -1,0 +1,109 @@
+// A list of Python arrays as the core sees it: addresses, sizes, dtypes. Part of the bindings.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "group.h"
+#include "pack/layout.h"
+
+namespace horo {
+
+inline constexpr uint64_t kHashSeed = 0x9e3779b97f4a7c15u;
+
+// Mixes a value into a hash that is the same in every process (splitmix64's finaliser).
+uint64_t mixed(uint64_t hash, uint64_t value);
+// Digests go through Python and MPI as signed 64-bit integers: 63 bits are portable.
+uint64_t digest_of(uint64_t hash);
+
+inline constexpr int kCpu = -1;
+
+// Two tensors with elements in common, by their indices; twice the same index is one whose own elements share memory.
+struct Overlap {
+  size_t first;
+  size_t second;
+  ptrdiff_t distance;  // in bytes, from where the first begins to where the second does
+  bool same;           // the same elements in the same order: one tensor under two names
+};
+
+class Tensors {
+ public:
+  // Each array comes through the buffer protocol or DLPack and is kept alive until this is dropped. Errors name the
+  // index. Arrays in a GPU's memory (all, then, and of one GPU) are taken only where a `stream` is given: it is what
+  // their owners are asked to order their work with, as DLPack has it; -1 asks for no order.
+  Tensors(nanobind::sequence arrays, bool writable, std::optional<intptr_t> stream = {});
+  // What tensors [first, last) of `like` would be in the CPU's memory, once they have some: see move_to().
+  Tensors(const Tensors& like, size_t first, size_t last);
+  // Rows [begin, end) of the only array of `whole`, which stays alive with `owner`.
+  Tensors(const Tensors& whole, nanobind::object owner, int64_t begin, int64_t end);
+  ~Tensors();
+  Tensors(const Tensors&) = delete;
+  Tensors& operator=(const Tensors&) = delete;
+
+  // The GPU whose memory they lie in, or kCpu.
+  int device() const { return device_.value_or(kCpu); }
+  // One after the other, each aligned to kWireAlignment.
+  size_t n_bytes_aligned() const;
+  void move_to(uint8_t* memory);
+  const std::vector<TensorRef>& refs() const { return refs_; }
+  std::vector<Buffer> buffers() const;
+  size_t n_bytes() const;
+  uint64_t signature() const;
+  uint64_t layout() const;
+  std::vector<size_t> strided() const;
+  std::vector<uintptr_t> addresses() const;
+  // All pairs with elements in common, in order. With `other`, the first of a pair is of these and the second of those.
+  std::vector<Overlap> overlaps(const Tensors* other = nullptr) const;
+  std::string describe(size_t index) const;
+  const std::vector<int64_t>& shape(size_t index) const { return shapes_.at(index).dims; }
+
+ private:
+  struct Shape {
+    std::vector<int64_t> dims;
+    uint64_t order;  // 0: C-contiguous
+    bool dense;
+    std::vector<int64_t> strides;  // in bytes; of what is not dense
+  };
+  // Where a tensor lies: its elements are in [begin, end), and fill it where it is dense.
+  struct Extent {
+    intptr_t begin, end;
+    const TensorRef* ref;
+    const Shape* shape;
+    size_t index;
+    bool is_other;
+  };
+  void add_extents(std::vector<Extent>& extents, bool is_other) const;
+  static bool have_common_elements(const Extent& a, const Extent& b);
+  static bool overlaps_itself(const Extent& extent);
+  static bool same_steps(const Shape& a, const Shape& b);
+  bool add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
+  bool add_exchanged(size_t index, nanobind::handle array, bool may_be_on_device);
+  void add_dlpack(size_t index, nanobind::handle array, bool writable, std::optional<intptr_t> stream);
+  void add_tensor(size_t index, const nanobind::dlpack::dltensor& tensor, bool may_be_on_device);
+  void set_device(size_t index, int device);
+  void add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides_bytes);
+
+  std::vector<TensorRef> refs_;
+  std::vector<Shape> shapes_;
+  std::vector<Py_buffer> views_;
+  std::vector<nanobind::object> objects_;
+  std::vector<nanobind::ndarray<>> dlpacks_;
+  std::optional<int> device_;
+  PyTypeObject* bufferless_type_ = nullptr;  // its arrays have the buffer protocol, but no buffers
+  PyTypeObject* exchange_type_ = nullptr;    // whose table `exchange_` is
+  int (*exchange_)(void* array, nanobind::dlpack::dltensor* tensor) = nullptr;
+};
+
+// The buffer of a list of one array.
+inline const Buffer& only(const std::vector<Buffer>& buffers) {
+  if (buffers.size() != 1) throw std::invalid_argument("one array is meant");
+  return buffers[0];
+}
+
+}  // namespace horo

@@ -1,0 +1,636 @@
+#include "engine/engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+
+namespace horo {
+namespace {
+
+// How long the training thread waits before its engine tells the others that it does, and how often it repeats it.
+constexpr double kBlockedSeconds = 0.05;
+constexpr double kForeverSeconds = 3600.0;
+// Without THREAD_MULTIPLE: how soon the engine is back with its next call of MPI, unless it waits for a peer, and how
+// many of those one poll() serves at most.
+constexpr double kNextCallSeconds = 100e-6;
+constexpr int kCallsPerPoll = 100;
+
+int this_thread() { return static_cast<int>(syscall(SYS_gettid)); }
+
+// What a rank says in a round: which wait it is in, then its news.
+class Writer {
+ public:
+  void number(uint64_t value) { text_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
+  void real(double value) { text_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
+  void string(const std::string& value) {
+    number(value.size());
+    text_ += value;
+  }
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string text_;
+};
+
+class Reader {
+ public:
+  explicit Reader(const std::string& text) : text_(text) {}
+  bool at_end() const { return position_ == text_.size(); }
+  uint64_t number() { return plain<uint64_t>(); }
+  double real() { return plain<double>(); }
+  std::string string() {
+    const size_t n = number();
+    if (n > text_.size() - position_) throw std::runtime_error("engine: a peer's message is cut short");
+    position_ += n;
+    return text_.substr(position_ - n, n);
+  }
+
+ private:
+  template <class T>
+  T plain() {
+    if (sizeof(T) > text_.size() - position_) throw std::runtime_error("engine: a peer's message is cut short");
+    T value;
+    std::memcpy(&value, text_.data() + position_, sizeof(T));
+    position_ += sizeof(T);
+    return value;
+  }
+  const std::string& text_;
+  size_t position_ = 0;
+};
+
+}  // namespace
+
+bool Job::wait(double timeout_s) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [this] { return done(); });
+}
+
+void Job::result() const {
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Job::finish(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  error_ = error;
+  done_ns = StallDetector::clock_ns();
+  done_.store(true, std::memory_order_release);
+  changed_.notify_all();
+}
+
+Engine::Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain, DirectWaits direct_waits)
+    : channel_(std::move(channel)),
+      ranks_(std::move(ranks)),
+      explain_(std::move(explain)),
+      direct_waits_(std::move(direct_waits)),
+      pid_(getpid()),
+      owner_(this_thread()) {
+  // Signals are the training thread's business.
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  thread_ = std::thread([this] { loop(); });
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+}
+
+Engine::~Engine() {
+  if (!thread_.joinable()) return;
+  if (getpid() != pid_) {  // a forked child has no such thread, and whoever held the mutex then holds it for ever
+    thread_.detach();
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  try {
+    channel_->stop();
+  } catch (...) {  // Python is ending; the thread looks round by itself
+  }
+  thread_.join();
+}
+
+void Engine::submit(std::shared_ptr<Job> job) {
+  job->submitted_ns = StallDetector::clock_ns();
+  {
+    const std::lock_guard lock(mutex_);
+    if (broken_) std::rethrow_exception(broken_);
+    if (stopping_) throw std::invalid_argument("'" + job->entry.name + "' was submitted after shutdown()");
+    if (jobs_.contains(job->entry.name)) {
+      throw std::invalid_argument("an operation named '" + job->entry.name +
+                                  "' is in flight already on this rank: synchronize() it first, or give this one "
+                                  "another name=");
+    }
+    check_apart(*job);
+    jobs_.emplace(job->entry.name, job);
+    for (const auto& [begin, end] : job->changes) changing_[begin] = {end, job->entry.name};
+    if (std::this_thread::get_id() == thread_.get_id()) return;
+    news_.push_back(job->entry);
+  }
+  if (detector_ != nullptr) detector_->doing(job->entry.name, StallDetector::clock_ns());
+  channel_->wake();
+}
+
+void Engine::check_apart(const Job& job) const {
+  for (const auto& [begin, end] : job.changes) {
+    auto found = changing_.lower_bound(end);  // of those that begin before the end, the last reaches farthest
+    if (found == changing_.begin() || (--found)->second.first <= begin) continue;
+    throw std::invalid_argument(
+        job.entry.name + " would change memory that " + found->second.second +
+        ", in flight, changes, too: synchronize() that one first, or use the out-of-place call");
+  }
+}
+
+void Engine::withdraw(const std::shared_ptr<Job>& job) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = jobs_.find(job->entry.name);
+    if (found == jobs_.end() || found->second != job) return;
+    Entry withdrawal;
+    withdrawal.name = job->entry.name;
+    withdrawal.is_withdrawal = true;
+    news_.push_back(std::move(withdrawal));
+  }
+  channel_->wake();
+}
+
+void Engine::watched_by(std::shared_ptr<StallDetector> detector) {
+  const std::lock_guard lock(mutex_);
+  detector_ = std::move(detector);
+}
+
+void Engine::begin_wait(std::shared_ptr<Job> job, bool beside) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(awaits_, [&](const Await& await) { return await.job == job; });
+  awaits_.push_back({std::move(job), ++n_awaits_, StallDetector::clock_ns(), beside, this_thread()});
+}
+
+void Engine::end_wait(const Job& job) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(awaits_, [&](const Await& await) { return await.job.get() == &job; });
+}
+
+const Engine::Await* Engine::awaited() const {
+  for (const Await& await : awaits_) {
+    if (!await.job->done()) return &await;
+  }
+  return nullptr;
+}
+
+// Which waits this rank has been in for some time; one that is over does not count, even if its thread has not woken up
+// yet. The training thread's is odd where it waits for an asynchronous operation.
+Engine::Waits Engine::waiting() {
+  const DirectWait direct = direct_waits_ ? direct_waits_() : DirectWait{};
+  // Where that thread has ended, any may be the one that trains.
+  const bool is_anyones = syscall(SYS_tgkill, pid_, owner_, 0) != 0;
+  const auto counts = [&](int thread) { return is_anyones || thread == owner_; };
+  uint64_t wait = 0, beside = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto long_ago = StallDetector::clock_ns() - static_cast<int64_t>(kBlockedSeconds * 1e9);
+    for (const Await& await : awaits_) {
+      if (await.job->done()) continue;
+      if (!await.beside && counts(await.thread) && wait == 0) wait = 2 * await.number + 1;
+      if (await.beside && await.since_ns <= long_ago) beside = await.number;
+    }
+    if (stopping_ && !jobs_.empty()) wait = 1;
+    else if (wait == 0 && direct.number % 2 == 1 && counts(direct.thread)) wait = 2 * direct.number;
+  }
+  const auto now = std::chrono::steady_clock::now();
+  if (wait != wait_) {
+    wait_ = wait;
+    wait_began_ = now;
+  }
+  // Over MPI, whether a direct call is over is known only once its thread runs again.
+  const double patience_s = wait % 2 == 1 ? kBlockedSeconds : 6 * kBlockedSeconds;
+  return {std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait, beside};
+}
+
+void Engine::wait(Job& job) {
+  if (serve) serve(kBlockedSeconds);
+  else job.wait(kBlockedSeconds);
+}
+
+bool Engine::poll(const Job& job) {
+  for (int i = 0; serve && i < kCallsPerPoll && !job.done() && serve(kNextCallSeconds); ++i) {
+  }
+  return job.done();
+}
+
+size_t Engine::n_in_flight() {
+  const std::lock_guard lock(mutex_);
+  return jobs_.size();
+}
+
+void Engine::loop() {
+  while (true) {
+    size_t n_jobs;
+    {
+      const std::lock_guard lock(mutex_);
+      if (stopped_ || broken_ || (stopping_ && jobs_.empty())) break;
+      n_jobs = jobs_.size();
+    }
+    pump(n_jobs != 0 ? kBlockedSeconds : kForeverSeconds);
+  }
+  seen_.reset();
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  end_.notify_all();
+}
+
+void Engine::pump(double timeout_s) {
+  try {
+    const auto should_meet = [this] {
+      {
+        const std::lock_guard lock(mutex_);
+        if (broken_) std::rethrow_exception(broken_);
+        if (!news_.empty()) return true;
+      }
+      return channel_->peer_is_ahead();
+    };
+    if (!should_meet()) {
+      channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
+      look();
+      check_peers();
+      // This rank waits while some name lacks its match: tell the others, who may be waiting as well. Told twice, since
+      // only then it is certain that all did at one moment.
+      const bool stuck = !known_.empty() && waiting() != Waits{} && n_stuck_rounds_ < 2;
+      if (!stuck && !should_meet()) return;
+    }
+    round();
+    if (seen_) look();
+  } catch (...) {
+    seen_.reset();
+    fail_all(std::current_exception());
+  }
+}
+
+void Engine::round() {
+  Writer mine;
+  const Waits wait = waiting();
+  mine.number(wait.training);
+  mine.number(wait.beside);
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Entry& entry : news_) {
+      mine.string(entry.name);
+      mine.number(entry.is_withdrawal);
+      if (entry.is_withdrawal) continue;
+      mine.number(entry.digest);
+      mine.real(entry.weight);
+    }
+    news_.clear();
+  }
+  const std::vector<std::string> everyone = meet(mine.text());
+
+  ++n_rounds_;
+  const int n_ranks = channel_->size();
+  std::vector<Waits> waits(n_ranks);
+  bool something_new = false;
+  for (int r = 0; r < n_ranks; ++r) {
+    Reader reader(everyone[r]);
+    waits[r].training = reader.number();
+    waits[r].beside = reader.number();
+    while (!reader.at_end()) {
+      something_new = true;
+      Entry entry;
+      entry.name = reader.string();
+      if (reader.number() != 0) {
+        withdrawn(r, entry.name);
+        continue;
+      }
+      entry.digest = reader.number();
+      entry.weight = reader.real();
+      entry.told = ++n_told_;
+      const auto [found, is_first] = known_.try_emplace(entry.name);
+      if (is_first) order_.push_back(entry.name);
+      Known& known = found->second;
+      known.entries.resize(n_ranks);
+      known.has.resize(n_ranks);
+      known.has[r] = true;
+      known.latest = known.round == n_rounds_ ? -1 : r;
+      known.round = n_rounds_;
+      known.entries[r] = std::move(entry);
+    }
+  }
+
+  std::vector<std::string> ready;
+  const auto is_due = [this](const std::string& name) { return is_ready(name); };
+  std::copy_if(order_.begin(), order_.end(), std::back_inserter(ready), is_due);
+  order_.erase(std::remove_if(order_.begin(), order_.end(), is_due), order_.end());
+  // Whoever has joined takes part in all that comes before the end of that.
+  std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name != kJoin; });
+  for (const std::string& name : ready) {
+    tally(name, known_.at(name));
+    Known known = std::move(known_.at(name));
+    known_.erase(name);
+    run(name, std::move(known));
+  }
+  if (!ready.empty()) moved_ns_ = StallDetector::clock_ns();
+
+  // Direct calls that all ranks wait in will end by themselves.
+  bool all_wait = true, some_wait_here = false, all_wait_beside = true;
+  for (int r = 0; r < n_ranks; ++r) {
+    if (has_joined(r)) continue;  // it does what the others do
+    all_wait = all_wait && waits[r].training != 0;
+    some_wait_here = some_wait_here || waits[r].training % 2 == 1;
+    all_wait_beside = all_wait_beside && waits[r].beside != 0;
+  }
+  const bool moved = something_new || !ready.empty();  // another thread's, while one waits
+  const bool nothing_moved = !moved && waits == last_waits_;
+  const bool still = !moved && !last_waits_.empty() && last_waits_[channel_->rank()] == wait;
+  n_stuck_rounds_ = wait == Waits{} ? 0 : still ? n_stuck_rounds_ + 1 : 1;
+  last_waits_ = waits;
+  const bool all_stuck = (all_wait && some_wait_here) || all_wait_beside;
+  if (all_stuck && nothing_moved && known_.size() > known_.count(kJoin)) fail_unmatched();
+}
+
+// What `rank` has submitted under this name, if it was not run in an earlier round, it has not submitted.
+void Engine::withdrawn(int rank, const std::string& name) {
+  const auto found = known_.find(name);
+  if (found == known_.end() || !found->second.has[rank]) return;
+  found->second.has[rank] = false;
+  if (std::find(found->second.has.begin(), found->second.has.end(), true) == found->second.has.end()) {
+    known_.erase(found);
+    order_.erase(std::find(order_.begin(), order_.end(), name));
+  }
+  if (rank != channel_->rank()) return;
+  if (const std::shared_ptr<Job> job = take(name)) {
+    job->is_withdrawn = true;
+    job->finish(std::make_exception_ptr(Mismatch(name + " was withdrawn on this rank")));  // nobody's to see
+  }
+}
+
+bool Engine::has_joined(int rank) const {
+  const auto found = known_.find(kJoin);
+  return found != known_.end() && found->second.has[rank];
+}
+
+bool Engine::is_ready(const std::string& name) const {
+  const Known& known = known_.at(name);
+  for (int r = 0; r < channel_->size(); ++r) {
+    if (!known.has[r] && (name == kJoin || !has_joined(r))) return false;
+  }
+  return true;
+}
+
+std::vector<int> Engine::numbers(const std::function<bool(int)>& is_so) const {
+  std::vector<int> numbers;
+  for (int r = 0; r < channel_->size(); ++r) {
+    if (is_so(r)) numbers.push_back(ranks_[r]);
+  }
+  return numbers;
+}
+
+std::shared_ptr<Job> Engine::take(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  const auto found = jobs_.find(name);
+  if (found == jobs_.end()) return nullptr;
+  const std::shared_ptr<Job> job = found->second;
+  jobs_.erase(found);
+  for (const auto& [begin, end] : job->changes) changing_.erase(begin);
+  return job;
+}
+
+void Engine::run(const std::string& name, Known known) {
+  std::shared_ptr<Job> job;  // null if this rank has joined
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = jobs_.find(name); found != jobs_.end()) job = found->second;
+  }
+  std::exception_ptr error;
+  try {
+    const Entry* first = nullptr;
+    bool alike = true;
+    for (int r = 0; r < channel_->size(); ++r) {
+      if (!known.has[r]) continue;
+      if (first == nullptr) first = &known.entries[r];
+      alike = alike && known.entries[r].digest == first->digest;
+    }
+    if (!alike) {
+      std::vector<std::string> said;
+      const std::vector<std::string> everyone = meet(job == nullptr ? "" : job->describe());
+      for (int r = 0; r < channel_->size(); ++r) {
+        if (known.has[r]) said.push_back(everyone[r]);
+      }
+      throw Mismatch(explain_(name, said, numbers([&](int r) { return known.has[r]; })));
+    }
+    if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) job = stand_in(name, job, &known);
+    job->begun_ns = StallDetector::clock_ns();
+    job->run(known.entries);
+  } catch (const Mismatch&) {
+    error = std::current_exception();
+  } catch (const Recoverable& recoverable) {
+    error = recoverable.error;
+  } catch (const std::invalid_argument&) {  // what all ranks have compared makes no sense: none has moved anything
+    error = std::current_exception();
+  } catch (...) {
+    // Whatever this was, the other ranks may be in the middle of it still.
+    failed_in_ = name;
+    take(name);
+    if (job != nullptr) finish(*job, std::current_exception());
+    throw;
+  }
+  take(name);
+  if (job != nullptr) finish(*job, error);  // one that has joined goes on waiting for what it can take part in
+}
+
+// This rank's job for an operation that ranks which have joined lack, and their entries.
+std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known) {
+  Writer mine;
+  if (job != nullptr) {
+    const Participation participation = job->participation(numbers([&](int r) { return !known->has[r]; }));
+    mine.string(participation.refusal);
+    mine.real(participation.weight);
+    mine.string(participation.text);
+  }
+  const std::vector<std::string> everyone = meet(mine.text());
+  const auto first = static_cast<size_t>(std::find(known->has.begin(), known->has.end(), true) - known->has.begin());
+  Reader reader(everyone[first]);
+  if (const std::string refusal = reader.string(); !refusal.empty()) throw Mismatch(refusal);
+  Entry entry = known->entries[first];
+  entry.weight = reader.real();
+  if (job == nullptr) {
+    std::shared_ptr<Job> join;
+    {
+      const std::lock_guard lock(mutex_);
+      join = jobs_.at(kJoin);
+    }
+    join->stand_in(reader.string());
+    const std::lock_guard lock(mutex_);
+    job = jobs_.at(name);
+  }
+  for (size_t r = 0; r < known->has.size(); ++r) {
+    if (!known->has[r]) known->entries[r] = entry;
+  }
+  return job;
+}
+
+void Engine::finish(Job& job, std::exception_ptr error) {
+  if (error) {
+    const std::lock_guard lock(mutex_);
+    if (!failed_) failed_ = error;
+  }
+  job.finish(error);
+}
+
+void Engine::result(const Job& job) {
+  try {
+    job.result();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    error_seen_ = true;
+    throw;
+  }
+}
+
+std::vector<std::string> Engine::meet(const std::string& mine) {
+  std::string label = "the matching of asynchronous operations";
+  {
+    const std::lock_guard lock(mutex_);
+    if (const Await* await = awaited()) label = await->job->entry.name + ", in " + label;
+    else if (!jobs_.empty()) label = jobs_.begin()->first + ", in " + label;
+  }
+  return channel_->meet(mine, label);
+}
+
+void Engine::check_peers() {
+  for (const auto& [name, known] : known_) {
+    if (!known.has[channel_->rank()]) continue;  // not this rank's loss
+    for (int r = 0; r < channel_->size(); ++r) {
+      if (!known.has[r]) channel_->check(r, name);
+    }
+  }
+}
+
+// What the program waits for while some ranks have not submitted it.
+void Engine::look() {
+  auto found = known_.end();
+  int64_t since = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (detector_ == nullptr) return;
+    if (const Await* await = awaited()) {
+      since = await->since_ns;
+      found = known_.find(await->job->entry.name);
+    } else if (stopping_) {
+      since = stopping_ns_;
+      found = std::find_if(known_.begin(), known_.end(),
+                           [&](const auto& each) { return each.second.has[channel_->rank()]; });
+    }
+  }
+  const bool waits = found != known_.end();
+  // Who has joined waits for as long as the others do nothing.
+  if (waits && found->first == kJoin) since = std::max(since, moved_ns_);
+  if (seen_ && (!waits || since != seen_since_ns_)) {
+    seen_->over();
+    seen_.reset();
+  }
+  if (!waits) return;
+  if (!seen_) seen_.emplace(detector_, since);
+  seen_since_ns_ = since;
+  const std::vector<bool>& has = found->second.has;
+  const auto is_late = [&](int r) { return !has[r] && (found->first == kJoin || !has_joined(r)); };
+  seen_->look(found->first + detector_->scope(ranks_), numbers([&](int r) { return !is_late(r); }), numbers(is_late));
+}
+
+// The program waits for this, which one rank has submitted later than all others.
+void Engine::tally(const std::string& name, const Known& known) {
+  const std::lock_guard lock(mutex_);
+  if (detector_ == nullptr || known.latest < 0 || known.latest == channel_->rank()) return;
+  for (const Await& await : awaits_) {
+    if (await.job->entry.name != name) continue;
+    detector_->waited_for(ranks_[known.latest], StallDetector::clock_ns() - await.since_ns);
+  }
+}
+
+// All ranks wait, none for an operation that all have submitted: every name in flight is somebody's alone.
+void Engine::fail_unmatched() {
+  // As soon as the first job is failed, its thread may submit again, under any of these names.
+  std::map<std::string, Known> unmatched;
+  unmatched.swap(known_);
+  order_.clear();
+  if (auto join = unmatched.extract(kJoin)) {
+    known_.insert(std::move(join));
+    order_.emplace_back(kJoin);
+  }
+  ++n_failed_;
+  const auto list = [](const std::vector<int>& numbers) {
+    std::string text;
+    for (const int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+    return text;
+  };
+  std::vector<std::pair<std::shared_ptr<Job>, std::string>> failed;
+  for (const auto& [name, known] : unmatched) {
+    if (!known.has[channel_->rank()]) continue;
+    const std::string have = list(numbers([&](int r) { return known.has[r]; }));
+    const std::string lack = list(numbers([&](int r) { return !known.has[r] && !has_joined(r); }));
+    failed.emplace_back(take(name), name + " was submitted by rank " + have + " but not by rank " + lack +
+                                        ", and every rank is waiting: nothing can go on. Asynchronous operations are "
+                                        "matched by name; see that every rank submits the same ones.");
+  }
+  for (const auto& [job, text] : failed) finish(*job, std::make_exception_ptr(Mismatch(text)));
+}
+
+void Engine::fail_all(std::exception_ptr error) {
+  // What one operation raised is its own handle's: all others, and those who come later, hear what became of them.
+  std::string reason = "asynchronous operations stopped";
+  bool is_loss = true;
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& lost) {
+    reason = lost.what();
+  } catch (const Stalled& stalled) {
+    reason = stalled.what();
+    is_loss = false;
+  } catch (const std::exception& e) {
+    reason = (failed_in_.empty() ? "the matching of asynchronous operations" : failed_in_) + " raised " + e.what();
+  } catch (...) {
+  }
+  std::map<std::string, std::shared_ptr<Job>> jobs;
+  {
+    const std::lock_guard lock(mutex_);
+    broken_ = is_loss ? std::make_exception_ptr(PeerLost(reason)) : error;
+    jobs.swap(jobs_);
+    changing_.clear();
+    news_.clear();
+  }
+  if (is_loss) {
+    std::string in_flight;
+    for (const auto& [name, job] : jobs) in_flight += (in_flight.empty() ? "; in flight: " : ", ") + name;
+    if (in_flight.size() > 200) in_flight.replace(200, std::string::npos, " …");
+    error = std::make_exception_ptr(PeerLost(reason + in_flight));
+  }
+  try {
+    channel_->abandon(reason);
+  } catch (...) {  // peers will have to find out by themselves
+  }
+  for (auto& [name, job] : jobs) finish(*job, error);
+}
+
+void Engine::drain() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    stopping_ns_ = StallDetector::clock_ns();
+  }
+  channel_->wake();
+  const auto has_ended = [this] {
+    std::unique_lock lock(mutex_);
+    const auto patience = std::chrono::duration<double>(serve ? 0.0 : kBlockedSeconds);
+    return end_.wait_for(lock, patience, [this] { return ended_; });
+  };
+  while (!has_ended()) {
+    if (serve) serve(1e-3);
+    if (on_idle) on_idle();
+  }
+  if (thread_.joinable()) thread_.join();
+  if (failed_ && !error_seen_) std::rethrow_exception(failed_);
+}
+
+}  // namespace horo

@@ -1,0 +1,157 @@
+// The CUDA runtime behind the seam.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include "gpu/device.h"
+
+namespace horo {
+namespace {
+
+void check(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return;
+  cudaGetLastError();  // it has been told; the next call should not meet it again
+  throw DeviceError(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
+                    cudaGetErrorName(result) + ")");
+}
+
+// The kernels' files know nothing of devices.
+template <class Call>
+void with_kernels(const Call& call) {
+  try {
+    call();
+  } catch (const std::runtime_error& error) {
+    throw DeviceError(error.what());
+  }
+}
+
+class CudaDevice : public Device {
+ public:
+  void* allocate(int index, size_t n_bytes) override {
+    const Current current(*this, index);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, n_bytes), ("allocate " + std::to_string(n_bytes) + " bytes on the GPU").c_str());
+    return memory;
+  }
+  void release(int index, void* memory) override {
+    const Current current(*this, index);
+    cudaFree(memory);
+  }
+  void* allocate_pinned(int index, size_t n_bytes) override {
+    const Current current(*this, index);
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, n_bytes, cudaHostAllocPortable), "allocate pinned host memory");
+    return memory;
+  }
+  void release_pinned(int index, void* memory) override {
+    const Current current(*this, index);
+    cudaFreeHost(memory);
+  }
+
+  Stream new_stream(int index) override {
+    const Current current(*this, index);
+    int lowest = 0;
+    int highest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "tell the priorities of streams");
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "create a stream");
+    return stream;
+  }
+  void delete_stream(int index, Stream stream) override {
+    const Current current(*this, index);
+    cudaStreamDestroy(of(stream));
+  }
+  bool is_capturing(int index, Stream stream) override {
+    const Current current(*this, index);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(of(stream), &status), "tell whether a graph is being captured");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  Event new_event(int index) override {
+    const Current current(*this, index);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "create an event");
+    return event;
+  }
+  void delete_event(int index, Event event) override {
+    const Current current(*this, index);
+    cudaEventDestroy(static_cast<cudaEvent_t>(event));
+  }
+  void record(int index, Event event, Stream stream) override {
+    const Current current(*this, index);
+    check(cudaEventRecord(static_cast<cudaEvent_t>(event), of(stream)), "record an event");
+  }
+  void wait(int index, Stream stream, Event event) override {
+    const Current current(*this, index);
+    check(cudaStreamWaitEvent(of(stream), static_cast<cudaEvent_t>(event), 0), "let a stream wait for an event");
+  }
+  bool is_done(int index, Event event) override {
+    const Current current(*this, index);
+    const cudaError_t result = cudaEventQuery(static_cast<cudaEvent_t>(event));
+    if (result == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    check(result, "finish the work before an event");
+    return true;
+  }
+  void synchronize(int index, Event event) override {
+    const Current current(*this, index);
+    check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "finish the work before an event");
+  }
+
+  void copy(int index, void* to, const void* from, size_t n_bytes, Stream stream) override {
+    if (n_bytes == 0) return;  // perhaps without an address
+    const Current current(*this, index);
+    check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, of(stream)), "copy memory");
+  }
+  void fill(int index, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
+    const Current current(*this, index);
+    check(cudaMemsetAsync(memory, byte, n_bytes, of(stream)), "fill memory");
+  }
+  void run(int index, const KernelCall& call, Stream stream) override {
+    const Current current(*this, index);
+    with_kernels([&] { launch_kernels(call, stream); });
+  }
+  void load_kernels(int index) override {
+    const Current current(*this, index);
+    with_kernels([] { horo::load_kernels(); });
+  }
+
+ protected:
+  int exchange_current(int index) override {
+    int previous = 0;
+    check(cudaGetDevice(&previous), "tell the current GPU");
+    if (previous != index) check(cudaSetDevice(index), "use the GPU");
+    return previous;
+  }
+  // To be on a GPU is to have a context there, of hundreds of MiB (from CUDA 12 on), and a thread that never chose a
+  // GPU says it is on the first: all ranks of a host would take memory there. Such a thread stays where it was sent.
+  void restore_current(int previous) override {
+    using GetState = int (*)(int device, unsigned* flags, int* active);
+    static const auto get_state =
+        reinterpret_cast<GetState>(dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), "cuDevicePrimaryCtxGetState"));
+    int current = 0;
+    check(cudaGetDevice(&current), "tell the current GPU");
+    if (previous == current) return;
+    unsigned flags = 0;
+    int active = 0;
+    if (get_state == nullptr || get_state(previous, &flags, &active) != 0 || active != 0) {
+      check(cudaSetDevice(previous), "use the GPU");
+    }
+  }
+
+ private:
+  static cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream); }
+};
+
+}  // namespace
+
+Device* cuda_device(std::string*) {
+  static CudaDevice device;
+  return &device;
+}
+
+int cuda_runtime_version() { return CUDART_VERSION; }
+
+}  // namespace horo

@@ -1,0 +1,504 @@
+#include "gpu/nccl_group.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+namespace horo {
+namespace {
+
+constexpr double kGoodbyeSeconds = 5.0;            // for ranks that end at different times
+constexpr std::chrono::seconds kLetGo{2};          // for whoever has the communicator, once it has failed
+constexpr double kBusySeconds = 0.001;             // of asking without a pause: the shortest sleep takes 0.1 ms
+constexpr size_t kExponents = 4096;                // room for so many tensors from the start
+constexpr size_t kLargestPiece = size_t{1} << 30;  // elements; the kernels count in 32 bits
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 || dtype == DType::kFloat64;
+}
+
+bool nccl_type(DType dtype, NcclType* type) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kUInt8:
+      *type = kNcclUint8;
+      return true;
+    case DType::kInt8:
+      *type = kNcclInt8;
+      return true;
+    case DType::kInt32:
+      *type = kNcclInt32;
+      return true;
+    case DType::kUInt32:
+      *type = kNcclUint32;
+      return true;
+    case DType::kInt64:
+      *type = kNcclInt64;
+      return true;
+    case DType::kUInt64:
+      *type = kNcclUint64;
+      return true;
+    case DType::kFloat16:
+      *type = kNcclFloat16;
+      return true;
+    case DType::kBFloat16:
+      *type = kNcclBfloat16;
+      return true;
+    case DType::kFloat32:
+      *type = kNcclFloat32;
+      return true;
+    case DType::kFloat64:
+      *type = kNcclFloat64;
+      return true;
+    default:
+      return false;
+  }
+}
+
+NcclOp nccl_op(Op op, DType dtype) {
+  const bool truth = dtype == DType::kBool;  // 0 and 1: the sum is "any", the product "all"
+  switch (op) {
+    case Op::kMin:
+      return kNcclMin;
+    case Op::kMax:
+      return kNcclMax;
+    case Op::kProduct:
+      return truth ? kNcclMin : kNcclProd;
+    default:
+      return truth ? kNcclMax : kNcclSum;
+  }
+}
+
+size_t aligned(size_t n_bytes) { return (n_bytes + kWireAlignment - 1) / kWireAlignment * kWireAlignment; }
+
+// Leaves null behind, also for a thread that is not in turn.
+NcclComm taken(NcclComm& comm) { return std::atomic_ref<NcclComm>(comm).exchange(nullptr); }
+
+int bits_for(int size) {
+  int bits = 0;
+  while ((1 << bits) < size) ++bits;
+  return bits;
+}
+
+}  // namespace
+
+// How one tensor travels.
+struct NcclGroup::Traffic {
+  DType grad;
+  DType wire;
+  NcclOp op;
+  bool scaled;  // by a power of two of its own, common to all ranks
+
+  Traffic(DType dtype, Op how, Wire asked) : grad(dtype), wire(dtype), op(nccl_op(how, dtype)) {
+    const bool sums = how == Op::kSum || how == Op::kAverage || how == Op::kWeightedAverage;
+    const bool narrows = (dtype == DType::kFloat32 || dtype == DType::kFloat64) && how != Op::kProduct;
+    if (narrows && asked == Wire::kFloat16) wire = DType::kFloat16;
+    if (narrows && asked == Wire::kBFloat16) wire = DType::kBFloat16;
+    // Sums of float16 gradients may exceed their range, too.
+    scaled = wire == DType::kFloat16 && (wire != grad || sums);
+  }
+  bool operator==(const Traffic& other) const {
+    return grad == other.grad && wire == other.wire && op == other.op && scaled == other.scaled;
+  }
+};
+
+struct NcclGroup::Bucket {
+  Traffic traffic;
+  std::vector<GpuPiece> pieces;
+  size_t n_bytes = 0;
+};
+
+NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, const NcclUniqueId& id, int rank,
+                     int size, size_t bucket_bytes, double timeout_s)
+    : NcclGroup(std::move(queue), nccl, nullptr, rank, size, bucket_bytes, timeout_s) {
+  NcclConfig config;
+  config.blocking = 0;
+  {
+    const Device::Current current(device_, index_);
+    done(nccl_.CommInitRankConfig(&comm_, size_, id, rank_, &config), "connect the ranks");
+  }
+  start();
+}
+
+NcclGroup::NcclGroup(std::shared_ptr<DeviceQueue> queue, const NcclLibrary& nccl, NcclComm comm, int rank, int size,
+                     size_t bucket_bytes, double timeout_s)
+    : queue_(std::move(queue)),
+      device_(queue_->device()),
+      index_(queue_->index()),
+      nccl_(nccl),
+      rank_(rank),
+      size_(size),
+      bucket_bytes_(aligned(std::max<size_t>(bucket_bytes, 1))),
+      timeout_s_(timeout_s),
+      comm_(comm) {}
+
+void NcclGroup::start() {
+  const Device::Current current(device_, index_);
+  device_.load_kernels(index_);
+  if (nccl_.MemAlloc != nullptr) from_nccl_ = nccl_.MemAlloc(&bucket_, bucket_bytes_) == kNcclSuccess;
+  if (!from_nccl_) bucket_ = device_.allocate(index_, bucket_bytes_);
+  one_ = static_cast<double*>(device_.allocate(index_, 2 * kWireAlignment));
+  weight_ = one_ + kWireAlignment / sizeof(double);
+  exponents_ = static_cast<int32_t*>(device_.allocate(index_, kExponents * sizeof(int32_t)));
+  n_exponents_ = kExponents;
+  const double one = 1.0;
+  device_.copy(index_, one_, &one, sizeof(one), queue_->stream());
+  queue_->synchronize();
+}
+
+NcclGroup::~NcclGroup() {
+  if (captured_) return;  // graphs that hold operations may live as long as the program: all of it stays
+  close();
+  try {
+    queue_->synchronize();
+    const Device::Current current(device_, index_);
+    if (bucket_ != nullptr && from_nccl_) nccl_.MemFree(bucket_);
+    if (bucket_ != nullptr && !from_nccl_) device_.release(index_, bucket_);
+    if (one_ != nullptr) device_.release(index_, one_);
+    if (exponents_ != nullptr) device_.release(index_, exponents_);
+  } catch (const DeviceError&) {  // the process is losing its GPU
+  }
+}
+
+// Destroying waits for the other ranks; what has failed is aborted already. With a graph that holds an operation,
+// CommFinalize and CommAbort would wait for that graph's end: for ever, where it lives as long as the program.
+void NcclGroup::close() {
+  const std::lock_guard lock(mutex_);
+  if (captured_ || comm_ == nullptr || failed_) return;
+  timeout_s_ = std::min(timeout_s_, kGoodbyeSeconds);
+  try {
+    const Device::Current current(device_, index_);
+    // What the communicator knows must not be taken from under its kernels.
+    if (!is_idle_within(timeout_s_)) fail("the last operations did not end");
+    throw_if_failed();
+    if (registration_ != nullptr) {
+      if (registered_ == "window") nccl_.CommWindowDeregister(comm_, registration_);
+      else nccl_.CommDeregister(comm_, registration_);
+    }
+    done(nccl_.CommFinalize(comm_), "finish");
+    nccl_.CommDestroy(taken(comm_));
+    fail("the group was closed");
+  } catch (const DeviceError&) {  // aborted by now
+  }
+}
+
+std::unique_ptr<NcclGroup> NcclGroup::split(int color, int rank, int size) {
+  NcclComm comm = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    throw_if_failed();
+    const Device::Current current(device_, index_);
+    NcclConfig config;
+    config.blocking = 0;
+    done(nccl_.CommSplit(comm_, color < 0 ? kNcclSplitNoColor : color, rank, &comm, &config), "split the group");
+  }
+  if (color < 0) return nullptr;
+  const Device::Current current(device_, index_);
+  std::unique_ptr<NcclGroup> group(new NcclGroup(queue_, nccl_, comm, rank, size, bucket_bytes_, timeout_s_));
+  group->wait_until_ready("split the group");
+  group->start();
+  return group;
+}
+
+void NcclGroup::register_bucket(bool windows) {
+  const std::lock_guard lock(mutex_);
+  throw_if_failed();
+  const Device::Current current(device_, index_);
+  if (windows) {
+    const NcclResult result =
+        nccl_.CommWindowRegister(comm_, bucket_, bucket_bytes_, &registration_, kNcclWindowCollSymmetric);
+    if (result == kNcclSuccess || result == kNcclInProgress) {
+      done(result, "register the bucket");
+      if (registration_ != nullptr) registered_ = "window";
+    }
+  } else if (nccl_.CommRegister != nullptr) {
+    if (nccl_.CommRegister(comm_, bucket_, bucket_bytes_, &registration_) == kNcclSuccess) registered_ = "buffer";
+  }
+}
+
+// Success, or an error that ends the group. A communicator that does not block may need a while, to connect to peers it
+// has not spoken to before or to give an operation to the stream; nothing may be given to it, nor queued behind it,
+// until it is ready. CommSplit and CommWindowRegister say kNcclSuccess nevertheless.
+void NcclGroup::done(NcclResult result, const char* what) {
+  if (result == kNcclSuccess || result == kNcclInProgress) wait_until_ready(what);
+  else give_up(result, what);
+}
+
+void NcclGroup::give_up(NcclResult error, const char* what) {
+  throw_if_failed();  // then the call has ended because of that
+  const char* detail = nccl_.GetLastError != nullptr ? nccl_.GetLastError(comm_) : "";
+  fail(std::string("NCCL could not ") + what + ": " + nccl_.GetErrorString(error) +
+       (detail != nullptr && *detail != 0 ? std::string(" (") + detail + ")" : "") + "; NCCL_DEBUG=INFO tells more");
+  throw_if_failed();
+}
+
+void NcclGroup::wait_until_ready(const char* what) {
+  using Seconds = std::chrono::duration<double>;
+  const auto start = std::chrono::steady_clock::now();
+  for (auto pause = std::chrono::microseconds(20);;) {
+    throw_if_failed();
+    NcclResult state = kNcclSuccess;
+    const NcclResult asked = nccl_.CommGetAsyncError(comm_, &state);
+    if (asked != kNcclSuccess) return give_up(asked, what);
+    if (state == kNcclSuccess) return;
+    if (state != kNcclInProgress) return give_up(state, what);
+    const Seconds waited = std::chrono::steady_clock::now() - start;
+    if (waited.count() > timeout_s_) {
+      fail(std::string("NCCL could not ") + what + " within " + std::to_string(static_cast<int>(timeout_s_)) +
+           " s: some rank did not come, or cannot be reached. NCCL_DEBUG=INFO shows how far it got, "
+           "NCCL_SOCKET_IFNAME names the network interface to use");
+      throw_if_failed();
+    }
+    if (waited.count() < kBusySeconds) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(pause);
+      pause = std::min(pause * 2, std::chrono::microseconds(2000));
+    }
+  }
+}
+
+// Whether all that is queued is done, or will be by then.
+bool NcclGroup::is_idle_within(double seconds) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  const Event event = device_.new_event(index_);
+  bool done = false;
+  try {
+    device_.record(index_, event, queue_->stream());
+    while (!(done = device_.is_done(index_, event)) && !failed_ && std::chrono::steady_clock::now() < until) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (const DeviceError&) {  // the process is losing its GPU
+  }
+  device_.delete_event(index_, event);
+  return done;
+}
+
+void NcclGroup::throw_if_failed() {
+  if (!failed_) return;
+  const std::lock_guard lock(reason_mutex_);
+  throw DeviceError(reason_);
+}
+
+// Of an operation that queues work.
+void NcclGroup::begin() {
+  throw_if_failed();
+  captured_ = captured_ || device_.is_capturing(index_, queue_->stream());
+}
+
+void NcclGroup::check() {
+  throw_if_failed();
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return;  // whoever has it looks, too
+  throw_if_failed();
+  const Device::Current current(device_, index_);
+  NcclResult state = kNcclSuccess;
+  nccl_.CommGetAsyncError(comm_, &state);
+  if (state != kNcclSuccess && state != kNcclInProgress) give_up(state, "go on");
+}
+
+bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double prescale, Factor factor) {
+  const bool plain = prescale == 1.0 && factor.scale == 1.0 && factor.divisor == 1.0;
+  return std::all_of(tensors.begin(), tensors.end(), [&](const TensorRef& tensor) {
+    NcclType type;
+    return nccl_type(tensor.dtype, &type) &&
+           (is_float(tensor.dtype) || (plain && op != Op::kAverage && op != Op::kWeightedAverage));
+  });
+}
+
+void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, double prescale, Factor factor,
+                          std::optional<double> weight) {
+  const std::lock_guard lock(mutex_);
+  begin();
+  const Device::Current current(device_, index_);
+  const double* divisor = nullptr;
+  if (weight) {
+    prescale *= *weight;
+    const GpuPiece piece{one_, 1, 0, 0, 0};
+    KernelCall call{KernelCall::kPack, DType::kFloat64, DType::kFloat64, &piece, 1};
+    call.wire = reinterpret_cast<uint8_t*>(weight_);
+    call.prescale = *weight;
+    device_.run(index_, call, queue_->stream());
+    done(nccl_.AllReduce(weight_, weight_, 1, kNcclFloat64, kNcclSum, comm_, queue_->stream()), "add up the weights");
+    divisor = weight_;
+  }
+  std::vector<Traffic> traffic;
+  traffic.reserve(tensors.size());
+  for (const TensorRef& tensor : tensors) traffic.emplace_back(tensor.dtype, op, wire);
+  measure(tensors, traffic, prescale);
+
+  // One bucket a kind of traffic is being filled; tensors come in order, and go when theirs is full.
+  std::vector<Bucket> open;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    auto bucket = std::find_if(open.begin(), open.end(), [&](const Bucket& b) { return b.traffic == traffic[t]; });
+    if (bucket == open.end()) bucket = open.insert(open.end(), Bucket{traffic[t], {}, 0});
+    const size_t grad_item = item_bytes(traffic[t].grad);
+    const size_t wire_item = item_bytes(traffic[t].wire);
+    for (size_t first = 0; first < tensors[t].n_elements;) {
+      const size_t remaining = std::min(tensors[t].n_elements - first, kLargestPiece);
+      // A tensor is not cut for the rest of a bucket, only where it is larger than any.
+      if (bucket->n_bytes != 0 && bucket->n_bytes + remaining * wire_item > bucket_bytes_) {
+        send(*bucket, prescale, factor, divisor);
+      }
+      const size_t n = std::min(remaining, bucket_bytes_ / wire_item);
+      bucket->pieces.push_back({static_cast<uint8_t*>(tensors[t].address) + first * grad_item, static_cast<uint32_t>(n),
+                                0, static_cast<uint32_t>(bucket->n_bytes / kWireAlignment), static_cast<uint32_t>(t)});
+      bucket->n_bytes += aligned(n * wire_item);
+      first += n;
+      if (bucket->n_bytes >= bucket_bytes_) send(*bucket, prescale, factor, divisor);
+    }
+  }
+  for (Bucket& bucket : open) send(bucket, prescale, factor, divisor);
+}
+
+// Every scaled tensor's exponent is that of the largest magnitude on any rank.
+void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector<Traffic>& traffic, double prescale) {
+  if (std::none_of(traffic.begin(), traffic.end(), [](const Traffic& t) { return t.scaled; })) return;
+  if (n_exponents_ < tensors.size()) {
+    if (device_.is_capturing(index_, queue_->stream())) {
+      throw DeviceError(
+          "the memory for the scales of " + std::to_string(tensors.size()) +
+          " tensors cannot be allocated while a graph is being captured: run one step before the capture");
+    }
+    queue_->synchronize();  // once, when there are more tensors than ever before
+    if (exponents_ != nullptr && !captured_) device_.release(index_, exponents_);
+    exponents_ = nullptr;
+    n_exponents_ = 0;
+    exponents_ = static_cast<int32_t*>(device_.allocate(index_, tensors.size() * sizeof(int32_t)));
+    n_exponents_ = tensors.size();
+  }
+  device_.fill(index_, exponents_, kNoExponent & 0xff, tensors.size() * sizeof(int32_t), queue_->stream());
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32, DType::kFloat64}) {
+    std::vector<GpuPiece> pieces;
+    for (size_t t = 0; t < tensors.size(); ++t) {
+      if (!traffic[t].scaled || traffic[t].grad != dtype) continue;
+      for (size_t first = 0; first < tensors[t].n_elements; first += kLargestPiece) {
+        const size_t n = std::min(tensors[t].n_elements - first, kLargestPiece);
+        pieces.push_back({static_cast<uint8_t*>(tensors[t].address) + first * item_bytes(dtype),
+                          static_cast<uint32_t>(n), 0, 0, static_cast<uint32_t>(t)});
+      }
+    }
+    if (pieces.empty()) continue;
+    KernelCall call{KernelCall::kMeasure, dtype, dtype, pieces.data(), pieces.size()};
+    call.prescale = prescale;
+    call.exponents = exponents_;
+    device_.run(index_, call, queue_->stream());
+  }
+  done(nccl_.AllReduce(exponents_, exponents_, tensors.size(), kNcclInt32, kNcclMax, comm_, queue_->stream()),
+       "find the largest magnitudes");
+}
+
+// Packs the bucket, reduces it and unpacks it; leaves it empty.
+void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const double* divisor) {
+  if (bucket.pieces.empty()) return;
+  const Traffic& traffic = bucket.traffic;
+  NcclType type{};
+  nccl_type(traffic.wire, &type);
+  KernelCall call{KernelCall::kPack, traffic.grad, traffic.wire, bucket.pieces.data(), bucket.pieces.size()};
+  call.wire = static_cast<uint8_t*>(bucket_);
+  call.prescale = prescale;
+  call.factor = factor;
+  call.divisor = divisor;
+  if (traffic.scaled) {
+    call.exponents = exponents_;
+    call.headroom = traffic.op == kNcclSum ? bits_for(size_) : 0;
+  }
+  // Decided alike on every rank, whatever their weights are.
+  const bool travels_as_it_is = bucket.pieces.size() == 1 && traffic.wire == traffic.grad && !traffic.scaled &&
+                                prescale == 1.0 && divisor == nullptr;
+  if (travels_as_it_is) {
+    void* address = bucket.pieces[0].address;
+    done(nccl_.AllReduce(address, address, bucket.pieces[0].n_elements, type, traffic.op, comm_, queue_->stream()),
+         "reduce a tensor");
+    call.step = KernelCall::kScale;
+    if (factor.scale != 1.0 || factor.divisor != 1.0) device_.run(index_, call, queue_->stream());
+  } else {
+    device_.run(index_, call, queue_->stream());
+    done(nccl_.AllReduce(bucket_, bucket_, bucket.n_bytes / item_bytes(traffic.wire), type, traffic.op, comm_,
+                         queue_->stream()),
+         "reduce a bucket");
+    call.step = KernelCall::kUnpack;
+    device_.run(index_, call, queue_->stream());
+  }
+  bucket.pieces.clear();
+  bucket.n_bytes = 0;
+}
+
+void NcclGroup::broadcast(const std::vector<Buffer>& buffers, int root) {
+  const std::lock_guard lock(mutex_);
+  begin();
+  const Device::Current current(device_, index_);
+  nccl_.GroupStart();
+  NcclResult result = kNcclSuccess;
+  for (const Buffer& buffer : buffers) {
+    if (buffer.n_bytes == 0 || result != kNcclSuccess || failed_) continue;
+    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_->stream());
+    if (result == kNcclInProgress) result = kNcclSuccess;
+  }
+  const NcclResult ended = nccl_.GroupEnd();
+  done(result != kNcclSuccess ? result : ended, "broadcast");
+}
+
+void NcclGroup::allgather(const Buffer& send, const std::vector<Buffer>& receive) {
+  const std::lock_guard lock(mutex_);
+  begin();
+  const Device::Current current(device_, index_);
+  nccl_.GroupStart();
+  NcclResult result = kNcclSuccess;
+  for (int root = 0; root < size_; ++root) {
+    const Buffer& buffer = root == rank_ ? send : receive[root];
+    if (buffer.n_bytes == 0 || result != kNcclSuccess || failed_) continue;
+    result = nccl_.Broadcast(buffer.data, buffer.data, buffer.n_bytes, kNcclUint8, root, comm_, queue_->stream());
+    if (result == kNcclInProgress) result = kNcclSuccess;
+  }
+  const NcclResult ended = nccl_.GroupEnd();
+  done(result != kNcclSuccess ? result : ended, "gather");
+}
+
+void NcclGroup::alltoall(const std::vector<Buffer>& send, const std::vector<Buffer>& receive) {
+  const std::lock_guard lock(mutex_);
+  begin();
+  const Device::Current current(device_, index_);
+  nccl_.GroupStart();
+  NcclResult result = kNcclSuccess;
+  const auto note = [&](NcclResult one) {
+    if (result == kNcclSuccess && one != kNcclInProgress) result = one;
+  };
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || failed_) continue;
+    if (send[peer].n_bytes != 0) {
+      note(nccl_.Send(send[peer].data, send[peer].n_bytes, kNcclUint8, peer, comm_, queue_->stream()));
+    }
+    if (receive[peer].n_bytes != 0) {
+      note(nccl_.Recv(receive[peer].data, receive[peer].n_bytes, kNcclUint8, peer, comm_, queue_->stream()));
+    }
+  }
+  const NcclResult ended = nccl_.GroupEnd();
+  done(result != kNcclSuccess ? result : ended, "exchange parts");
+}
+
+void NcclGroup::fail(const std::string& reason) {
+  {
+    const std::lock_guard lock(reason_mutex_);
+    if (failed_) return;
+    reason_ = reason;
+    failed_ = true;  // whoever waits with the communicator in hand lets go of it
+  }
+  // Who is inside a call of NCCL's that does not return gets out of it by the abort, and by nothing else.
+  const std::unique_lock lock(mutex_, kLetGo);
+  const NcclComm comm = taken(comm_);
+  if (comm == nullptr) return;
+  if (captured_) std::thread([this, comm] { abort(comm); }).detach();  // it may never return; this stays, too
+  else abort(comm);
+}
+
+// Kernels that wait for peers end, and with them whoever waits for this GPU.
+void NcclGroup::abort(NcclComm comm) {
+  try {
+    const Device::Current current(device_, index_);
+    nccl_.CommAbort(comm);
+  } catch (const DeviceError&) {  // the process is losing its GPU
+  }
+}
+
+}  // namespace horo

@@ -1,0 +1,30 @@
+// What every way of reaching the other ranks shares: the memory it moves, and how it fails.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+
+namespace horo {
+
+struct Buffer {
+  uint8_t* data;
+  size_t n_bytes;
+};
+
+// A peer died, left or gave up while this rank waited for it.
+struct PeerLost : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Nothing moved for longer than the job allows; raised on every rank.
+struct Stalled : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The ranks did not ask for the same thing; raised on all of them, and the group can be used further.
+struct Mismatch : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace horo

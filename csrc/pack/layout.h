@@ -1,0 +1,190 @@
+// Where every element of a list of tensors lies on the wire: chunks that fit in cache, each divided into shares.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "pack/pack.h"
+
+namespace horo {
+
+struct TensorRef {
+  void* address;
+  size_t n_elements;
+  DType dtype;
+};
+
+// A run of blocks of one tensor inside one share.
+struct Piece {
+  uint32_t tensor;
+  size_t first;  // element, at a block boundary
+  size_t n_elements;
+  size_t offset;  // bytes from the start of the chunk's wire image
+};
+
+class Layout {
+ public:
+  // Every rank must pass the same sizes, dtypes and options.
+  Layout(std::vector<TensorRef> tensors, Op op, Wire wire, size_t chunk_bytes, int n_shares)
+      : tensors_(std::move(tensors)), n_shares_(n_shares) {
+    kernels_.reserve(tensors_.size());
+    for (const TensorRef& tensor : tensors_) kernels_.push_back(&select_kernels(tensor.dtype, wire, op));
+    std::vector<Piece> runs;
+    size_t chunk_size = 0;
+    for (uint32_t t = 0; t < tensors_.size(); ++t) {
+      const Kernels& kernels = *kernels_[t];
+      for (size_t first = 0; first < tensors_[t].n_elements;) {
+        const size_t room = chunk_bytes > chunk_size ? chunk_bytes - chunk_size : 0;
+        const size_t remaining = tensors_[t].n_elements - first;
+        size_t n = room / kernels.block_bytes * kBlockElements;
+        if (n == 0 && chunk_size == 0) n = kBlockElements;
+        if (n < remaining && remaining < kBlockElements && kernels.wire_bytes(remaining) <= room) n = remaining;
+        n = std::min(n, remaining);
+        if (n == 0) {
+          close_chunk(runs, chunk_size);
+          continue;
+        }
+        runs.push_back({t, first, n, chunk_size});
+        chunk_size += kernels.wire_bytes(n);
+        first += n;
+      }
+    }
+    if (!runs.empty()) close_chunk(runs, chunk_size);
+  }
+
+  size_t n_chunks() const { return chunk_sizes_.size(); }
+  int n_shares() const { return n_shares_; }
+  size_t chunk_size(size_t chunk) const { return chunk_sizes_[chunk]; }
+  size_t largest_chunk() const {
+    return chunk_sizes_.empty() ? 0 : *std::max_element(chunk_sizes_.begin(), chunk_sizes_.end());
+  }
+
+  // Bytes [begin, end) of the chunk's wire image that share `share` covers.
+  size_t share_begin(size_t chunk, int share) const { return share_offsets_[chunk * (n_shares_ + 1) + share]; }
+  size_t share_end(size_t chunk, int share) const { return share_offsets_[chunk * (n_shares_ + 1) + share + 1]; }
+
+  // `image` is the start of the whole chunk's wire image in each of these.
+  void encode(size_t chunk, int share, uint8_t* image) const {
+    for (const Piece& piece : pieces(chunk, share)) {
+      kernels_[piece.tensor]->encode(source(piece), piece.n_elements, image + piece.offset);
+    }
+  }
+
+  void decode(size_t chunk, int share, const uint8_t* image) const {
+    for (const Piece& piece : pieces(chunk, share)) {
+      kernels_[piece.tensor]->decode(image + piece.offset, piece.n_elements, source(piece));
+    }
+  }
+
+  // The contributors' images in rank order -> the result's, and into the tensors where `to_tensors`. The contribution
+  // of `own` (or of nobody: -1) is taken from the tensors themselves. There are as many weights, or none.
+  void reduce(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
+              const std::vector<double>& weights, Factor factor, uint8_t* image, bool to_tensors) const {
+    std::vector<const uint8_t*> wires(images.size());
+    if (!weights.empty() && weights.size() != images.size()) {
+      throw std::invalid_argument(std::to_string(images.size()) + " contributions, but " +
+                                  std::to_string(weights.size()) + " weights");
+    }
+    for (const Piece& piece : pieces(chunk, share)) {
+      for (size_t r = 0; r < images.size(); ++r) {
+        wires[r] = images[r] == nullptr ? nullptr : images[r] + piece.offset;
+      }
+      void* address = source(piece);
+      kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, address,
+                                      weights.empty() ? nullptr : weights.data(), piece.n_elements, factor,
+                                      image + piece.offset, to_tensors ? address : nullptr});
+    }
+  }
+
+  // The same where every rank's tensors lie alike in memory that all see: `distances[r]` is how far rank r's are from
+  // these. The result goes into all of them. Only for kernels whose wire is the tensor's own format.
+  void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor) const {
+    const size_t n_ranks = distances.size();
+    for (size_t t = 0; t < tensors_.size(); ++t) {
+      if (kernels_[t]->block_bytes != kBlockElements * kernels_[t]->item_bytes) {
+        throw std::invalid_argument(std::string("tensors of ") + dtype_name(tensors_[t].dtype) +
+                                    " do not travel as they are");
+      }
+    }
+    std::vector<uint8_t*> ranks(n_ranks);
+    for (const Piece& piece : pieces(chunk, share)) {
+      const Kernels& kernels = *kernels_[piece.tensor];
+      // Block by block: what the other ranks get is still in the nearest cache.
+      for (size_t first = 0; first < piece.n_elements; first += kBlockElements) {
+        const size_t n = std::min(kBlockElements, piece.n_elements - first);
+        uint8_t* own = static_cast<uint8_t*>(source(piece)) + first * kernels.item_bytes;
+        for (size_t r = 0; r < n_ranks; ++r) ranks[r] = own + distances[r];
+        kernels.reduce(
+            {ranks.data(), static_cast<int>(n_ranks), -1, own, nullptr, n, factor, ranks[0], ranks[n_ranks - 1]});
+        for (size_t r = 1; r + 1 < n_ranks; ++r) std::memcpy(ranks[r], ranks[0], n * kernels.item_bytes);
+      }
+    }
+  }
+
+ private:
+  struct PieceRange {
+    const Piece* first;
+    const Piece* last;
+    const Piece* begin() const { return first; }
+    const Piece* end() const { return last; }
+  };
+
+  PieceRange pieces(size_t chunk, int share) const {
+    const size_t i = chunk * (n_shares_ + 1) + share;
+    return {pieces_.data() + piece_offsets_[i], pieces_.data() + piece_offsets_[i + 1]};
+  }
+
+  void* source(const Piece& piece) const {
+    const TensorRef& tensor = tensors_[piece.tensor];
+    return static_cast<uint8_t*>(tensor.address) + piece.first * kernels_[piece.tensor]->item_bytes;
+  }
+
+  // Cuts a chunk's runs into shares of nearly equal bytes, at block boundaries.
+  void close_chunk(std::vector<Piece>& runs, size_t& chunk_size) {
+    size_t run = 0;
+    size_t done = 0;  // elements of runs[run] already dealt out
+    for (int share = 0; share < n_shares_; ++share) {
+      const size_t end = chunk_size * (share + 1) / n_shares_;
+      piece_offsets_.push_back(pieces_.size());
+      share_offsets_.push_back(run < runs.size() ? position(runs[run], done) : chunk_size);
+      while (run < runs.size()) {
+        const Piece& whole = runs[run];
+        const size_t begin = position(whole, done);
+        if (begin >= end) break;
+        const size_t block_bytes = kernels_[whole.tensor]->block_bytes;
+        const size_t n_blocks = (end - begin + block_bytes - 1) / block_bytes;
+        const size_t n = std::min(n_blocks * kBlockElements, whole.n_elements - done);
+        pieces_.push_back({whole.tensor, whole.first + done, n, begin});
+        done += n;
+        if (done == whole.n_elements) {
+          ++run;
+          done = 0;
+        }
+      }
+    }
+    piece_offsets_.push_back(pieces_.size());
+    share_offsets_.push_back(chunk_size);
+    chunk_sizes_.push_back(chunk_size);
+    runs.clear();
+    chunk_size = 0;
+  }
+
+  size_t position(const Piece& run, size_t done) const {
+    return run.offset + done / kBlockElements * kernels_[run.tensor]->block_bytes;
+  }
+
+  std::vector<TensorRef> tensors_;
+  int n_shares_;
+  std::vector<const Kernels*> kernels_;
+  std::vector<Piece> pieces_;
+  std::vector<size_t> chunk_sizes_;
+  std::vector<size_t> piece_offsets_;  // n_shares + 1 a chunk
+  std::vector<size_t> share_offsets_;  // n_shares + 1 a chunk
+};
+
+}  // namespace horo

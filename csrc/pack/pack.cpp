@@ -1,0 +1,84 @@
+// Chooses, once, which build of the kernels this machine can run.
+#include "pack/pack.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace horo {
+namespace {
+
+struct InstructionSet {
+  const char* name;
+  SelectKernels select;
+  bool available;
+};
+
+const InstructionSet* instruction_sets() {
+#if HORO_LITE_X86
+  static const InstructionSet sets[] = {
+      {"avx512", avx512::select,
+       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl")},
+      {"avx2", avx2::select, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
+      {"portable", portable::select, true},
+      {nullptr, nullptr, false}};
+#else
+  static const InstructionSet sets[] = {{"portable", portable::select, true}, {nullptr, nullptr, false}};
+#endif
+  return sets;
+}
+
+const InstructionSet* best() {
+  const InstructionSet* set = instruction_sets();
+  while (!set->available) ++set;
+  return set;
+}
+
+std::atomic<const InstructionSet*>& chosen() {
+  static std::atomic<const InstructionSet*> set{best()};
+  return set;
+}
+
+}  // namespace
+
+const Kernels& select_kernels(DType dtype, Wire wire, Op op) {
+  const Kernels* kernels = chosen().load()->select(dtype, wire, op);
+  if (kernels == nullptr) {
+    throw std::invalid_argument(std::string("the average of ") + dtype_name(dtype) +
+                                " has no meaning: use Sum (any), Product (all), Min or Max");
+  }
+  return *kernels;
+}
+
+Weighting weighting(Op op, const std::vector<double>& weights) {
+  if (op != Op::kWeightedAverage) return {{}, op == Op::kAverage ? static_cast<double>(weights.size()) : 1.0};
+  const double largest = *std::max_element(weights.begin(), weights.end());
+  if (!(largest > 0.0)) return {weights, 1.0};
+  // In two steps, since the sum itself may be too large for a double.
+  Weighting result;
+  double total = 0.0;
+  for (const double weight : weights) total += std::ldexp(weight, -std::ilogb(largest));
+  const int exponent = -1 - std::ilogb(total);
+  for (const double weight : weights) {
+    result.weights.push_back(std::ldexp(std::ldexp(weight, -std::ilogb(largest)), exponent));
+  }
+  result.divisor = std::ldexp(total, exponent);
+  return result;
+}
+
+const char* instruction_set() { return chosen().load()->name; }
+
+void use_instruction_set(const char* name) {
+  for (const InstructionSet* set = instruction_sets(); set->name != nullptr; ++set) {
+    if (std::string(name) == set->name && set->available) {
+      chosen().store(set);
+      return;
+    }
+  }
+  throw std::invalid_argument(std::string("this machine or build has no instruction set named ") + name);
+}
+
+}  // namespace horo

@@ -1,0 +1,606 @@
+#include "shm/shm_group.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+
+#include "shm/text.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace horo {
+namespace {
+
+// A chunk of every rank under way should stay in cache; measured best between 64 KiB and 1 MiB with 2 ranks on 2
+// cores, and half of it with 4 ranks on them.
+constexpr size_t kSlotBytes = 256 * 1024;
+constexpr size_t kSmallestChunk = 32 * 1024;
+// Ranks pack this many chunks ahead of the one being reduced, so that nobody waits for the slowest at every step.
+constexpr size_t kAhead = 2;
+// Enough that nobody overwrites what a peer may still read: see allreduce().
+constexpr size_t kSlots = kAhead + 4;
+
+constexpr size_t kTextBytes = 480;
+constexpr double kIdleSeconds = 0.05;
+constexpr auto kSpin = std::chrono::microseconds(100);
+constexpr auto kShortSpin = std::chrono::microseconds(3);
+
+enum State : uint32_t { kTakingPart = 0, kLeft = 1, kGaveUp = 2, kLostPeer = 3 };
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+uint32_t* word(std::atomic<uint32_t>& value) { return reinterpret_cast<uint32_t*>(&value); }
+
+void futex_wait(std::atomic<uint32_t>& value, uint32_t expected, double timeout_s) {
+  timespec timeout;
+  timeout.tv_sec = static_cast<time_t>(timeout_s);
+  timeout.tv_nsec = static_cast<long>((timeout_s - static_cast<double>(timeout.tv_sec)) * 1e9);
+  syscall(SYS_futex, word(value), FUTEX_WAIT, expected, &timeout, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& value) {
+  syscall(SYS_futex, word(value), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+}
+
+// Counters wrap round: "a has reached b".
+bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+// How often the kernel has killed a process of this host for want of memory.
+long oom_kills() {
+  std::ifstream counters("/proc/vmstat");
+  std::string name;
+  long value = 0;
+  while (counters >> name >> value) {
+    if (name == "oom_kill") return value;
+  }
+  return 0;
+}
+
+// The status of a process that has ended and whose parent knows it, as wait() would give it; -1 where the kernel does
+// not say, as before Linux 6.15. Calls the kernel and nothing else.
+int exit_status(int pidfd) {
+  struct {                   // pidfd_info of <linux/pidfd.h>, which is newer than many systems
+    uint64_t mask = 1 << 3;  // PIDFD_INFO_EXIT
+    uint64_t cgroup;
+    uint32_t ids[11];
+    int32_t status;
+  } info;
+  const bool known = pidfd >= 0 && ioctl(pidfd, _IOWR(0xFF, 11, info), &info) == 0 && (info.mask & 1 << 3) != 0;
+  return known ? info.status : -1;
+}
+
+// Also while its parent has not asked for it: then /proc shows it.
+int exit_status(int pid, int pidfd) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  const size_t name_end = text.rfind(')');
+  if (name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0) {
+    return std::atoi(text.c_str() + text.rfind(' '));
+  }
+  return exit_status(pidfd);
+}
+
+// In words.
+std::string how_it_died(int status, long n_oom_kills_before) {
+  std::string how = "died (killed, out of memory, or os._exit)";
+  if (status >= 0 && WIFSIGNALED(status)) {
+    how = "was killed by signal " + std::to_string(WTERMSIG(status)) + " (" + strsignal(WTERMSIG(status)) + ")";
+  } else if (status >= 0) {
+    how = "ended with os._exit(" + std::to_string(WEXITSTATUS(status)) + ") or the like";
+  }
+  if (oom_kills() > n_oom_kills_before) {
+    how += " (and the kernel has killed some process of this host for want of memory)";
+  }
+  return how;
+}
+
+// A line made without memory from the heap.
+class Line {
+ public:
+  Line& operator<<(const char* text) {
+    while (*text != 0 && size_ < sizeof(text_)) text_[size_++] = *text++;
+    return *this;
+  }
+  Line& operator<<(int number) {  // not negative
+    char digits[12];
+    char* first = digits + sizeof(digits);
+    *--first = 0;
+    do *--first = static_cast<char>('0' + number % 10);
+    while ((number /= 10) != 0);
+    return *this << first;
+  }
+  void tell() const {
+    if (write(STDERR_FILENO, text_, size_) < 0) return;
+  }
+
+ private:
+  char text_[kTextBytes];
+  size_t size_ = 0;
+};
+
+// Whose last words are said at SIGTERM, in which process (not in those forked from it).
+std::atomic<ShmGroup*> speaker{nullptr};
+std::atomic<pid_t> speaker_pid{0};
+
+// Odd while somebody waits.
+class Waiting {
+ public:
+  explicit Waiting(std::atomic<uint64_t>& counter) : counter_(counter) { counter_.fetch_add(1); }
+  ~Waiting() { counter_.fetch_add(1); }
+
+ private:
+  std::atomic<uint64_t>& counter_;
+};
+
+// Walks through a list of buffers as if they were one.
+class Cursor {
+ public:
+  explicit Cursor(const std::vector<Buffer>& buffers) : buffers_(buffers) {}
+
+  template <class Copy>  // Copy(part of the list, offset within this step)
+  void step(size_t n_bytes, Copy copy) {
+    size_t done = 0;
+    while (done < n_bytes) {
+      const Buffer& buffer = buffers_[index_];
+      const size_t n = std::min(n_bytes - done, buffer.n_bytes - position_);
+      if (n != 0) copy(buffer.data + position_, done, n);
+      done += n;
+      position_ += n;
+      if (position_ == buffer.n_bytes) {
+        ++index_;
+        position_ = 0;
+      }
+    }
+  }
+
+ private:
+  const std::vector<Buffer>& buffers_;
+  size_t index_ = 0;
+  size_t position_ = 0;
+};
+
+}  // namespace
+
+// A counter that one rank advances and all may wait for.
+struct alignas(64) ShmGroup::Flag {
+  std::atomic<uint32_t> value;
+  std::atomic<uint32_t> n_sleepers;
+};
+
+struct alignas(4096) ShmGroup::RankBlock {
+  Flag entered;
+  Flag packed;
+  Flag reduced;
+  Flag bell;
+  std::atomic<uint32_t> state;
+  SharedText<kTextBytes> label;   // what this rank does or did last
+  SharedText<kTextBytes> reason;  // why it gave up or left
+  std::atomic<uint32_t> told;     // rank 0's: whether some rank of the host has said why the job ends
+  // Two, because a fast rank may enter the next meeting while a slow one still reads this one's headers.
+  Header headers[2];
+  int64_t entered_ns[2];
+};
+
+size_t ShmGroup::memory_bytes(int size) {
+  return static_cast<size_t>(size) * (sizeof(RankBlock) + kSlots * kSlotBytes);
+}
+
+ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, std::vector<std::string> names)
+    : memory_(memory), rank_(rank), size_(size), pids_(std::move(pids)), names_(std::move(names)) {
+  cpu_set_t cpus;
+  const bool known = sched_getaffinity(0, sizeof(cpus), &cpus) == 0;
+  const long n_cpus = std::max(known ? CPU_COUNT(&cpus) : 0L, sysconf(_SC_NPROCESSORS_ONLN));
+  oversubscribed_ = size_ > n_cpus;
+  n_oom_kills_ = oom_kills();
+  for (int r = 0; r < size_; ++r) {
+    int fd = -1;
+#ifdef SYS_pidfd_open
+    if (r != rank_ && pids_[r] != 0) fd = static_cast<int>(syscall(SYS_pidfd_open, pids_[r], 0));
+#endif
+    pidfds_.push_back(fd);
+  }
+}
+
+ShmGroup::~ShmGroup() {
+  ShmGroup* self = this;
+  speaker.compare_exchange_strong(self, nullptr);
+  for (int fd : pidfds_) {
+    if (fd >= 0) close(fd);
+  }
+}
+
+ShmGroup::RankBlock& ShmGroup::block(int rank) const {
+  return *reinterpret_cast<RankBlock*>(memory_ + static_cast<size_t>(rank) * sizeof(RankBlock));
+}
+
+uint8_t* ShmGroup::slot(int rank, size_t chunk) const {
+  uint8_t* slots = memory_ + static_cast<size_t>(size_) * sizeof(RankBlock);
+  return slots + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * kSlotBytes;
+}
+
+// --- waiting
+// ----------------------------------------------------------------------------------------------------------
+
+void ShmGroup::signal(Flag& flag, uint32_t value) {
+  flag.value.store(value, std::memory_order_seq_cst);
+  if (flag.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(flag.value);
+}
+
+void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
+  Flag& flag = block(rank).*which;
+  // Going to sleep and being woken takes longer than a chunk, and makes the others sleep, too: spin a while. But a
+  // waiter that spins where there are more ranks than cores keeps the rank it waits for from running.
+  const auto until = std::chrono::steady_clock::now() + (oversubscribed_ ? kShortSpin : kSpin);
+  do {
+    for (int i = 0; i < 20; ++i) {
+      if (reached(flag.value.load(std::memory_order_acquire), value)) return;
+      pause_briefly();
+    }
+    if (oversubscribed_) sched_yield();
+  } while (std::chrono::steady_clock::now() < until);
+  awaited_ = &flag;
+  awaited_value_ = value;
+  waiting_thread_ = static_cast<int>(syscall(SYS_gettid));
+  const Waiting waiting(n_waits_);
+  StallDetector::Wait wait(detector_);
+  while (true) {
+    flag.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
+    if (!reached(seen, value)) futex_wait(flag.value, seen, kIdleSeconds);
+    flag.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    const auto is_there = [&] { return reached(flag.value.load(std::memory_order_acquire), value); };
+    std::string cause;
+    if (!is_there()) {
+      look(wait, which, value);
+      cause = why_lost(rank);
+    }
+    // Again: a rank that has come since may have left, while this one wrote the report of a stall.
+    if (is_there()) {
+      wait.over();
+      return;
+    }
+    if (!cause.empty()) lost(cause);
+    if (block(rank_).state.load() == kLeft) {  // another thread has ended the world, or the program
+      throw PeerLost(name(rank_) + " has left (" + block(rank_).reason.get() + ") while it waited in " +
+                     block(rank_).label.get());
+    }
+    try {
+      if (on_idle) on_idle();
+    } catch (...) {
+      abandon("it was interrupted");
+      broken_ = "this rank was interrupted in the middle of an operation";
+      throw;
+    }
+  }
+}
+
+uint64_t ShmGroup::n_waits() const {
+  const uint64_t n = n_waits_;
+  if (n % 2 == 0) return n;
+  const bool is_there = reached(awaited_.load()->value.load(std::memory_order_acquire), awaited_value_);
+  return is_there || n_waits_ != n ? n + 1 : n;  // if that has changed, another wait's were read, and this one is over
+}
+
+void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value) {
+  // Starting with the next rank spreads the ranks over the flags, and ends with the most likely latecomers.
+  for (int i = 1; i < size_; ++i) wait_for((rank_ + i) % size_, flag, value);
+}
+
+void ShmGroup::watched_by(std::shared_ptr<StallDetector> detector, std::vector<int> ranks, bool direct) {
+  scope_ = detector->scope(ranks);
+  ranks_ = std::move(ranks);
+  detector_ = std::move(detector);
+  direct_ = direct;
+}
+
+void ShmGroup::look(StallDetector::Wait& wait, Flag RankBlock::* which, uint32_t value) {
+  if (detector_ == nullptr) return;
+  std::vector<int> come, late;
+  for (int r = 0; r < size_; ++r) {
+    const bool here = reached((block(r).*which).value.load(std::memory_order_acquire), value);
+    (here ? come : late).push_back(ranks_[r]);
+  }
+  try {
+    const std::string label = block(rank_).label.get();
+    if (label == kJoin) detector_->check();
+    else wait.look(label + scope_, come, late);
+  } catch (const Stalled& stalled) {
+    broken_ = stalled.what();
+    abandon(broken_);
+    throw;
+  }
+}
+
+std::string ShmGroup::label() const { return block(rank_).label.get(); }
+
+std::string ShmGroup::name(int rank) const { return names_[rank]; }
+
+bool ShmGroup::died(int rank) {
+  if (pids_[rank] == 0) return false;
+  if (pidfds_[rank] >= 0) {
+    pollfd descriptor{pidfds_[rank], POLLIN, 0};
+    return poll(&descriptor, 1, 0) > 0;
+  }
+  return kill(pids_[rank], 0) != 0 && errno == ESRCH;
+}
+
+void ShmGroup::lost(const std::string& cause) {
+  broken_ = cause + " while " + name(rank_) + " waited in " + block(rank_).label.get();
+  give_up(kLostPeer, cause);
+  throw PeerLost(broken_);
+}
+
+void ShmGroup::set_label(const std::string& label) { block(rank_).label.set(label); }
+
+void ShmGroup::check_peers(int awaited, const std::string& label) {
+  set_label(label);
+  if (const std::string cause = why_lost(awaited); !cause.empty()) lost(cause);
+}
+
+std::string ShmGroup::why_lost(int awaited) {
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    RankBlock& peer = block(r);
+    const uint32_t state = peer.state.load(std::memory_order_acquire);
+    const std::string last = !peer.label.empty() ? ", last seen in " + peer.label.get() + "," : "";
+    if (state == kGaveUp) return name(r) + " gave up (" + peer.reason.get() + ")";
+    if (state == kLostPeer) return peer.reason.get();
+    if (state == kLeft && r == awaited) return name(r) + " has left (" + peer.reason.get() + ")" + last;
+    if (state == kTakingPart && died(r)) {
+      // It may have left between the two looks.
+      if (peer.state.load(std::memory_order_acquire) != kTakingPart) continue;
+      return name(r) + " " + how_it_died(exit_status(pids_[r], pidfds_[r]), n_oom_kills_) + last;
+    }
+  }
+  return "";
+}
+
+void ShmGroup::abandon(const std::string& reason) { give_up(kGaveUp, reason); }
+
+void ShmGroup::give_up(uint32_t how, const std::string& reason) {
+  RankBlock& own = block(rank_);
+  const uint32_t state = own.state.load();
+  if (state == kGaveUp || state == kLostPeer) return;
+  own.reason.set(reason);
+  own.state.store(how, std::memory_order_seq_cst);
+  for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
+}
+
+void ShmGroup::leave(const std::string& reason) {
+  RankBlock& own = block(rank_);
+  if (own.state.load() != kTakingPart) return;
+  own.reason.set(reason);
+  own.state.store(kLeft, std::memory_order_seq_cst);
+  for (Flag* flag : {&own.entered, &own.packed, &own.reduced}) futex_wake(flag->value);
+}
+
+bool ShmGroup::has_left(int rank) const { return block(rank).state.load(std::memory_order_acquire) != kTakingPart; }
+
+std::vector<int> ShmGroup::peer_pids(bool silent) const {
+  std::vector<int> pids;
+  for (int r = 0; r < size_; ++r) {
+    const uint32_t state = block(r).state.load(std::memory_order_acquire);
+    if (r != rank_ && (silent ? state == kTakingPart : state != kLeft)) pids.push_back(pids_[r]);
+  }
+  return pids;
+}
+
+bool ShmGroup::first_to_tell() { return block(0).told.exchange(1) == 0; }
+
+void ShmGroup::speak_at_sigterm() {
+  speaker_pid = getpid();
+  speaker = this;
+  struct sigaction action;
+  if (sigaction(SIGTERM, nullptr, &action) != 0 || (action.sa_flags & SA_SIGINFO) != 0) return;
+  if (action.sa_handler != SIG_DFL) return;
+  action.sa_handler = on_sigterm;
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_NODEFER);  // so that it ends the process when raised again
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+void ShmGroup::on_sigterm(int signal) {
+  ShmGroup* group = speaker;
+  if (group != nullptr && speaker_pid == getpid()) group->last_words();
+  raise(signal);
+}
+
+// In a signal handler: no lock, no memory from the heap.
+void ShmGroup::last_words() noexcept {
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || pidfds_[r] < 0 || block(r).state.load() != kTakingPart) continue;
+    // Who dies of SIGTERM has got it from the same launcher.
+    const int status = exit_status(pidfds_[r]);
+    if (status < 0 || !WIFSIGNALED(status) || WTERMSIG(status) == SIGTERM) continue;
+    if (!first_to_tell()) return;
+    Line line;
+    line << "[horo_lite] " << names_[r].c_str() << " was killed by signal " << WTERMSIG(status) << ", and "
+         << names_[rank_].c_str() << " is ended by its launcher\n";
+    line.tell();
+    return;
+  }
+}
+
+// --- meeting
+// ----------------------------------------------------------------------------------------------------------
+
+static std::string unusable(const std::string& why) {
+  return "an operation failed, and this group of ranks can no longer be used (" + why +
+         "): to go on, call shutdown() and then init() on every rank";
+}
+
+std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool ring) {
+  if (!broken_.empty()) throw PeerLost(unusable(broken_));
+  if (detector_ != nullptr) detector_->check();
+  RankBlock& own = block(rank_);
+  if (own.state.load(std::memory_order_acquire) == kGaveUp) {
+    throw PeerLost(unusable("this rank gave up (" + own.reason.get() + ")"));
+  }
+  set_label(label);
+  ++entered_;
+  own.headers[entered_ % 2] = mine;
+  if (detector_ != nullptr) {
+    const int64_t now = StallDetector::clock_ns();
+    own.entered_ns[entered_ % 2] = now;
+    if (direct_) detector_->doing(label, now);
+  }
+  signal(own.entered, entered_);
+  for (int r = 0; ring && r < size_; ++r) {
+    if (r != rank_) ring_bell(r);
+  }
+  wait_for_all(&RankBlock::entered, entered_);
+  std::vector<Header> headers(size_);
+  int last = rank_;
+  for (int r = 0; r < size_; ++r) {
+    headers[r] = block(r).headers[entered_ % 2];
+    if (block(r).entered_ns[entered_ % 2] > block(last).entered_ns[entered_ % 2]) last = r;
+  }
+  if (direct_ && last != rank_) {
+    detector_->waited_for(ranks_[last], block(last).entered_ns[entered_ % 2] - own.entered_ns[entered_ % 2]);
+  }
+  return headers;
+}
+
+void ShmGroup::ring_bell(int rank) {
+  Flag& bell = block(rank).bell;
+  bell.value.fetch_add(1, std::memory_order_seq_cst);
+  if (bell.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(bell.value);
+}
+
+bool ShmGroup::peer_is_ahead() const {
+  for (int r = 0; r < size_; ++r) {
+    if (static_cast<int32_t>(block(r).entered.value.load(std::memory_order_acquire) - entered_) > 0) return true;
+  }
+  return false;
+}
+
+void ShmGroup::wait_for_bell(double timeout_s) {
+  Flag& bell = block(rank_).bell;
+  bell.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t seen = bell.value.load(std::memory_order_seq_cst);
+  if (seen == bell_seen_ && !peer_is_ahead()) futex_wait(bell.value, seen, timeout_s);
+  bell.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  bell_seen_ = bell.value.load(std::memory_order_acquire);
+}
+
+// --- all-reduce
+// -------------------------------------------------------------------------------------------------------
+
+size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
+  return std::clamp(total_bytes / 16, kSmallestChunk, oversubscribed_ ? kSlotBytes / 2 : kSlotBytes);
+}
+
+// Per chunk: everyone packs what the others own into its slot; the owner of a share sums it over all slots in rank
+// order, its own contribution read where it lies, and leaves the result in its tensors and in its slot; everyone
+// unpacks what the others own. Three chunks are under way at any time.
+//
+// When this rank packs chunk p = c + kAhead at the start of step c, it has seen everyone's reduction of chunk c - 2,
+// which a peer signals in its own step c - 2, after it unpacked chunk c - 4 = p - kSlots and all before it. So nobody
+// reads what the slot held. (Shares of different chunks may overlap in a slot: it matters that the whole of it is
+// free.) The next operation begins with a meeting, when everyone is done with this one.
+void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor) {
+  RankBlock& own = block(rank_);
+  const size_t n_chunks = layout.n_chunks();
+  const uint32_t packed = packed_;
+  const uint32_t reduced = reduced_;
+  std::vector<const uint8_t*> images(size_);
+  size_t next = 0;
+  for (size_t chunk = 0; chunk <= n_chunks; ++chunk) {
+    for (; next < std::min(n_chunks, chunk + kAhead + 1); ++next) {
+      for (int share = 0; share < size_; ++share) {
+        if (share != rank_) layout.encode(next, share, slot(rank_, next));
+      }
+      signal(own.packed, ++packed_);
+    }
+    if (chunk < n_chunks) {
+      wait_for_all(&RankBlock::packed, packed + static_cast<uint32_t>(chunk) + 1);
+      for (int r = 0; r < size_; ++r) images[r] = slot(r, chunk);
+      layout.reduce(chunk, rank_, images, rank_, weights, factor, slot(rank_, chunk), true);
+      signal(own.reduced, ++reduced_);
+    }
+    if (chunk > 0) {
+      const size_t done = chunk - 1;
+      for (int i = 1; i < size_; ++i) {
+        const int share = (rank_ + i) % size_;
+        wait_for(share, &RankBlock::reduced, reduced + static_cast<uint32_t>(done) + 1);
+        layout.decode(done, share, slot(share, done));
+      }
+    }
+  }
+}
+
+// Every element is read and written by the owner of its share only, so ranks need to wait for each other but once,
+// when all are done.
+void ShmGroup::reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor) {
+  for (size_t chunk = 0; chunk < layout.n_chunks(); ++chunk) layout.reduce_in_place(chunk, rank_, distances, factor);
+  signal(block(rank_).reduced, ++reduced_);
+  wait_for_all(&RankBlock::reduced, reduced_);
+}
+
+// --- moving bytes
+// -----------------------------------------------------------------------------------------------------
+
+void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
+                        const std::vector<Wanted>& wanted) {
+  RankBlock& own = block(rank_);
+  const size_t longest = *std::max_element(stream_bytes.begin(), stream_bytes.end());
+  const size_t n_rounds = (longest + kSlotBytes - 1) / kSlotBytes;
+  const uint32_t packed = packed_;
+  const uint32_t reduced = reduced_;
+  Cursor out(stream);
+  std::vector<Cursor> in;
+  in.reserve(wanted.size());
+  std::vector<size_t> total;
+  for (const Wanted& part : wanted) {
+    in.emplace_back(part.buffers);
+    total.push_back(0);
+    for (const Buffer& buffer : part.buffers) total.back() += buffer.n_bytes;
+  }
+  size_t next = 0;
+  for (size_t round = 0; round < n_rounds; ++round) {
+    for (; next < std::min(n_rounds, round + kAhead + 1); ++next) {
+      // What lay in this slot must have been taken by everyone.
+      if (next >= kSlots) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(next - kSlots) + 1);
+      const size_t begin = std::min(stream_bytes[rank_], next * kSlotBytes);
+      const size_t end = std::min(stream_bytes[rank_], begin + kSlotBytes);
+      uint8_t* target = slot(rank_, next);
+      out.step(end - begin, [&](uint8_t* data, size_t at, size_t n) { std::memcpy(target + at, data, n); });
+      signal(own.packed, ++packed_);
+    }
+    for (size_t w = 0; w < wanted.size(); ++w) {
+      const Wanted& part = wanted[w];
+      const size_t begin = std::max(part.begin, round * kSlotBytes);
+      const size_t end = std::min(part.begin + total[w], (round + 1) * kSlotBytes);
+      if (begin >= end) continue;
+      wait_for(part.source, &RankBlock::packed, packed + static_cast<uint32_t>(round) + 1);
+      const uint8_t* from = slot(part.source, round) + (begin - round * kSlotBytes);
+      in[w].step(end - begin, [&](uint8_t* data, size_t at, size_t n) { std::memcpy(data, from + at, n); });
+    }
+    signal(own.reduced, ++reduced_);
+  }
+  // Nobody reads a slot any more: what follows need not begin with a meeting.
+  if (n_rounds != 0) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(n_rounds));
+}
+
+}  // namespace horo

@@ -1,0 +1,172 @@
+#include "testing/fake_device.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <sstream>
+#include <thread>
+
+#include "testing/kernels_host.h"
+
+namespace horo {
+namespace {
+
+struct FakeStream : FakeStreamHead {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> queue;
+  bool stopping = false;
+  std::thread thread;
+
+  FakeStream() {
+    enqueue = [](FakeStreamHead* stream, void (*work)(void*), void* argument) {
+      static_cast<FakeStream*>(stream)->add([work, argument] { work(argument); });
+    };
+    thread = std::thread([this] { loop(); });
+  }
+
+  ~FakeStream() {
+    {
+      const std::lock_guard lock(mutex);
+      stopping = true;
+    }
+    changed.notify_all();
+    thread.join();
+  }
+
+  void add(std::function<void()> work) {
+    {
+      const std::lock_guard lock(mutex);
+      queue.push_back(std::move(work));
+    }
+    changed.notify_all();
+  }
+
+  void loop() {
+    for (;;) {
+      std::function<void()> work;
+      {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [this] { return stopping || !queue.empty(); });
+        if (queue.empty()) return;  // what was queued is done first
+        work = std::move(queue.front());
+        queue.pop_front();
+      }
+      work();
+    }
+  }
+};
+
+// Work that waits for an event waits for the latest recording at the time of the call, as CUDA has it.
+struct FakeEvent {
+  std::mutex mutex;
+  std::condition_variable changed;
+  uint64_t recorded = 0;
+  uint64_t reached = 0;
+};
+using SharedEvent = std::shared_ptr<FakeEvent>;  // work that waits in a queue may outlive the handle
+
+class FakeDevice : public Device {
+ public:
+  void* allocate(int, size_t n_bytes) override { return ::operator new(n_bytes, std::align_val_t{256}); }
+  void release(int, void* memory) override { ::operator delete(memory, std::align_val_t{256}); }
+  void* allocate_pinned(int index, size_t n_bytes) override { return allocate(index, n_bytes); }
+  void release_pinned(int index, void* memory) override { release(index, memory); }
+
+  Stream new_stream(int) override { return static_cast<FakeStreamHead*>(new FakeStream); }
+  void delete_stream(int, Stream stream) override { delete of(stream); }
+  bool is_capturing(int, Stream) override { return false; }
+
+  Event new_event(int) override { return new SharedEvent(std::make_shared<FakeEvent>()); }
+  void delete_event(int, Event event) override { delete static_cast<SharedEvent*>(event); }
+
+  void record(int, Event event, Stream stream) override {
+    const SharedEvent shared = *static_cast<SharedEvent*>(event);
+    uint64_t number;
+    {
+      const std::lock_guard lock(shared->mutex);
+      number = ++shared->recorded;
+    }
+    of(stream)->add([shared, number] {
+      {
+        const std::lock_guard lock(shared->mutex);
+        shared->reached = std::max(shared->reached, number);
+      }
+      shared->changed.notify_all();
+    });
+  }
+
+  void wait(int, Stream stream, Event event) override {
+    const SharedEvent shared = *static_cast<SharedEvent*>(event);
+    const uint64_t number = latest(*shared);
+    of(stream)->add([shared, number] { wait_for(*shared, number); });
+  }
+
+  bool is_done(int, Event event) override {
+    FakeEvent& shared = **static_cast<SharedEvent*>(event);
+    const std::lock_guard lock(shared.mutex);
+    return shared.reached == shared.recorded;
+  }
+
+  void synchronize(int, Event event) override {
+    const SharedEvent shared = *static_cast<SharedEvent*>(event);
+    wait_for(*shared, latest(*shared));
+  }
+
+  void copy(int, void* to, const void* from, size_t n_bytes, Stream stream) override {
+    of(stream)->add([=] { std::memcpy(to, from, n_bytes); });
+  }
+  void fill(int, void* memory, uint8_t byte, size_t n_bytes, Stream stream) override {
+    of(stream)->add([=] { std::memset(memory, byte, n_bytes); });
+  }
+  void run(int, const KernelCall& call, Stream stream) override {
+    auto pieces = std::make_shared<std::vector<GpuPiece>>(call.pieces, call.pieces + call.n_pieces);
+    KernelCall later = call;
+    later.pieces = pieces->data();
+    of(stream)->add([later, pieces] { run_on_host(later); });
+  }
+  void load_kernels(int) override {}
+
+ protected:
+  int exchange_current(int) override { return 0; }
+  void restore_current(int) override {}
+
+ private:
+  static uint64_t latest(FakeEvent& event) {
+    const std::lock_guard lock(event.mutex);
+    return event.recorded;
+  }
+  static void wait_for(FakeEvent& event, uint64_t number) {
+    std::unique_lock lock(event.mutex);
+    event.changed.wait(lock, [&] { return event.reached >= number; });
+  }
+  // CUDA's numbers for the legacy default stream are 0 and 1, for the thread's own 2.
+  FakeStream* of(Stream stream) {
+    if (reinterpret_cast<uintptr_t>(stream) > 2) return static_cast<FakeStream*>(static_cast<FakeStreamHead*>(stream));
+    static FakeStream* const legacy = new FakeStream;
+    return legacy;
+  }
+};
+
+std::vector<std::string> names() {
+  const char* given = std::getenv("HORO_LITE_TEST_GPUS");
+  std::vector<std::string> names;
+  std::istringstream list(given == nullptr ? "" : given);
+  for (std::string name; std::getline(list, name, ',');) names.push_back(name);
+  return names;
+}
+
+}  // namespace
+
+const FakeGpus& fake_gpus() {
+  static const FakeGpus* const gpus = new FakeGpus{new FakeDevice, names()};
+  return *gpus;
+}
+
+}  // namespace horo

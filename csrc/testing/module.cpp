@@ -1,0 +1,118 @@
+// horo_lite._testing: GPUs in host memory, and the GPU kernels one call at a time. Built beside horo_lite._native for
+// development, and left out of wheels.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+
+#include "bindings/python.h"
+#include "gpu/device_queue.h"
+#include "gpu/kernels.h"
+#include "testing/fake_device.h"
+#include "testing/kernels_host.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+DType dtype_of(const std::string& name) {
+  for (int i = 0; i <= static_cast<int>(DType::kLongDouble); ++i) {
+    if (name == dtype_name(static_cast<DType>(i))) return static_cast<DType>(i);
+  }
+  throw std::invalid_argument("unknown dtype '" + name + "'");
+}
+
+KernelCall::Step step_of(const std::string& name) {
+  if (name == "measure") return KernelCall::kMeasure;
+  if (name == "pack") return KernelCall::kPack;
+  if (name == "unpack") return KernelCall::kUnpack;
+  if (name == "scale") return KernelCall::kScale;
+  throw std::invalid_argument("unknown step '" + name + "'");
+}
+
+using PieceTuple = std::tuple<uintptr_t, uint32_t, uint32_t, uint32_t>;
+
+void run_kernel(DeviceQueue* queue, const std::string& step, const std::string& grad_dtype,
+                const std::string& wire_dtype, const std::vector<PieceTuple>& tuples, uintptr_t wire, double prescale,
+                double scale, double divisor, uintptr_t divisor_at, uintptr_t exponents, int headroom,
+                uintptr_t stats) {
+  std::vector<GpuPiece> pieces;
+  for (const auto& [address, n_elements, wire_offset, tensor] : tuples) {
+    if (n_elements == 0) throw std::invalid_argument("a piece has an element at least");
+    pieces.push_back({reinterpret_cast<void*>(address), n_elements, 0, wire_offset, tensor});
+  }
+  KernelCall call{step_of(step), dtype_of(grad_dtype), dtype_of(wire_dtype), pieces.data(), pieces.size()};
+  call.wire = reinterpret_cast<uint8_t*>(wire);
+  call.prescale = prescale;
+  call.factor = {scale, divisor};
+  call.divisor = reinterpret_cast<const double*>(divisor_at);
+  call.exponents = reinterpret_cast<int32_t*>(exponents);
+  call.headroom = headroom;
+  call.stats = reinterpret_cast<WireStats*>(stats);
+  const WithoutGil release;
+  if (queue == nullptr) run_on_host(call);
+  else queue->device().run(queue->index(), call, queue->stream());
+}
+
+Device& device() { return *fake_gpus().device; }
+
+// What a framework's stream would be.
+struct FakeStream {
+  Stream stream = device().new_stream(0);
+  ~FakeStream() { device().delete_stream(0, stream); }
+};
+
+}  // namespace
+}  // namespace horo
+
+using namespace horo;
+
+NB_MODULE(_testing, m) {
+  nb::module_::import_("horo_lite._native");  // whose classes the signatures have
+
+  m.def("run_kernel", &run_kernel, "queue"_a.none(), "step"_a, "grad_dtype"_a, "wire_dtype"_a, "pieces"_a, "wire"_a = 0,
+        "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0, "divisor_at"_a = 0, "exponents"_a = 0, "headroom"_a = 0,
+        "stats"_a = 0,
+        "Queues it on a GPU, whose memory all addresses are of; None: runs it on the CPU. A piece is (address, "
+        "n_elements, "
+        "wire offset in units of 64 bytes, tensor).");
+
+  m.def(
+      "fake_gpus", [] { return nb::capsule(&fake_gpus()); },
+      "For _native: GPUs in host memory, of the names in HORO_LITE_TEST_GPUS, whose streams are threads.");
+
+  nb::class_<FakeStream>(m, "FakeStream", "A stream of the fake GPUs.")
+      .def(nb::new_([] { return unlocked(new FakeStream); }))
+      .def_prop_ro("handle", [](const FakeStream& self) { return reinterpret_cast<uintptr_t>(self.stream); })
+      .def(
+          "call",
+          [](FakeStream& self, nb::callable function) {
+            auto* head = static_cast<FakeStreamHead*>(self.stream);
+            auto* held = new Shared(shared(function));
+            head->enqueue(
+                head,
+                [](void* argument) {
+                  const std::unique_ptr<Shared> function(static_cast<Shared*>(argument));
+                  const WithGil gil;
+                  nb::handle(function->get())();
+                },
+                held);
+          },
+          "function"_a, "Queues a call.")
+      .def(
+          "lead",
+          [](FakeStream& self, uintptr_t consumer) {
+            const Event event = device().new_event(0);
+            device().record(0, event, self.stream);
+            device().wait(0, reinterpret_cast<Stream>(consumer), event);
+            device().delete_event(0, event);
+          },
+          "consumer"_a, "Its later work comes after what is queued here.");
+}

@@ -1,0 +1,48 @@
+"""Arguments of public calls, checked before any rank waits for another."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+
+def integer(name: str, value: Any) -> int:
+    """`value` as an int. Everything with `__index__` counts, but truth values do not."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an integer, not {value!r} ({type(value).__name__})")
+
+
+def rank(name: str, value: Any, size: int) -> int:
+    """`value` as the number of one of `size` ranks."""
+    number = integer(name, value)
+    if not 0 <= number < size:
+        raise ValueError(f"{name} is {number}, but the ranks are 0 to {size - 1} here")
+    return number
+
+
+def text(name: str, value: Any) -> None:
+    """Nothing, if `value` is None or a str that can be sent to other ranks."""
+    if not (value is None or isinstance(value, str)):
+        raise TypeError(f"{name} must be a str, not {value!r} ({type(value).__name__})")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must be text, and {value!r} has lone surrogates") from None
+
+
+def factor(name: str, value: Any) -> float:
+    """`value` as a finite float."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, not {value!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, not {number}")
+    return number

@@ -1,0 +1,1 @@
+"""Operations among a set of ranks."""

@@ -1,0 +1,183 @@
+"""Whether all ranks are about to do the same thing; and if not, who has what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from horo_lite import _native, timeline
+from horo_lite.collectives.participation import Participation, needs_all
+from horo_lite.errors import (
+    GROUP_IS_LOST,
+    RAISED_ALIKE,
+    AllocationError,
+    MismatchError,
+    in_one_line,
+)
+
+if TYPE_CHECKING:
+    from horo_lite.transports import Header, Transport
+
+T = TypeVar("T")
+
+
+def digest_of(contract: object) -> int:
+    """63 bits of everything that must be alike on all ranks."""
+    return _native.hash64(repr(contract).encode())
+
+
+def agree(
+    transport: Transport,
+    label: str,
+    contract: object,
+    describe: Callable[[], str],
+    count: int = 0,
+    weight: float = 1.0,
+    participation: Participation | None = None,
+) -> list[Header]:
+    """Everyone's header, now that all ranks do the same thing; MismatchError if they do not.
+
+    Ranks that have joined do it, too, where `participation` says how.
+    """
+    digest = digest_of(contract)
+    timeline.waits(label)
+    while True:
+        headers = transport.agree(digest, count, weight, label=label)
+        if all(header.digest == digest for header in headers):
+            timeline.runs()
+            return headers
+        here = not_joined(headers)
+        ranks = [transport.ranks[r] for r in here]
+        if any(headers[r].digest != digest for r in here):
+            texts = told(transport, describe())
+            raise MismatchError(explain(label, [texts[r] for r in here], ranks))
+        joined = sorted(set(transport.ranks) - set(ranks))
+        try:
+            mine = _POSSIBLE + (participation or needs_all(label))(joined)[1].hex()
+        except MismatchError as refusal:
+            mine = str(refusal)
+        said = told(transport, mine)[here[0]]
+        if not said.startswith(_POSSIBLE):
+            raise MismatchError(said)
+
+
+def give_up_unless_alike(transport: Transport, error: BaseException) -> None:
+    """Give the group up if only this rank raises `error`, which ended an operation under way.
+
+    The other ranks wait for this one where it will not come, or would take its next operation for
+    the rest of this one. They raise PeerLostError, and so does the next operation of this rank.
+    """
+    if not isinstance(error, (*RAISED_ALIKE, *GROUP_IS_LOST)):
+        transport.abandon(in_one_line(error))
+
+
+# A result of this size or more is allocated before the ranks begin to move anything. To agree on
+# that costs no more than moving such a result does.
+LARGE_BYTES = 1 << 20
+
+
+def allocated(
+    transport: Transport, label: str, n_bytes: Sequence[int], allocate: Callable[[], T]
+) -> T:
+    """Return what `allocate()` makes, once every rank has the memory for its result.
+
+    Every rank calls it, in an operation that all have agreed on. `n_bytes[r]` is the size of rank
+    r's result, known to all. A rank that fails to allocate a small result gives up the group.
+
+    Raises:
+        AllocationError: Some rank has no memory for its result; on every rank.
+    """
+    if max(n_bytes) < LARGE_BYTES:
+        return allocate()
+    failure, memory = "", None
+    try:
+        memory = allocate()
+    except Exception as error:  # frameworks have errors of their own for it
+        failure = in_one_line(error)
+    headers = transport.agree(0, int(bool(failure)), label=label)
+    failed = [r for r, header in enumerate(headers) if header.count]
+    if not failed:
+        assert memory is not None
+        return memory
+    texts = told(transport, failure)
+    raise AllocationError(
+        "; ".join(
+            f"rank {transport.ranks[r]} could not allocate {in_units(n_bytes[r])} for the result "
+            f"of {label} ({texts[r]})"
+            for r in failed
+        )
+        + ". Nothing was moved on any rank, and the world can be used further"
+    )
+
+
+def in_units(n_bytes: int) -> str:
+    """A number of bytes as people read it, such as "4.0 GiB"."""
+    size = float(n_bytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.{0 if unit == 'bytes' else 1}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+JOINED = digest_of("join()")
+_POSSIBLE = "participation "
+
+
+def not_joined(headers: Sequence[Header]) -> list[int]:
+    """The ranks, as the transport counts them, that do not meet the others in join()."""
+    return [r for r, header in enumerate(headers) if header.digest != JOINED]
+
+
+def participation_in(text: str) -> bytes:
+    """What a rank that has joined is to do now; nothing if that is to meet again."""
+    other, _, pickled = text.partition(_POSSIBLE)
+    return b"" if other else bytes.fromhex(pickled)
+
+
+def told(transport: Transport, text: str) -> list[str]:
+    """What every rank says after digests differed: all do it in this way."""
+    mine = text.encode(errors="backslashreplace")
+    headers = transport.agree(0, len(mine), label="an explanation")
+    sizes = [header.count for header in headers]
+    return [words.decode() for words in exchange_bytes(transport, mine, sizes)]
+
+
+def exchange_bytes(
+    transport: Transport, mine: bytes, sizes: Sequence[int], label: str = "an exchange"
+) -> list[bytes]:
+    """What every rank has to say, in rank order; all know the sizes."""
+    n_bytes = [sum(sizes)] * transport.size
+    parts = allocated(
+        transport, label, n_bytes, lambda: [np.empty(size, np.uint8) for size in sizes]
+    )
+    parts[transport.rank] = np.frombuffer(mine, np.uint8)
+    tensors = [_native.Tensors([part], writable=False) for part in parts]
+    transport.host.allgather(tensors[transport.rank], tensors)
+    return [part.tobytes() for part in parts]
+
+
+def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) -> str:
+    """The text of a MismatchError, from one description a rank: the first line that differs.
+
+    `ranks` are the world's numbers of the ranks, where not all of them take part.
+    """
+    lines = [description.split("\n") for description in descriptions]
+    longest = max(map(len, lines))
+    for i in range(longest):
+        said = [line[i] if i < len(line) else "nothing more" for line in lines]
+        if len(set(said)) > 1:
+            break
+    whose: dict[str, list[int]] = {}
+    for rank, text in enumerate(said):
+        whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
+    who = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in whose.items()
+    )
+    return (
+        f"the ranks do not agree in {label}. First difference: {who}. "
+        "Every rank must make the same calls in the same order with the same options."
+    )

@@ -1,0 +1,375 @@
+"""Arrays as memory that a transport can work on: the host's, or a GPU's."""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite import _native, adapters
+
+if TYPE_CHECKING:
+    from horo_lite.adapters import Adapter
+    from horo_lite.transports.nccl import Lane
+
+Array = Any
+"""A NumPy array, or anything that gives memory (the host's or a GPU's) through DLPack or the buffer
+protocol."""
+
+NO_ORDER = -1
+"""DLPack's word for: no stream need wait for another."""
+
+HOST = -1
+"""What `Tensors.device` says of the host's memory."""
+
+bytes_copied = 0
+"""Bytes that were copied outside the core so far, because an array's memory was not dense."""
+
+
+def gpu_of(x: Array) -> int | None:
+    """The GPU whose memory `x` lies in, as this process counts them; None for the host's."""
+    if isinstance(x, (np.ndarray, np.generic, bool, int, float)):
+        return None
+    device = getattr(x, "__dlpack_device__", None)
+    if device is None:
+        return None
+    kind, index = device()
+    return int(index) if kind in (2, 13) else None  # kDLCUDA, kDLCUDAManaged
+
+
+class HostArrays:
+    """A list of arrays as dense memory: themselves, or copies where they are not dense.
+
+    `fresh` arrays are nobody's yet. Of others, to be changed in place, `overlaps` are those that
+    share memory, as `Tensors.overlaps` has them.
+    """
+
+    lane: Lane | None = None
+    overlaps: Sequence[tuple[int, int, int, bool]] = ()
+    fresh = True
+
+    def __init__(self, arrays: Sequence[Array], *, fresh: bool = False) -> None:
+        self.fresh = fresh
+        self.arrays = list(arrays)
+        self._originals: dict[int, NDArray[Any]] = {}
+        if not fresh:
+            check_writable(self.arrays)
+        try:
+            self.tensors = _native.Tensors(self.arrays)
+        except (TypeError, BufferError):  # something that needs its adapter, or is wrong
+            self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
+        if not fresh:
+            self.overlaps = self.tensors.overlaps()
+        if strided := self.tensors.strided:
+            self._copy(strided)
+
+    @classmethod
+    def of_rows(cls, x: Array) -> HostArrays:
+        """`x`, only to be read, as rows along its first dimension; a number is one row."""
+        rows = cls.__new__(cls)
+        if hasattr(host := exportable(x), "clone"):  # torch, where NumPy has no such dtype
+            rows.arrays = [(host.reshape(1) if host.ndim == 0 else host).contiguous()]
+        else:
+            array = view(array_of(x))
+            rows.arrays = [np.ascontiguousarray(array.reshape(1) if array.ndim == 0 else array)]
+        rows._originals = {}
+        rows.tensors = _native.Tensors(rows.arrays, writable=False)
+        return rows
+
+    def use_c_order(self) -> None:
+        """Ranks whose memory orders differ meet in C order."""
+        self._copy([i for i, x in enumerate(self.arrays) if not view(x).flags.c_contiguous])
+
+    def _copy(self, indices: Sequence[int]) -> None:
+        global bytes_copied
+        for i in indices:
+            original = view(self.arrays[i])
+            self._originals.setdefault(i, original)
+            self.arrays[i] = np.array(original, order="C")
+            bytes_copied += original.nbytes
+        self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
+
+    def begin(self) -> None:
+        """The memory holds what the arrays hold."""
+
+    def end(self) -> None:
+        """The arrays here hold what the memory holds."""
+
+    def write_back(self) -> None:
+        """So do the arrays that were given."""
+        for i, original in self._originals.items():
+            original[...] = self.arrays[i]
+
+    def seen(self) -> list[Array]:
+        """The arrays as a compressor's hooks see them."""
+        return [view(x) for x in self.arrays]
+
+    def describe(self, names: Sequence[str]) -> list[str]:
+        return described(self.tensors, names)
+
+    # Of rows.
+
+    def empty(self, n_rows: int) -> tuple[Array, _native.Tensors]:
+        """An array of so many rows like these, to be filled."""
+        like, shape = self.arrays[0], (n_rows, *self.arrays[0].shape[1:])
+        if isinstance(like, np.ndarray):
+            array = np.empty(shape, like.dtype)
+        else:
+            array = adapters.adapter_of(like).empty(like, shape)
+        return array, _native.Tensors([array])
+
+    def copy(self, source: _native.Tensors, to: _native.Tensors) -> None:
+        source.copy_to(to)
+
+    def result(self, array: Array, x: Array) -> Array:
+        """`array`, new and filled, as whoever gave `x` expects it."""
+        return like(array, x)
+
+    def part(self, array: Array, rows: slice, x: Array) -> Array:
+        """The same for some of its rows."""
+        return like(array[rows].copy(), x)
+
+
+class GpuArrays:
+    """The same for arrays of one GPU, in stream order: nothing here waits for the GPU.
+
+    Made, begun and ended by the caller's thread, since every thread has a current stream of its
+    own. `begin` marks the place in it after which the memory is ours; for an asynchronous call that
+    is its submission, however late its work is queued. `fresh` arrays are nobody's yet, so that
+    even those of a framework whose arrays cannot be changed may be written.
+    """
+
+    def __init__(self, arrays: Sequence[Array], lane: Lane, *, fresh: bool = False) -> None:
+        self.arrays = list(arrays)
+        self.lane = lane
+        self._queue = lane.queue
+        self.fresh = fresh
+        self._begun = False
+        self._is_ours = False
+        self._originals: dict[int, Array] = {}
+        self._adapters: dict[type, tuple[Adapter, Array]] = {}
+        for x in self.arrays:
+            if type(x) not in self._adapters:
+                adapter = adapters.adapter_of(x)
+                if not (fresh or adapter.mutable):
+                    raise ValueError(
+                        f"a {type(x).__name__} cannot be changed in place: use the out-of-place "
+                        "call, which returns a new array"
+                    )
+                self._adapters[type(x)] = adapter, x
+        # JAX takes whatever it is given for a stream, NO_ORDER too.
+        self._at_sight = self._queue.stream if None in self._streams() else NO_ORDER
+        self._read(self._at_sight)
+        self.overlaps = [] if fresh else self.tensors.overlaps()
+        if strided := self.tensors.strided:
+            self._copy(strided)
+
+    @classmethod
+    def of_rows(cls, x: Array, lane: Lane) -> GpuArrays:
+        rows = cls([x if len(x.shape) else x.reshape((1,))], lane, fresh=True)
+        rows.use_c_order()
+        return rows
+
+    def use_c_order(self) -> None:
+        if self.tensors.layout:
+            orders = [_native.Tensors([x], stream=self._at_sight).layout for x in self.arrays]
+            self._copy([i for i, order in enumerate(orders) if order])
+
+    def _copy(self, indices: Sequence[int]) -> None:
+        global bytes_copied
+        for i in indices:
+            x = self.arrays[i]
+            self._originals.setdefault(i, x)
+            self.arrays[i] = self._adapters[type(x)][0].copy(x)
+            bytes_copied += _native.Tensors([self.arrays[i]], stream=self._at_sight).nbytes
+        self._read(self._at_sight)
+
+    def _read(self, stream: int) -> None:
+        self.tensors = _native.Tensors(self.arrays, stream=stream)
+
+    def begin(self) -> None:
+        """What is queued from now on comes after all that the arrays' owners have been given."""
+        if self._begun:
+            return
+        self._begun = True
+        for stream in self._streams():
+            if stream is None:  # then the owner is to make the queue wait
+                self._read(self._queue.stream)
+            else:
+                self._queue.follow(stream)
+
+    def end(self) -> None:
+        """What the owners are given from now on comes after all that is queued."""
+        for stream in self._streams():
+            if stream is not None:
+                self._queue.lead(stream)
+            elif self.fresh:  # result() makes the order
+                self._queue.hold(self.tensors)
+            else:
+                self._queue.synchronize()
+
+    def write_back(self) -> None:
+        for i, original in self._originals.items():
+            original[...] = self.arrays[i]
+
+    def _streams(self) -> set[int | None]:
+        return {adapter.stream(x) for adapter, x in self._adapters.values()}
+
+    def seen(self) -> list[Array]:
+        return self.arrays
+
+    def describe(self, names: Sequence[str]) -> list[str]:
+        return described(self.tensors, names)
+
+    def empty(self, n_rows: int) -> tuple[Array, _native.Tensors]:
+        ((adapter, x),) = self._adapters.values()
+        shape = (n_rows, *self.tensors.shape(0)[1:])
+        if self._begun:
+            # The call was submitted earlier, and its place in the caller's stream has passed: what
+            # an allocator hands out now may be in use there until later.
+            self._is_ours = True
+            with adapter.on_stream(x, self._queue.stream):
+                array = adapter.empty(x, shape)
+        else:
+            array = adapter.empty(x, shape)
+        return array, _native.Tensors([array], stream=self._at_sight)
+
+    def copy(self, source: _native.Tensors, to: _native.Tensors) -> None:
+        self._queue.copy(source, to)
+
+    def result(self, array: Array, x: Array) -> Array:
+        adapter = adapters.adapter_of(x)
+        result = adapter.finished(array, self._queue)
+        stream = adapter.stream(x)
+        if not self._is_ours or stream is None:
+            return result
+        # Memory of our stream must not go back there while the caller's may still read it.
+        copy = adapter.copy(result)
+        self._queue.hold(result, stream)
+        return copy
+
+    def part(self, array: Array, rows: slice, x: Array) -> Array:
+        return adapters.adapter_of(x).copy(self.result(array, x)[rows])
+
+
+def described(tensors: _native.Tensors, names: Sequence[str]) -> list[str]:
+    """A line for each tensor."""
+    return [
+        f"tensor {repr(names[i]) if i < len(names) else i}: {tensors.describe(i)}"
+        for i in range(len(tensors))
+    ]
+
+
+class GpuView:
+    """GPU memory for a framework to import through DLPack, in stream order after a queue's work."""
+
+    def __init__(self, x: Array, queue: _native.DeviceQueue) -> None:
+        self._queue = queue
+        self._x = x
+        self._tensors = _native.Tensors([x], stream=queue.stream)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._queue.index
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        if stream is None:  # so says JAX where it has no stream that could wait
+            self._queue.synchronize()
+        elif stream != NO_ORDER:
+            self._queue.lead(stream)
+        dtype = self._tensors.describe(0).partition("[")[0]
+        address, shape = self._tensors.addresses[0], self._tensors.shape(0)
+        return _native.dlpack_capsule(address, shape, dtype, self._queue.index, self)
+
+
+# The host's arrays as NumPy has them.
+
+
+def check_writable(arrays: Sequence[Array]) -> None:
+    """TypeError for numbers and lists, of which only a copy could be changed.
+
+    Of arrays, the core finds out whether they are read-only.
+    """
+    for i, x in enumerate(arrays):
+        if isinstance(x, (list, tuple)):
+            remedy = "for a list of arrays, call grouped_allreduce_ or broadcast_parameters"
+        elif isinstance(x, (bool, int, float, complex, np.generic)):
+            remedy = "call allreduce or broadcast, without the underscore, which return a new one"
+        else:
+            continue
+        raise TypeError(
+            f"array {i} is a {type(x).__name__}, which cannot be changed in place: {remedy}"
+        )
+
+
+def check_apart(memory: HostArrays | GpuArrays, names: Sequence[str], label: str) -> None:
+    """ValueError where arrays that are to be reduced in place share memory."""
+    for first, second, _, same in memory.overlaps:
+        a, b = (
+            f"{repr(names[i]) if i < len(names) else i} ({memory.tensors.describe(i)})"
+            for i in (first, second)
+        )
+        if first == second:
+            raise ValueError(
+                f"{label}: elements of array {a} share memory with each other (it was expanded, or "
+                "made with as_strided), so it cannot be changed in place: pass a copy, or use the "
+                "out-of-place call"
+            )
+        how = "are the same memory" if same else "overlap in memory"
+        raise ValueError(
+            f"{label}: arrays {a} and {b} {how}, and what they share would be reduced twice: pass "
+            "it once, or use the out-of-place call"
+        )
+
+
+def exportable(x: Array) -> Array:
+    """`x` as something whose memory the core can read."""
+    if isinstance(x, (np.ndarray, memoryview, array.array, bytearray)):
+        return x
+    return adapters.to_host(x)
+
+
+def view(x: Array) -> NDArray[Any]:
+    """`x` as a NumPy array over the same memory."""
+    host = exportable(x)
+    if isinstance(host, (np.ndarray, np.generic)) or not hasattr(host, "__dlpack__"):
+        return np.asarray(host)
+    return np.from_dlpack(host)
+
+
+def array_of(x: Array) -> Array:
+    """`x`, or a Python number as an array of its own type: what is moved stays what it is."""
+    if not isinstance(x, (bool, int, float)):
+        return x
+    dtype = np.bool_ if isinstance(x, bool) else np.int64 if isinstance(x, int) else np.float64
+    try:
+        return np.array(x, dtype)
+    except OverflowError:
+        raise ValueError(
+            f"the number {x} does not fit into 64 bits: send it with broadcast_object() or "
+            "allgather_object()"
+        ) from None
+
+
+def copy_of(x: Array) -> Array:
+    """A writable, dense copy, to be reduced in place and given back through `like`."""
+    if isinstance(x, (bool, int, float)):
+        return np.array(x, np.float64)
+    if gpu_of(x) is not None:
+        return adapters.adapter_of(x).copy(x)
+    host = exportable(x)
+    if isinstance(host, (np.ndarray, np.generic)):
+        return np.array(host, order="C")
+    if hasattr(host, "clone"):  # torch, where NumPy has no such dtype
+        return host.clone(memory_format=sys.modules["torch"].contiguous_format)
+    return np.array(view(host), order="C")
+
+
+def like(result: Array, x: Array) -> Array:
+    """`result` as the caller who gave `x` expects it."""
+    if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
+        return result.item() if result.ndim == 0 else result
+    return adapters.from_numpy(result, x) if isinstance(result, np.ndarray) else result

@@ -1,0 +1,411 @@
+"""What a group of ranks can do together: one frozen `Call` per operation.
+
+A Call is what every rank asks for alike, options included. A `Part` is what one rank brings: its
+arrays, its weight. `Group.run` carries a Call out with this rank's Part; `Group.submit` hands it to
+the engine, which does so once every rank has submitted it. A rank that waits in join() is sent the
+Call, and takes part with arrays that change nothing. The rest of the package knows operations only
+through these classes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite import _native, arguments, timeline
+from horo_lite.collectives.agreement import agree, allocated, exchange_bytes
+from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays
+from horo_lite.collectives.participation import (
+    Look,
+    described_by,
+    looks_of,
+    needs_all,
+    neutral,
+)
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+    from horo_lite.transports import Transport
+    from horo_lite.transports.shm import SharedMemory
+
+T = TypeVar("T")
+Finish: TypeAlias = Callable[[], T]
+"""What the calling thread does once the ranks have done their part; it gives the result."""
+
+
+@dataclass
+class Part:
+    """What one rank brings to a Call.
+
+    Attributes:
+        memory: Its arrays.
+        weight: Its number of samples, in an average weighted by them.
+        splits: How many rows of its array go to each rank, in an all-to-all.
+        data: Bytes, in what moves objects.
+        shared: Memory that the ranks of a host share, where its arrays may lie.
+        follows: False for a rank that waits to learn what the others do; see `Exchange`.
+        label: What messages and the timeline call the operation. The group sets it.
+    """
+
+    memory: HostArrays | GpuArrays = field(default_factory=lambda: HostArrays([], fresh=True))
+    weight: float | None = None
+    splits: NDArray[np.int64] | None = None
+    data: bytes = b""
+    shared: SharedMemory | None = None
+    follows: bool = True
+    label: str = ""
+    offsets: tuple[int, ...] | None = None  # in `shared`, once it is known that all lie there
+
+    @property
+    def changes(self) -> _native.Tensors | None:
+        """The caller's arrays that the operation changes."""
+        return None if self.memory.fresh else self.memory.tensors
+
+
+@dataclass(frozen=True)
+class Call(ABC, Generic[T]):
+    """One operation among the ranks of a group, as all of them ask for it.
+
+    Attributes:
+        name: The caller's name for it, alike on every rank.
+    """
+
+    name: str | None = None
+
+    kind: ClassVar[str]
+    """What it is called in messages and in the timeline."""
+
+    def __post_init__(self) -> None:
+        arguments.text("name", self.name)
+
+    @property
+    def label(self) -> str:
+        return self.kind if self.name is None else f"{self.kind} '{self.name}'"
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        """The names of the arrays, where they have any."""
+        return ()
+
+    def prepare(self, part: Part) -> None:
+        """Do what can fail on one rank alone, before the ranks compare anything."""
+
+    def check(self, part: Part) -> None:
+        """Raise before a direct call what an asynchronous one raises once the ranks are alike."""
+
+    @abstractmethod
+    def run(self, part: Part, transport: Transport) -> Finish[T]:
+        """Compare with the other ranks, and carry it out. On GPUs: queue it."""
+
+    def submit(
+        self, part: Part, engine: _native.Engine, transport: Transport
+    ) -> tuple[_native.Job, Finish[T]]:
+        """Have the engine run it when all ranks have submitted it; the job's name is the label."""
+        memory = part.memory
+        if memory.lane is not None:
+            memory.use_c_order()
+            memory.begin()
+        job = engine.submit_call(
+            part.label,
+            0,
+            lambda weights: self.run(part, used_by_all(transport, memory)),
+            1.0,
+            lambda: part.label,
+            lambda joined: self.participation(part, transport.ranks, joined),
+            part.changes,
+        )
+        return job, lambda: cast("Finish[T]", job.value())()
+
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        """How the ranks that have `joined` take part; MismatchError where they cannot.
+
+        `ranks` are the world's numbers of the group's ranks.
+        """
+        return needs_all(part.label)(joined)
+
+    def stand_in(
+        self, part: Part, joined: Sequence[int], weight: float = 1.0, **own: Any
+    ) -> tuple[float, bytes]:
+        """The ranks that have joined make the same Call, each with a `part_that_changes_nothing`.
+
+        They are given the arrays' `looks` (by default those of this rank's) and what is `own` to
+        this kind of Call.
+        """
+        looks = own.pop("looks", None) or looks_of(part.memory.tensors)
+        try:
+            return described_by(
+                _take_part, weight, call=self, label=part.label, looks=looks, own=own
+            )
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            return needs_all(f"{part.label} ({error})")(joined)
+
+    def part_that_changes_nothing(
+        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+    ) -> Part:
+        """A Part that changes nothing, on a rank that has joined."""
+        nothing = [neutral(look) for look in looks]
+        return Part(group.memory(nothing, asynchronous=asynchronous))
+
+
+def _take_part(
+    group: Group,
+    asynchronous: bool,
+    *,
+    call: Call[Any],
+    label: str,
+    looks: Sequence[Look],
+    own: dict[str, Any],
+) -> None:
+    part = call.part_that_changes_nothing(group, looks, asynchronous, own)
+    part.label = label
+    if asynchronous:
+        group.submit(call, part)
+    else:
+        group.run(call, part)
+
+
+def used_by_all(transport: Transport, memory: HostArrays | GpuArrays) -> Transport:
+    """On the engine's thread, where all ranks are: the transport for the GPU's arrays or these."""
+    return transport if memory.lane is None else memory.lane.transport_of_all()
+
+
+# --- moving data
+
+
+@dataclass(frozen=True)
+class AllGather(Call[Array]):
+    """The rows of all ranks, in rank order, in a new array."""
+
+    kind = "allgather"
+
+    def run(self, part: Part, transport: Transport) -> Finish[Array]:
+        rows = part.memory
+        n_rows, row = rows_and_row(rows)
+        headers = agree(
+            transport,
+            part.label,
+            (part.label, row),
+            lambda: f"{part.label}\n{row}",
+            count=n_rows,
+            participation=lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        ends = np.cumsum([header.count for header in headers]).tolist()
+        n_bytes = [ends[-1] * _row_bytes(rows)] * transport.size
+        everyone, whole = allocated(transport, part.label, n_bytes, lambda: rows.empty(ends[-1]))
+        parts = [
+            whole.rows(end - header.count, end) for header, end in zip(headers, ends, strict=True)
+        ]
+        rows.begin()
+        rows.copy(rows.tensors, parts[transport.rank])
+        transport.allgather(parts[transport.rank], parts)
+
+        def finish() -> Array:
+            rows.end()
+            return everyone
+
+        return finish
+
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        if part.memory.lane is not None:
+            return needs_all(part.label)(joined)
+        ((dtype, shape),) = looks_of(part.memory.tensors)
+        return self.stand_in(part, joined, looks=[(dtype, (0, *shape[1:]))])
+
+    def part_that_changes_nothing(
+        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+    ) -> Part:
+        return Part(group.rows(neutral(looks[0]), asynchronous=asynchronous))
+
+
+@dataclass(frozen=True)
+class Broadcast(Call[None]):
+    """Every rank's arrays hold, in place, what they hold on one rank.
+
+    Some may share memory (tied weights), if they do so alike on all ranks.
+
+    Attributes:
+        root_rank: Whose values all receive; its number in the group.
+        names: The arrays' names, compared, and used in messages.
+    """
+
+    root_rank: int = 0
+    names: Sequence[str] = ()
+
+    kind = "broadcast"
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        return self.names
+
+    def run(self, part: Part, transport: Transport) -> Finish[None]:
+        memory = part.memory
+
+        def describe() -> str:
+            shared = [f"{i} and {k} ({n} bytes apart)" for i, k, n, _ in memory.overlaps]
+            return "\n".join(
+                [
+                    part.label,
+                    f"root_rank {self.root_rank}",
+                    f"arrays that share memory: {', '.join(shared) or 'none'}",
+                    *memory.describe(self.names),
+                ]
+            )
+
+        contract = (
+            part.label,
+            self.root_rank,
+            memory.tensors.signature,
+            tuple(self.names),
+            # What one rank has in one place and another in two cannot become alike.
+            tuple(memory.overlaps),
+        )
+        timeline.waits(part.label, self.kind, self.names, memory.tensors.nbytes)
+        headers = agree(
+            transport,
+            part.label,
+            contract,
+            describe,
+            count=memory.tensors.layout,
+            participation=lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        if any(header.count != headers[0].count for header in headers):
+            memory.use_c_order()
+        memory.begin()
+        transport.broadcast(memory.tensors, self.root_rank)
+
+        def finish() -> None:
+            memory.end()
+            memory.write_back()
+
+        return finish
+
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        if ranks[self.root_rank] in joined or part.memory.lane is not None:
+            return needs_all(f"{part.label} from rank {ranks[self.root_rank]}")(joined)
+        return self.stand_in(part, joined, overlaps=part.memory.overlaps)
+
+    def part_that_changes_nothing(
+        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+    ) -> Part:
+        part = super().part_that_changes_nothing(group, looks, asynchronous, own)
+        part.memory.overlaps = own["overlaps"]  # it says what the others have, and keeps nothing
+        return part
+
+
+@dataclass(frozen=True)
+class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
+    """Some rows to each rank: those that came, in rank order, and how many came from each."""
+
+    kind = "alltoall"
+
+    def run(self, part: Part, transport: Transport) -> Finish[tuple[Array, NDArray[np.int64]]]:
+        assert part.splits is not None
+        rows, counts, size = part.memory, part.splits, transport.size
+        _, row = rows_and_row(rows)
+        agree(transport, part.label, (part.label, row), lambda: f"{part.label}\n{row}")
+        everyone = exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * size)
+        table = np.array([np.frombuffer(one, np.int64) for one in everyone])
+        received = table[:, transport.rank].copy()
+        n_rows, row_bytes = int(received.sum()), _row_bytes(rows)
+        n_bytes = (table.sum(axis=0) * row_bytes).tolist()
+        result, whole = allocated(transport, part.label, n_bytes, lambda: rows.empty(n_rows))
+        outgoing = _cut(rows.tensors, counts)
+        incoming = _cut(whole, received)
+        rows.begin()
+        rows.copy(outgoing[transport.rank], incoming[transport.rank])
+        transport.alltoall(outgoing, incoming, (table * row_bytes).tolist())
+
+        def finish() -> tuple[Array, NDArray[np.int64]]:
+            rows.end()
+            return result, received
+
+        return finish
+
+
+@dataclass(frozen=True)
+class Barrier(Call[None]):
+    """All ranks are here."""
+
+    kind = "barrier"
+
+    def run(self, part: Part, transport: Transport) -> Finish[None]:
+        agree(
+            transport,
+            part.label,
+            part.label,
+            lambda: part.label,
+            participation=lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        return lambda: None
+
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        return self.stand_in(part, joined)
+
+
+@dataclass(frozen=True)
+class BroadcastBytes(Call[memoryview]):
+    """The data of one rank, on every rank."""
+
+    root_rank: int = 0
+
+    kind = "broadcast_object"
+
+    def run(self, part: Part, transport: Transport) -> Finish[memoryview]:
+        headers = agree(
+            transport,
+            part.label,
+            (part.label, self.root_rank),
+            lambda: f"{part.label}\nroot_rank {self.root_rank}",
+            count=len(part.data),
+        )
+        n_bytes = headers[self.root_rank].count
+        memory = allocated(
+            transport, part.label, [n_bytes] * transport.size, lambda: np.empty(n_bytes, np.uint8)
+        )
+        if transport.rank == self.root_rank:
+            memory[...] = np.frombuffer(part.data, np.uint8)
+        transport.broadcast(_native.Tensors([memory]), self.root_rank)
+        return lambda: memory.data
+
+
+@dataclass(frozen=True)
+class AllGatherBytes(Call[list[bytes]]):
+    """Every rank's data, in rank order, on every rank."""
+
+    kind = "allgather_object"
+
+    def run(self, part: Part, transport: Transport) -> Finish[list[bytes]]:
+        headers = agree(transport, part.label, part.label, lambda: part.label, count=len(part.data))
+        sizes = [header.count for header in headers]
+        everyone = exchange_bytes(transport, part.data, sizes, part.label)
+        return lambda: everyone
+
+
+def rows_and_row(rows: HostArrays | GpuArrays) -> tuple[int, str]:
+    """How many rows there are, and what each looks like, in words."""
+    n_rows, *row = rows.tensors.shape(0)
+    return n_rows, f"{rows.tensors.describe(0).split('[')[0]} rows of {row}"
+
+
+def _row_bytes(rows: HostArrays | GpuArrays) -> int:
+    return prod(rows.tensors.shape(0)[1:]) * rows.tensors.itemsize(0)
+
+
+def _cut(tensors: _native.Tensors, n_rows: Sequence[int] | NDArray[Any]) -> list[_native.Tensors]:
+    ends = np.cumsum(n_rows).tolist()
+    return [tensors.rows(end - int(n), end) for n, end in zip(n_rows, ends, strict=True)]

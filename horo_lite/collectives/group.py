@@ -1,0 +1,455 @@
+"""A set of ranks that make the same calls: directly, one after the other, or through an engine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from weakref import WeakSet
+
+from horo_lite import _native, timeline
+from horo_lite.collectives.agreement import (
+    JOINED,
+    agree,
+    explain,
+    give_up_unless_alike,
+    participation_in,
+    told,
+)
+from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays, gpu_of
+from horo_lite.collectives.calls import Call, Part
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.handle import Handle
+from horo_lite.collectives.reductions import Average, Exchange, Op
+from horo_lite.errors import (
+    GROUP_IS_LOST,
+    DeviceError,
+    HoroLiteError,
+    MismatchError,
+    NotInitializedError,
+)
+
+if TYPE_CHECKING:
+    from horo_lite.transports import Transport
+    from horo_lite.transports.nccl import Lane
+    from horo_lite.transports.shm import SharedMemory
+    from horo_lite.transports.watch import CountedTransport, Watch
+
+T = TypeVar("T")
+
+
+class Beginner(Protocol):
+    """What counts something that all ranks must count alike."""
+
+    def begin_anew(self) -> None:
+        """All ranks have joined, from wherever they were: it counts from the beginning."""
+
+
+class Group:
+    """A set of ranks that make the same calls; give it to an operation as `group=`.
+
+    Direct calls are matched by position: every rank makes the same ones in the same order.
+    Where several threads make direct calls, one waits for the other, and their order is to be alike
+    on all ranks; inside of one, in a signal handler or a finalizer, another is a HoroLiteError.
+    `…_async` calls are matched by name, in any order. What must be alike on all ranks (operation,
+    shapes, dtypes, options, and names where given) is compared before anything moves; if it is not,
+    every rank raises MismatchError, naming the first difference and who has what, and the group can
+    be used further. A rank that dies, leaves or raises while others wait for it makes them raise
+    PeerLostError, after which the group is of no more use.
+
+    Attributes:
+        rank: This rank's number in the group, from 0 to size - 1.
+        size: The number of ranks.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        async_transport: Transport | None = None,
+        watch_transport: Transport | None = None,
+    ) -> None:
+        own = (transport, async_transport, watch_transport)
+        self._own = [one for one in own if one is not None]
+        self.transport = transport
+        self._counted: CountedTransport | None = None
+        if watch_transport is not None and transport.size > 1:
+            from horo_lite.transports.watch import CountedTransport
+
+            self.transport = self._counted = CountedTransport(transport)
+        self.rank = transport.rank
+        self.size = transport.size
+        self._number = transport.ranks[transport.rank]
+        self._async_transport = async_transport
+        self._watch_transport = watch_transport
+        self._watch: Watch | None = None
+        self._lanes: tuple[Lane, Lane] | None = None
+        self._lock = threading.RLock()
+        self._running = 0  # the thread whose direct call has the lock
+        self._unnamed: Counter[str] = Counter()
+        self._n_failed = 0
+        self._counting = threading.Lock()
+        self.beginners: WeakSet[Beginner] = WeakSet()
+        self.kept: dict[object, Any] = {}
+        """What functions keep from call to call, each under a key of its own."""
+        self._pid = os.getpid()
+        self._closed = False
+        self._engine = self._new_engine(transport, async_transport)
+
+    def run(self, call: Call[T], part: Part) -> T:
+        """Carry a call out with this rank's part, and return its result.
+
+        Every rank calls it, in the same order as its other direct calls.
+
+        Args:
+            call: The operation, alike on every rank.
+            part: What this rank brings to it.
+
+        Raises:
+            MismatchError: The ranks' calls differ; raised on every rank.
+            PeerLostError: A rank died, left or failed. The group is of no more use.
+        """
+        self.check_usable()
+        part.label = part.label or call.label
+        call.check(part)
+        call.prepare(part)
+        return self.direct(partial(call.run, part), part.memory.lane)()
+
+    def submit(
+        self, call: Call[T], part: Part, result: Callable[[T], Any] = lambda value: value
+    ) -> Handle:
+        """Begin a call, and return at once.
+
+        Every rank submits it, in any order. Unnamed ones are numbered: they match if all ranks
+        submit them in one order.
+
+        Args:
+            call: The operation, alike on every rank; matched by its label.
+            part: What this rank brings to it, to be left alone until it is synchronized.
+            result: Makes what `synchronize` returns from the call's own result.
+
+        Returns:
+            A handle for `synchronize` and `poll`.
+        """
+        self.check_usable()
+        lane = part.memory.lane
+        if lane is not None and self._watch is not None:
+            self._watch.check()
+        is_numbered = not part.label and call.name is None
+        part.label = part.label or call.label
+        call.prepare(part)
+        if is_numbered:
+            part.label = f"{call.kind} number {self.new_number('')}"
+        transport = self._async_transport
+        if self._engine is None or transport is None:
+            finish = self.direct(partial(call.run, part), lane)
+            return Handle(part.label, None, lambda: result(finish()))
+        job, finish = call.submit(part, self._engine, transport)
+        n_bytes = part.memory.tensors.nbytes
+        timeline.submitted(self, job, call.kind, call.tensor_names, n_bytes)
+        return Handle(part.label, job, lambda: result(finish()))
+
+    def synchronize(self, handle: Handle, *, beside: bool = False) -> Any:
+        """Wait for an asynchronous operation.
+
+        Every rank synchronizes what it has submitted; the order does not matter.
+
+        Args:
+            handle: What the `…_async` call returned. It may be synchronized again.
+            beside: Whether this thread is another than the one that trains, which goes on
+                meanwhile. On every rank one such thread at a time waits, for the same
+                operations in the same order.
+
+        Returns:
+            The operation's result.
+
+        Raises:
+            MismatchError: The ranks differ, or some did not submit the operation.
+            PeerLostError: A rank died, left or failed. The group is of no more use.
+        """
+        self.check_usable()
+        try:
+            return handle.wait(beside)
+        except DeviceError:
+            if self._watch is not None:
+                self._watch.raise_common()
+            raise
+
+    def poll(self, handle: Handle) -> bool:
+        """Tell whether an operation is over.
+
+        Local: it waits for nobody.
+
+        Args:
+            handle: What the `…_async` call returned.
+
+        Returns:
+            True where `synchronize(handle)` would return or raise at once.
+        """
+        self.check_usable()
+        return handle.done()
+
+    def exchange(
+        self,
+        arrays: Sequence[Array],
+        *,
+        names: Sequence[str],
+        label: str,
+        op: Op = Average,
+        compression: Compressor = Compression.none,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        weight: float | None = None,
+        shared: SharedMemory | None = None,
+        follows: bool = True,
+    ) -> bool:
+        """Reduce an optimizer's gradients in place; whether anything was reduced.
+
+        Every rank calls it, in the same order as its other direct calls. See `Exchange`, and `Part`
+        for what is a rank's own.
+        """
+        call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
+        return self.run(call, Part(self.memory(arrays), weight, shared=shared, follows=follows))
+
+    def exchange_async(
+        self,
+        arrays: Sequence[Array],
+        *,
+        names: Sequence[str],
+        label: str,
+        op: Op = Average,
+        compression: Compressor = Compression.none,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        weight: float | None = None,
+        shared: SharedMemory | None = None,
+    ) -> Handle:
+        """Begin `exchange`; leave the arrays alone until it is synchronized."""
+        call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
+        part = Part(self.memory(arrays, asynchronous=True), weight, shared=shared)
+        return self.submit(call, part, lambda _: None)
+
+    def agree(self, label: str, what: str) -> None:
+        """All ranks have called this with the same texts; MismatchError if they were not."""
+        self.direct(lambda transport: agree(transport, label, (label, what), lambda: what))
+
+    def join(self) -> int:
+        """Wait until all ranks of the group have joined; return the place in it of the last one.
+
+        Until then this rank takes part in what the others do; see `horo_lite.join`.
+        """
+        self.check_usable()
+        if self.size == 1:
+            return 0
+        assert self._engine is not None
+        with self._lock:
+            job = self._engine.submit_join(lambda pickled: self._take_part(pickled, True))
+            n_met = 0
+            while True:
+                job.begin_wait()
+                try:
+                    headers = self.transport.agree(JOINED, n_met, 0.0, label="join()")
+                except MismatchError:  # the others have queued something on their GPUs, and know
+                    n_met += 1
+                    continue
+                present = [r for r, header in enumerate(headers) if header.digest != JOINED]
+                if not present:
+                    break
+                n_met += 1
+                pickled = participation_in(told(self.transport, "join()")[present[0]])
+                if pickled:
+                    self._take_part(pickled, False)
+            job.wait()
+            # Of those that the same meetings have found here, the engines know the order.
+            order: Any = job.value()
+            self.begin_anew()
+        return max(range(self.size), key=lambda r: (-headers[r].count, order[r]))
+
+    def _take_part(self, pickled: bytes, asynchronous: bool) -> None:
+        function, what = pickle.loads(pickled)
+        function(self, asynchronous, **what)
+
+    def compares_later(self, gpu: int | None) -> bool:
+        """Whether reductions of that GPU's arrays return before the ranks have been compared."""
+        lane = self.lane(gpu)
+        if lane is None or self._watch is None:
+            return False
+        return self.direct(lambda transport: transport.queued is not None, lane)
+
+    def part_of(self, x: Array) -> slice:
+        """The rows of `x` that reducescatter leaves to this rank."""
+        if not x.shape:
+            raise ValueError("reducescatter needs an array with at least one dimension")
+        rows, more = divmod(x.shape[0], self.size)
+        begin = self.rank * rows + min(self.rank, more)
+        return slice(begin, begin + rows + (self.rank < more))
+
+    def close(self, reason: str = "its program ended") -> None:
+        """What all ranks have submitted is complete, and this rank has left for that reason."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        was_given_up = self._own[0].given_up()
+        try:
+            if self._engine is not None:
+                self._engine.drain()
+            if self._watch is not None:
+                self._watch.close()
+        except GROUP_IS_LOST:
+            if not was_given_up:  # else a direct call has raised it already
+                raise
+        finally:
+            for lane in self._lanes or ():
+                lane.close()
+            for transport in self.transports():
+                transport.leave(reason)
+            # Another thread that waits in a direct call sees that. MPI must not end before.
+            if self._lock.acquire(timeout=1.0):
+                self._lock.release()
+            for transport in self.transports():
+                transport.close()
+
+    def transports(self) -> list[Transport]:
+        """All that it was made of."""
+        return list(self._own)
+
+    @property
+    def carrier(self) -> str:
+        """The name of the transport that arrays take: a GPU's, once one is connected."""
+        found = self._lanes[0].found if self._lanes is not None else None
+        return self.transport.name if found is None else found.name
+
+    # How direct calls run.
+
+    def check_usable(self) -> None:
+        """Nothing, if this process may use the group; NotInitializedError otherwise."""
+        if os.getpid() != self._pid:
+            raise NotInitializedError(
+                f"process {os.getpid()} is a forked child of rank {self._number} (a data loader?) "
+                "and takes no part in the world: call collectives in the parent only"
+            )
+        if self._closed:
+            raise NotInitializedError(
+                "the world was shut down: call horo_lite.init() again before using it"
+            )
+
+    def direct(self, operation: Callable[[Transport], T], lane: Lane | None = None) -> T:
+        """Run what all ranks run: whatever can fail on one rank alone has been done before.
+
+        Another thread's direct call waits for this one.
+        """
+        self.check_usable()
+        if self._running == threading.get_ident() and self.size > 1:
+            outer = self._own[0].label
+            raise HoroLiteError(
+                f"{_public_call()} was called while this thread was in '{outer}': by "
+                "a signal handler, a finalizer (__del__, a weakref's callback) or a hook. The "
+                "ranks would no longer make the same calls in one order. Set a flag there, and "
+                "call it when the other one has returned"
+            )
+        if (executor := self._own[0].executor) is not None:
+            executor.check_thread()  # now, since nothing has been sent that peers would wait for
+        with timeline.direct(self), self._lock:
+            self._running = threading.get_ident()
+            try:
+                if lane is not None and self._watch is not None:
+                    self._watch.check()
+                return operation(self.transport if lane is None else lane.transport())
+            except DeviceError:
+                if lane is not None and self._watch is not None:
+                    self._watch.raise_common()
+                raise
+            except BaseException as error:
+                give_up_unless_alike(self.transport, error)
+                raise
+            finally:
+                self._running = 0
+
+    def lane(self, gpu: int | None, asynchronous: bool = False) -> Lane | None:
+        """How a GPU takes part in this group; None for arrays in the host's memory."""
+        if gpu is None:
+            return None
+        if self._lanes is None:
+            from horo_lite.transports.nccl import Lane
+            from horo_lite.transports.watch import Watch
+
+            allowed = self._watch_transport is not None
+            other = self._async_transport or self.transport
+            lanes = Lane(self.transport, gpu, allowed), Lane(other, gpu, allowed)
+            if self._watch_transport is not None and self._counted is not None:
+                self._watch = Watch(self._watch_transport, self._counted, lanes)
+                for lane in lanes:
+                    lane.watch = self._watch
+            self._lanes = lanes
+        lane = self._lanes[asynchronous]
+        if lane.index != gpu:
+            raise ValueError(
+                f"the arrays lie on cuda:{gpu}, but rank {self._number} has exchanged arrays of "
+                f"cuda:{lane.index} before: a rank uses one GPU"
+            )
+        return lane
+
+    def memory(
+        self, arrays: Sequence[Array], *, fresh: bool = False, asynchronous: bool = False
+    ) -> HostArrays | GpuArrays:
+        lane = self.lane(gpu_of(arrays[0]) if len(arrays) else None, asynchronous)
+        if lane is None:
+            return HostArrays(arrays, fresh=fresh)
+        return GpuArrays(arrays, lane, fresh=fresh)
+
+    def rows(self, x: Array, asynchronous: bool = False) -> HostArrays | GpuArrays:
+        lane = self.lane(gpu_of(x), asynchronous)
+        return HostArrays.of_rows(x) if lane is None else GpuArrays.of_rows(x, lane)
+
+    # How asynchronous calls run.
+
+    def new_number(self, kind: str) -> int:
+        """The number of an unnamed operation, counted by `kind`.
+
+        Counting begins anew where ranks may have counted differently, at a moment at which nothing
+        is in flight: when all that lacked a match has failed, and when all ranks have joined.
+        """
+        n_failed = 0 if self._engine is None else self._engine.n_failed
+        with self._counting:
+            if n_failed != self._n_failed:
+                self._unnamed.clear()
+                self._n_failed = n_failed
+            self._unnamed[kind] += 1
+            return self._unnamed[kind]
+
+    def give_back(self, kind: str, number: int) -> None:
+        """The number was not used."""
+        with self._counting:
+            if self._unnamed[kind] == number:
+                self._unnamed[kind] -= 1
+
+    def begin_anew(self) -> None:
+        """What all ranks must count alike is counted from the beginning."""
+        with self._counting:
+            self._unnamed.clear()
+        for each in list(self.beginners):
+            each.begin_anew()
+
+    def _new_engine(self, direct: Transport, other: Transport | None) -> _native.Engine | None:
+        """The thread that runs asynchronous operations; on every rank, since all must meet."""
+        if other is None or self.size == 1:
+            return None
+        return other.new_engine(direct, explain)
+
+
+def _public_call() -> str:
+    """The operation that the program has called: the outermost one of those that run."""
+    frame, found = sys._getframe(1), "a collective"
+    while frame is not None:
+        name = frame.f_code.co_name
+        module = frame.f_globals.get("__name__", "")
+        if module == "horo_lite.ops" and not name.startswith("_"):
+            found = name
+        elif not module.startswith("horo_lite"):
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{found}()"

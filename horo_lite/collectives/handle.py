@@ -1,0 +1,39 @@
+"""Asynchronous operations, as their caller holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from horo_lite import timeline
+
+if TYPE_CHECKING:
+    from horo_lite import _native
+
+
+class Handle:
+    """An operation in flight, to be given to `synchronize` or `poll`."""
+
+    def __init__(self, name: str, job: _native.Job | None, finish: Callable[[], Any]) -> None:
+        self.name = name
+        self._job = job
+        self._finish = finish
+
+    def done(self) -> bool:
+        return self._job is None or self._job.done()
+
+    def wait(self, beside: bool = False) -> Any:
+        if self._job is not None:
+            try:
+                self._job.wait(beside)
+            finally:
+                timeline.look()
+        return self._finish()
+
+    def withdraw(self) -> bool:
+        """Give the operation up on this rank; whether it never was and never will be carried out.
+
+        False where it is done, on every rank. Either way nothing of it is under way any more. Waits
+        for no other rank's program.
+        """
+        return self._job is not None and self._job.withdraw()

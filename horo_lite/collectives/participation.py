@@ -1,0 +1,82 @@
+"""How ranks that have joined take part in what the others do: with arrays that change nothing.
+
+A rank that calls an operation describes it for those that wait in join(): the function that makes
+their part of it, and what to call it with. `Group.join` calls it there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from horo_lite.errors import MismatchError
+
+if TYPE_CHECKING:
+    from horo_lite._native import Tensors
+    from horo_lite.collectives.arrays import Array
+
+Participation: TypeAlias = "Callable[[Sequence[int]], tuple[float, bytes]]"
+"""Given the numbers of the ranks that have joined: the weight of what they contribute, and a
+pickled function with its arguments. MismatchError where they cannot take part."""
+
+Look: TypeAlias = "tuple[str, tuple[int, ...]]"
+"""The dtype and the shape of an array."""
+
+
+def described_by(
+    function: Callable[..., None], weight: float = 1.0, **what: Any
+) -> tuple[float, bytes]:
+    """What ranks that have joined are to call: `function(group, asynchronous, **what)`.
+
+    `function` belongs to a module. PicklingError (and the like) where something in `what` cannot
+    be sent to other processes.
+    """
+    return weight, pickle.dumps((function, what))
+
+
+def needs_all(label: str) -> Participation:
+    """What cannot be done while a rank has joined."""
+
+    def refuse(joined: Sequence[int]) -> tuple[float, bytes]:
+        who = ", ".join(map(str, joined))
+        raise MismatchError(
+            f"{label} needs every rank, but rank {who} has no more batches and waits in join(). "
+            "Do this before the first rank joins, or after the last one has. Until then there are "
+            "reductions (minima, maxima and products without prescale_factor), allgathers, "
+            "broadcasts from ranks that have not joined, and barriers; on GPUs none of them."
+        )
+
+    return refuse
+
+
+def looks_of(tensors: Tensors) -> list[Look]:
+    """What each of the arrays looks like."""
+    return [
+        (tensors.describe(i).partition("[")[0], tuple(tensors.shape(i)))
+        for i in range(len(tensors))
+    ]
+
+
+def neutral(look: Look, op: str = "sum") -> Array:
+    """An array that looks so, and does not change what others have."""
+    name, shape = look
+    if name == "bfloat16" and "torch" in sys.modules:  # unknown to NumPy
+        torch = sys.modules["torch"]
+        return torch.full(shape, _neutral(op, -np.inf, np.inf), dtype=torch.bfloat16)
+    if name == "bfloat16":
+        from ml_dtypes import bfloat16
+
+        return np.full(shape, _neutral(op, -np.inf, np.inf), bfloat16)
+    dtype = np.dtype(name)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return np.full(shape, _neutral(op, limits.min, limits.max), dtype)
+    return np.full(shape, _neutral(op, -np.inf, np.inf), dtype)
+
+
+def _neutral(op: str, least: float, greatest: float) -> float:
+    return {"min": greatest, "max": least, "product": 1}.get(op, 0)

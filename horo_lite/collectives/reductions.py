@@ -1,0 +1,341 @@
+"""All-reduces, and what is made of them: how the ranks' values become one."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+from horo_lite import _native, arguments, timeline
+from horo_lite.collectives.agreement import agree, digest_of
+from horo_lite.collectives.arrays import check_apart, described
+from horo_lite.collectives.calls import Call, Finish, Part, used_by_all
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.participation import Look, needs_all, neutral
+from horo_lite.collectives.shared_memory import memory_of
+from horo_lite.transports.interface import Reduction
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+    from horo_lite.transports import QueuedReductions, Transport
+    from horo_lite.transports.watch import Watch
+
+
+class Op(enum.Enum):
+    """How the ranks' values become one."""
+
+    Average = "average"
+    Sum = "sum"
+    Min = "min"
+    Max = "max"
+    Product = "product"
+
+
+Average, Sum, Min, Max, Product = Op.Average, Op.Sum, Op.Min, Op.Max, Op.Product
+
+
+@dataclass(frozen=True)
+class AllReduce(Call[bool]):
+    """Every array of every rank holds, in place, the op over all ranks.
+
+    With op Average and weights, what a rank contributes is multiplied by its weight (given on every
+    rank or on none) and the sum divided by the sum of all weights; a rank of weight 0 contributes
+    nothing, whatever its arrays hold. The result is whether anything was reduced: see `Exchange`.
+
+    Attributes:
+        op: How the ranks' values become one.
+        compression: What travels.
+        prescale_factor: Multiplies what every rank contributes.
+        postscale_factor: Multiplies the result before it is rounded.
+        names: The arrays' names, compared, and used in messages.
+    """
+
+    op: Op = Op.Average
+    compression: Compressor = Compression.none
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    names: Sequence[str] = ()
+
+    kind = "allreduce"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        op, compression = cast("tuple[object, object]", (self.op, self.compression))
+        if not isinstance(op, Op):
+            known = ", ".join(f"hvd.{one.name}" for one in Op)
+            raise ValueError(f"op is one of {known}, not {op!r}")
+        if not isinstance(compression, Compressor):
+            raise ValueError(
+                f"compression is hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
+            )
+        for name, given in (
+            ("prescale_factor", self.prescale_factor),
+            ("postscale_factor", self.postscale_factor),
+        ):
+            factor = arguments.factor(name, given)
+            if factor is not given:
+                object.__setattr__(self, name, factor)
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        return self.names
+
+    def prepare(self, part: Part) -> None:
+        memory = part.memory
+        if part.weight is not None:
+            part.weight = checked_weight(part.weight, self.op)
+        check_apart(memory, self.names, part.label)
+        # Arrays that lie in shared memory are reduced there, if they travel as they are.
+        as_they_are = self.compression.wire == "none" and self.prescale_factor == 1
+        if part.shared is not None and as_they_are and part.weight is None and memory.lane is None:
+            part.offsets = part.shared.offsets(memory.tensors)
+        self._hook(part, type(self.compression).prepare, Compressor.prepare)
+
+    def check(self, part: Part) -> None:
+        _native.check_reducible(part.memory.tensors, self.op.value)
+
+    def run(self, part: Part, transport: Transport) -> Finish[bool]:
+        memory = part.memory
+        timeline.waits(part.label, self.kind, self.names, memory.tensors.nbytes)
+        watch = None if memory.lane is None else memory.lane.watch
+        if watch is not None and transport.queued is not None:
+            is_queued = self._queue(part, transport.queued, watch)
+            return lambda: is_queued and self._complete(part)
+        headers = agree(
+            transport,
+            part.label,
+            self._contract(part),
+            lambda: self._describe(part),
+            count=memory.tensors.layout,
+            weight=1.0 if part.weight is None else part.weight,
+            participation=lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        if any(header.count != headers[0].count for header in headers):
+            memory.use_c_order()
+            part.offsets = None
+        memory.begin()
+        self._move(part, transport, [header.weight for header in headers])
+        return lambda: self._complete(part)
+
+    def submit(
+        self, part: Part, engine: _native.Engine, transport: Transport
+    ) -> tuple[_native.Job, Finish[bool]]:
+        """Here the engine compares, so that it moves matched operations without Python."""
+        memory = part.memory
+        if memory.lane is not None:
+            memory.use_c_order()
+        layout = memory.tensors.layout
+        digest = digest_of((self._contract(part), layout))
+        weight = 1.0 if part.weight is None else part.weight
+
+        def describe() -> str:
+            return self._describe(part, _order(layout))
+
+        def participation(joined: Sequence[int]) -> tuple[float, bytes]:
+            return self.participation(part, transport.ranks, joined)
+
+        if memory.lane is None and transport.native_group is not None:
+            in_place = part.offsets is not None and part.shared is not None
+            job = engine.submit_allreduce(
+                transport.native_group,
+                part.label,
+                digest,
+                memory.tensors,
+                self._arithmetic(part),
+                self.compression.wire,
+                self.prescale_factor,
+                self.postscale_factor,
+                weight,
+                describe,
+                participation,
+                part.shared.distances if in_place and part.shared is not None else (),
+                self._changes(part),
+            )
+        else:
+            memory.begin()
+            job = engine.submit_call(
+                part.label,
+                digest,
+                lambda weights: self._move(part, used_by_all(transport, memory), weights),
+                weight,
+                describe,
+                participation,
+                self._changes(part),
+            )
+        return job, lambda: self._complete(part)
+
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        scaled = self.op.value in ("min", "max", "product") and self.prescale_factor != 1.0
+        if scaled or part.memory.lane is not None:
+            return needs_all(part.label)(joined)
+        place = None
+        if part.offsets is not None and part.shared is not None:
+            place = part.shared.number, part.offsets
+        weighted = part.weight is not None
+        # Without hooks: what a compressor keeps is this rank's, and zeros are to stay zeros.
+        bare = Compressor(str(self.compression.name), self.compression.wire)
+        return replace(self, compression=bare).stand_in(
+            part, joined, 0.0 if weighted else 1.0, weighted=weighted, place=place
+        )
+
+    def part_that_changes_nothing(
+        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+    ) -> Part:
+        shared = None if own["place"] is None else memory_of(group, own["place"][0])
+        if shared is None:
+            nothing = [neutral(look, self.op.value) for look in looks]
+        else:  # what lies there is this rank's part
+            nothing = [
+                shared.arrays[offset] if 0 not in look[1] else neutral(look)
+                for offset, look in zip(own["place"][1], looks, strict=True)
+            ]
+            for array in nothing:
+                array[...] = 0
+        return Part(
+            group.memory(nothing, asynchronous=asynchronous),
+            weight=0.0 if own["weighted"] else None,
+            shared=shared,
+        )
+
+    def _contract(self, part: Part) -> object:
+        """Everything that must be alike on all ranks."""
+        return (
+            part.label,
+            self.op.value,
+            self.compression.name,
+            self.compression.wire,
+            self.prescale_factor,
+            self.postscale_factor,
+            part.memory.tensors.signature,
+            _digest_of_names(tuple(self.names)),
+            part.weight is not None,
+            part.offsets,
+        )
+
+    def _describe(self, part: Part, *more: str) -> str:
+        return "\n".join([self._options(part, *more), *part.memory.describe(self.names)])
+
+    def _options(self, part: Part, *more: str) -> str:
+        """The same without the arrays."""
+        options = [
+            f"op {self.op.name}",
+            f"compression {self.compression.name}",
+            f"prescale_factor {self.prescale_factor}, postscale_factor {self.postscale_factor}",
+            f"weighted: {part.weight is not None}",
+            "memory of this rank" if part.offsets is None else f"shared memory at {part.offsets}",
+            *more,
+        ]
+        return "\n".join([part.label, *options])
+
+    def _queue(self, part: Part, queued: QueuedReductions, watch: Watch) -> bool:
+        """Queue the work on the GPU; whether the ranks agree is found out beside it."""
+        tensors = part.memory.tensors
+        asked = self._options(part, _order(tensors.layout))
+        # Where this rank's host is ahead, notices wait for others': they must not keep arrays.
+        outline, names = tensors.outline(), self.names
+
+        def describe() -> str:
+            return "\n".join([asked, *described(outline, names)])
+
+        digest = digest_of((self._contract(part), tensors.layout))
+        notice = watch.announce(part.label, digest, describe, follows=part.follows)
+        reduction = Reduction(
+            self._arithmetic(part),
+            self.compression.wire,
+            self.prescale_factor,
+            self.postscale_factor,
+        )
+        if not (part.follows and queued.only_queues(tensors, reduction, part.weight)):
+            watch.wait(notice)
+            if notice.nobody_follows:
+                return False
+        timeline.runs()
+        part.memory.begin()
+        queued.reduce(tensors, reduction, part.weight)
+        return True
+
+    def _move(self, part: Part, transport: Transport, weights: Sequence[float]) -> None:
+        reduction = Reduction.of(
+            self._arithmetic(part),
+            self.compression.wire,
+            self.prescale_factor,
+            self.postscale_factor,
+            weights,
+        )
+        if part.offsets is not None and part.shared is not None:
+            transport.reduce_in_place(part.memory.tensors, part.shared, reduction)
+        else:
+            transport.allreduce(part.memory.tensors, reduction)
+
+    def _complete(self, part: Part) -> bool:
+        part.memory.end()
+        self._hook(part, type(self.compression).restore, Compressor.restore)
+        part.memory.write_back()
+        return True
+
+    def _arithmetic(self, part: Part) -> str:
+        """What the core calls the op."""
+        return self.op.value if part.weight is None else f"weighted {self.op.value}"
+
+    def _changes(self, part: Part) -> _native.Tensors | None:
+        return part.changes
+
+    def _hook(self, part: Part, method: Callable[..., None], default: Callable[..., None]) -> None:
+        if method is not default:
+            for i, x in enumerate(part.memory.seen()):
+                name = self.names[i] if self.names else f"{part.label}[{i}]"
+                method(self.compression, name, x)
+
+
+@dataclass(frozen=True)
+class Exchange(AllReduce):
+    """An optimizer's gradients; its name says which.
+
+    A rank whose Part does not follow, where `Group.compares_later`, waits to learn what the others
+    do. If no rank follows, nothing is exchanged, and the result is False.
+    """
+
+    kind = "exchange"
+
+    def _changes(self, part: Part) -> _native.Tensors | None:
+        return None  # they have been compared with each other already
+
+
+@dataclass(frozen=True)
+class ReduceScatter(AllReduce):
+    """The same as an all-reduce, of which each rank keeps its part."""
+
+    kind = "reducescatter"
+
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        return needs_all(part.label)(joined)
+
+
+def checked_weight(weight: Any, op: Op) -> float:
+    """`weight` as a float; ValueError if it is no number of samples, or `op` takes none."""
+    try:
+        samples = math.nan if isinstance(weight, str) else float(weight)
+    except (TypeError, ValueError):
+        samples = math.nan
+    if not 0 <= samples < math.inf:
+        raise ValueError(f"weight is a number of samples, 0 or more, not {weight!r}")
+    if op is not Average:
+        raise ValueError(f"a weight needs op=Average; with op={op.name} it has no meaning")
+    return samples
+
+
+def _order(layout: int) -> str:
+    return f"memory in {'C order' if layout == 0 else f'another order than C ({layout:x})'}"
+
+
+@lru_cache(maxsize=64)
+def _digest_of_names(names: tuple[str, ...]) -> int:
+    """Remembered, because an optimizer comes with the same ones in every step."""
+    return digest_of(names)

@@ -1,0 +1,1 @@
+"""Starting jobs: which mpiexec, hvd.run, the command line's checks."""

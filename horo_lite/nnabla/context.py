@@ -1,0 +1,34 @@
+"""Contexts of scripts that were written for GPUs, on machines without NNabla's CUDA extension."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import nnabla_ext.cpu
+from nnabla.ext_utils import get_extension_context as context_of
+
+from horo_lite.start import launcher
+
+_told: list[str] = []
+
+
+def get_extension_context(ext_name: str, **options: Any) -> Any:
+    """NNabla's own; "cuda" and "cudnn" mean the CPU where their extension is not installed.
+
+    A line on stderr says so, once. `device_id` has no meaning then.
+    """
+    if ext_name not in ("cuda", "cudnn", "cuda.cudnn") or find_spec("nnabla_ext.cuda") is not None:
+        return context_of(ext_name, **options)
+    launch = launcher.detect(os.environ)
+    if not _told and (launch is None or not launch.rank):
+        _told.append(ext_name)
+        print(
+            f"[horo_lite] there is no NNabla extension {ext_name!r} here (nnabla-ext-cuda): "
+            "this script computes on the CPU",
+            file=sys.stderr,
+            flush=True,
+        )
+    return nnabla_ext.cpu.context(type_config=options.get("type_config", "float"))

@@ -1,0 +1,370 @@
+"""How a job ends when one of its ranks ends badly: it says which rank and why, and ends the others.
+
+Exceptions of any thread count, since what the main thread may wait for would never come. The hooks
+are installed by `init()`, and by `guard_start()` under MPICH's launcher; `uninstall()` takes them
+back. A forked child is not a rank: it ends for itself alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import stat
+import sys
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from horo_lite import context
+from horo_lite.errors import (
+    HoroLiteError,
+    MismatchError,
+    PeerLostError,
+    StallError,
+    in_one_line,
+    printable,
+)
+from horo_lite.start import launcher
+
+if TYPE_CHECKING:
+    from horo_lite.transports import Transport
+
+_installed: _Hooks | None = None
+_is_forked = False
+_others_go_on = False
+_program_has_ended = False  # of its threads only daemons are left
+
+
+def install(rank: int, size: int, MPI: Any) -> None:
+    """Let this rank's bad end be that of the job, from now on.
+
+    Args:
+        rank: This rank's number.
+        size: The number of ranks.
+        MPI: mpi4py.MPI; None before `init()`, and where it did not start the world: then each rank
+            ends itself, and those that wait for it notice.
+    """
+    global _installed
+    earlier = _installed  # of guard_start(), or of an init() that failed
+    if earlier is not None:
+        earlier.uninstall()
+    _installed = _Hooks(rank, size, MPI, None if earlier is None else earlier.comm)
+
+
+def uninstall() -> None:
+    """Let this process end as any other does."""
+    global _installed
+    if _installed is not None:
+        _installed.uninstall()
+        _installed = None
+
+
+def watch(transports: Sequence[Transport], comm: Any = None) -> None:
+    """Notify whoever waits for this rank in these transports, too, when it ends badly.
+
+    Args:
+        transports: They are added to those that are watched.
+        comm: The world's communicator, with which to ask which ranks have died.
+    """
+    if _installed is not None:
+        _installed.transports = [*_installed.transports, *transports]
+        _installed.comm = comm if comm is not None else _installed.comm
+
+
+def unwatch(transports: Sequence[Transport]) -> None:
+    """Forget these transports: nobody waits in them any more."""
+    if _installed is not None:
+        left = [one for one in _installed.transports if one not in transports]
+        _installed.transports = left
+
+
+def reason() -> str:
+    """Return why this process ends, as far as its peers are told."""
+    return "its program ended" if _installed is None else _installed.exited()[1]
+
+
+def in_forked_child() -> bool:
+    """Tell whether this process was forked from a rank, and so is not one itself."""
+    return _is_forked
+
+
+def program_ends() -> None:
+    """Treat errors of daemon threads as what they are from now on: interrupted by the end."""
+    global _program_has_ended
+    _program_has_ended = True
+
+
+def report(error: BaseException) -> None:
+    """End the job with an exception that nobody would print or count."""
+    if _installed is not None:
+        _installed.on_exception(type(error), error, error.__traceback__)
+
+
+def abort(why: str) -> NoReturn:
+    """End the job: the launcher kills all ranks, and the job's exit code is 1.
+
+    Raises:
+        NotInitializedError: There is no world.
+    """
+    here = context.world()
+    _write(f"[horo_lite] rank {here.rank} of {here.size} ends the job: {why}\n")
+    if _installed is not None:
+        _installed.abort(1)
+    os._exit(1)
+
+
+class _Hooks:
+    """sys.excepthook, threading.excepthook and sys.exit, while a bad end of this rank is the job's.
+
+    `transports` are those in which others may wait for it.
+    """
+
+    def __init__(self, rank: int, size: int, MPI: Any, comm: Any) -> None:
+        self.transports: Sequence[Transport] = ()
+        self.MPI = MPI
+        self.comm = comm
+        self.name = f"rank {rank} of {size} ({socket.gethostname()}, pid {os.getpid()})"
+        self.prefix = f"[rank {rank}] "
+        self._is_alone = size == 1
+        self._exit: tuple[FrameType, int, Any, str] | None = None
+        self._previous = sys.excepthook, threading.excepthook, sys.exit
+        sys.excepthook, threading.excepthook = self.on_exception, self.on_exception_in_thread
+        sys.exit = self.exit
+
+    def uninstall(self) -> None:
+        """Put back the hooks that were there, unless somebody has installed others on top."""
+        if sys.excepthook == self.on_exception:
+            sys.excepthook = self._previous[0]
+        if threading.excepthook == self.on_exception_in_thread:
+            threading.excepthook = self._previous[1]
+        if sys.exit == self.exit:
+            sys.exit = self._previous[2]
+
+    def on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """End the job; at a prompt, after shutdown or in a forked child call the previous hook."""
+        if self._is_over():
+            self._previous[0](kind, error, trace)
+        else:
+            self._end(error, trace, "", lambda: self._previous[0](kind, error, trace))
+
+    def on_exception_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        """threading.excepthook."""
+        if _program_has_ended and isinstance(args.exc_value, HoroLiteError):
+            pass  # a daemon thread, which the end of the program has interrupted
+        elif (
+            _program_has_ended
+            or self._is_over()
+            or args.exc_value is None
+            or isinstance(args.exc_value, SystemExit)
+        ):
+            self._previous[1](args)
+        elif _others_go_on and not self._is_alone:
+            end_this_rank(args.exc_value)
+        else:
+            where = f" in thread {args.thread.name!r}" if args.thread else " in a thread"
+            self._end(args.exc_value, args.exc_traceback, where, lambda: self._previous[1](args))
+
+    def exit(self, status: Any = None, /) -> NoReturn:
+        """sys.exit, which keeps its status: at exit nothing else tells why Python ends."""
+        if threading.current_thread() is threading.main_thread():
+            outermost = frame = sys._getframe(1)
+            while outermost.f_back is not None:
+                outermost = outermost.f_back
+            said = f"sys.exit({status!r:.200}) at {frame.f_code.co_filename}:{frame.f_lineno}"
+            self._exit = outermost, outermost.f_lasti, status, printable(said)
+        self._previous[2](status)
+
+    def exited(self) -> tuple[Any, str]:
+        """Return the status with which this process ends, and the reason for its peers."""
+        if self._exit is not None:
+            outermost, instruction, status, said = self._exit
+            # Somebody may have caught SystemExit, but then the program went on.
+            if outermost.f_lasti == instruction:
+                return status, said
+        return None, "its program ended"
+
+    def _is_over(self) -> bool:
+        return _installed is not self or _is_forked or hasattr(sys, "ps1")
+
+    def _end(
+        self,
+        error: BaseException,
+        trace: TracebackType | None,
+        where: str,
+        previous: Callable[[], object],
+    ) -> None:
+        first = not self.transports or self.transports[0].first_to_tell()
+        try:
+            usual = self._previous[:2] == (sys.__excepthook__, threading.__excepthook__)
+            if usual:
+                self._report(error, trace, where, first)
+            else:
+                _write(f"[horo_lite] {self.name} ends the job{where}:\n")
+                previous()
+                _write("")
+            # Without THREAD_MULTIPLE another thread than init()'s could wait for that one here.
+            if not where or self.MPI is None or self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE:
+                for transport in self.transports:
+                    transport.abandon(in_one_line(error))
+        finally:
+            # Who was first ends the job. Two aborts at once were seen to crash Open MPI's launcher.
+            if not first and self.MPI is not None:
+                time.sleep(1.0)
+            self.abort(1)
+
+    def abort(self, status: int) -> None:
+        """Have the launcher kill all ranks, where it can be asked to; otherwise end this one."""
+        if self.MPI is None and not self.transports:
+            launcher.abort_hydra(status)
+        # Where the others died, Open MPI's launcher takes an abort for a success.
+        elif self.MPI is None or self._is_alone or self._is_last():
+            os._exit(status)
+        else:
+            if "OMPI_MCA_mpi_ft_enable" in os.environ and self._may_call_mpi():
+                from horo_lite.transports.mpi.start_barrier import StartBarrier
+
+                # There an abort ends this process only, and MPI does not notice that it has ended.
+                StartBarrier.end_all("it ends the job", timeout_s=0.5)
+            self.MPI.COMM_WORLD.Abort(status)
+
+    def _may_call_mpi(self) -> bool:
+        everywhere = bool(self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE)
+        return everywhere or threading.current_thread() is threading.main_thread()
+
+    def _report(
+        self, error: BaseException, trace: TracebackType | None, where: str, first: bool
+    ) -> None:
+        package = str(Path(__file__).parents[1])
+        frames = [at for at in traceback.extract_tb(trace) if package not in at.filename]
+        at = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in frames[-1:])
+        if isinstance(error, PeerLostError) and not first:
+            pass  # the cause lies elsewhere, and should not drown in the words of its victims
+        elif isinstance(error, (MismatchError, StallError)) and not first:
+            _write(f"[horo_lite] {self.name}: {type(error).__name__} as well{at}\n")
+        elif isinstance(error, (PeerLostError, StallError, KeyboardInterrupt)) or not frames:
+            _write(f"[horo_lite] {self.name}: {in_one_line(error)}{at}\n")
+        else:
+            lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+            text = "".join(f"{self.prefix}{line}\n" for line in lines)
+            _write(f"[horo_lite] {self.name} ends the job with an exception{where}:\n{text}")
+
+    def report_exit(self, said: str) -> None:
+        _write(f"[horo_lite] {self.name} ends the job before init(): {said}\n")
+
+    def _is_last(self) -> bool:
+        """Tell whether all other ranks have died, as Open MPI's fault tolerance sees it."""
+        comm = self.comm
+        if comm is None or "OMPI_MCA_mpi_ft_enable" not in os.environ:
+            return False
+        until = time.monotonic() + 0.5  # it takes a while until a death is known
+        while comm.Get_failed().Get_size() < comm.size - 1 and time.monotonic() < until:
+            with contextlib.suppress(self.MPI.Exception):
+                comm.Iprobe()  # MPI makes progress only in calls
+            time.sleep(1e-3)
+        return bool(comm.Get_failed().Get_size() == comm.size - 1)
+
+
+@contextlib.contextmanager
+def others_go_on() -> Iterator[None]:
+    """Inside, the other ranks can go on without this one, whichever of its threads fails."""
+    global _others_go_on
+    _others_go_on = True
+    try:
+        yield
+    finally:
+        _others_go_on = False
+
+
+def end_this_rank(error: BaseException) -> NoReturn:
+    """End this process at once, after its traceback; ranks that survive that go on without it."""
+    assert _installed is not None
+    trace, package = error.__traceback__, str(Path(__file__).parents[1])
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
+        trace = trace.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
+    text = "".join(f"{_installed.prefix}{line}\n" for line in lines)
+    _write(f"[horo_lite] {_installed.name} ends with an exception, and the others go on:\n{text}")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise error
+
+
+def mark_end() -> None:
+    """Create the file HORO_LITE_END, if asked to.
+
+    It is for a launcher whose exit code does not tell whether any rank came to its end.
+    """
+    path = os.environ.get("HORO_LITE_END")
+    if path and not _is_forked:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # no link of somebody else's is followed
+        with contextlib.suppress(OSError):  # another rank has created it
+            os.close(os.open(path, flags, 0o600))
+
+
+def guard_start() -> None:
+    """Until `init()`, let a failure of this rank end the job where MPICH's launcher would not.
+
+    That launcher lets a rank's failure pass that comes before MPI_Init, and the other ranks wait
+    there for ever. Does nothing under other launchers.
+    """
+    launch = launcher.detect(os.environ)
+    if (
+        launch
+        and launch.rank is not None
+        and (launch.size or 0) > 1
+        and launcher.hydra() is not None
+    ):
+        install(launch.rank, launch.size or 0, None)
+        atexit.register(_at_exit_without_init)
+
+
+def _at_exit_without_init() -> None:
+    MPI = getattr(sys.modules.get("mpi4py"), "MPI", None)
+    if _is_forked or _installed is None or (MPI is not None and MPI.Is_initialized()):
+        return  # forked, alone or done; or MPI's launcher knows this rank, with us or without
+    status, said = _installed.exited()
+    if status not in (None, 0):
+        _installed.report_exit(said)
+        _installed.abort(status if isinstance(status, int) else 1)
+
+
+def _write(text: str) -> None:
+    """Write to stderr in one piece, and wait until whoever reads it has taken it.
+
+    An abort overtakes what still lies in the pipe, and the launcher may then never print it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    data = text.encode(errors="backslashreplace")
+    until = time.monotonic() + 0.5
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+        while stat.S_ISFIFO(os.fstat(2).st_mode) and time.monotonic() < until:
+            if not any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))):
+                break
+            time.sleep(0.001)
+
+
+def _in_child() -> None:
+    """Let a forked child end for itself alone."""
+    global _is_forked
+    if not context.is_initialized():
+        return
+    _is_forked = True
+    if _installed is not None:
+        _installed.uninstall()
+
+
+os.register_at_fork(after_in_child=_in_child)

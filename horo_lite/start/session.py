@@ -1,0 +1,401 @@
+"""The life of a world: `init()`, `shutdown()`, the end of the program, and going on with fewer."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from horo_lite import context, timeline
+from horo_lite.collectives.group import Group
+from horo_lite.context import Device, World
+from horo_lite.errors import HoroLiteError
+from horo_lite.messages import Messages
+from horo_lite.start import devices, ending, launcher, mpi, rank_info, stall
+from horo_lite.start.cores import cores_of_process, take_cores
+from horo_lite.start.rank_info import RankInfo, place_of
+from horo_lite.start.rendezvous import Rendezvous, rendezvous_spec
+from horo_lite.start.settings import Settings
+from horo_lite.transports import connect
+from horo_lite.transports.peers import ObjectCommunicator, allgather_objects, host_key
+
+__all__ = ["init", "shutdown"]
+
+
+class Session(NamedTuple):
+    """What lies between init() and shutdown()."""
+
+    settings: Settings
+    """Those that init() was called with."""
+    given_comm: Any
+    """The communicator that init() was called with."""
+    world: World
+    comm: Any
+    """The package's own communicator of the world's ranks, an mpi4py one or an
+    ObjectCommunicator; None in a world of one."""
+    host_of_rank: list[int]
+    restore_threads: Callable[[], None]
+    messages: Messages
+    subgroups: list[Group]
+    """What new_group() made and free_group() has not closed."""
+    began: float
+
+    def close(self, reason: str) -> None:
+        """Leave the world and all groups made of it."""
+        if self.world.rank == 0:
+            stall.print_summary(stall.detector_of(self.world), time.monotonic() - self.began)
+        try:
+            for group in self.subgroups:
+                group.close(reason)
+        finally:
+            try:
+                self.world.group.close(reason)
+            finally:
+                self.messages.close()
+
+
+_changing = threading.RLock()
+"""Held by the one thread that is in init() or shutdown(); another's comes afterwards."""
+_session: Session | None = None
+
+
+def init(
+    comm: Any = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    start_timeout_s: float | None = None,
+    device: str | None = None,
+    threads: int | str | None = None,
+    binding: str | None = None,
+    test_hosts: str | Sequence[int] | None = None,
+    stall_warn_s: float | None = None,
+    stall_abort_s: float | None = None,
+) -> World:
+    """Make this process a rank of the world, ready for collectives.
+
+    Every rank calls it (with `comm`: every rank of that communicator), with the same `test_hosts`
+    and the same kind of device. Without a launcher it makes a world of one and does not import MPI.
+    Called again with the same arguments, by any thread, it returns the same world.
+
+    Under torchrun, where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, or with `rank`,
+    `size` and `address`, the ranks find each other in a store of PyTorch's, without MPI; all on one
+    host. Inside a job of MPI's launcher only the arguments count, not torchrun's variables.
+
+    Every argument but `comm` can also be set by the variable HORO_LITE_<NAME>; an explicit argument
+    takes precedence.
+
+    Args:
+        comm: An mpi4py communicator whose ranks make the world; by default all that the
+            launcher started.
+        rank: This rank's number, where neither MPI nor torchrun started it.
+        size: The number of ranks, with `rank`.
+        address: A free port of rank 0's host, "host:port", with `rank`.
+        start_timeout_s: Seconds within which all ranks must have come, without MPI; by default
+            120.
+        device: "cpu", "cuda" (the GPU `local_rank` modulo their number) or "cuda:1"; by default a
+            GPU where there is one.
+        threads: Threads of BLAS and OpenMP; by default this rank's share of the host's cores,
+            unless OMP_NUM_THREADS or the like is set or the world is of one.
+        binding: "keep" stays on the cores where Open MPI put this rank; "auto", the default, leaves
+            them where they are too few and nobody asked for it.
+        test_hosts: Sizes of simulated hosts, "2,1", for tests.
+        stall_warn_s: Seconds that a rank may wait for another before one of those that wait reports
+            who is late, and where; by default 30, and 0 for never.
+        stall_abort_s: Seconds that a rank may wait before every rank raises StallError; by default
+            0 for never.
+
+    Returns:
+        The world: rank, size, device and the rest.
+
+    Raises:
+        LauncherError: Launcher and MPI library do not fit; or, without MPI, ranks are missing or
+            two have one number. Change how the job is started.
+        MismatchError: The ranks differ, or one of them has failed; on every rank.
+        ValueError: An argument makes no sense, or differs from that of the first call.
+        PeerLostError: A rank died meanwhile.
+    """
+    global _session
+    arguments = {
+        "rank": rank,
+        "size": size,
+        "address": address,
+        "start_timeout_s": start_timeout_s,
+        "device": device,
+        "threads": threads,
+        "binding": binding,
+        "test_hosts": test_hosts,
+        "stall_warn_s": stall_warn_s,
+        "stall_abort_s": stall_abort_s,
+    }
+    if ending.in_forked_child():
+        raise HoroLiteError(
+            f"process {os.getpid()} was forked from a rank (a data loader's worker?) and is no "
+            "rank itself: rank() and size() answer here, but init() is for the parent"
+        )
+    settings = Settings.read(arguments, os.environ)
+    with _changing:
+        if _session is None:
+            found, MPI = _find_ranks(settings, comm)
+            _session = _join(settings, found, MPI, is_ours=False)._replace(given_comm=comm)
+            context.enter(_session.world, _session.messages, _session.subgroups)
+            if settings.timeline:
+                timeline.start_unless_running(settings.timeline)
+            return _session.world
+        if settings.problem:
+            raise ValueError(settings.problem)
+        earlier = _session.settings
+        name, before, now = "comm", _session.given_comm, comm
+        if before == now and (name := settings.difference(earlier)):
+            before, now = getattr(earlier, name), getattr(settings, name)
+        if name:
+            raise ValueError(
+                f"init() was called before with {name}={before!r}, now with {now!r}: call "
+                "shutdown() in between, or leave one call out"
+            )
+        return _session.world
+
+
+def shutdown() -> None:
+    """Leave the world, and put thread limits back as they were before `init()`.
+
+    Every rank calls it; asynchronous operations that all ranks have asked for are completed. A
+    rank that goes on alone finds PeerLostError in its next collective. `init()` may be called
+    again. Without a world, and in a forked child, this does nothing. MPI stays initialised until
+    the process ends.
+
+    Raises:
+        HoroLiteError: An asynchronous operation that nobody waited for has failed.
+    """
+    if not ending.in_forked_child():  # a child's lock may be held by a thread that it has not got
+        with _changing:
+            _leave()
+
+
+def _leave() -> None:
+    global _session
+    if _session is None:
+        return
+    session, _session = _session, None
+    context.leave()
+    atexit.unregister(_at_exit)
+    try:
+        session.close("it called shutdown()")
+        if session.comm is not None:
+            session.comm.Free()
+    finally:
+        context.notify_ended()
+        session.restore_threads()
+    # Not after an error, which still has to end the job.
+    ending.uninstall()
+
+
+def _at_exit() -> None:
+    """Complete what all ranks have asked for, and let those that wait for more of this one know."""
+    if _session is None or ending.in_forked_child():
+        return
+    ending.program_ends()
+    try:
+        _session.close(ending.reason())
+    except BaseException as error:
+        # An exception raised here is printed and forgotten, and the exit code stays 0.
+        ending.report(error)
+        raise
+    finally:
+        context.notify_ended()
+
+
+def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
+    """Return the communicator of the ranks, of two or more, and mpi4py.MPI; (None, None) for one.
+
+    The communicator of ranks that MPI did not start is a Rendezvous, and MPI is None.
+    """
+    if comm is not None and settings.rank is not None:
+        raise ValueError("comm and rank are two ways to say which world it is: give one of them")
+    spec = rendezvous_spec(settings, os.environ) if comm is None else None
+    if spec is not None:
+        return (Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None), None
+    return mpi.communicator(comm, launcher.detect(os.environ))
+
+
+def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
+    """Return a session over the ranks of `comm`, all of which call this.
+
+    With `is_ours`, `comm` is the package's own already, and not the caller's.
+    """
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    if comm is not None or MPI is not None:
+        # Already now: a rank that fails below must not leave the others waiting for it.
+        ending.install(rank, size, MPI)
+    else:  # alone, this rank ends for itself, whatever guard_start() has installed
+        ending.uninstall()
+    if MPI is not None and comm is not None and not is_ours:
+        comm = mpi.duplicate(comm)
+    everyone = _introduce(settings, rank, size, comm)
+    mine = everyone[rank]
+
+    host_of_rank = rank_info.numbered([(one.host, one.test_host) for one in everyone])
+    places = [place_of(r, host_of_rank) for r in range(size)]
+    place = places[rank]
+    gpus = [
+        devices.index_of(one.device, place.local_rank)
+        for one, place in zip(everyone, places, strict=True)
+    ]
+    on_gpus = mine.device.kind == "cuda"
+    if on_gpus:
+        if rank == 0:
+            devices.warn_of_shared_gpus(
+                [(one.host[0], host) for one, host in zip(everyone, host_of_rank, strict=True)],
+                [one.device.gpus[index] for one, index in zip(everyone, gpus, strict=True)],
+            )
+        devices.make_current(gpus[rank])
+    restore_threads = take_cores(
+        rank,
+        [r for r, host in enumerate(host_of_rank) if host == host_of_rank[rank]],
+        [one.cores for one in everyone],
+        keeps_binding=any(one.settings.binding == "keep" for one in everyone),
+        threads=settings.threads,
+    )
+    thread_multiple = comm is None or MPI is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+    if not thread_multiple and rank == 0:
+        warnings.warn(
+            "horo_lite: MPI was initialised without THREAD_MULTIPLE: asynchronous operations "
+            "progress only inside calls, which must come from this thread. Let horo_lite.init() "
+            "initialise MPI, or ask for MPI.THREAD_MULTIPLE.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    token = everyone[0].token
+    links = connect(comm, host_of_rank, token=token, watch=on_gpus)
+    stall_detector = links.direct.stall_detector
+    if stall_detector is not None:
+        stall_detector.set_limits(settings.stall_warn_s, settings.stall_abort_s)
+        stall.give_stacks(stall_detector)
+    ending.watch(links.transports(), None if MPI is None else comm)
+    assert links.mailbox is not None
+    messages = Messages(links.mailbox, links.direct, token)
+    world = World(
+        rank=rank,
+        size=size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        cross_rank=place.cross_rank,
+        cross_size=place.cross_size,
+        device=Device(mine.device.kind, gpus[rank]),
+        homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
+        thread_multiple=thread_multiple,
+        group=Group(links.direct, links.engine, links.watch),
+    )
+    # After mpi4py was imported, so that it runs before MPI is finalised.
+    atexit.register(_at_exit)
+    atexit.register(ending.mark_end)
+    return Session(
+        settings=settings,
+        given_comm=None,
+        world=world,
+        comm=comm,
+        host_of_rank=host_of_rank,
+        restore_threads=restore_threads,
+        messages=messages,
+        subgroups=[],
+        began=time.monotonic(),
+    )
+
+
+def _introduce(settings: Settings, rank: int, size: int, comm: Any) -> list[RankInfo]:
+    """Return what every rank brings.
+
+    Raises:
+        ValueError: A setting of this rank makes no sense.
+        MismatchError: The ranks do not fit together, or another has failed.
+    """
+    error: ValueError | None = None
+    try:
+        if settings.problem:
+            raise ValueError(settings.problem)
+        mine = RankInfo(
+            host=host_key(),
+            token=os.urandom(8).hex(),
+            settings=settings,
+            test_host=rank_info.simulated_host(settings.test_hosts, rank, size),
+            device=devices.choose(settings.device, rank),
+            cores=cores_of_process(launcher.detect(os.environ)),
+        ).record()
+    except ValueError as wrong:
+        error, mine = wrong, rank_info.failure(host_key(), wrong)
+    records = [mine] if comm is None else allgather_objects(comm, mine, rank_info.FORM)
+    if error is not None:
+        raise error
+    return rank_info.compare(records)
+
+
+def current() -> Session:
+    """Return what lies between init() and shutdown().
+
+    Raises:
+        NotInitializedError: There is no world.
+    """
+    context.world()
+    assert _session is not None
+    return _session
+
+
+def renew(comm: Any) -> World:
+    """Make the world that of the ranks of `comm`, those that are left, in its order.
+
+    Each of them calls it. Nothing that the former world made can be used any more: its groups
+    raise. Callers of its functions, and optimizers, find the new one.
+
+    Args:
+        comm: A communicator of the ranks that are left, or of these and one more.
+
+    Returns:
+        The new world.
+
+    Raises:
+        PeerLostError, MPI.Exception: One more rank was lost meanwhile. Call it again, with fewer.
+    """
+    global _session
+    session = current()
+    mpi.end_without_finalize()
+    atexit.unregister(_at_exit)  # the new world registers it again
+    for group in context.groups():
+        with contextlib.suppress(Exception):  # whatever was in flight has failed
+            group.close("it goes on without the ranks that were lost")
+    session.restore_threads()
+    settings = session.settings
+    if settings.test_hosts:
+        left = comm.Get_group().Translate_ranks(None, session.comm.Get_group())
+        hosts = [session.host_of_rank[rank] for rank in left]
+        sizes = tuple(hosts.count(host) for host in dict.fromkeys(hosts))
+        settings = replace(settings, test_hosts=sizes)
+    from mpi4py import MPI
+
+    made = _join(settings, comm if comm.size > 1 else None, MPI, is_ours=True)
+    _session = made._replace(settings=session.settings, given_comm=session.given_comm)
+    context.enter(_session.world, _session.messages, _session.subgroups)
+    return _session.world
+
+
+def abandon(reason: str) -> None:
+    """Let whoever waits for this rank, in whichever group, now or later, raise PeerLostError."""
+    for group in context.groups():
+        for transport in group.transports():
+            transport.abandon(reason)
+
+
+def communicator() -> Any:
+    """Return the world's own mpi4py communicator; None in a world of one, or without MPI."""
+    return current().comm if started_by_mpi() else None
+
+
+def started_by_mpi() -> bool:
+    """Tell whether this world has several ranks, and MPI connects them."""
+    return not isinstance(current().comm, (ObjectCommunicator, type(None)))

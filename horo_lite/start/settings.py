@@ -1,0 +1,312 @@
+"""What can be set: the arguments of `init()`, and every variable HORO_LITE_….
+
+`VARIABLES` is the one table of the variables; the README's is compared with it by a test.
+`Settings` holds those that a world is made with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a world is made with: read once by `init()`, from its arguments and the environment.
+
+    Attributes:
+        rank: This rank's number, where neither MPI nor torchrun started it.
+        size: The number of ranks, likewise.
+        address: "host:port" of the store where such ranks find each other.
+        start_timeout_s: Seconds within which such ranks must have come.
+        device: "cpu", "cuda" or like "cuda:1"; None for a GPU where there is one.
+        threads: Threads of BLAS and OpenMP; None for this rank's share of the host's cores.
+        binding: "auto" or "keep".
+        test_hosts: Sizes of simulated hosts; None for the real ones.
+        stall_warn_s: Seconds after which a wait is reported; 0 for never.
+        stall_abort_s: Seconds after which a wait is a StallError; 0 for never.
+        timeline: The file for a trace of this rank's operations.
+        problem: Why a value makes no sense; "" where all do. It is raised on every rank, once they
+            have found each other.
+    """
+
+    rank: int | None = None
+    size: int | None = None
+    address: str | None = None
+    start_timeout_s: float = 120.0
+    device: str | None = None
+    threads: int | None = None
+    binding: str = "auto"
+    test_hosts: tuple[int, ...] | None = None
+    stall_warn_s: float = 30.0
+    stall_abort_s: float = 0.0
+    timeline: str | None = None
+    problem: str = ""
+
+    @staticmethod
+    def read(arguments: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+        """Return the settings that arguments and variables ask for.
+
+        Args:
+            arguments: Those of `init()` by name. One that is not None takes precedence over its
+                variable.
+            environ: The environment.
+
+        Raises:
+            ValueError: `rank` or `size` makes no sense; whoever does not know these cannot tell
+                the other ranks what is wrong. Of other values `problem` says it.
+        """
+        values: dict[str, Any] = {}
+        problems = []
+        for setting in fields(Settings):
+            name = setting.name
+            given: object = arguments.get(name)
+            if given is None:
+                given = environ.get(_PREFIX + name.upper()) or None
+            if given is None or name == "problem":
+                continue
+            try:
+                values[name] = _read(name, given)
+            except ValueError as error:
+                if name in ("rank", "size"):
+                    raise
+                problems.append(str(error))
+        return Settings(**values, problem=problems[0] if problems else "")
+
+    def difference(self, other: Settings) -> str:
+        """Return the name of the first argument of `init()` in which two settings differ, or ""."""
+        own, theirs = asdict(self), asdict(other)
+        return next((name for name in _ARGUMENTS if own[name] != theirs[name]), "")
+
+
+_PREFIX = "HORO_LITE_"
+_ARGUMENTS = [each.name for each in fields(Settings) if each.name not in ("timeline", "problem")]
+
+# As `fits` takes it, for settings that another rank has written.
+FORM = {
+    "rank": [None, int],
+    "size": [None, int],
+    "address": [None, str],
+    "start_timeout_s": float,
+    "device": [None, str],
+    "threads": [None, int],
+    "binding": str,
+    "test_hosts": [None, (range(1 << 20), ...)],
+    "stall_warn_s": float,
+    "stall_abort_s": float,
+    "timeline": [None, str],
+    "problem": str,
+}
+
+
+def _read(name: str, given: object) -> object:
+    """Return a setting's value, given as an argument or as a text."""
+    if name in ("rank", "size"):
+        return whole_number(name, given, {"rank": 0, "size": 1}[name])
+    if name.endswith("_s"):
+        return seconds(name, given)
+    if name == "threads" and not (str(given).isdigit() and int(str(given)) > 0):
+        raise ValueError(f"threads must be a positive number, not {given!r}")
+    if name == "threads":
+        return int(str(given))
+    if name == "binding" and given not in ("auto", "keep"):
+        raise ValueError(f"binding must be 'auto' or 'keep', not {given!r}")
+    if name == "test_hosts":
+        return _test_hosts(given)
+    if name == "device":
+        kind, colon, index = str(given).partition(":")
+        if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdigit())):
+            raise ValueError(f"device must be 'cpu', 'cuda' or like 'cuda:1', not {given!r}")
+    return str(given)
+
+
+def _test_hosts(given: Any) -> tuple[int, ...]:
+    sizes = [str(n).strip() for n in (given.split(",") if isinstance(given, str) else given)]
+    if not all(n.isdigit() and int(n) > 0 for n in sizes):
+        raise ValueError(f"test_hosts must be positive sizes as in '2,1', not {given!r}")
+    return tuple(map(int, sizes))
+
+
+def whole_number(name: str, value: object, least: int) -> int | None:
+    """Return a whole number that may be given as a text; None for None.
+
+    Raises:
+        ValueError: It is not a number, or below the least.
+    """
+    if value is None:
+        return None
+    if not (str(value).isdigit() and int(str(value)) >= least):
+        raise ValueError(f"{name} must be a number, and at least {least}, not {value!r}")
+    return int(str(value))
+
+
+def seconds(name: str, given: object) -> float:
+    """Return a number of seconds, 0 for never, that may be given as a text.
+
+    Raises:
+        ValueError: It is not a number, or negative, or infinite.
+    """
+    try:
+        value = float(str(given))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of seconds, or 0 for never, not {given!r}")
+    return value
+
+
+class Variable(NamedTuple):
+    """Variables of the environment that belong together: one row of the README's table."""
+
+    names: tuple[str, ...]
+    argument: str
+    """The arguments that take precedence, where there are any."""
+    meaning: str
+    default: str
+
+
+VARIABLES = (
+    Variable(
+        ("HORO_LITE_RANK", "HORO_LITE_SIZE", "HORO_LITE_ADDRESS"),
+        "`init(rank=, size=, address=)`",
+        "rank, number of ranks and rendezvous address of a job that MPI did not start",
+        "`RANK`, `WORLD_SIZE`, `MASTER_ADDR:MASTER_PORT`",
+    ),
+    Variable(
+        ("HORO_LITE_START_TIMEOUT_S",),
+        "`init(start_timeout_s=)`",
+        "how long the rendezvous of such a job may take",
+        "120",
+    ),
+    Variable(
+        ("HORO_LITE_JOB_TOKEN",),
+        "–",
+        "a secret, the same for all ranks, used to sign the rendezvous entries of ranks "
+        "that MPI did not start",
+        "–",
+    ),
+    Variable(
+        ("HORO_LITE_DEVICE",),
+        "`init(device=)`",
+        "`cpu`, `cuda` or `cuda:1`; the same kind on all ranks",
+        "GPU `local_rank % count` if there is one, else `cpu`",
+    ),
+    Variable(
+        ("HORO_LITE_THREADS",),
+        "`init(threads=)`",
+        "BLAS and OpenMP threads of this rank",
+        "its share of the host's cores; unchanged if `OMP_NUM_THREADS` or the like is "
+        "set, or with one rank",
+    ),
+    Variable(
+        ("HORO_LITE_BINDING",),
+        "`init(binding=)`",
+        "`auto` undoes Open MPI's own core binding if that is narrower than a fair share;"
+        " `keep` never does",
+        "`auto`",
+    ),
+    Variable(
+        ("HORO_LITE_BUCKET_BYTES",),
+        "`DistributedOptimizer(bucket_bytes=)`",
+        "bytes of gradients, as sent, per bucket",
+        "25 MiB; NCCL's fusion buffer 128 MiB",
+    ),
+    Variable(
+        ("HORO_LITE_CHECK_EVERY",),
+        "`DistributedOptimizer(check_every=)`",
+        "number of steps between comparisons of the ranks' parameters; `on_drift=` "
+        "selects the reaction",
+        "`0`: never",
+    ),
+    Variable(
+        ("HORO_LITE_CHECKPOINT",),
+        "`State(checkpoint=)`, `run(checkpoint=)`, `--checkpoint`",
+        "the file for commits, from which a restarted job continues",
+        "with restarts a temporary file, else none",
+    ),
+    Variable(
+        ("HORO_LITE_RESTART", "HORO_LITE_JOB", "HORO_LITE_END"),
+        "",
+        "set for the ranks: how often this job has been restarted; a marker of its "
+        "processes; a file that the ranks create when they finish",
+        "",
+    ),
+    Variable(
+        ("HORO_LITE_REPLACEMENT",),
+        "",
+        "set for a process that elastic.run started to replace a lost rank: who started it",
+        "",
+    ),
+    Variable(
+        ("HORO_LITE_NCCL_LIB",),
+        "",
+        "the only libnccl to try",
+        "torch's or CuPy's, a wheel's, the system's",
+    ),
+    Variable(
+        ("HORO_LITE_NCCL_TIMEOUT_S",),
+        "",
+        "how long connecting the GPUs may take",
+        "120",
+    ),
+    Variable(
+        ("HORO_LITE_NCCL_REGISTER",),
+        "",
+        "`0`: do not register the fusion buffer with NCCL",
+        "`1`",
+    ),
+    Variable(
+        ("HORO_LITE_NCCL_SHARED_GPU",),
+        "",
+        "`1`: use NCCL even if ranks share a GPU, for tests",
+        "`0`",
+    ),
+    Variable(
+        ("HORO_LITE_CUDA", "HORO_LITE_CUDA_ARCHITECTURES"),
+        "",
+        "at build time: `0` builds without GPU support; architectures such as `90` or `native`",
+        "all that the toolkit supports",
+    ),
+    Variable(
+        ("HORO_LITE_DEBUG",),
+        "",
+        "at build time: `1` builds with assertions, little optimization and symbols for a debugger",
+        "`0`",
+    ),
+    Variable(
+        ("HORO_LITE_STALL_WARN_S",),
+        "`init(stall_warn_s=)`",
+        "how long a rank waits before it reports who is late, and where; `0`: never report",
+        "30",
+    ),
+    Variable(
+        ("HORO_LITE_STALL_ABORT_S",),
+        "`init(stall_abort_s=)`",
+        "how long a rank waits before every rank raises `StallError`; `0`: never",
+        "0",
+    ),
+    Variable(
+        ("HORO_LITE_TIMELINE",),
+        "`hvd.start_timeline(path)`",
+        "where rank 0 writes a trace of its operations "
+        "([when-it-hangs.md](docs/when-it-hangs.md#timeline)); with `{rank}` in the path,"
+        " every rank",
+        "none",
+    ),
+    Variable(
+        ("HORO_LITE_INSIDE_JIT",),
+        "",
+        "in JAX's compiled functions on CPUs: `callback` uses callbacks instead of XLA "
+        "custom calls ([jax.md](docs/jax.md))",
+        "`xla`",
+    ),
+    Variable(
+        ("HORO_LITE_TEST_HOSTS",),
+        "`init(test_hosts=)`",
+        "for tests: treat the ranks of one machine as simulated hosts of these sizes, "
+        "such as `2,1`",
+        "none",
+    ),
+)

@@ -1,0 +1,1 @@
+"""A model as a whole: parameters and optimizer state, broadcast and compared."""

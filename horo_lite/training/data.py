@@ -1,0 +1,328 @@
+"""Which samples each rank trains on, for any framework.
+
+Two ways, both drawn from one permutation that every rank computes alike from `(seed, epoch)`:
+`partition_dataset` cuts each global batch into one share per rank, so that N ranks train on
+exactly the batches one process would; `DistributedSampler` deals out indices for a data loader
+that makes its own batches. Neither talks to the other ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from horo_lite import context
+
+Indices = npt.NDArray[np.intp]
+
+
+class DistributedSampler:
+    """The indices this rank visits in an epoch: as many on every rank, together all of them.
+
+    `dataset_or_n` is anything with a length, or the number of samples itself: the same on every
+    rank. Where that number does not divide by the number of ranks, the first indices of the epoch
+    are dealt a second time (nothing is left out, up to `size - 1` samples count twice), or, with
+    `drop_last=True`, the last ones are left out. Iterating gives Python integers, so that a torch
+    `DataLoader(…, sampler=…)` takes it as it is. Call `set_epoch(e)` before each epoch, or every
+    epoch has the order of the first.
+
+    `rank` and `size` are the world's at the first use, unless both are given.
+    """
+
+    def __init__(
+        self,
+        dataset_or_n: object,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self._n = _length(dataset_or_n)
+        self._shuffle = shuffle
+        self._seed = _non_negative("seed", seed)
+        self._drop_last = drop_last
+        self._epoch = 0
+        self._place: tuple[int, int] | None = None
+        if rank is not None or size is not None:
+            self._place = self._checked(_place(rank, size))
+
+    @property
+    def rank(self) -> int:
+        return self._resolve()[0]
+
+    @property
+    def size(self) -> int:
+        return self._resolve()[1]
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration has the order of this epoch: the same one on every rank."""
+        self._epoch = _non_negative("epoch", epoch)
+
+    def __len__(self) -> int:
+        _, size = self._resolve()
+        return self._n // size if self._drop_last else -(-self._n // size)
+
+    def __iter__(self) -> Iterator[int]:
+        rank, size = self._resolve()
+        total = len(self) * size
+        order = _order(self._n, self._shuffle, self._seed, self._epoch)
+        # np.resize wraps round as often as it takes, also where n < size.
+        return iter(np.resize(order, total)[rank::size].tolist())
+
+    def _resolve(self) -> tuple[int, int]:
+        if self._place is None:
+            self._place = self._checked(_place(None, None))
+        return self._place
+
+    def _checked(self, place: tuple[int, int]) -> tuple[int, int]:
+        _, size = place
+        if self._drop_last and self._n < size:
+            raise ValueError(
+                f"DistributedSampler: {_samples(self._n)} on {size} ranks with drop_last=True "
+                "leaves nothing for any rank; pass drop_last=False to visit some of them twice, "
+                "or start fewer ranks"
+            )
+        return place
+
+
+class ShardedLoader:
+    """This rank's share of every global batch of an epoch; made by `partition_dataset`.
+
+    Can be iterated any number of times; `set_epoch(e)` chooses the order of the next time.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[Indices], Any],
+        n: int,
+        batch_size: int,
+        *,
+        rank: int,
+        size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self._gather = gather
+        self._n = n
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._epoch = 0
+        self.rank = rank
+        self.size = size
+        self.batch_size = batch_size
+
+    @property
+    def local_batch_size(self) -> int:
+        """Samples of a full batch that fall to this rank."""
+        start, stop = self._share(self.batch_size)
+        return stop - start
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration has the order of this epoch: the same one on every rank."""
+        self._epoch = _non_negative("epoch", epoch)
+
+    def __len__(self) -> int:
+        """Batches in an epoch: the same number on every rank."""
+        full = self._n // self.batch_size
+        return full if self._drop_last else -(-self._n // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = _order(self._n, self._shuffle, self._seed, self._epoch)
+        for i in range(len(self)):
+            batch = order[i * self.batch_size : (i + 1) * self.batch_size]
+            start, stop = self._share(len(batch))
+            yield self._gather(batch[start:stop])
+
+    def _share(self, n: int) -> tuple[int, int]:
+        """Where this rank's part of a batch of n begins and ends; parts differ by one at most."""
+        return n * self.rank // self.size, n * (self.rank + 1) // self.size
+
+
+def partition_dataset(
+    dataset: Any,
+    batch_size: int,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = True,
+) -> tuple[ShardedLoader, int]:
+    """`(loader, local_batch_size)`: the loader gives this rank's share of every global batch.
+
+    The shares of batch i, joined in rank order, are exactly the batch i that one process gets
+    with the same `batch_size` and `seed`, whatever the number of ranks: so a run on N ranks takes
+    the steps of a run on one. Every rank calls this with an equal dataset and equal arguments.
+
+    `batch_size` counts the samples of all ranks together. It need not divide by the number of
+    ranks, since the script should not have to change with the `-np` it is started with: shares
+    then differ by one sample, and the mean over the batch is the average of the ranks' means
+    *weighted by their sample counts*. Tell the optimizer the count
+    (see `weight` of `DistributedOptimizer`); with equal shares that changes nothing.
+
+    `dataset` is one of
+    - an array (NumPy, torch, JAX, CuPy …): batches are arrays `array[indices]`;
+    - a tuple or a dict of arrays of equal length, such as `(images, labels)`: batches are tuples
+      or dicts of arrays;
+    - any other sequence of samples, such as a list or a torch dataset: samples are fetched one by
+      one and stacked into NumPy arrays, field by field where they are tuples or dicts.
+
+    `drop_last=True` leaves out a last batch that is not full (other samples each epoch, if
+    shuffled). With `drop_last=False` it is dealt out too, and a rank's share of it may be empty:
+    right for evaluation; in training, give the optimizer its weight of 0.
+
+    `rank` and `size` are the world's unless both are given.
+
+    Args:
+        dataset: The arrays or samples; the same on every rank.
+        batch_size: Samples of a batch, of all ranks together.
+        rank: This rank's number; by default the world's.
+        size: How many ranks there are; by default the world's.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of that order; the same on every rank.
+        drop_last: Whether a last batch that is not full is left out.
+
+    Returns:
+        The loader, and how many samples of a full batch this rank gets.
+    """
+    batch_size = operator.index(batch_size)
+    gather, n = _reader(dataset)
+    rank, size = _place(rank, size)
+    if batch_size < size:
+        raise ValueError(
+            f"partition_dataset: batch_size={batch_size} is the batch of all {size} ranks together "
+            f"and leaves some of them without a sample; pass {size} or more, or start fewer ranks"
+        )
+    if drop_last and n < batch_size:
+        raise ValueError(
+            f"partition_dataset: {_samples(n)} do not fill one batch of {batch_size}; pass "
+            "drop_last=False or a smaller batch_size"
+        )
+    loader = ShardedLoader(
+        gather,
+        n,
+        batch_size,
+        rank=rank,
+        size=size,
+        shuffle=shuffle,
+        seed=_non_negative("seed", seed),
+        drop_last=drop_last,
+    )
+    return loader, loader.local_batch_size
+
+
+def _order(n: int, shuffle: bool, seed: int, epoch: int) -> Indices:
+    if not shuffle:
+        return np.arange(n, dtype=np.intp)
+    # A sequence seeds every (seed, epoch) apart; a sum would make (0, 1) and (1, 0) the same.
+    return np.random.default_rng([seed, epoch]).permutation(n).astype(np.intp, copy=False)
+
+
+def _place(rank: int | None, size: int | None) -> tuple[int, int]:
+    if rank is None and size is None:
+        here = context.world()
+        return here.rank, here.size
+    if rank is None or size is None:
+        raise ValueError(f"give both rank and size or neither, not rank={rank}, size={size}")
+    rank, size = operator.index(rank), operator.index(size)
+    if not 0 <= rank < size:
+        raise ValueError(f"rank={rank} is not one of the {size} ranks 0 … {size - 1}")
+    return rank, size
+
+
+def _reader(dataset: Any) -> tuple[Callable[[Indices], Any], int]:
+    """A function from indices to a minibatch, and the number of samples."""
+    if isinstance(dataset, Mapping):
+        columns = {key: _array(column) for key, column in dataset.items()}
+        n = _common_length(columns)
+        return lambda indices: {key: a[indices] for key, a in columns.items()}, n
+    if isinstance(dataset, tuple):
+        arrays = tuple(_array(column) for column in dataset)
+        n = _common_length(dict(enumerate(arrays)))
+        return lambda indices: tuple(a[indices] for a in arrays), n
+    if hasattr(dataset, "shape"):
+        return lambda indices: dataset[indices], _length(dataset)
+    return lambda indices: _stack_samples(dataset, indices), _length(dataset)
+
+
+def _array(column: Any) -> Any:
+    return column if hasattr(column, "shape") else np.asarray(column)
+
+
+def _common_length(columns: Mapping[Any, Any]) -> int:
+    if not columns:
+        raise ValueError("the dataset has no arrays: pass (images, labels), for example")
+    lengths = {key: _length(column) for key, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            "the arrays of a dataset hold one row per sample and must be equally long, but have "
+            + ", ".join(f"{n} ({key!r})" for key, n in lengths.items())
+            + "; a sequence of samples must be a list, not a tuple"
+        )
+    return next(iter(lengths.values()))
+
+
+def _stack_samples(dataset: Any, indices: Indices) -> Any:
+    if len(indices) == 0:  # One sample shows the shapes and dtypes of none.
+        return _map_fields(lambda batch: batch[:0], _stack([dataset[0]]))
+    return _stack([dataset[int(i)] for i in indices])
+
+
+def _stack(samples: Sequence[Any]) -> Any:
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: np.stack([np.asarray(s[key]) for s in samples]) for key in first}
+    if isinstance(first, tuple):
+        fields = zip(*samples, strict=True)
+        return tuple(np.stack([np.asarray(value) for value in field]) for field in fields)
+    return np.stack([np.asarray(s) for s in samples])
+
+
+def _map_fields(f: Callable[[Any], Any], batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: f(value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(f(value) for value in batch)
+    return f(batch)
+
+
+def _length(dataset_or_n: Any) -> int:
+    try:
+        n = len(dataset_or_n)
+    except TypeError:
+        if not hasattr(dataset_or_n, "__index__"):
+            raise TypeError(
+                "need a dataset with a length, or the number of samples, not "
+                + type(dataset_or_n).__name__
+            ) from None
+        n = operator.index(dataset_or_n)
+    if n < 1:
+        raise ValueError(f"the dataset must hold at least one sample, not {n}")
+    return n
+
+
+def _samples(n: int) -> str:
+    return "1 sample" if n == 1 else f"{n:,} samples"
+
+
+def _non_negative(name: str, value: int) -> int:
+    value = operator.index(value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, but is {value}")
+    return value

@@ -1,0 +1,203 @@
+"""Gradients as functions give them: trees of arrays in, the averages over all ranks out."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from horo_lite import context
+from horo_lite.adapters.object import is_array, join, keyed
+from horo_lite.collectives.arrays import like
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.training.optimizer import takes_weight
+from horo_lite.training.transform import Transform, is_traced
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def average_gradients(
+    gradients: T,
+    *,
+    op: Op = Average,
+    compression: Compressor = Compression.none,
+    weight: float | None = None,
+    name: str | None = None,
+    group: Group | None = None,
+) -> T:
+    """A tree like `gradients`, whose arrays hold the averages over all ranks.
+
+    Called by every rank of `group` (default: all), with the same names, shapes, dtypes and options.
+    `gradients` are an array or a number, or dicts, lists, tuples, named tuples, dataclasses and
+    (where JAX is imported) pytrees of them, as jax.grad, torch.func.grad, mlx.nn.value_and_grad,
+    autograd.grad or a function of one's own return. They are not changed: the result has new arrays
+    of the same kinds in containers of the same kinds. In compiled functions of JAX, too.
+
+    A leaf that is None on every rank stays None; where other ranks have an array, it counts as
+    zeros and receives the result. (On GPUs every rank needs every array.)
+
+    MismatchError on every rank, naming the first leaf that differs ("layers[0].weight") and who has
+    what; the next call may be made. TypeError, naming it, for a leaf that is no array. All arrays
+    travel as one. Costs a copy of them, and two meetings of the ranks beside the bytes.
+
+    Args:
+        gradients: The tree. It is not changed.
+        op: `Average` or `Sum`. Averages of integer arrays are cut towards zero.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        weight: This rank's number of samples, given on every rank or on none: with it the
+            average is the mean over all samples, however uneven the batches. 0 is allowed.
+        name: What messages call this exchange; the same on every rank.
+        group: The ranks that take part, all of which call it; by default all.
+
+    Returns:
+        A tree like `gradients`, of new arrays.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"average_gradients takes op=Average or op=Sum, not {op}")
+    leaves: list[tuple[str, Any]] = []
+    rebuilt = _opened(gradients, "", leaves)
+    names, arrays = [name for name, _ in leaves], [leaf for _, leaf in leaves]
+    if is_traced(arrays):
+        traced: T = import_module("horo_lite.jax").average_gradients(
+            gradients, op=op, compression=compression, weight=weight, name=name, group=group
+        )
+        return traced
+    if group is None:
+        group = context.world().group
+    results = _transform(group, names, op, compression, name)(names, arrays, weight)
+    averages: T = rebuilt(
+        result if leaf is None else like(result, leaf)
+        for result, leaf in zip(results, arrays, strict=True)
+    )
+    return averages
+
+
+def grad_and_average(
+    fn: Callable[P, T],
+    *,
+    op: Op = Average,
+    compression: Compressor = Compression.none,
+    name: str | None = None,
+    group: Group | None = None,
+) -> Callable[..., T]:
+    """`fn`, whose result is averaged over all ranks: what it returns is alike on every rank.
+
+        gradient = hvd.grad_and_average(jax.value_and_grad(loss))
+        value, gradients = gradient(params, batch, weight=len(batch))
+
+    `fn` returns gradients, or anything that holds gradients: jax.grad(loss), torch.func.grad(loss),
+    autograd.grad(loss), mlx.nn.value_and_grad(model, loss) or a function of one's own. All numbers
+    and arrays in its result are averaged, the loss as well; it must hold nothing else. To leave
+    something out (predictions, a count of samples), call `average_gradients` on the rest.
+
+    Every rank calls the new function equally often, with arguments of its own. `weight` is its
+    number of samples, as in `average_gradients`, and is not passed on; the other arguments are.
+
+    Args:
+        fn: A function of which everything it returns is averaged.
+        op: `Average` or `Sum`. Averages of integer arrays are cut towards zero.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        name: What messages call this exchange; the same on every rank.
+        group: The ranks that take part, all of which call it; by default all.
+
+    Returns:
+        A function with the arguments of `fn`, and `weight`.
+    """
+
+    @wraps(fn)
+    def averaged(*args: Any, weight: float | None = None, **kwargs: Any) -> T:
+        if weight is not None and takes_weight(fn):
+            raise TypeError(
+                f"{fn!r} has an argument `weight` of its own: call it, and then "
+                "hvd.average_gradients(result, weight=…)"
+            )
+        return average_gradients(
+            fn(*args, **kwargs),
+            op=op,
+            compression=compression,
+            weight=weight,
+            name=name,
+            group=group,
+        )
+
+    return averaged
+
+
+def _transform(
+    group: Group, names: list[str], op: Op, compression: Compressor, name: str | None
+) -> Transform:
+    """Who exchanges a tree with leaves of these names: one for each tree, since it keeps a plan."""
+    known: dict[Any, Transform] = group.kept.setdefault("average_gradients", {})
+    key = (tuple(names), op, compression, name)
+    if key not in known:
+        if len(known) == 8:  # which leaves there are changes all the time
+            known.clear()
+        title = "average_gradients" if name is None else f"average_gradients '{name}'"
+        known[key] = Transform(op, compression, group, copies=True, title=title)
+    return known[key]
+
+
+def _opened(tree: Any, path: str, leaves: list[tuple[str, Any]]) -> Callable[[Iterator[Any]], Any]:
+    """A function that makes another such tree of as many leaves; these, named, are in `leaves`."""
+    node = _node(tree, path)
+    if node is None:
+        leaves.append((path or "gradients", tree))
+        return next
+    children, made_of = node
+    parts = [_opened(child, name, leaves) for name, child in children]
+    return lambda new: made_of([part(new) for part in parts])
+
+
+def _node(
+    tree: Any, path: str
+) -> tuple[list[tuple[str, Any]], Callable[[Iterable[Any]], Any]] | None:
+    """What a container holds, named, and how to make another one of as much; None for a leaf."""
+    if tree is None or is_array(tree):
+        return None
+    if isinstance(tree, (dict, Mapping)):
+        keys = sorted(tree, key=str)  # ranks may have filled their dicts in different orders
+        children = [(join(path, key), tree[key]) for key in keys]
+        return children, lambda new: _mapping_like(tree, dict(zip(keys, new, strict=True)))
+    if isinstance(tree, tuple) and hasattr(tree, "_make"):  # a named one
+        names = tree._fields  # type: ignore[attr-defined]
+        return [(join(path, key), x) for key, x in zip(names, tree, strict=True)], tree._make
+    if isinstance(tree, (list, tuple)):
+        if (pairs := keyed(tree)) is None:
+            return [(f"{path or 'gradients'}[{i}]", x) for i, x in enumerate(tree)], type(tree)
+        keys = [key for key, _ in pairs]
+        children = [(join(path, key), x) for key, x in pairs]
+        return children, lambda new: type(tree)(zip(keys, new, strict=True))
+    util = sys.modules.get("jax.tree_util")
+    if util is not None and not util.all_leaves([tree]):  # of a class that JAX was told of
+        found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+        named = [(f"{path}{util.keystr(key)}".lstrip("."), x) for key, x in found]
+        return named, structure.unflatten
+    if is_dataclass(tree) and not isinstance(tree, type):
+        keys = [field.name for field in fields(tree)]
+        children = [(join(path, key), getattr(tree, key)) for key in keys]
+        return children, lambda new: _dataclass_like(tree, zip(keys, new, strict=True))
+    return None
+
+
+def _mapping_like(tree: Any, items: dict[Any, Any]) -> Any:
+    if not isinstance(tree, (dict, MutableMapping)):
+        return type(tree)(items)
+    other = copy.copy(tree)  # and so in the same order
+    other.update(items)
+    return other
+
+
+def _dataclass_like(tree: Any, items: Iterable[tuple[str, Any]]) -> Any:
+    other = copy.copy(tree)
+    for name, value in items:
+        object.__setattr__(other, name, value)  # it may be frozen
+    return other

@@ -1,0 +1,623 @@
+"""DistributedOptimizer: average the gradients over the ranks, then step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, wraps
+from importlib import import_module
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from horo_lite import context
+from horo_lite._native import Tensors, fingerprints
+from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
+from horo_lite.adapters.object import name_leaves
+from horo_lite.collectives.arrays import Array, copy_of, exportable, gpu_of
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.errors import MismatchError
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
+from horo_lite.training.reducer import Reducer
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+
+T = TypeVar("T")
+
+
+class DistributedOptimizer:
+    """`optimizer`, which from now on steps with the gradients of all ranks.
+
+    Collective: every rank wraps its optimizer with the same options and calls `step()` equally
+    often. It takes any object that has parameters with a `.grad` (in `param_groups`, `params` or
+    `parameters`, or given as `parameters=`: a list, a dict by name, or a function that returns
+    one) and a `step()` or an `update()`. For any other: `horo_lite.register_adapter`.
+
+    Everything but `step`, `update`, `synchronize`, `skip_synchronize` and `inner` is the inner
+    optimizer's, reading and writing, and `isinstance` takes the wrapper for one of its kind.
+
+    named_parameters: pairs (name, parameter), as `model.named_parameters()` gives them: names for
+        error messages, and parameters where the optimizer shows none.
+    compression: what travels; `Compression.fp16` halves the bytes.
+    op: Average or Sum. What a step leaves in the gradients is exchanged again, with what later
+        passes add: averages stay what they are, sums are summed again unless `zero_grad()` came
+        between.
+    backward_passes_per_step: how many backward passes add to the gradients before `step()` is
+        called, once, after the last. Their sum is exchanged; dividing it is the caller's.
+    bucket_bytes: gradients that travel together, on the wire; default 25 MiB, or
+        HORO_LITE_BUCKET_BYTES. The results do not depend on it.
+    group: the ranks; default all.
+    check_every: after every so many steps the ranks compare their parameters, and where these
+        differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or 0:
+        never, because a comparison reads all parameters (7 ms for 100 MB).
+    check_finite: "raise" or "warn" where a rank's own gradient, before it is averaged, has NaN or
+        inf: NonFiniteError before the step, on every rank, or a RuntimeWarning on rank 0, with the
+        rank, the tensor and how many. Of several tensors the last one is named, where a backward
+        pass comes by first. Reads the gradients once more (4 ms for 100 MB), in the host's memory
+        only; off by default, and not for loss scalers (GradScaler), to which inf is nothing new.
+
+    An optimizer of torch's becomes what `horo_lite.torch.DistributedOptimizer` makes of it, and so
+    those of JAX, Keras and MLX with their modules here. torch's gradients are averages when
+    backward() returns, so that clipping and `GradScaler` need no `synchronize()`; for uneven
+    batches, call `optimizer.set_weight(len(batch))` before backward(). What follows is about all
+    others.
+
+    Until `step()` or `synchronize()`, gradients are each rank's own: whatever looks at them or
+    changes them (clipping, loss scalers, noise) belongs behind `synchronize()`, as shown there.
+    torch's, in an optimizer of one's own, changed in place between backward() and step(), are a
+    RuntimeError. `step()` after `synchronize()` never averages twice. Several backward passes may
+    add to the gradients before either is called.
+
+    Costs two meetings of the ranks a step beside the bytes. MismatchError on every rank, naming
+    the first that differs, where ranks come with different parameters, gradients or options; a
+    gradient missing on some ranks counts as zeros there.
+    """
+
+    if not TYPE_CHECKING:  # there, the options are those of __init__
+
+        def __new__(cls, optimizer: Any, **options: Any) -> Any:
+            """Where a framework's optimizers are no objects that step, its own kind of wrapper."""
+            face = adapter_of(optimizer).face
+            if face is not None and cls is DistributedOptimizer:
+                return import_module(face).DistributedOptimizer(optimizer, **options)
+            return super().__new__(cls)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        parameters: Any = None,
+        named_parameters: Iterable[tuple[str, Any]] | None = None,
+        compression: Compressor = Compression.none,
+        op: Op = Average,
+        backward_passes_per_step: int = 1,
+        bucket_bytes: int | None = None,
+        group: Group | None = None,
+        check_every: int | None = None,
+        on_drift: str = "raise",
+        check_finite: str | None = None,
+    ) -> None:
+        if type(optimizer) is DistributedOptimizer:
+            raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
+        if op not in (Average, Sum):
+            raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+        if not isinstance(compression, Compressor):
+            raise ValueError(
+                f"compression is hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
+            )
+        if backward_passes_per_step < 1:
+            raise ValueError(
+                f"backward_passes_per_step is {backward_passes_per_step}, not 1 or more"
+            )
+        if (
+            parameters is not None
+            and not isinstance(parameters, Mapping)
+            and not callable(parameters)
+        ):
+            parameters = list(parameters)
+        own = _Own(
+            inner=optimizer,
+            parameters=parameters,
+            named_parameters=list(named_parameters or ()),
+            compression=compression,
+            op=op,
+            passes=backward_passes_per_step,
+            bucket_bytes=_bucket_bytes(bucket_bytes),
+            group=group,
+            check_every=_check_every(check_every, on_drift),
+            on_drift=on_drift,
+            check_finite=check_finite,
+        )
+        own.check()
+        object.__setattr__(self, "_own", own)
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer that was wrapped."""
+        return self._own.inner
+
+    def step(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Any:
+        """The inner optimizer has stepped with the gradients of all ranks; what it returned.
+
+        Collective. `weight` is the rank's number of samples of this step, given on every rank or on
+        none: with it the average is the mean over all samples, however uneven the batches (a rank
+        without any gives 0). It is never passed on; the other arguments are.
+
+        A closure (a callable first argument, or `closure=`) is called by the inner optimizer, and
+        each time the gradients it leaves and the loss it returns are averaged, so that optimizers
+        that look at the loss decide alike on every rank; that loss is float64.
+
+        RuntimeError after `synchronize()`: step inside `with optimizer.skip_synchronize():`.
+        """
+        return self._apply(self._own.step_names()[0], args, weight, kwargs)
+
+    def synchronize(self, weight: float | None = None) -> None:
+        """The gradients are those of all ranks, to be clipped or looked at before stepping.
+
+        Collective. Then step without exchanging them a second time:
+
+            optimizer.synchronize()
+            clip(parameters)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+        `weight` as for `step()`.
+        """
+        self._own.exchange(weight)
+        self._own.is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step()` uses the gradients as `synchronize()` left them."""
+        own = self._own
+        if not own.is_synchronized:
+            raise RuntimeError(
+                "skip_synchronize() without synchronize(): every rank would step with gradients of "
+                "its own. Call synchronize() first; to step alone on purpose, call inner.step()"
+            )
+        own.is_skipping = True
+        try:
+            yield
+        finally:
+            own.is_skipping = own.is_synchronized = False
+
+    def _apply(
+        self, name: str, args: tuple[Any, ...], weight: float | None, kwargs: dict[str, Any]
+    ) -> Any:
+        own = self._own
+        step = getattr(own.inner, name)
+        if weight is not None and takes_weight(step):
+            raise TypeError(
+                f"{type(own.inner).__name__}.{name}() has an argument `weight` of its own: "
+                "give the number of samples to synchronize(weight=…), and step inside "
+                "skip_synchronize()"
+            )
+        if own.is_skipping or own.has_looked:
+            own.check_unchanged(name)
+            if weight is not None:
+                where = "inside skip_synchronize()" if own.is_skipping else "averaged already,"
+                raise TypeError(f"{where} the weight belongs to synchronize()")
+            if own.has_looked:
+                own.forget()
+            return own.counted(step(*args, **kwargs))
+        if own.is_synchronized:
+            raise RuntimeError(
+                f"{name}() after synchronize() would exchange the gradients a second time: write "
+                "`with optimizer.skip_synchronize(): optimizer.step()`. If these are the gradients "
+                "of another step, call synchronize() for them, too, or zero_grad() in between"
+            )
+        if not own.finder.takes_closure:
+            own.check_own(name)
+            own.exchange(weight)
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": own.averaging(kwargs["closure"], weight)}
+        elif args and callable(args[0]):
+            args = (own.averaging(args[0], weight), *args[1:])
+        else:
+            own.check_own(name)
+            own.exchange(weight)
+        return own.counted(step(*args, **kwargs))
+
+    def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self._own
+        own.check_unchanged(name)
+        if not own.is_synchronized:
+            own.exchange(None)
+            own.is_synchronized = own.has_looked = True
+        result = getattr(own.inner, name)(*args, **kwargs)
+        if own.has_looked:
+            own.looked_by = name
+            own.changed = own.finder.watch(own.digest)
+        return result
+
+    # A proxy in everything else.
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_own":  # of a half-made object, while it is copied
+            raise AttributeError(name)
+        own = self._own
+        found = getattr(own.inner, name)
+        if name in own.finder.steps and callable(found):
+            return MethodType(_stepper(name), self)
+        if name in own.finder.before_step:
+            return MethodType(_looker(name), self)
+        if name in ("zero_grad", "reset_grad", "clear_grad"):
+            own.forget()
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Schedulers patch step() of the optimizer they are given, which is this one: handed on, the
+        # patched method would call itself.
+        if name in self._own.finder.steps:
+            self.__dict__[name] = value
+        else:
+            setattr(self._own.inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ and name != "_own":
+            del self.__dict__[name]
+        else:
+            delattr(self._own.inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._own.inner)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *dir(self._own.inner)})
+
+    def __repr__(self) -> str:
+        own = self._own
+        return (
+            f"DistributedOptimizer({own.inner!r}, compression={own.compression.name}, "
+            f"op={own.op.name}, {len(own.named())} parameters)"
+        )
+
+    # Copies wrap copies of the inner optimizer and belong to the same ranks.
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self._own,)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __copy__(self) -> DistributedOptimizer:
+        return _rebuilt(self._own.copied(inner=copy.copy(self._own.inner)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedOptimizer:
+        own = self._own
+        parts = {name: getattr(own, name) for name in ("inner", "parameters", "named_parameters")}
+        return _rebuilt(own.copied(**copy.deepcopy(parts, memo)))
+
+
+# For help() and editors, who would see that of __new__; without `self`.
+_of_init = inspect.signature(DistributedOptimizer.__init__)
+DistributedOptimizer.__signature__ = _of_init.replace(  # type: ignore[attr-defined]
+    parameters=list(_of_init.parameters.values())[1:], return_annotation=inspect.Signature.empty
+)
+
+
+@dataclass(eq=False)
+class _Own:
+    """What the wrapper has for itself, kept apart: its attributes are the inner optimizer's."""
+
+    inner: Any
+    parameters: Any
+    named_parameters: list[tuple[str, Any]]
+    compression: Compressor
+    op: Op
+    passes: int
+    bucket_bytes: int
+    group: Group | None
+    check_every: int
+    on_drift: str
+    check_finite: str | None
+    is_synchronized: bool = False
+    is_skipping: bool = False
+    has_looked: bool = False  # synchronized by a method that needed it: the next step does not
+    looked_by: str = ""  # the latest such method,
+    changed: Callable[[], bool] | None = None  # and whether gradients have changed since
+    has_begun: bool = False  # gradients of this step may be on their way
+    streams: bool = False  # they are announced while backward runs
+    reducer: Reducer | None = None
+    n_steps: int = 0
+    n_unchecked: int = 0
+
+    def __post_init__(self) -> None:
+        # A home-made optimizer may well hold torch's parameters.
+        self.finder = self.adapter = adapter_of(self.inner)
+        _check_named(self.named_parameters, "named_parameters")
+        if self.parameters is None:
+            whose = f"parameters() of {type(self.finder).__name__}"
+            _check_named(self.finder.parameters(self.inner), whose)
+        named = self.named()
+        if type(self.finder) is Adapter and named:
+            self.adapter = adapter_of(named[0][1])
+        self.adapter.mark_gradients([parameter for _, parameter in named])
+
+    def check(self) -> None:
+        """The inner optimizer is one, and has parameters. Errors say what was looked for."""
+        kind = type(self.inner).__name__
+        steps = " or ".join(f"{name}()" for name in self.finder.steps)
+        if isinstance(self.inner, type) or not self.step_names():
+            raise TypeError(
+                f"{self.inner!r} is no optimizer: it has no {steps}. DistributedOptimizer wraps an "
+                "optimizer object; where its methods have other names, see register_adapter"
+            )
+        if not self.named() and not self.finder.is_filled_later:
+            raise ValueError(
+                f"{kind} shows no parameters with a .grad, neither in its named_parameters(), "
+                "param_groups, params (with or without grads) nor parameters: pass parameters=…, "
+                "or teach horo_lite its way with horo_lite.register_adapter"
+            )
+        for name, parameter in self.named():
+            if type(self.adapter) is Adapter and not hasattr(parameter, "grad"):
+                raise TypeError(
+                    f"parameter {name!r} ({type(parameter).__name__}) has no .grad: give objects "
+                    "that have one, or teach horo_lite their way with horo_lite.register_adapter"
+                )
+        names = Counter(name for name, _ in self.named_parameters)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(f"named_parameters has {twice[0]!r} more than once")
+        if self.check_finite not in (None, "raise", "warn"):
+            raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
+        self.ranks()
+
+    def step_names(self) -> list[str]:
+        return [name for name in self.finder.steps if callable(getattr(self.inner, name, None))]
+
+    def named(self) -> list[tuple[str, Any]]:
+        """The named parameters as they are now: groups may have been added."""
+        parameters = self.parameters() if callable(self.parameters) else self.parameters
+        if parameters is not None:
+            found = name_leaves(parameters, "parameters")
+        else:
+            found = self.finder.parameters(self.inner)
+        names = {id(parameter): name for name, parameter in self.named_parameters}
+        if not found or not names:
+            return found or self.named_parameters
+        return [(names.get(id(parameter), name), parameter) for name, parameter in found]
+
+    def ranks(self) -> Group:
+        if self.group is not None:
+            return self.group
+        return context.world().group
+
+    def begin(self, weight: float | None) -> Reducer:
+        """The reducer of this step, which takes gradients from here on."""
+        group = self.ranks()
+        if self.reducer is None or self.reducer.group is not group:
+            self.begin_anew()
+            group.beginners.add(self)
+            self.reducer = Reducer(
+                group,
+                self.adapter,
+                self.named(),
+                op=self.op,
+                compression=self.compression,
+                bucket_bytes=self.bucket_bytes,
+                passes=self.passes,
+                streams=self.streams,
+                check_finite=self.check_finite,
+                options=[("check_every", str(self.check_every)), ("on_drift", self.on_drift)],
+            )
+        else:
+            self.reducer.bind(self.named())
+        self.reducer.weight = weight
+        self.has_begun = True
+        return self.reducer
+
+    def exchange(self, weight: float | None) -> None:
+        """The gradients are those of all ranks."""
+        if self.has_begun and weight is not None:
+            raise TypeError("gradients have left during backward: give the weight before that")
+        reducer = self.reducer if self.has_begun and self.reducer else self.begin(weight)
+        self.has_begun = False
+        try:
+            reducer.finish()
+        except MismatchError:
+            self.begin_anew()  # they may have been in different steps
+            raise
+
+    def check_own(self, name: str) -> None:
+        """RuntimeError before gradients are averaged that each rank has changed by itself."""
+        for parameter_name, parameter in self.named():
+            if self.adapter.changed_by_hand(parameter):
+                raise RuntimeError(
+                    f"the gradient of {parameter_name!r} has been changed since backward() (was it "
+                    f"clipped?), before {name} averages it over the ranks: each rank has done that "
+                    "with a gradient of its own. Call optimizer.synchronize() after "
+                    "backward(), change the averages, and step inside `with "
+                    "optimizer.skip_synchronize():`"
+                )
+
+    def forget_marks(self) -> None:
+        """Changes of the gradients as they are now are nobody's concern."""
+        self.adapter.forget_marks([parameter for _, parameter in self.named()])
+
+    def check_unchanged(self, name: str) -> None:
+        """RuntimeError before `name` uses gradients that are no longer the averages they were."""
+        if self.changed is None or not self.changed():
+            return
+        raise RuntimeError(
+            f"the gradients have changed since {self.looked_by}() averaged them, and {name}() does "
+            "not average them again: what a further backward pass has added is this rank's own. "
+            f"Accumulate first and call {self.looked_by}() after the last pass, or zero_grad() "
+            "before the next one. Gradients that you change yourself: call synchronize(), change "
+            "them, and step inside `with optimizer.skip_synchronize():`"
+        )
+
+    def digest(self) -> list[int | None]:
+        """A hash of each gradient; of one in a GPU's memory only whether it is there."""
+        self.adapter.compute([parameter for _, parameter in self.named()])
+        gradients = [self.adapter.gradient(parameter) for _, parameter in self.named()]
+        return [None if g is None else 0 if gpu_of(g) is not None else _hash(g) for g in gradients]
+
+    def forget(self) -> None:
+        """The next gradients are those of another step."""
+        self.forget_marks()
+        self.is_synchronized = self.has_looked = False
+        self.changed = None
+        if self.has_begun and self.reducer is not None:
+            self.has_begun = False
+            self.reducer.abandon()
+
+    def begin_anew(self) -> None:
+        """All ranks, whatever they have counted, count to the next comparison from here."""
+        self.n_unchecked = 0
+
+    def counted(self, result: T) -> T:
+        """The result of a step that is now done, and after which a comparison may be due."""
+        self.forget_marks()
+        self.n_steps += 1
+        self.n_unchecked += 1
+        if self.n_unchecked == self.check_every:
+            from horo_lite.state.drift import compare
+
+            self.n_unchecked = 0
+            compare(
+                self.named(),
+                group=self.ranks(),
+                on_drift=self.on_drift,
+                step=self.n_steps,
+                needs_all=False,
+            )
+        return result
+
+    def averaging(self, closure: Callable[..., Any], weight: float | None) -> Callable[..., Any]:
+        """`closure`, after which gradients and loss are those of all ranks."""
+
+        @wraps(closure)
+        def averaged(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            self.check_own("the closure")
+            self.exchange(weight)
+            try:
+                value = np.array(to_host(loss), np.float64).reshape(())
+            except (TypeError, ValueError):
+                return loss  # nothing that an optimizer could decide by
+            self.ranks().exchange(
+                [value],
+                names=["the closure's loss"],
+                label="the closure's loss",
+                op=self.op,
+                weight=weight,
+            )
+            return from_numpy(value, loss)
+
+        return averaged
+
+    def copied(self, **changes: Any) -> _Own:
+        """The same for a copy of the inner optimizer, which nobody has synchronized yet."""
+        return replace(
+            self,
+            is_synchronized=False,
+            is_skipping=False,
+            has_looked=False,
+            changed=None,
+            has_begun=False,
+            reducer=None,
+            **changes,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError("a DistributedOptimizer with a group of its own cannot be pickled")
+        own = vars(self.copied())
+        return {name: value for name, value in own.items() if name not in ("finder", "adapter")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
+
+def _rebuilt(own: _Own) -> DistributedOptimizer:
+    optimizer = object.__new__(DistributedOptimizer)
+    object.__setattr__(optimizer, "_own", own)
+    return optimizer
+
+
+def _check_named(named: Iterable[Any], whose: str) -> None:
+    for pair in named:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                f"{whose} gives a {type(pair).__name__} where a pair (name, parameter) belongs: "
+                "names tell which gradient is which, alike on every rank"
+            )
+
+
+@cache
+def _stepper(name: str) -> Callable[..., Any]:
+    def step(
+        self: DistributedOptimizer, *args: Any, weight: float | None = None, **kwargs: Any
+    ) -> Any:
+        return self._apply(name, args, weight, kwargs)
+
+    step.__name__ = name
+    return step
+
+
+@cache
+def _looker(name: str) -> Callable[..., Any]:
+    def look(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return self._look(name, args, kwargs)
+
+    look.__name__ = name
+    return look
+
+
+def takes_weight(step: Callable[..., Any]) -> bool:
+    """Whether `weight=` would be this function's own argument."""
+    try:
+        return "weight" in inspect.signature(step).parameters
+    except (TypeError, ValueError):  # written in C, perhaps
+        return False
+
+
+def _hash(array: Array) -> int:
+    tensors = Tensors([exportable(array)], writable=False)
+    if tensors.strided:
+        tensors = Tensors([copy_of(array)])
+    return fingerprints(tensors)[0]
+
+
+def _bucket_bytes(given: int | None) -> int:
+    text = os.environ.get("HORO_LITE_BUCKET_BYTES", "")
+    if given is None and not text:
+        return DEFAULT_BUCKET_BYTES
+    try:
+        bucket_bytes = int(text) if given is None else given
+    except ValueError:
+        bucket_bytes = 0
+    if bucket_bytes < 1:
+        where = f"bucket_bytes={given}" if given is not None else f"HORO_LITE_BUCKET_BYTES={text}"
+        raise ValueError(f"{where}: a bucket has a whole number of bytes, at least 1")
+    return bucket_bytes
+
+
+def check_reaction(on_drift: str) -> None:
+    """ValueError unless `on_drift` is one of the three."""
+    if on_drift not in ("raise", "warn", "heal"):
+        raise ValueError(f'on_drift is "raise", "warn" or "heal", not {on_drift!r}')
+
+
+def _check_every(given: int | None, on_drift: str) -> int:
+    check_reaction(on_drift)
+    text = os.environ.get("HORO_LITE_CHECK_EVERY", "") or "0"
+    try:
+        check_every = int(text) if given is None else given
+    except ValueError:
+        check_every = -1
+    if check_every < 0:
+        where = f"check_every={given}" if given is not None else f"HORO_LITE_CHECK_EVERY={text}"
+        raise ValueError(f"{where}: a whole number of steps, or 0 for never")
+    return check_every

@@ -1,0 +1,727 @@
+"""Carries a plan out: `ready(i)` as gradients appear, `finish()` when no more will come."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from horo_lite import timeline
+from horo_lite._native import Tensors, count_non_finite
+from horo_lite.collectives.agreement import explain, not_joined, told
+from horo_lite.collectives.arrays import HOST, NO_ORDER, copy_of, gpu_of
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.handle import Handle
+from horo_lite.collectives.reductions import Average, Op, checked_weight
+from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError
+from horo_lite.training.plan import Entry, Plan, hash63, merge, who_has
+
+if TYPE_CHECKING:
+    from horo_lite.adapters import Adapter
+    from horo_lite.collectives.group import Group
+    from horo_lite.transports import Transport
+    from horo_lite.transports.shm import SharedMemory
+
+_numbers: WeakKeyDictionary[Group, itertools.count[int]] = WeakKeyDictionary()
+
+
+class Offer(NamedTuple):
+    """What a rank tells the others once they know that something differs."""
+
+    plan: Plan  # of this step, as this rank sees it
+    agreed: Plan | None  # under which buckets may have left
+    n_begun: int  # how many have
+    step: str
+    attempt: int
+    note: str
+    finding: Finding | None
+
+
+class Finding(NamedTuple):
+    """What is not finite among a rank's own gradients: the first that leaves, and how many."""
+
+    name: str
+    n_nan: int
+    n_inf: int
+    n_tensors: int
+
+
+class Reducer:
+    """Replaces every gradient by the average (or sum) over the ranks of `group`.
+
+    Streaming, gradients are announced with `ready(i)`, in any order, `passes` times each; a bucket
+    leaves as soon as all its gradients and those of the buckets before it are ready. `finish()`
+    sends what is left and returns when all results are in the gradients' own memory; without any
+    `ready` before it, it is the whole exchange. Every rank calls `finish()` once a step.
+
+    Buckets leave early only under a plan that all ranks agreed on in an earlier `finish()`, so the
+    first step exchanges everything at its end, and a step in which gradients changed falls back to
+    that. Gradients that changed alike on all ranks (shape, dtype, more or fewer of them) thus cost
+    one step's overlap; changed on some ranks only, they are a MismatchError on every rank, after
+    which gradients of this step are undefined and the next one may begin.
+
+    A step that cannot be finished, since a backward pass raised on this rank, is given up with
+    `abandon()`: what was not carried out yet is withdrawn, and the step's next attempt has another
+    number, which is part of what is matched. So gradients of two attempts never meet. Where ranks
+    come to `finish()` with different attempts, and some bucket was carried out with gradients that
+    a rank has abandoned since, that is a MismatchError on every rank; otherwise they go on.
+
+    A gradient that only some ranks have counts as zeros on the others, which receive the result
+    too. One that no rank has stays as it is.
+
+    `title` says what is exchanged, alike on all ranks; without it, the gradients of an optimizer
+    that is counted at its first step.
+
+    With `check_finite`, "raise" or "warn", a gradient that is not finite on some rank, before it is
+    exchanged, is told by `finish()` on all of them, when everything has been exchanged.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        adapter: Adapter,
+        parameters: Sequence[tuple[str, Any]],
+        *,
+        op: Op = Average,
+        compression: Compressor = Compression.none,
+        bucket_bytes: int = 25 * 2**20,
+        passes: int = 1,
+        streams: bool = True,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        options: Sequence[tuple[str, str]] = (),
+        check_finite: str | None = None,
+        title: str | None = None,
+    ) -> None:
+        self.group = group
+        self._adapter = adapter
+        self._op = op
+        self._compression = compression
+        self._bucket_bytes = bucket_bytes
+        self._passes = passes
+        self._streams = streams
+        self._factors: dict[str, Any] = {
+            "prescale_factor": prescale_factor,
+            "postscale_factor": postscale_factor,
+        }
+        self.options = {
+            "op": op.name,
+            "compression": str(compression.name),
+            "backward_passes_per_step": str(passes),
+            "check_finite": str(check_finite),
+            **dict(options),
+        }
+        self._check_finite = check_finite
+        self._finding: Finding | None = None
+        self._findings: dict[int, Finding | None] = {}
+        self.shared: SharedMemory | None = None  # gradients that lie there are reduced in place
+        self.all_are_here = True  # no rank had joined when the last exchange ended
+        self.note = ""
+        self.notes: list[str] = []
+        self._title = title
+        self._number = 0
+        self._position = ""
+        self._step = ""  # which exchange of which optimizer
+        self._attempt = 1
+        self._label = ""  # both of them
+        self._weight: float | None = None
+        self._parameters: list[tuple[str, Any]] = []
+        self._handles: list[Handle] = []
+        self._place: int | None = None
+        self._overlaps: list[tuple[int, int, int, bool]] = []
+        self.bind(parameters)
+        group.beginners.add(self)
+
+    def bind(self, parameters: Sequence[tuple[str, Any]], together: Sequence[int] = ()) -> None:
+        """From the next step on, these named parameters are meant; cheap if nothing changed.
+
+        `together` as in `Plan`.
+        """
+        if (
+            parameters
+            and len(parameters) == len(self._parameters)
+            and all(
+                new is old and name == known
+                for (name, new), (known, old) in zip(parameters, self._parameters, strict=True)
+            )
+        ):
+            return
+        if self._handles:
+            raise RuntimeError("the parameters changed between ready() and finish()")
+        self._parameters = list(parameters)
+        self._together = tuple(together)
+        self._plans: dict[object, Plan] = {}
+        self._forget()
+        self._reset()
+
+    def begin_anew(self) -> None:
+        """Ranks that had joined are back: they do not know what was agreed on, or who was first."""
+        self._forget()
+        self._number = 0
+        self._attempt = 1
+        _numbers.pop(self.group, None)
+        if not self._handles:
+            self._reset()
+
+    def _forget(self) -> None:
+        self._agreed: Plan | None = None
+        self._signatures: list[int] = []
+        self._bucket_of: dict[int, int] = {}
+        self._n_members: list[int] = []
+
+    @property
+    def weight(self) -> float | None:
+        """This step's weight of this rank, such as its number of samples; None: all alike.
+
+        To be set before the step's first `ready()`, on every rank or on none; forgotten afterwards.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        checked = None if weight is None else checked_weight(weight, self._op)
+        if self._handles:
+            raise RuntimeError("the weight must be set before the first ready() of the step")
+        self._weight = checked
+
+    @property
+    def position(self) -> str:
+        """Which exchange the next one is, in the owner's words: the same on every rank."""
+        return self._position
+
+    @position.setter
+    def position(self, position: str) -> None:
+        self._position = position
+        self._relabel()
+
+    def _relabel(self) -> None:
+        if self._title or self._number:
+            title = self._title or f"gradients of optimizer {self._number}"
+            self._step = f"{title}{self._position}"
+            self._label = self._step
+            if self._attempt > 1:
+                self._label += f", attempt {self._attempt}"
+
+    def ready(self, i: int) -> None:
+        """Parameter i has its gradient of one backward pass; not to be touched until `finish()`."""
+        n_ready = self._n_ready[i] = self._n_ready[i] + 1
+        if n_ready < self._passes:
+            return
+        if n_ready > self._passes:
+            name = self._parameters[i][0]
+            self._n_ready[i] = self._passes
+            raise RuntimeError(
+                f"the gradient of {name!r} became ready {self._passes + 1} times before step(): "
+                f"with backward_passes_per_step={self._passes}, call step() after every "
+                f"{self._passes} backward passes"
+            )
+        bucket = self._bucket_of.get(i) if self._streams else None
+        if bucket is None:
+            return
+        self._n_awaited[bucket] -= 1
+        while (
+            self._n_awaited[bucket] == 0
+            and not self._changed
+            and len(self._handles) < len(self._n_awaited)
+            and self._n_awaited[len(self._handles)] == 0
+        ):
+            self._leave_early()
+
+    def hold(self, i: int) -> bool:
+        """Parameter i's gradient changes after it was ready: nothing leaves before `finish()`.
+
+        False if it has left already.
+        """
+        self._changed = True
+        return self._agreed is None or self._bucket_of.get(i, len(self._handles)) >= len(
+            self._handles
+        )
+
+    def finish(self) -> None:
+        """All gradients hold the result. Every rank calls it; MismatchError where plans differ.
+
+        What each rank had in `note` is in `notes` then.
+        """
+        try:
+            self._finish()
+            self._handles = []
+            self._attempt = 1
+            if any(self._findings.values()):
+                self._tell_findings()
+        except (PeerLostError, StallError):
+            raise  # nothing of this world can be used further
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._reset()
+
+    def _finish(self) -> None:
+        self.notes = [self.note] * self.group.size
+        arrays, copied = self._look()
+        if self._check_finite:
+            begun = len(self._handles)
+            here = [i for i in range(len(arrays)) if self._bucket_of.get(i, begun) >= begun]
+            here.reverse()  # in the order in which they leave
+            self._scan(here, [arrays[i] for i in here])
+        mine = self._describe(arrays)
+        if self._compares_later() and self._follow(mine, arrays, copied):
+            return
+        plan, n_begun = self._agree(mine)
+        if plan is not mine:
+            self._fill(plan, arrays, copied)
+        rest = plan.travelling
+        if n_begun and self._agreed is not None:
+            early = {i for bucket in self._agreed.buckets[:n_begun] for i in bucket}
+            rest = tuple(i for i in rest if i not in early)
+            for bucket in self._agreed.buckets[len(self._handles) : n_begun]:
+                self._send(self._agreed, bucket, [arrays[i] for i in bucket])
+        if rest:
+            self.group.exchange(
+                [arrays[i] for i in rest],
+                names=[self._parameters[i][0] for i in rest],
+                label=self._label,
+                op=self._op,
+                compression=self._compression,
+                weight=self._weight,
+                shared=self.shared,
+                **self._factors,
+            )
+        for handle in self._handles:
+            self.group.synchronize(handle)
+        if copied:
+            self._write_back(plan, copied)
+        self._adopt(plan, arrays)
+
+    def abandon(self) -> None:
+        """Give this step up, on this rank alone: none of its buckets is in flight any more.
+
+        Nobody writes into gradients when this returns, and the next gradients are those of another
+        attempt. It waits for no other rank's program.
+        """
+        if self._handles:
+            self._withdraw()
+            self._attempt += 1
+        self._reset()
+
+    def _withdraw(self) -> bool:
+        """Nothing is in flight; whether gradients of this rank were changed by the exchange."""
+        is_changed = (
+            bool(self._handles) and type(self._compression).prepare is not Compressor.prepare
+        )
+        for handle in self._handles:
+            if not handle.withdraw():
+                is_changed = True
+                with suppress(Exception):  # this step's errors are nobody's any more
+                    self.group.synchronize(handle)
+        if (self._handles or any(self._n_ready)) and self._agreed is not None and self._agreed.gpu:
+            # What was queued on GPUs cannot be withdrawn: the ranks meet before they queue more.
+            self._forget()
+        self._handles = []
+        return is_changed
+
+    # What this rank has.
+
+    def _look(self) -> tuple[list[Any], dict[int, Any]]:
+        """Every gradient as memory that can be written, and those that are copies to put back."""
+        self._adapter.compute([parameter for _, parameter in self._parameters])
+        arrays: list[Any] = []
+        for name, parameter in self._parameters:
+            try:
+                arrays.append(self._adapter.gradient(parameter))
+            except TypeError as error:
+                raise TypeError(f"the gradient of {name!r}: {error}") from error
+        copied: dict[int, Any] = {}
+        self._tensors = self._writable(arrays, copied)
+        self._overlaps = self._tensors.overlaps()
+        here = [i for i, array in enumerate(arrays) if array is not None]
+        crowded = [here[first] for first, second, *_ in self._overlaps if first == second]
+        if crowded:  # expanded, for instance: the result needs memory for each of its elements
+            for i in crowded:
+                arrays[i] = copied[i] = copy_of(arrays[i])
+            self._tensors = self._writable(arrays, copied)
+            self._overlaps = self._tensors.overlaps()
+        return arrays, copied
+
+    def _writable(self, arrays: list[Any], copied: dict[int, Any]) -> Tensors:
+        try:
+            return _tensors(arrays)
+        except (TypeError, ValueError, BufferError):
+            pass  # one by one, to find the names
+        for i, array in enumerate(arrays):
+            if array is None:
+                continue
+            try:
+                _tensors([array])
+            except (ValueError, BufferError):
+                arrays[i] = copied[i] = np.array(array)
+            except TypeError as error:
+                text = str(error).removeprefix("array 0: ")
+                raise TypeError(f"the gradient of {self._parameters[i][0]!r}: {text}") from error
+        return _tensors(arrays)
+
+    def _describe(self, arrays: list[Any]) -> Plan:
+        present = tuple(array is not None for array in arrays)
+        options = (
+            *self.options.items(),
+            ("weighted", str(self._weight is not None)),
+            ("memory", "host" if self._gpu() is None else "GPU"),
+        )
+        key = (present, self._tensors.signature, tuple(self._overlaps), options)
+        if key not in self._plans:
+            if len(self._plans) == 8:  # which gradients there are changes all the time
+                self._plans.clear()
+            self._plans[key] = Plan(
+                entries=tuple(
+                    _entry(name, None if array is None else array)
+                    for (name, _), array in zip(self._parameters, arrays, strict=True)
+                ),
+                present=present,
+                owners=self._owners(arrays),
+                bucket_bytes=self._bucket_bytes,
+                wire=self._compression.wire,
+                options=options,
+                together=self._together,
+            )
+        return self._plans[key]
+
+    def _owners(self, arrays: list[Any]) -> tuple[int, ...]:
+        """Gradients that are one tensor (of tied weights) travel once; others lie apart."""
+        owners = list(range(len(arrays)))
+        here = [i for i, array in enumerate(arrays) if array is not None]
+        for first, second, _, same in self._overlaps:
+            i, k = here[first], here[second]
+            if not same:
+                (a, a_look), (b, b_look) = (
+                    (self._parameters[here[at]][0], self._tensors.describe(at))
+                    for at in (first, second)
+                )
+                raise ValueError(
+                    f"the gradients of {a!r} ({a_look}) and {b!r} ({b_look}) overlap in memory, "
+                    "and what they share would be averaged twice: give each memory of its own, or "
+                    "both the same (tied weights)"
+                )
+            owners[k] = min(owners[k], i)
+        return tuple(owners)
+
+    def _fill(self, plan: Plan, arrays: list[Any], copied: dict[int, Any]) -> None:
+        """Zeros where `plan` has a gradient and this rank has none."""
+        for i in plan.travelling:
+            if arrays[i] is not None:
+                continue
+            parameter = self._parameters[i][1]
+            value = self._adapter.value(parameter) if plan.gpu else None
+            if value is not None and gpu_of(value) is not None:
+                arrays[i] = self._adapter.zeros_like(value)
+            else:
+                entry = plan.entries[i]
+                arrays[i] = self._adapter.missing(parameter, entry.dtype, entry.shape)
+            copied[i] = arrays[i]
+
+    # What is not finite.
+
+    def _scan(self, chosen: Sequence[int], arrays: Sequence[Any]) -> None:
+        """Remembers which of these gradients, still this rank's own, are not finite.
+
+        arrays[k] is that of parameter chosen[k].
+        """
+        here = [i for i, array in zip(chosen, arrays, strict=True) if array is not None]
+        tensors = _tensors(arrays)
+        if tensors.device != HOST:
+            raise ValueError(
+                "check_finite looks at gradients in the host's memory, and these are on a GPU: "
+                "leave it out, and look at them there before step()"
+            )
+        if tensors.strided:
+            tensors = _tensors([None if array is None else copy_of(array) for array in arrays])
+        for i, (n_nan, n_inf) in zip(here, count_non_finite(tensors), strict=True):
+            if n_nan or n_inf:
+                found = self._finding or Finding(self._parameters[i][0], n_nan, n_inf, 0)
+                self._finding = found._replace(n_tensors=found.n_tensors + 1)
+
+    def _tell_findings(self) -> None:
+        found = {rank: one for rank, one in self._findings.items() if one}
+        rank, first = next(iter(found.items()))
+        counts = ((first.n_nan, "NaN"), (first.n_inf, "inf"))
+        what = " and ".join(f"{n:,} {name}" for n, name in counts if n)
+        more = f", one of {first.n_tensors} such there" if first.n_tensors > 1 else ""
+        others = [str(other) for other in found if other != rank]
+        also = f" Ranks with such gradients, too: {', '.join(others)}." if others else ""
+        text = (
+            f"the gradient of {first.name!r} has {what} on rank {rank}, before averaging{more} "
+            f"({self._label}).{also} Look at that rank's samples of this step, at divisions by 0 "
+            "and logarithms of it, and at the learning rate."
+        )
+        if self._check_finite == "raise":
+            raise NonFiniteError(text)
+        if self.group.rank == 0:
+            warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=2)
+
+    # On a GPU with NCCL, where a step does not wait for the other ranks' programs.
+
+    def _compares_later(self) -> bool:
+        agreed = self._agreed
+        return agreed is not None and agreed.gpu and self.group.compares_later(self._gpu())
+
+    def _gpu(self) -> int | None:
+        """Where the gradients lie; None for the host's memory."""
+        if len(self._tensors):
+            self._place = self._tensors.device
+        elif self._place is None:  # no gradient so far: it would lie where its parameter does
+            gpu = gpu_of(self._adapter.value(self._parameters[0][1])) if self._parameters else None
+            self._place = HOST if gpu is None else gpu
+        return None if self._place == HOST else self._place
+
+    def _follow(self, mine: Plan, arrays: list[Any], copied: dict[int, Any]) -> bool:
+        """The exchange is queued under the plan of an earlier step; False if no rank can do that.
+
+        A rank whose gradients fit that plan waits for nobody. One whose do not waits to hear of the
+        others: if it only lacks some and others follow the plan, zeros go in their place; if nobody
+        follows, the ranks come to agree on a new plan; anything else is a MismatchError.
+        """
+        plan = self._agreed
+        assert plan is not None
+        follows = mine == plan
+        begun = len(self._handles)
+        if follows or mine.lacks_only_some_of(plan):
+            full, zeros = list(arrays), dict(copied)
+            self._fill(plan, full, zeros)
+            batches = list(plan.buckets[begun:]) if self._streams else [plan.travelling]
+        else:
+            early = {i for bucket in plan.buckets[:begun] for i in bucket}
+            batches = [tuple(i for i in mine.travelling if i not in early)]
+            full, zeros = arrays, copied
+        for batch in filter(None, batches):
+            if not self._send(plan, batch, [full[i] for i in batch], follows):
+                return False
+            follows = True
+        if zeros:
+            self._write_back(plan, zeros)
+        return True
+
+    # What all ranks have.
+
+    def _agree(self, mine: Plan) -> tuple[Plan, int]:
+        """The plan of all ranks, and how many buckets of the last one some rank has begun."""
+        if not (self._title or self._number):
+            self._number = next(_numbers.setdefault(self.group, itertools.count(1)))
+            self._relabel()
+        plan, n_begun, total_weight = self.group.direct(
+            lambda transport: self._meet(transport, mine)
+        )
+        if total_weight <= 0:
+            self._begin_attempt(self._attempt + 1)
+            raise ValueError("every rank gave weight 0 for this step: at least one needs samples")
+        return plan, n_begun
+
+    def _meet(self, transport: Transport, mine: Plan) -> tuple[Plan, int, float]:
+        agreed = 0 if self._agreed is None else self._agreed.digest
+        timeline.waits(self._label, "agree")
+        headers = transport.agree(
+            hash63(f"{self._label} {agreed} {mine.digest} {self.note} {self._finding}"),
+            count=len(self._handles),
+            weight=self._own_weight,
+            label=self._label,
+        )
+        timeline.runs()
+        here = not_joined(headers)
+        self._findings = {transport.ranks[r]: self._finding for r in here}
+        self.all_are_here = len(here) == len(headers)
+        if len({headers[r].digest for r in here}) == 1:
+            plan, n_begun = mine, max(headers[r].count for r in here)
+            if len(here) < len(headers):
+                told(transport, "")  # who has joined is needed for the exchange, and not for this
+        else:
+            plan, n_begun = self._settle(mine, here)
+        return plan, n_begun, sum(header.weight for header in headers)
+
+    def _settle(self, mine: Plan, here: Sequence[int]) -> tuple[Plan, int]:
+        """The plan of the ranks `here` that came with different ones, if it is possible."""
+        offer = Offer(
+            mine,
+            self._agreed,
+            len(self._handles),
+            self._step,
+            self._attempt,
+            self.note,
+            self._finding,
+        )
+        # Peers may be in another call altogether: the first line is for them, as in all such texts.
+        everyone = told(self.group.transport, f"{self._label}\n{_OFFER}{pickle.dumps(offer).hex()}")
+        texts, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
+        found = [text.partition(f"\n{_OFFER}")[2] for text in texts]
+        if not all(found):
+            raise MismatchError(explain(self._label, texts, ranks))
+        offers = [pickle.loads(bytes.fromhex(one)) for one in found]
+        self.notes = [offer.note for offer in offers]
+        self._findings = dict(zip(ranks, (offer.finding for offer in offers), strict=True))
+        n_begun = max(offer.n_begun for offer in offers)
+        attempts = [offer.attempt for offer in offers]
+        try:
+            steps = [offer.step for offer in offers]
+            if len(set(steps)) > 1:
+                raise MismatchError(
+                    f"The ranks exchange different gradients: {who_has(steps, ranks)} "
+                    "(optimizers are counted in the order of their first step). Step the same "
+                    "ones, after the same backward passes, on every rank."
+                )
+            plan = merge([offer.plan for offer in offers], ranks)
+            if len(set(attempts)) > 1:
+                self._join_attempts(attempts, here)
+                return plan, 0
+            if n_begun and len({offer.agreed for offer in offers}) > 1:
+                sent = [f"sent {offer.n_begun} buckets" for offer in offers]
+                raise MismatchError(
+                    f"The ranks' plans come from different steps: {who_has(sent, ranks)} "
+                    "before step(), and some do not know them. Make, change and step the optimizer "
+                    "alike on every rank."
+                )
+        except MismatchError:
+            self._begin_attempt(max(attempts) + 1)
+            raise
+        return plan, n_begun
+
+    def _join_attempts(self, attempts: Sequence[int], here: Sequence[int]) -> None:
+        """Go on with one attempt, from its beginning; MismatchError where gradients were mixed."""
+        transport = self.group.transport
+        is_changed = self._withdraw()
+        headers = transport.agree(hash63(self._step), count=int(is_changed), label=self._step)
+        if len(here) < len(headers):
+            told(transport, "")
+        ranks = [transport.ranks[r] for r in here]
+        mixed = [transport.ranks[r] for r in here if headers[r].count]
+        if mixed:
+            who = who_has([f"attempt {attempt}" for attempt in attempts], ranks)
+            what = ["gradients that were averaged with abandoned ones"] * len(mixed)
+            raise MismatchError(
+                "A backward pass was abandoned on some ranks, after an error or an interrupt, and "
+                f"finished on others: of {self._step}, {who}. So {who_has(what, mixed)}. Drop the "
+                "gradients of this step on every rank, zero_grad(), and go on with the next batch."
+            )
+        self._attempt = max(attempts)
+        self._relabel()
+
+    def _begin_attempt(self, number: int) -> None:
+        """All ranks give up this one, and all call the next by that number."""
+        self._withdraw()
+        self._attempt = number
+
+    # Sending.
+
+    def _leave_early(self) -> None:
+        assert self._agreed is not None
+        number = len(self._handles)
+        bucket = self._agreed.buckets[number]
+        arrays = [self._adapter.gradient(self._parameters[i][1]) for i in bucket]
+        # A gradient that is not what was agreed on waits for finish(), and all after it: there,
+        # ranks find out whether it changed on all of them.
+        try:
+            tensors = _tensors(arrays)
+            self._changed = tensors.signature != self._signatures[number] or bool(
+                tensors.overlaps()
+            )
+        except (TypeError, ValueError, BufferError):
+            self._changed = True
+        if not self._changed:
+            if self._check_finite:
+                self._scan(bucket, arrays)
+            self._send(self._agreed, bucket, arrays)
+
+    def _send(
+        self, plan: Plan, bucket: tuple[int, ...], arrays: list[Any], follows: bool = True
+    ) -> bool:
+        names = [plan.entries[i].name for i in bucket]
+        number = len(self._handles) + 1
+        label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
+        if plan.gpu and self._compares_later():
+            # A stream keeps order by itself: no need to match names.
+            sent = self.group.exchange(
+                arrays,
+                names=names,
+                label=label,
+                op=self._op,
+                compression=self._compression,
+                weight=self._weight,
+                follows=follows,
+                **self._factors,
+            )
+            if sent:
+                self._handles.append(Handle(label, None, lambda: None))
+            return sent
+        handle = self.group.exchange_async(
+            arrays,
+            names=names,
+            label=label,
+            op=self._op,
+            compression=self._compression,
+            weight=self._weight,
+            shared=self.shared,
+            **self._factors,
+        )
+        self._handles.append(handle)
+        return True
+
+    def _write_back(self, plan: Plan, copied: dict[int, Any]) -> None:
+        for i, owner in enumerate(plan.owners):
+            if plan.present[i] and owner in copied:
+                self._adapter.set_gradient(self._parameters[i][1], copied[owner])
+
+    def _adopt(self, plan: Plan, arrays: list[Any]) -> None:
+        """From now on, buckets may leave early under `plan`."""
+        if self._agreed == plan:
+            return
+        self._agreed = plan
+        self._signatures = [_tensors([arrays[i] for i in b]).signature for b in plan.buckets]
+        # Memory shared by several parameters is complete when all of them are ready.
+        of_owner = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket}
+        self._bucket_of = {
+            i: of_owner[owner] for i, owner in enumerate(plan.owners) if plan.present[i]
+        }
+        members = Counter(self._bucket_of.values())
+        self._n_members = [members[number] for number in range(len(plan.buckets))]
+
+    def _reset(self) -> None:
+        """A new step begins: nothing is ready, nothing in flight."""
+        self._weight = None
+        self._finding = None
+        self._findings = {}
+        self._changed = False
+        self._relabel()  # another rank's may have been completed
+        self._handles = []
+        self._tensors = _NOTHING  # gradients that the caller drops are dropped
+        self._overlaps = []
+        self._n_ready = [0] * len(self._parameters)
+        self._n_awaited = list(self._n_members)
+
+    @property
+    def _own_weight(self) -> float:
+        return 1.0 if self._weight is None else self._weight
+
+
+def _some_of(names: Sequence[str]) -> str:
+    return (
+        ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+    )
+
+
+_NOTHING = Tensors([])
+_OFFER = "offer "
+
+
+def _tensors(arrays: Sequence[Any]) -> Tensors:
+    """Those that are there, to be looked at: nobody's stream waits for another's."""
+    return Tensors([array for array in arrays if array is not None], stream=NO_ORDER)
+
+
+def _entry(name: str, array: Any) -> Entry:
+    if array is None:
+        return Entry(name, "unknown", (), 0)
+    dtype = str(array.dtype).removeprefix("torch.")
+    return Entry(name, dtype, tuple(array.shape), array.dtype.itemsize)

@@ -1,0 +1,156 @@
+"""Gradients in, averages out: for optimizers that are given gradients and own none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from horo_lite import context
+from horo_lite.adapters import adapter_of, from_numpy, to_host
+from horo_lite.adapters.object import Adapter, Array
+from horo_lite.collectives.arrays import copy_of, gpu_of
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.training.reducer import Reducer
+
+
+class Transform:
+    """A function from this rank's gradients to the averages (or sums) over the ranks.
+
+    Every rank calls it equally often, with gradients of the same names, shapes and dtypes, or
+    MismatchError on all names the first that differs. None counts as zeros where other ranks have a
+    gradient, and receives the result. What can be written is changed in place and returned, as
+    torch's are; of others the result has new ones. With `copies` nothing is changed, and the result
+    has arrays of the core's own, to be given back through `like`. `weight`, on every rank or on
+    none, is this rank's number of samples; `title` as for the Reducer.
+    """
+
+    def __init__(
+        self,
+        op: Op = Average,
+        compression: Compressor = Compression.none,
+        group: Group | None = None,
+        *,
+        copies: bool = False,
+        title: str | None = None,
+    ) -> None:
+        if op not in (Average, Sum):
+            raise ValueError(f"gradients take op=Average or op=Sum, not {op}")
+        self.op, self.compression = op, compression
+        self._group = group
+        self._copies, self._title = copies, title
+        self._adapter = _SlotAdapter()
+        self._slots: list[_Slot] = []
+        self._reducer: Reducer | None = None
+
+    def __call__(
+        self, names: Sequence[str], gradients: Sequence[Any], weight: float | None = None
+    ) -> list[Any]:
+        if is_traced(gradients):
+            return self._inside_jit(names, gradients, weight)
+        reducer = self._bound(names)
+        reducer.weight = weight
+        self._adapter.like = next((g for g in gradients if g is not None), None)
+        try:
+            for slot, gradient in zip(self._slots, gradients, strict=True):
+                slot.grad = gradient
+            if self._copies:
+                self._adapter.compute(self._slots)
+                for slot in self._slots:
+                    slot.grad = _copied(slot.name, slot.grad)
+            reducer.finish()
+            return [slot.grad for slot in self._slots]
+        finally:
+            self._adapter.like = None
+            for slot in self._slots:
+                slot.grad = None
+
+    @property
+    def group(self) -> Group:
+        if self._group is not None:
+            return self._group
+        return context.world().group
+
+    def _bound(self, names: Sequence[str]) -> Reducer:
+        if [slot.name for slot in self._slots] != list(names):
+            self._slots = [_Slot(name) for name in names]
+        named = [(slot.name, slot) for slot in self._slots]
+        if self._reducer is None or self._reducer.group is not self.group:
+            self._reducer = Reducer(
+                self.group,
+                self._adapter,
+                named,
+                op=self.op,
+                compression=self.compression,
+                streams=False,
+                title=self._title,
+            )
+        else:
+            self._reducer.bind(named)
+        return self._reducer
+
+    def _inside_jit(
+        self, names: Sequence[str], gradients: Sequence[Any], weight: float | None
+    ) -> list[Any]:
+        """The same as a part of what JAX compiles; None, on all ranks, stays None there."""
+        # Several may have one name.
+        keys = [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]
+        named = zip(keys, gradients, strict=True)
+        averages = import_module("horo_lite.jax").average_gradients(
+            {key: gradient for key, gradient in named if gradient is not None},
+            op=self.op,
+            compression=self.compression,
+            weight=weight,
+            group=self._group,
+        )
+        return [averages.get(key) for key in keys]
+
+
+class _Slot:
+    """A gradient's place in the plan, the same from call to call."""
+
+    grad: Any = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _SlotAdapter(Adapter):
+    like: Any = None
+    """Of the kind that a gradient gets which only other ranks have."""
+
+    def compute(self, parameters: Sequence[_Slot]) -> None:
+        for one_of_its_kind in {type(slot.grad): slot.grad for slot in parameters}.values():
+            adapter_of(one_of_its_kind).compute(parameters)
+
+    def gradient(self, parameter: _Slot) -> Array | None:
+        return None if parameter.grad is None else to_host(parameter.grad)
+
+    def set_gradient(self, parameter: _Slot, array: Array) -> None:
+        old = self.like if parameter.grad is None else parameter.grad
+        parameter.grad = array if old is None else from_numpy(array, old)
+
+    def value(self, parameter: _Slot) -> Array | None:
+        return None  # it has nothing but gradients
+
+    def missing(self, parameter: _Slot, dtype: str, shape: tuple[int, ...]) -> Array:
+        if gpu_of(self.like) is None or not str(self.like.dtype).endswith(dtype):
+            return self.zeros(dtype, shape)
+        adapter = adapter_of(self.like)
+        return adapter.zeros_like(adapter.empty(self.like, shape))
+
+
+def _copied(name: str, array: Array | None) -> Array | None:
+    try:
+        return None if array is None else copy_of(array)
+    except TypeError as error:
+        raise TypeError(f"the gradient of {name!r}: {error}") from error
+
+
+def is_traced(gradients: Sequence[Any]) -> bool:
+    """Whether this is a function of JAX that is being compiled, where there are no values yet."""
+    core = sys.modules.get("jax.core")
+    return core is not None and any(isinstance(g, core.Tracer) for g in gradients)

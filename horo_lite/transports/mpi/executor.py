@@ -1,0 +1,101 @@
+"""MPI without THREAD_MULTIPLE: one thread makes the calls of all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from horo_lite.errors import HoroLiteError
+
+T = TypeVar("T")
+
+_CLOSED = "shutdown() has ended what was under way"
+
+
+class MainThreadExecutor:
+    """Makes other threads' MPI calls in the thread that called init().
+
+    It does so while that thread is in a call of ours: while a direct call waits, in poll,
+    synchronize and shutdown. Only calls that return at once go through here; whoever waits repeats
+    them. So no deadlock comes of it: a direct call waits for the same direct call on its peers and
+    for nothing that an engine does; and engines wait for engines, which are served wherever a
+    thread waits, so they get as far as engines that call MPI themselves. (Ranks of a host also wait
+    for each other in shared memory, without serving, but only once all have entered that call.) A
+    part of the world has an executor of its own `beside` the world's: whoever waits in one serves
+    both.
+    """
+
+    def __init__(self, beside: MainThreadExecutor | None = None) -> None:
+        self._owner = threading.get_ident()
+        self._closed = False
+        # Whose request it is, the call, and where its answer is awaited.
+        self._requests: queue.SimpleQueue[
+            tuple[MainThreadExecutor, Callable[[], Any], queue.SimpleQueue[Any]]
+        ]
+        self._requests = queue.SimpleQueue() if beside is None else beside._requests
+
+    @staticmethod
+    def if_needed(beside: MainThreadExecutor | None = None) -> MainThreadExecutor | None:
+        """Return one for the calling thread, unless MPI grants THREAD_MULTIPLE."""
+        from mpi4py import MPI
+
+        return None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else MainThreadExecutor(beside)
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Return what `function(*args)` returned to the thread that may call MPI."""
+        if threading.get_ident() == self._owner:
+            return function(*args)
+        answers: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
+        self._requests.put((self, partial(function, *args), answers))
+        if self._closed:
+            raise HoroLiteError(_CLOSED)
+        value, error = answers.get()
+        if error is not None:
+            raise error
+        return value
+
+    def check_thread(self) -> None:
+        """Raise HoroLiteError in any thread but the one that may call MPI."""
+        if threading.get_ident() != self._owner:
+            raise HoroLiteError(
+                "MPI was initialised without THREAD_MULTIPLE, so only the thread that called "
+                "horo_lite.init() may make this call"
+            )
+
+    def serve(self, timeout_s: float) -> bool:
+        """Make the next call that another thread asks for; whether one has within that time."""
+        self.check_thread()
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            whose, function, answers = self._requests.get(timeout_s > 0, timeout_s)
+        except queue.Empty:
+            return False
+        try:
+            if whose._closed:
+                raise HoroLiteError(_CLOSED)
+            value = function()
+        except BaseException as raised:
+            error = raised
+        answers.put((value, error))
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for this thread too
+        return True
+
+    def close(self) -> None:
+        """Make whoever asks for something, now or later, raise HoroLiteError."""
+        self._closed = True
+        others = []
+        with suppress(queue.Empty):
+            while True:
+                request = self._requests.get_nowait()
+                if request[0] is self:
+                    request[2].put((None, HoroLiteError(_CLOSED)))
+                else:
+                    others.append(request)
+        for request in others:
+            self._requests.put(request)

@@ -1,0 +1,377 @@
+"""Ranks of several hosts: shared memory inside a host, MPI (through mpi4py) across hosts.
+
+An all-reduce goes window by window. The ranks of a host encode theirs into shared memory and sum
+them there, in rank order; one rank a host exchanges the sums with the other hosts, each of which
+owns a share, adds it up in host order and gives the result to all; everyone decodes it. A host of
+one rank does the same with nobody to wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite import _native
+from horo_lite.errors import PeerLostError, StallError
+from horo_lite.transports.interface import Header, Reduction, Transport
+from horo_lite.transports.mpi.byte_stream import ByteStream
+from horo_lite.transports.mpi.communicators import Communicators
+from horo_lite.transports.mpi.engine_channel import EngineChannel
+from horo_lite.transports.mpi.peer_status import PeerStatus
+from horo_lite.transports.peers import allgather_objects
+from horo_lite.transports.this_host import WINDOW_BYTES, Role
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from horo_lite.transports.mpi.executor import MainThreadExecutor
+    from horo_lite.transports.this_host import ThisHost
+
+T = TypeVar("T")
+
+# MPI is given no memory but the transport's own, through which everything is copied in windows.
+STAGE_BYTES = 1 << 20
+SMALLEST_STAGE_BYTES, STAGES_BYTES = 1 << 16, 8 << 20  # of one peer, and of all
+
+# How long a rank has waited in the last `agree` travels with the next.
+_HEADER = np.dtype([("digest", "u8"), ("count", "i8"), ("weight", "f8"), ("waited", "f8")])
+
+
+def _at_once(function: Callable[..., T], *args: Any) -> T:
+    return function(*args)
+
+
+class MpiTransport(Transport):
+    """A transport over MPI for ranks on several hosts."""
+
+    name = "mpi"
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        host: ThisHost,
+        role: Role,
+        executor: MainThreadExecutor | None = None,
+    ) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._is_direct = role == Role.DIRECT
+        self.executor = executor
+        self.call: Callable[..., Any] = _at_once
+        """Makes a call of MPI's, in the thread that may."""
+        self.serve: Callable[[float], bool] | None = None
+        """How a direct call that waits makes the calls of other threads, where it must."""
+        if executor is not None and self._is_direct:
+            self.serve = executor.serve
+        elif executor is not None:
+            self.call = executor.call
+        self.rank = comm.rank
+        self.size = comm.size
+        self.ranks = host.ranks
+        self._detector = self.stall_detector = host.stall_detector
+        self._leaders = host.leaders
+        self._here = [host.ranks.index(r) for r in host.here]
+        names: list[str] = allgather_objects(comm, host.names[host.rank])
+        self._host_group = host.group(role)
+        scratch = host.scratch(role)
+        self._images = [scratch + r * WINDOW_BYTES for r in range(host.size)]
+        self._sum = scratch + host.size * WINDOW_BYTES
+        self._total = scratch + (host.size + 1) * WINDOW_BYTES
+        self.communicators = Communicators(comm, leads=self._host_group.rank == 0)
+        self.communicators.memory["segment"] = host.segment
+        self._comm = self.communicators.all
+        self.peers = PeerStatus(
+            self.communicators.control_channel(),
+            self.call,
+            self._host_group,
+            host.stall_detector,
+            comm.rank,
+            host.ranks,
+            names,
+        )
+        self._n_hosts = len(host.leaders)
+        self._broken = ""
+        self._n_waits = 0  # changes whenever this rank begins or stops to wait, odd while it does
+        self._waiting_thread = 0  # whose wait that is: its native id
+        self._waited_s = 0.0  # in the last `agree`
+
+    # Agreeing and reducing.
+
+    @property
+    def label(self) -> str:
+        return self.peers.label
+
+    def agree(
+        self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
+    ) -> list[Header]:
+        if self._broken:
+            raise PeerLostError(
+                f"an operation failed, and this group of ranks can no longer be used "
+                f"({self._broken}): to go on, call shutdown() and then init() on every rank"
+            )
+        self._detector.check()
+        if self.serve is not None:
+            self.serve(0.0)  # even if this call never waits
+        mine = self.communicators.buffer("header", _HEADER.itemsize).view(_HEADER)
+        mine[0] = digest, count, weight, self._waited_s
+        everyone = self.communicators.buffer("headers", self.size * _HEADER.itemsize).view(_HEADER)
+        byte = self._mpi.BYTE
+        if self._is_direct:
+            self._detector.doing(label)
+        self.peers.begin(label)
+        self._wait([self.call(self._comm.Iallgather, [mine, byte], [everyone, byte])])
+        self._tally(everyone["waited"].tolist())
+        self._waited_s = time.monotonic() - self.peers.began
+        return [Header(int(h["digest"]), int(h["count"]), float(h["weight"])) for h in everyone]
+
+    def _tally(self, waited_s: list[float]) -> None:
+        """Hosts have clocks of their own: last in the last `agree` was who waited least."""
+        last = waited_s.index(min(waited_s))
+        if self._is_direct and last != self.rank and self._waited_s > 0:
+            self._detector.waited_for(self.ranks[last], self._waited_s - waited_s[last])
+
+    def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
+        op, wire, prescale, scale, divisor, weights = reduction
+        layout = _native.WireLayout(tensors, op, wire, WINDOW_BYTES, self._n_hosts)
+        group, leaders = self._host_group, self.communicators.leaders
+        ours = range(group.rank, self._n_hosts, group.size)
+        here = [weights[r] for r in self._here] if weights else ()
+        for window in range(layout.n_chunks):
+            shares = layout.shares(window)
+            layout.encode(window, self._images[group.rank])
+            self._barrier_of_host()
+            for share in ours:
+                layout.reduce(window, share, self._images, prescale, here, 1.0, 1.0, self._sum)
+            self._barrier_of_host()
+            if leaders is not None:
+                self._reduce_across(leaders, layout, window, shares, scale, divisor)
+            self._barrier_of_host()
+            layout.decode(window, self._total)
+
+    def _reduce_across(
+        self,
+        leaders: MPI.Comm,
+        layout: _native.WireLayout,
+        window: int,
+        shares: list[tuple[int, int]],
+        scale: float,
+        divisor: float,
+    ) -> None:
+        byte = self._mpi.BYTE
+        begins = [begin for begin, _ in shares]
+        sizes = [end - begin for begin, end in shares]
+        host = leaders.rank
+        own_begin, own_size = begins[host], sizes[host]
+        inbox = self.communicators.buffer("inbox", self._n_hosts * own_size)
+        sums = self._memory(self._sum, shares[-1][1])
+        total = self._memory(self._total, shares[-1][1])
+        arrivals = [h * own_size for h in range(self._n_hosts)]
+        self._wait(
+            [
+                self.call(
+                    leaders.Ialltoallv,
+                    [sums, (sizes, begins), byte],
+                    [inbox, ([own_size] * self._n_hosts, arrivals), byte],
+                )
+            ],
+            self._leaders,
+        )
+        # Where each host's image of the whole window would begin.
+        images = [inbox.ctypes.data + arrival - own_begin for arrival in arrivals]
+        layout.reduce(window, host, images, 1.0, (), scale, divisor, self._total)
+        in_place = self._mpi.IN_PLACE
+        gathering = self.call(leaders.Iallgatherv, in_place, [total, (sizes, begins), byte])
+        self._wait([gathering], self._leaders)
+
+    def _barrier_of_host(self) -> None:
+        if self._host_group.size > 1:
+            with self._giving_up():
+                self._host_group.agree(self.label, 0)
+
+    # Moving bytes.
+
+    def broadcast(self, tensors: _native.Tensors, root: int) -> None:
+        stream, size = ByteStream(tensors), STAGE_BYTES
+        stages = [self.communicators.buffer(f"stage {i}", size) for i in range(2)]
+
+        def start(window: int) -> list[Any]:
+            stage = stages[window % 2][: stream.length(window, size)]
+            if self.rank == root:
+                stream.read(window, size, stage)
+            return [self.call(self._comm.Ibcast, [stage, self._mpi.BYTE], root)]
+
+        def finish(window: int) -> None:
+            if self.rank != root:
+                stream.write(window, size, stages[window % 2])
+
+        self._in_windows(stream.n_windows(size), start, finish)
+
+    def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
+        self.alltoall([send] * self.size, receive, ())
+
+    def alltoall(
+        self,
+        send: Sequence[_native.Tensors],
+        receive: Sequence[_native.Tensors],
+        n_bytes: Sequence[Sequence[int]],
+    ) -> None:
+        byte = self._mpi.BYTE
+        peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # not all to 0 first
+        size = max(SMALLEST_STAGE_BYTES, min(STAGE_BYTES, STAGES_BYTES // len(peers)))
+        outgoing = {id(send[peer]): ByteStream(send[peer]) for peer in peers}
+        incoming = {peer: ByteStream(receive[peer]) for peer in peers}
+        streams = [*outgoing.values(), *incoming.values()]
+        stages = [
+            self.communicators.buffer(f"stages {i}", size * len(streams)).reshape(-1, size)
+            for i in range(2)
+        ]
+        place = {key: i for i, key in enumerate((*outgoing, *(("from", p) for p in peers)))}
+
+        def start(window: int) -> list[Any]:
+            stage = stages[window % 2]
+            filled = {
+                key: stream.read(window, size, stage[place[key]])
+                for key, stream in outgoing.items()
+            }
+            requests: list[Any] = self.call(post, window, filled)
+            return requests
+
+        def post(window: int, filled: dict[int, NDArray[np.uint8]]) -> list[Any]:
+            stage, requests = stages[window % 2], []
+            for peer in peers:
+                if length := incoming[peer].length(window, size):
+                    room = stage[place["from", peer]][:length]
+                    requests.append(self._comm.Irecv([room, byte], peer))
+            for peer in peers:
+                part = filled[id(send[peer])]
+                if part.size:
+                    requests.append(self._comm.Isend([part, byte], peer))
+            return requests
+
+        def finish(window: int) -> None:
+            for peer, stream in incoming.items():
+                stream.write(window, size, stages[window % 2][place["from", peer]])
+
+        self._in_windows(max(stream.n_windows(size) for stream in streams), start, finish)
+
+    def _in_windows(
+        self, n: int, start: Callable[[int], list[Any]], finish: Callable[[int], None]
+    ) -> None:
+        """Each window is started, waited for and finished; two are under way at any time."""
+        under_way: list[Any] = []
+        for window in range(n + 1):
+            requests = start(window) if window < n else []
+            if window > 0:
+                self._wait(under_way)
+                finish(window - 1)
+            under_way = requests
+
+    def _memory(self, address: int, n_bytes: int) -> Any:
+        return self._mpi.buffer.fromaddress(address, n_bytes)
+
+    # Waiting and ending.
+
+    def _wait(self, requests: list[Any], among: Sequence[int] = ()) -> None:
+        """Return when all requests are complete, which are of the ranks `among`; of all by default.
+
+        MPI itself would wait for ever, at full speed, and learn of nobody's end.
+        """
+        test: Callable[[list[Any]], bool] = self._mpi.Request.Testall
+        if self.call is not _at_once:
+            test = partial(self.call, test)
+        pause = self.serve or time.sleep
+        n_polls = 0
+        wait = self._detector.wait()
+        went_well = False
+        try:
+            with self._giving_up():
+                while not test(requests):
+                    n_polls += 1
+                    if n_polls < 200:
+                        continue
+                    if n_polls == 200:
+                        self._waiting_thread = threading.get_native_id()
+                        self._n_waits += 1
+                    pause(min(1e-3, 20e-6 * (n_polls - 199)))
+                    if n_polls % 20 == 0:
+                        try:
+                            self.peers.check_all()
+                            self.peers.report_wait(wait, among or range(self.size))
+                        except PeerLostError:
+                            if test(requests):  # they are complete all the same
+                                break
+                            raise
+            went_well = True
+        finally:
+            self._n_waits += self._n_waits % 2
+            wait.close(went_well)
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Whatever ends a wait early leaves the group unusable, and the others learn of that."""
+        try:
+            yield
+        except self._mpi.Exception as error:  # of MPI with fault tolerance
+            self._broken = f"a rank died while {self.peers.doing()} ({error})"
+            self.abandon(self._broken)
+            raise PeerLostError(self._broken) from error
+        except (PeerLostError, StallError) as error:
+            self._broken = str(error)
+            self.abandon(self._broken)
+            raise
+        except BaseException:
+            self._broken = "this rank was interrupted in the middle of an operation"
+            self.abandon("it was interrupted")
+            raise
+
+    def new_engine(
+        self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
+    ) -> _native.Engine | None:
+        assert isinstance(direct, MpiTransport)
+        channel = EngineChannel(self)
+        engine = _native.Engine.over_channel(
+            channel,
+            list(self.ranks),
+            explain,
+            channel.serve,
+            lambda: (direct._n_waits, direct._waiting_thread),
+        )
+        engine.watched_by(self._detector)
+        return engine
+
+    def announce(self, what: str, expect_s: float) -> None:
+        self.peers.announce(what, expect_s)
+
+    def check_peer(self, peer: int, name: str) -> None:
+        self.peers.check_one(peer, name)
+
+    def has_left(self, peer: int, n_records: int) -> bool:
+        return self.peers.has_left(peer, n_records)
+
+    def abandon(self, reason: str) -> None:
+        self._broken = self._broken or f"this rank gave up: {reason}"
+        self.peers.abandon(reason)
+
+    def leave(self, reason: str) -> None:
+        self.peers.leave(reason)
+
+    def given_up(self) -> bool:
+        return bool(self._broken)
+
+    def peer_pids(self, silent: bool) -> list[int]:
+        return self._host_group.peer_pids(silent)
+
+    def first_to_tell(self) -> bool:
+        return self._host_group.first_to_tell()
+
+    def close(self) -> None:
+        """Its communicators can be given back: see Communicators.free_closed."""
+        self.communicators.closed = not self._broken

@@ -1,0 +1,169 @@
+"""The ranks of this host, and the memory that their transports share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from horo_lite import _native
+from horo_lite.transports.peers import (
+    DESCRIPTOR,
+    NAME,
+    PID,
+    ObjectCommunicator,
+    allgather_objects,
+)
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["WINDOW_BYTES", "Role", "ThisHost", "share_memory"]
+
+WINDOW_BYTES = 1 << 20
+"""Of an all-reduce over several hosts, what is under way at a time."""
+
+
+class Role(IntEnum):
+    """What a transport of a world is for: where in the host's memory it lies."""
+
+    DIRECT = 0
+    ENGINE = 1
+    WATCH = 2
+
+
+# pid, name, where the memory of the host is
+_CONTRIBUTION = (PID, NAME, [None, (PID, DESCRIPTOR, range(1 << 62))])
+
+
+@dataclass(frozen=True)
+class ThisHost:
+    """The ranks of this host, and the memory they share."""
+
+    rank: int
+    """Of this process, among the host's."""
+    size: int
+    ranks: Sequence[int]
+    """Of all of the communicator's ranks, their numbers in the world."""
+    segment: _native.Segment
+    group_bytes: int
+    scratch_bytes: int
+    """For each of the transports; 0 where all ranks are on one host."""
+    pids: Sequence[int]
+    names: Sequence[str]
+    n_transports: int
+    here: Sequence[int]
+    """The world's numbers of the ranks of this host."""
+    leaders: Sequence[int]
+    """The first rank of each host, as the communicator numbers them."""
+    stall_detector: _native.StallDetector
+    inboxes: Sequence[tuple[int, int]]
+    """Of each of the communicator's ranks, the process and its descriptor for messages, if any."""
+    is_world: bool
+    """Not a part of one."""
+
+    def group(self, role: Role) -> _native.ShmGroup:
+        """The C++ group of the host's ranks for that transport."""
+        group = _native.ShmGroup(
+            self.segment,
+            role * self.group_bytes,
+            self.rank,
+            self.size,
+            self.pids,
+            self.names,
+        )
+        if role != Role.WATCH:  # nobody waits for its thread
+            direct = role == Role.DIRECT and self.scratch_bytes == 0
+            group.watched_by(self.stall_detector, self.here, direct)
+        if role == Role.DIRECT and self.is_world:
+            group.speak_at_sigterm()
+        return group
+
+    def scratch(self, role: Role) -> int:
+        """The address of memory that all ranks of this host see."""
+        offset = self.n_transports * self.group_bytes + role * self.scratch_bytes
+        return self.segment.address + offset
+
+
+def share_memory(
+    comm: MPI.Comm | ObjectCommunicator,
+    host_of_rank: Sequence[int],
+    *,
+    over_mpi: bool,
+    n_transports: int,
+    ranks: Sequence[int],
+    stall_detector: _native.StallDetector | None,
+    inbox: int | None = None,
+) -> ThisHost | str:
+    """Make memory that the ranks of each host share; or, on every rank, why some host cannot.
+
+    Collective over `comm`. A part of a world has the world's stall detector. `inbox` is the
+    descriptor at which this rank's messages arrive, if others are to open it.
+    """
+    # As `comm` numbers them: ranks of a host keep their order.
+    places = list(host_of_rank)
+    here = [r for r, place in enumerate(places) if place == places[comm.rank]]
+    group_bytes = _native.ShmGroup.memory_bytes(len(here))
+    # Over MPI, an image of each rank's, their sum, and the sum of all hosts.
+    scratch_bytes = (len(here) + 2) * WINDOW_BYTES if over_mpi else 0
+    board = n_transports * (group_bytes + scratch_bytes)
+    is_world = stall_detector is None
+    n_bytes = board + (_native.StallDetector.memory_bytes(comm.size) if is_world else 0)
+    segment = None
+    why_not = ""
+    where: tuple[int, int, int] | None = None
+    pid = os.getpid()
+    name = f"rank {ranks[comm.rank]} (pid {pid} on {socket.gethostname()})"
+    if comm.rank == here[0]:
+        try:
+            segment = _native.Segment.create(n_bytes)
+            where = (pid, segment.fd, segment.token)
+        except OSError as error:
+            why_not = _why_not(error)
+    form = (*_CONTRIBUTION, None if inbox is None else DESCRIPTOR)
+    # All in `comm`: whoever has lost a peer revokes it, and nobody can be left in another one.
+    everyone = allgather_objects(comm, (pid, name, where, inbox), form)
+    where = everyone[here[0]][2]
+    if segment is None and where is not None:
+        try:
+            segment = _native.Segment.open(where[0], where[1], n_bytes, where[2])
+        except (OSError, RuntimeError) as error:
+            why_not = _why_not(error)
+    reasons = allgather_objects(comm, why_not, str)
+    if any(reasons):
+        return "; ".join(f"rank {ranks[r]}: {each}" for r, each in enumerate(reasons) if each)
+    assert segment is not None
+    segment.close_descriptor()
+    pids = [each[0] for each in everyone]
+    names = [each[1] for each in everyone]
+    if stall_detector is None:
+        stall_detector = _native.StallDetector(segment, board, comm.rank, places, pids, names)
+    return ThisHost(
+        rank=here.index(comm.rank),
+        size=len(here),
+        ranks=ranks,
+        segment=segment,
+        group_bytes=group_bytes,
+        scratch_bytes=scratch_bytes,
+        pids=[pids[r] for r in here],
+        names=[names[r] for r in here],
+        n_transports=n_transports,
+        here=[ranks[r] for r in here],
+        leaders=[places.index(place) for place in sorted(set(places))],
+        stall_detector=stall_detector,
+        inboxes=[(each[0], each[3]) for each in everyone if each[3] is not None],
+        is_world=is_world,
+    )
+
+
+def _why_not(error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return f"{error}: raise `ulimit -n`"
+    if number in (errno.EACCES, errno.EPERM, errno.ENOENT):
+        return f"{error}: different users, or containers with separate process namespaces"
+    return str(error)

@@ -1,0 +1,47 @@
+"""A program ends in good order while a daemon thread of it still waits for other ranks."""
+
+from __future__ import annotations
+
+import pytest
+from launch import run_ranks
+
+pytestmark = pytest.mark.mpi
+
+SCRIPT = """\
+import sys, threading, time
+import numpy as np
+import horo_lite as hvd
+
+(what,) = sys.argv[1:]
+rank = hvd.init(device="cpu", stall_warn_s=0).rank
+transport = hvd.world().group.transport
+x = np.ones(10)
+
+
+def again():
+    while True:
+        try:
+            hvd.allreduce(x)
+        except hvd.HoroLiteError:
+            pass
+
+
+operations = {"allreduce": lambda: hvd.allreduce(x), "recv": lambda: hvd.recv(x, 1), "again": again}
+hvd.barrier()
+if rank == 0:
+    threading.Thread(target=operations[what], daemon=True).start()
+    time.sleep(0.3)  # until it waits; it is no error if it does not yet
+else:
+    while not transport.has_left(0, 0):  # rank 0 ends first
+        time.sleep(0.01)
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("hosts", ["", "1,1"])
+@pytest.mark.parametrize("what", ["allreduce", "recv", "again"])
+def test_a_daemon_thread_that_waits_does_not_spoil_the_end(what: str, hosts: str) -> None:
+    env = {"HORO_LITE_TEST_HOSTS": hosts}
+    result = run_ranks(SCRIPT, 2, args=(what,), env=env).check()
+    assert result.stdout.count("end") == 2, str(result)
+    assert "Error" not in result.stderr, str(result)

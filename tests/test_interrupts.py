@@ -1,0 +1,109 @@
+"""Over MPI: memory that an operation gave back when it ended early is never written to again."""
+
+from __future__ import annotations
+
+import pytest
+from launch import run_ranks
+
+pytestmark = pytest.mark.mpi
+
+SCRIPT = """\
+import gc, os, signal, sys, threading, time
+import numpy as np
+import horo_lite as hvd
+
+operation, phase, how = sys.argv[1:]
+world = hvd.init(device="cpu")
+rank, size = world.rank, world.size
+transport = world.group.transport
+n = 1 << 19  # 2 MiB of float32: several windows
+
+x = np.full(n, rank + 1.0, np.float32)
+operations = {
+    "allreduce": lambda: hvd.allreduce_(x),
+    "allgather": lambda: hvd.allgather(x),
+    "broadcast": lambda: hvd.broadcast_(x, size - 1),
+    "alltoall": lambda: hvd.alltoall(x[: n // size * size]),
+    "allgather_object": lambda: hvd.allgather_object(x),
+    "recv": lambda: hvd.recv(x, size - 1) if rank == 0 else hvd.send(x, 0),
+}
+hvd.barrier()
+
+# The last rank is late: in `agree`, or when all have agreed and the bytes are to move.
+go_on = threading.Event()
+if rank == size - 1:
+    name = {"allgather_object": "allgather"}.get(operation, operation)
+    if phase == "meeting":
+        real_agree = transport.agree
+        def late(*args, **options):
+            time.sleep(1.0)
+            return real_agree(*args, **options)
+        transport.agree = late
+    elif operation == "recv":
+        from horo_lite import context  # the envelope leaves at once, its bytes late
+        mailbox = context.messages()._mailbox
+        real_lay_out = mailbox.lay_out
+        def late(peer, number, address, n_bytes):
+            def start():
+                time.sleep(1.0)
+                real_lay_out(peer, number, address, n_bytes)
+            threading.Thread(target=start).start()
+            return []
+        mailbox.lay_out = late
+    else:
+        real = getattr(transport, name)
+        def late(*args, **options):
+            time.sleep(1.0)
+            return real(*args, **options)
+        setattr(transport, name, late)
+
+
+def end_early():
+    time.sleep(0.5)
+    if how == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        transport.peers.lost = "rank 7 gave up (the test says so)"
+
+
+if rank == 0:
+    threading.Thread(target=end_early, daemon=True).start()
+try:
+    operations[operation]()
+except (KeyboardInterrupt, hvd.PeerLostError) as error:
+    ended = type(error).__name__
+else:
+    ended = "nothing"
+if rank == 0:
+    assert ended == ("KeyboardInterrupt" if how == "interrupt" else "PeerLostError"), ended
+    x[:] = 7.0
+    gc.collect()
+    # Other arrays, of the sizes of what may have been given back.
+    given = [np.zeros(k * n, np.float32) for k in (1, size) for _ in range(40)]
+    for k in (32, 64, 96, 4096, 1 << 16, 1 << 20):
+        given += [np.zeros(k, np.uint8) for _ in range(50)]
+    from mpi4py import MPI
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        MPI.COMM_WORLD.Iprobe()
+        time.sleep(0.001)
+    assert (x == 7.0).all(), "the array was written to"
+    assert not any(array.any() for array in given), "other arrays were written to"
+    print("untouched", flush=True)
+else:
+    time.sleep(2.5)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "allgather_object", "recv")
+CASES = [(name, phase, "interrupt") for name in OPERATIONS for phase in ("meeting", "movement")]
+CASES = [case for case in CASES if case[:2] != ("recv", "meeting")]
+CASES += [("allgather", "movement", "loss"), ("broadcast", "movement", "loss")]
+
+
+@pytest.mark.parametrize(("operation", "phase", "how"), CASES)
+def test_memory_given_back_keeps_its_content(operation: str, phase: str, how: str) -> None:
+    env = {"HORO_LITE_TEST_HOSTS": "1,1"}
+    result = run_ranks(SCRIPT, 2, args=(operation, phase, how), env=env)
+    assert "untouched" in result.stdout, str(result)
