@@ -238,10 +238,11 @@ class Job:
     def begin_wait(self) -> None:
         """The stall detector counts this as waiting from now on; until wait() returns."""
 
-    def withdraw(self) -> bool:
+    def withdraw(self, beside: bool = False) -> bool:
         """True where it was not run and never will be; False where it is done.
 
-        Waits for no other rank's program.
+        Waits for no other rank's program. `beside` the thread that may call MPI, which then has to
+        let the engine go on.
         """
 
     def wait(self, beside: bool = False) -> None:

@@ -267,14 +267,18 @@ def connecting_fails() -> None:
     usable(group)
 
 
+def fails_soon(n: int, group: Group) -> None:
+    """Rank 1 fails in its n-th operation from here."""
+    ops.barrier(group=group)
+    where = f"1:{n_operations() + n}"
+    os.environ["HORO_LITE_FAKE_NCCL_FAILS_AT"] = where if RANK == 1 else ""
+
+
 def operations_fail() -> None:
     """On rank 1, in different situations: everybody is told, and nobody hangs."""
 
     def soon(n: int) -> None:
-        """Rank 1 fails in its n-th operation from here."""
-        ops.barrier(group=group)
-        where = f"1:{n_operations() + n}"
-        os.environ["HORO_LITE_FAKE_NCCL_FAILS_AT"] = where if RANK == 1 else ""
+        fails_soon(n, group)
 
     def step() -> None:
         ops.allreduce(on_gpu(np.ones(5)), Sum, group=group).numpy()  # waits for its stream
@@ -333,6 +337,30 @@ def operations_fail() -> None:
     fails(hvd.shutdown, DeviceError, *words)
     os.environ["HORO_LITE_FAKE_NCCL_FAILS_AT"] = ""
     usable(start())
+
+
+def learns_late() -> None:
+    """Rank 1, whose GPU fails, has submitted more by the time its own program learns about it."""
+    abort = watch.Watch._abort
+
+    def slowly(self: watch.Watch, error: Exception) -> None:
+        if RANK == 1:
+            time.sleep(0.5)
+        abort(self, error)
+
+    watch.Watch._abort = slowly  # type: ignore[method-assign]
+    group = start()
+    for name in "x", None:  # unnamed operations are numbered, and the ranks have counted further
+        usable(group)
+        fails_soon(2, group)
+        settles(
+            lambda name=name: group.synchronize(  # type: ignore[misc]
+                ops.allreduce_async(on_gpu([1.0]), name=name, group=group)
+            ),
+            DeviceError,
+            "on rank 1, NCCL could not",
+        )
+    usable(group)
 
 
 def ahead() -> None:

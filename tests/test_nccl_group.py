@@ -33,6 +33,7 @@ def program(job: str) -> str:
         ("one_rank_has_no_windows", 2),
         ("connecting_fails", 2),
         ("operations_fail", 3),
+        ("learns_late", 3),
         ("ahead", 2),
         ("without_nccl", 2),
         ("mismatches", 3),

@@ -112,6 +112,8 @@ std::vector<double> weights_of(const std::vector<Entry>& entries) {
   return weights;
 }
 
+constexpr double kForeverSeconds = 3600.0;
+
 struct PyJob {
   std::shared_ptr<Job> job;
   std::shared_ptr<Engine> engine;
@@ -127,10 +129,12 @@ struct PyJob {
     }
   }
 
-  bool withdraw() {
+  bool withdraw(bool beside) {
     {
       const WithoutGil release;
       engine->withdraw(job);
+      while (beside && !job->wait(kForeverSeconds)) {
+      }
     }
     wait_until_done();
     return job->is_withdrawn;
@@ -207,8 +211,9 @@ void bind_engine(nb::module_& m) {
       .def(
           "begin_wait", [](PyJob& job) { job.engine->begin_wait(job.job); },
           "The stall detector counts this as waiting from now on, until wait() returns.")
-      .def("withdraw", &PyJob::withdraw,
-           "True where it was not run and never will be; False where it is done. Waits for no other rank's program.")
+      .def("withdraw", &PyJob::withdraw, "beside"_a = false,
+           "True where it was not run and never will be; False where it is done. Waits for no other rank's program. "
+           "`beside` the thread that may call MPI, which then has to let the engine go on.")
       .def("wait", &PyJob::wait, "beside"_a = false, "`beside` the training thread, which may go on meanwhile.")
       .def_prop_ro(
           "times",

@@ -136,17 +136,22 @@ class Group:
             A handle for `synchronize` and `poll`.
         """
         self.check_usable()
-        lane = part.memory.lane
-        if lane is not None and self._watch is not None:
-            self._watch.check()
+        if part.memory.lane is None or self._watch is None or self._engine is None:
+            return self._submit(call, part, result)
+        with self._watch.submitting() as submitted:
+            handle = self._submit(call, part, result)
+            submitted.add(handle)
+        return handle
+
+    def _submit(self, call: Call[T], part: Part, result: Callable[[T], Any]) -> Handle:
         is_numbered = not part.label and call.name is None
         part.label = part.label or call.label
         call.prepare(part)
         if is_numbered:
-            part.label = f"{call.kind} number {self.new_number('')}"
+            part.label = f"{call.kind} number {self.unnamed('')}"
         transport = self._async_transport
         if self._engine is None or transport is None:
-            finish = self.direct(partial(call.run, part), lane)
+            finish = self.direct(partial(call.run, part), part.memory.lane)
             return Handle(part.label, None, lambda: result(finish()))
         job, finish = call.submit(part, self._engine, transport)
         n_bytes = part.memory.tensors.nbytes
@@ -178,6 +183,13 @@ class Group:
             if self._watch is not None:
                 self._watch.raise_common()
             raise
+        except MismatchError:
+            if self._watch is None or not handle.is_void:
+                raise
+            self._watch.raise_what_voided()
+            raise DeviceError(
+                f"{handle.name} was not carried out: a GPU had failed, as was raised before"
+            ) from None
 
     def poll(self, handle: Handle) -> bool:
         """Tell whether an operation is over.
@@ -421,11 +433,21 @@ class Group:
             self._unnamed[kind] += 1
             return self._unnamed[kind]
 
-    def give_back(self, kind: str, number: int) -> None:
-        """The number was not used."""
+    def unnamed(self, kind: str) -> str:
+        """What tells an unnamed operation from others: its number, counted by `kind`.
+
+        What the ranks had submitted when a GPU failed may differ, so they count anew afterwards.
+        """
+        n_errors = 0 if self._watch is None else self._watch.generation
+        since = f" after {n_errors} errors of GPUs" if n_errors else ""
+        return f"{self.new_number(kind + since)}{since}"
+
+    def give_back(self, kind: str, unnamed: str) -> None:
+        """What `unnamed(kind)` returned was not used."""
+        number, space, since = unnamed.partition(" ")
         with self._counting:
-            if self._unnamed[kind] == number:
-                self._unnamed[kind] -= 1
+            if self._unnamed[kind + space + since] == int(number):
+                self._unnamed[kind + space + since] -= 1
 
     def begin_anew(self) -> None:
         """What all ranks must count alike is counted from the beginning."""

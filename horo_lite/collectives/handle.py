@@ -18,6 +18,8 @@ class Handle:
         self.name = name
         self._job = job
         self._finish = finish
+        self.is_void = False
+        """Whether it was withdrawn because a GPU has failed, which all ranks raise."""
 
     def done(self) -> bool:
         return self._job is None or self._job.done()
@@ -30,10 +32,11 @@ class Handle:
                 timeline.look()
         return self._finish()
 
-    def withdraw(self) -> bool:
+    def withdraw(self, beside: bool = False) -> bool:
         """Give the operation up on this rank; whether it never was and never will be carried out.
 
         False where it is done, on every rank. Either way nothing of it is under way any more. Waits
-        for no other rank's program.
+        for no other rank's program. `beside` says that the calling thread is another than the one
+        that trains.
         """
-        return self._job is not None and self._job.withdraw()
+        return self._job is not None and self._job.withdraw(beside)

@@ -787,6 +787,9 @@ def _check_reducible(tensors: Sequence[Tensor], op: AnyOp) -> None:
             _native.check_reducible(native, op.value)
 
 
+_UNNAMED = "noname."  # Horovod's, before the number
+
+
 @contextmanager
 def _submitting(group: Group, kind: str, name: str) -> Iterator[None]:
     """What cannot be submitted is a ValueError, and its number is not used up."""
@@ -794,9 +797,9 @@ def _submitting(group: Group, kind: str, name: str) -> Iterator[None]:
         with _value_errors():
             yield
     except ValueError:
-        number = name.removeprefix("noname.")
-        if number != name and number.isdigit():
-            group.give_back(kind, int(number))
+        unnamed = name.removeprefix(_UNNAMED)
+        if unnamed != name and unnamed.partition(" ")[0].isdigit():
+            group.give_back(kind, unnamed)
         raise
 
 
@@ -859,7 +862,7 @@ def _part_of(group: Group, n_rows: int) -> slice:
 
 
 def _name(group: Group, kind: str, name: str | None) -> str:
-    return f"noname.{group.new_number(kind)}" if name is None else str(name)
+    return f"{_UNNAMED}{group.unnamed(kind)}" if name is None else str(name)
 
 
 # Gradients.

@@ -100,6 +100,16 @@ class NcclTransport(GpuTransport):
         self.group.close()
 
 
+def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """What those of the ranks that have something to say do say."""
+    said = zip(ranks, texts, strict=True)
+    return "; ".join(f"on rank {rank}, {text}" for rank, text in said if text)
+
+
+# Of a rank's GPU, for the others.
+_NOT_CONNECTED, _CONNECTED, _FAILED = range(3)
+
+
 class Lane:
     """How one rank's GPU takes part in a group: a communication stream, and its transport."""
 
@@ -126,11 +136,23 @@ class Lane:
         return found
 
     def transport_of_all(self) -> GpuTransport:
-        """As `transport`, where ranks may have reset theirs at other times; always collective."""
+        """As `transport`, where ranks may have reset theirs at other times; always collective.
+
+        Raises:
+            DeviceError: A rank's GPU has failed in an earlier operation, which not all programs
+                have learned yet; raised on every rank.
+        """
         label = "arrays on a GPU"
         found = self._transport
-        headers = self.host.agree(0, found is not None and not self.failure(), label=label)
-        if found is None or not all(header.count for header in headers):
+        failure = "" if found is None else found.failure()
+        state = _FAILED if failure else _CONNECTED if found is not None else _NOT_CONNECTED
+        states = [header.count for header in self.host.agree(0, state, label=label)]
+        if _FAILED in states:
+            texts = told(self.host, failure)
+            if found is not None:
+                found.peer_failed = True
+            raise DeviceError(on_ranks(self.host.ranks, texts))
+        if found is None or _NOT_CONNECTED in states:
             self.fail("the ranks connect their GPUs anew")
             self.reset()
             found = self.transport()
@@ -147,6 +169,12 @@ class Lane:
         """Return what NCCL has failed with, or what was given to `fail`. For any thread."""
         found = self._transport
         return "" if found is None else found.failure()
+
+    @property
+    def peer_failed(self) -> bool:
+        """Whether another rank's GPU is known to have failed, which was not raised yet."""
+        found = self._transport
+        return found is not None and found.peer_failed
 
     def reset(self) -> None:
         """Connect anew at the next use."""

@@ -6,16 +6,29 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 from horo_lite import _native
 from horo_lite.collectives.agreement import digest_of, explain, told
 from horo_lite.errors import DeviceError, MismatchError, PeerLostError, StallError
 from horo_lite.transports.interface import Header, OverHost, Transport
+from horo_lite.transports.nccl import on_ranks
 
 if TYPE_CHECKING:
     from horo_lite.transports.nccl import Lane
+
+
+class Withdrawable(Protocol):
+    """An asynchronous operation with arrays on a GPU."""
+
+    is_void: bool
+
+    def done(self) -> bool: ...
+    def withdraw(self, beside: bool = False) -> bool: ...
+
 
 # What a rank says in a round. It is there with a notice (of something that it can do as agreed on
 # earlier, or cannot), with nothing, with a failure, or for the last time.
@@ -58,9 +71,10 @@ class Watch:
     what went wrong elsewhere.
 
     Where notices differ, what waits on the GPUs is ended, on every rank. `check()` then raises the
-    difference, once; what a rank announced before that is void, so that afterwards all ranks are at
-    the same place again, and connect their GPUs anew. Failures of this rank's GPU are noticed, too,
-    and reported to the others.
+    difference, once; what a rank announced before that is void, and so is what it submitted
+    (`submitting`) and the others did not, so that afterwards all ranks are at the same place again,
+    and connect their GPUs anew. No program learns about it before that is so on every rank.
+    Failures of this rank's GPU are noticed, too, and reported to the others.
 
     A rank that cannot do what was agreed on earlier says so with `follows=False`, and then waits
     for the notice. If no rank follows, that is not a mismatch but `nobody_follows`: all are
@@ -79,8 +93,11 @@ class Watch:
         self._lanes = lanes
         self._error: Exception | None = None
         self._stopped = threading.Event()  # there is an error
+        self._submitting = threading.Lock()
+        self._submitted: WeakSet[Withdrawable] = WeakSet()
+        self._is_stopping = False  # nothing is submitted any more until the error was raised
         self._awaited = 0  # the direct call in which a rank waits for those that are elsewhere
-        self._generation = 0
+        self._generation = 0  # how many errors all ranks have raised
         self._lost: PeerLostError | None = None  # for whoever goes on alone
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._first: Notice | None = None
@@ -122,6 +139,26 @@ class Watch:
             self.wait(self._latest.popleft())
         return notice
 
+    @contextmanager
+    def submitting(self) -> Iterator[WeakSet[Withdrawable]]:
+        """Around submitting an asynchronous operation, which is then to be added.
+
+        Raises:
+            MismatchError, DeviceError: As `check`.
+        """
+        while True:
+            self.check()
+            with self._submitting:
+                if not self._is_stopping:
+                    yield self._submitted
+                    return
+            self._serve_until(self._stopped.wait)
+
+    @property
+    def generation(self) -> int:
+        """How many errors of GPUs all ranks have raised."""
+        return self._generation
+
     def wait(self, notice: Notice) -> None:
         """Wait until all ranks have said theirs; raise if they differ, or if that will not be."""
         self._serve_until(notice.settled.wait)
@@ -141,13 +178,20 @@ class Watch:
                 if lane.failure():  # not what has been connected since
                     lane.reset()
             self._generation += 1
+            self._is_stopping = False
             self._stopped.clear()
             self._error = None
         raise error
 
     def raise_common(self) -> None:
-        """If a GPU of this rank has failed, wait until all ranks know it, and raise it."""
-        if self._failure():
+        """If a GPU of any rank has failed, wait until all ranks know it, and raise it."""
+        if self._failure() or any(lane.peer_failed for lane in self._lanes):
+            self._serve_until(self._stopped.wait)
+        self.check()
+
+    def raise_what_voided(self) -> None:
+        """Raise the error for which an operation was withdrawn, unless that was raised before."""
+        if self._is_stopping:
             self._serve_until(self._stopped.wait)
         self.check()
 
@@ -185,7 +229,8 @@ class Watch:
             while self._round():
                 pass
         except Exception as error:  # a peer is gone, or nothing moves
-            self._stop(error)
+            self._abort(error)
+            self._raise_in_program(error)
             if isinstance(error, StallError):
                 self._transport.abandon(str(error))
         finally:
@@ -218,11 +263,7 @@ class Watch:
         speaks = [state in (_FOLLOWS, _DIFFERS) for state in states]
         try:
             if _FAILED in states:
-                texts = told(self._transport, failure)
-                failed = [r for r, state in enumerate(states) if state == _FAILED]
-                raise DeviceError(
-                    "; ".join(f"on rank {self._transport.ranks[r]}, {texts[r]}" for r in failed)
-                )
+                raise DeviceError(on_ranks(self._transport.ranks, told(self._transport, failure)))
             if _LEAVES in states:
                 return self._end_with_all(states, speaks, label)
             silent = [n for n, speaking in zip(counts, speaks, strict=True) if not speaking]
@@ -243,7 +284,10 @@ class Watch:
                 texts = told(self._transport, notice.describe())
                 raise MismatchError(explain(label, texts, self._transport.ranks))
         except (DeviceError, MismatchError) as error:
-            self._stop(error)
+            self._abort(error)
+            self._withdraw()
+            self._transport.agree(0, label="what follows a failure of a GPU")
+            self._raise_in_program(error)
         if notice is not None:
             notice.settled.set()
             self._first = None
@@ -303,7 +347,17 @@ class Watch:
             self._lost = lost
         return False
 
-    def _stop(self, error: Exception) -> None:
+    def _withdraw(self) -> None:
+        """Make void what this rank has submitted and others have not: they need not do so now."""
+        with self._submitting:
+            self._is_stopping = True
+            submitted = list(self._submitted)
+            self._submitted.clear()
+        for handle in submitted:
+            handle.is_void = True  # before the program can see that it is withdrawn
+            handle.is_void = handle.withdraw(beside=True)
+
+    def _abort(self, error: Exception) -> None:
         # All at once: aborting one may wait for memory that a stuck kernel of another keeps. Not
         # for ever: NCCL may not come back, and the program is to hear of the error nevertheless.
         aborts = [
@@ -315,7 +369,10 @@ class Watch:
         until = time.monotonic() + ABORT_S
         for abort in aborts:
             abort.join(max(until - time.monotonic(), 0))
-        self._error = error  # from here on this rank's program may raise it, and connect anew
+
+    def _raise_in_program(self, error: Exception) -> None:
+        """From here on this rank's program may raise it, and connect anew."""
+        self._error = error
         self._stopped.set()
 
 
