@@ -139,7 +139,11 @@ def _calls(seed: int, elastic: bool, mpi: str, here: Environment) -> Watch:
         n = plan.survivors()
         if code == 0 and sorted(ends) != [(str(i), str(n)) for i in range(n)]:
             raise FindingError(f"{n} ranks should have come to the end, but there were {ends}")
-        lost = [t.rank for t in plan.troubles if t.how not in ("SIGSTOP", "skip")]
+        # A rank that skips a call ends the job there.
+        until = min((t.step for t in plan.troubles if t.how == "skip"), default=len(plan.calls))
+        lost = [
+            t.rank for t in plan.troubles if t.how not in ("SIGSTOP", "skip") and t.step < until
+        ]
         # MPICH's launcher kills the others before they can tell which rank a signal has ended.
         # As Open MPI's launcher says it, if that is faster: [prterun-host-pid@1,rank].
         named = [r for r in lost if re.search(rf"\brank {r}\b|@\d+,{r}\]", result.stderr)]
