@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from horo_lite.collectives.compression import Compression as Compression
     from horo_lite.collectives.compression import Compressor as Compressor
     from horo_lite.collectives.handle import Handle as Handle
-    from horo_lite.collectives.join import join as join
     from horo_lite.collectives.reductions import Average as Average
     from horo_lite.collectives.reductions import Max as Max
     from horo_lite.collectives.reductions import Min as Min
@@ -29,21 +28,17 @@ if TYPE_CHECKING:
     from horo_lite.context import *  # noqa: F403
     from horo_lite.errors import *  # noqa: F403
     from horo_lite.launch.run import run as run
-    from horo_lite.messages import irecv as irecv
-    from horo_lite.messages import isend as isend
-    from horo_lite.messages import recv as recv
-    from horo_lite.messages import send as send
     from horo_lite.ops import *  # noqa: F403
     from horo_lite.start.groups import *  # noqa: F403
     from horo_lite.start.session import *  # noqa: F403
     from horo_lite.start.stall import Straggler as Straggler
     from horo_lite.start.stall import announce as announce
     from horo_lite.start.stall import stragglers as stragglers
+    from horo_lite.start.trace import start_timeline as start_timeline
+    from horo_lite.start.trace import stop_timeline as stop_timeline
     from horo_lite.state.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
     from horo_lite.state.broadcast import broadcast_parameters as broadcast_parameters
     from horo_lite.state.drift import check_in_sync as check_in_sync
-    from horo_lite.timeline import start_timeline as start_timeline
-    from horo_lite.timeline import stop_timeline as stop_timeline
     from horo_lite.training.data import DistributedSampler as DistributedSampler
     from horo_lite.training.data import partition_dataset as partition_dataset
     from horo_lite.training.gradients import average_gradients as average_gradients
@@ -66,7 +61,8 @@ _HOME = {
         "allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_ "
         "grouped_allreduce_async grouped_allreduce_async_ reducescatter reducescatter_async "
         "allgather allgather_async broadcast broadcast_ broadcast_async broadcast_async_ alltoall "
-        "alltoall_async barrier broadcast_object allgather_object synchronize poll",
+        "alltoall_async barrier broadcast_object allgather_object synchronize poll join "
+        "send recv isend irecv",
         "collectives.compression": "Compression Compressor",
         "training.data": "DistributedSampler partition_dataset",
         "state.drift": "check_in_sync",
@@ -74,11 +70,9 @@ _HOME = {
         "AllocationError PeerLostError TooFewRanksError StallError LauncherError DeviceError "
         "CheckpointError JobError",
         "training.gradients": "average_gradients grad_and_average",
-        "collectives.join": "join",
-        "messages": "send recv isend irecv",
         "training.optimizer": "DistributedOptimizer",
         "start.stall": "announce stragglers Straggler",
-        "timeline": "start_timeline stop_timeline",
+        "start.trace": "start_timeline stop_timeline",
         "context": "is_initialized world rank size local_rank local_size cross_rank cross_size "
         "is_homogeneous device World Device",
         "start.groups": "new_group free_group",

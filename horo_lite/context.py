@@ -1,7 +1,7 @@
 """The current world, and who is notified when another takes its place or it has ended.
 
-`start.session` enters and leaves worlds; everything else reads here which one there is. Of the
-package this imports the errors only, so that every module may import it.
+`start.session` enters and leaves worlds; the layers above read here which one there is. Those below
+(collectives, messages, transports) are given what they work with.
 """
 
 from __future__ import annotations

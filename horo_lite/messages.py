@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horo_lite import arguments, context
+from horo_lite import arguments
 from horo_lite.collectives.arrays import Array, HostArrays, gpu_of
 from horo_lite.collectives.handle import Handle
 from horo_lite.errors import MismatchError, NotInitializedError, PeerLostError
@@ -322,88 +322,3 @@ def _of_host(x: Array) -> Array:
             "of it there, and receive into one (in PyTorch, x.cpu())"
         )
     return x
-
-
-# For the world that this process is in.
-
-
-def send(x: Array, dst: int, *, tag: int = 0) -> None:
-    """Send `x` to rank `dst`; `x` may be changed on return.
-
-    Only that rank takes part, in `recv`. Arrays above 3 KB wait until the receiver has them, so two
-    ranks that first send such to each other and then receive wait for ever: one must use `isend`.
-    Messages between two ranks with one `tag` are received in the order in which they were sent.
-
-    Args:
-        x: An array in the host's memory, or a number.
-        dst: The rank that receives it.
-        tag: Tells messages between the same two ranks apart.
-
-    Raises:
-        MismatchError: The receiver's array has another dtype or number of elements. Of small
-            messages only the receiver knows.
-        PeerLostError: `dst` has ended.
-        ValueError: `x` is on a GPU: send a copy in the host's memory. Or `dst` is no other rank.
-    """
-    isend(x, dst, tag=tag).wait()
-
-
-def recv(x: Array, src: int | None = None, *, tag: int = 0) -> int:
-    """Receive into `x` what rank `src` has sent with this `tag`.
-
-    Elements count in C order; shapes may differ.
-
-    Args:
-        x: A writable array in the host's memory, which is changed, with the dtype and number of
-            elements of what was sent.
-        src: The rank that sends it; None for any.
-        tag: Tells messages between the same two ranks apart.
-
-    Returns:
-        The rank that sent it.
-
-    Raises:
-        MismatchError: What was sent has another dtype or number of elements; `x` is as before. If
-            the message is large, the sender raises it, too.
-        PeerLostError: `src` has ended without sending it.
-        ValueError: `x` is on a GPU or read-only, or `src` is no other rank.
-    """
-    source = irecv(x, src, tag=tag).wait()
-    assert source is not None
-    return source
-
-
-def isend(x: Array, dst: int, *, tag: int = 0) -> Message:
-    """Begin to send `x` to rank `dst`; do not change `x` until `wait()` on the result has returned.
-
-    As `send`. Every such message must be waited for, at the latest at the end of the program.
-
-    Args:
-        x: An array in the host's memory, or a number.
-        dst: The rank that receives it.
-        tag: Tells messages between the same two ranks apart.
-
-    Returns:
-        A message to wait for.
-    """
-    return _messages().isend(x, dst, tag)
-
-
-def irecv(x: Array, src: int | None = None, *, tag: int = 0) -> Message:
-    """Begin to receive into `x`; `wait()` on the result returns the rank that sent it.
-
-    As `recv`. Of several receives that accept a message, the one begun first gets it.
-
-    Args:
-        x: A writable array in the host's memory, to be left alone until it is received.
-        src: The rank that sends it; None for any.
-        tag: Tells messages between the same two ranks apart.
-
-    Returns:
-        A message to wait for.
-    """
-    return _messages().irecv(x, src, tag)
-
-
-def _messages() -> Messages:
-    return context.messages()

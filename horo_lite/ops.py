@@ -1,12 +1,13 @@
 """The operations among ranks, as programs call them: `hvd.allreduce` and all the others.
 
-Every one of them takes `group=`, by default all ranks of the world. What it is made of stands in
-`collectives/calls.py`; here are the arguments, and what becomes of the arrays.
+Collectives take `group=`, by default all ranks of the world. What they are made of is in
+`collectives/calls.py` and `messages.py`; here are the arguments, and what becomes of the arrays.
 """
 
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -28,10 +29,12 @@ from horo_lite.collectives.calls import (
 )
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import AllReduce, Average, Op, ReduceScatter
+from horo_lite.errors import HoroLiteError
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
     from horo_lite.collectives.handle import Handle
+    from horo_lite.messages import Message
 
 __all__ = [
     "allgather",
@@ -53,9 +56,14 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "irecv",
+    "isend",
+    "join",
     "poll",
+    "recv",
     "reducescatter",
     "reducescatter_async",
+    "send",
     "synchronize",
 ]
 
@@ -982,6 +990,138 @@ def _begin_in_place(
     ranks = ranks_of(group)
     part = Part(ranks.memory(xs, asynchronous=True), weight)
     return ranks.submit(call, part, lambda _: result())
+
+
+# Ranks without more batches.
+
+
+def join() -> int:
+    """All ranks have called this; the number of the last one that did, alike on all of them.
+
+    For uneven numbers of batches: a rank that has no more calls it, and until all have, it takes
+    part in what the others do without changing it. In sums and averages it counts as zeros, and
+    averages are still divided by the number of all ranks, as Horovod has it; one that is weighted
+    by numbers of samples, only by those that there are. In allgathers it has no rows, and of
+    broadcasts from others it sees nothing. What needs it (a broadcast from it, alltoall,
+    reducescatter, objects, a new process set, so far whatever has arrays on a GPU) is a
+    MismatchError for those that call it.
+
+    Its own parameters stay behind meanwhile; the last rank's have seen every step:
+
+        for batch in batches:
+            ...
+        last = hvd.join()
+        hvd.broadcast_parameters(model, root_rank=last)
+
+    The optimizer's state, and what else a step changes, has to be broadcast likewise. Afterwards
+    everything is as before, and a next epoch may end in another join(). It is also a barrier.
+    PeerLostError where a rank ends or fails meanwhile.
+    """
+    everyone, *parts = context.groups()
+    if parts and not context.world().thread_multiple:
+        raise HoroLiteError(
+            "join() waits in every group of ranks at once, and MPI was initialised without "
+            "THREAD_MULTIPLE: let horo_lite.init() initialise it, or do without process sets"
+        )
+    errors: list[BaseException] = []
+
+    def join_part(part: Group) -> None:
+        try:
+            part.join()
+        except BaseException as error:
+            errors.append(error)
+
+    # The others may operate among part of the ranks at any time, and wait for this one there.
+    threads = [threading.Thread(target=join_part, args=(part,), daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    last = everyone.join()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return everyone.transport.ranks[last]
+
+
+# Messages from one rank to another.
+
+
+def send(x: Array, dst: int, *, tag: int = 0) -> None:
+    """Send `x` to rank `dst`; `x` may be changed on return.
+
+    Only that rank takes part, in `recv`. Arrays above 3 KB wait until the receiver has them, so two
+    ranks that first send such to each other and then receive wait for ever: one must use `isend`.
+    Messages between two ranks with one `tag` are received in the order in which they were sent.
+
+    Args:
+        x: An array in the host's memory, or a number.
+        dst: The rank that receives it.
+        tag: Tells messages between the same two ranks apart.
+
+    Raises:
+        MismatchError: The receiver's array has another dtype or number of elements. Of small
+            messages only the receiver knows.
+        PeerLostError: `dst` has ended.
+        ValueError: `x` is on a GPU: send a copy in the host's memory. Or `dst` is no other rank.
+    """
+    isend(x, dst, tag=tag).wait()
+
+
+def recv(x: Array, src: int | None = None, *, tag: int = 0) -> int:
+    """Receive into `x` what rank `src` has sent with this `tag`.
+
+    Elements count in C order; shapes may differ.
+
+    Args:
+        x: A writable array in the host's memory, which is changed, with the dtype and number of
+            elements of what was sent.
+        src: The rank that sends it; None for any.
+        tag: Tells messages between the same two ranks apart.
+
+    Returns:
+        The rank that sent it.
+
+    Raises:
+        MismatchError: What was sent has another dtype or number of elements; `x` is as before. If
+            the message is large, the sender raises it, too.
+        PeerLostError: `src` has ended without sending it.
+        ValueError: `x` is on a GPU or read-only, or `src` is no other rank.
+    """
+    source = irecv(x, src, tag=tag).wait()
+    assert source is not None
+    return source
+
+
+def isend(x: Array, dst: int, *, tag: int = 0) -> Message:
+    """Begin to send `x` to rank `dst`; do not change `x` until `wait()` on the result has returned.
+
+    As `send`. Every such message must be waited for, at the latest at the end of the program.
+
+    Args:
+        x: An array in the host's memory, or a number.
+        dst: The rank that receives it.
+        tag: Tells messages between the same two ranks apart.
+
+    Returns:
+        A message to wait for.
+    """
+    return context.messages().isend(x, dst, tag)
+
+
+def irecv(x: Array, src: int | None = None, *, tag: int = 0) -> Message:
+    """Begin to receive into `x`; `wait()` on the result returns the rank that sent it.
+
+    As `recv`. Of several receives that accept a message, the one begun first gets it.
+
+    Args:
+        x: A writable array in the host's memory, to be left alone until it is received.
+        src: The rank that sends it; None for any.
+        tag: Tells messages between the same two ranks apart.
+
+    Returns:
+        A message to wait for.
+    """
+    return context.messages().irecv(x, src, tag)
 
 
 # Arguments.

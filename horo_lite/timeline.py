@@ -23,54 +23,43 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
-
-from horo_lite import context
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from horo_lite._native import Job
-    from horo_lite.collectives.group import Group
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """From now on this rank's collective operations are written to a file, as they happen.
-
-    Only rank 0 writes, as in Horovod; with "{rank}" in the path every rank that calls this writes a
-    file of its own. A file of that name is overwritten. What the file has when the job is killed
-    can be viewed: Chrome and Perfetto accept a list without its end. `HORO_LITE_TIMELINE=path`
-    starts one in `init()`. While none is written, it costs one comparison in each operation.
-
-    Args:
-        file_path: Where the file is to be.
-        mark_cycles: Horovod's; has no meaning here.
+def start(path: str, rank: int) -> None:
+    """Start a timeline: see `horo_lite.start_timeline`.
 
     Raises:
-        ValueError: A timeline is being written already: call `stop_timeline()` first.
-        NotInitializedError: There was no `init()` yet.
+        ValueError: One is being written already.
     """
     global _recording
-    rank = context.world().rank
-    if _recording is not None:
+    if is_running():
         raise ValueError("a timeline is being written already: call stop_timeline() first")
-    if rank == 0 or "{rank}" in file_path:
-        _recording = _Recording(file_path.replace("{rank}", str(rank)))
+    if rank == 0 or "{rank}" in path:
+        _recording = _Recording(path.replace("{rank}", str(rank)))
 
 
-def stop_timeline() -> None:
-    """Complete the file. Does nothing where no timeline is being written."""
+def stop() -> None:
+    """Complete the file, if a timeline is being written."""
     global _recording
     recording, _recording = _recording, None
     if recording is not None:
         recording.close()
 
 
-context.on_ended(stop_timeline)
+def is_running() -> bool:
+    """Tell whether a timeline is being written by this rank."""
+    return _recording is not None
 
 
-def start_unless_running(path: str) -> None:
-    """Start a timeline for HORO_LITE_TIMELINE, unless one is being written."""
-    if _recording is None:
-        start_timeline(path)
+class Members(Protocol):
+    """The ranks of a group, as a transport knows them."""
+
+    rank: int
+    ranks: Sequence[int]
 
 
 class _Operation:
@@ -107,10 +96,10 @@ class _Recording:
         self._since_1970_ns = time.time_ns() - time.monotonic_ns()
         self._separator = b"[\n"
 
-    def row(self, group: Group, asynchronous: bool) -> tuple[int, int]:
+    def row(self, members: Members, asynchronous: bool) -> tuple[int, int]:
         """The rank, and the number of the group's channel."""
-        ranks = tuple(group.transport.ranks)
-        rank = ranks[group.transport.rank]
+        ranks = tuple(members.ranks)
+        rank = ranks[members.rank]
         with self._lock:
             if ranks not in self._rows:
                 row = self._rows[ranks] = 2 * len(self._rows)
@@ -205,10 +194,10 @@ _NOT_RECORDED = nullcontext()
 class _Call(AbstractContextManager[None]):
     """A direct call, which may turn out to be an operation."""
 
-    def __init__(self, recording: _Recording, group: Group) -> None:
+    def __init__(self, recording: _Recording, members: Members) -> None:
         self._recording = recording
         self._outer = _direct.operation
-        self._operation = _Operation(time.monotonic_ns(), recording.row(group, False))
+        self._operation = _Operation(time.monotonic_ns(), recording.row(members, False))
 
     def __enter__(self) -> None:
         _direct.operation = self._operation
@@ -220,10 +209,10 @@ class _Call(AbstractContextManager[None]):
         self._recording.look()
 
 
-def direct(group: Group) -> AbstractContextManager[None]:
+def direct(members: Members) -> AbstractContextManager[None]:
     """Inside, this thread makes a direct call."""
     recording = _recording
-    return _NOT_RECORDED if recording is None else _Call(recording, group)
+    return _NOT_RECORDED if recording is None else _Call(recording, members)
 
 
 def waits(name: str, kind: str = "", tensors: Sequence[str] = (), n_bytes: int = 0) -> None:
@@ -248,7 +237,7 @@ def runs() -> None:
 
 
 def submitted(
-    group: Group,
+    members: Members,
     job: Job,
     kind: str = "",
     tensors: Sequence[str] = (),
@@ -258,7 +247,7 @@ def submitted(
     recording = _recording
     if recording is None:
         return
-    operation = _Operation(job.times[0], recording.row(group, True))
+    operation = _Operation(job.times[0], recording.row(members, True))
     operation.name, operation.kind = job.name, kind or job.name.split(" ")[0]
     operation.tensors, operation.n_bytes = tensors, n_bytes
     recording.begin(operation)

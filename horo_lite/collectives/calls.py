@@ -20,15 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native, arguments, timeline
-from horo_lite.collectives.agreement import agree, allocated, exchange_bytes
 from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays
 from horo_lite.collectives.participation import (
     Look,
     described_by,
     looks_of,
-    needs_all,
     neutral,
 )
+from horo_lite.transports.agreement import agree, allocated, exchange_bytes, needs_all
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group

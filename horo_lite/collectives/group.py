@@ -13,14 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
 
 from horo_lite import _native, timeline
-from horo_lite.collectives.agreement import (
-    JOINED,
-    agree,
-    explain,
-    give_up_unless_alike,
-    participation_in,
-    told,
-)
 from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays, gpu_of
 from horo_lite.collectives.calls import Call, Part
 from horo_lite.collectives.compression import Compression, Compressor
@@ -33,12 +25,20 @@ from horo_lite.errors import (
     MismatchError,
     NotInitializedError,
 )
+from horo_lite.transports.agreement import (
+    JOINED,
+    agree,
+    explain,
+    give_up_unless_alike,
+    participation_in,
+    told,
+)
+from horo_lite.transports.nccl import Lane
+from horo_lite.transports.watch import CountedTransport, Watch
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
-    from horo_lite.transports.nccl import Lane
     from horo_lite.transports.shm import SharedMemory
-    from horo_lite.transports.watch import CountedTransport, Watch
 
 T = TypeVar("T")
 
@@ -78,8 +78,6 @@ class Group:
         self.transport = transport
         self._counted: CountedTransport | None = None
         if watch_transport is not None and transport.size > 1:
-            from horo_lite.transports.watch import CountedTransport
-
             self.transport = self._counted = CountedTransport(transport)
         self.rank = transport.rank
         self.size = transport.size
@@ -155,7 +153,7 @@ class Group:
             return Handle(part.label, None, lambda: result(finish()))
         job, finish = call.submit(part, self._engine, transport)
         n_bytes = part.memory.tensors.nbytes
-        timeline.submitted(self, job, call.kind, call.tensor_names, n_bytes)
+        timeline.submitted(self.transport, job, call.kind, call.tensor_names, n_bytes)
         return Handle(part.label, job, lambda: result(finish()))
 
     def synchronize(self, handle: Handle, *, beside: bool = False) -> Any:
@@ -365,7 +363,7 @@ class Group:
             )
         if (executor := self._own[0].executor) is not None:
             executor.check_thread()  # now, since nothing has been sent that peers would wait for
-        with timeline.direct(self), self._lock:
+        with timeline.direct(self.transport), self._lock:
             self._running = threading.get_ident()
             try:
                 if lane is not None and self._watch is not None:
@@ -386,9 +384,6 @@ class Group:
         if gpu is None:
             return None
         if self._lanes is None:
-            from horo_lite.transports.nccl import Lane
-            from horo_lite.transports.watch import Watch
-
             allowed = self._watch_transport is not None
             other = self._async_transport or self.transport
             lanes = Lane(self.transport, gpu, allowed), Lane(other, gpu, allowed)

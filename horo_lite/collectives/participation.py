@@ -1,27 +1,24 @@
 """How ranks that have joined take part in what the others do: with arrays that change nothing.
 
 A rank that calls an operation describes it for those that wait in join(): the function that makes
-their part of it, and what to call it with. `Group.join` calls it there.
+their part of it, and what to call it with. A rank that has joined waits in two places: in the
+handshake of direct calls, and in its engine (`Group.join`). In both it learns what the others are
+about to do, makes the same call with arrays that change nothing, and is compared, matched and
+served as in any call.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from horo_lite.errors import MismatchError
-
 if TYPE_CHECKING:
     from horo_lite._native import Tensors
     from horo_lite.collectives.arrays import Array
-
-Participation: TypeAlias = "Callable[[Sequence[int]], tuple[float, bytes]]"
-"""Given the numbers of the ranks that have joined: the weight of what they contribute, and a
-pickled function with its arguments. MismatchError where they cannot take part."""
 
 Look: TypeAlias = "tuple[str, tuple[int, ...]]"
 """The dtype and the shape of an array."""
@@ -36,21 +33,6 @@ def described_by(
     be sent to other processes.
     """
     return weight, pickle.dumps((function, what))
-
-
-def needs_all(label: str) -> Participation:
-    """What cannot be done while a rank has joined."""
-
-    def refuse(joined: Sequence[int]) -> tuple[float, bytes]:
-        who = ", ".join(map(str, joined))
-        raise MismatchError(
-            f"{label} needs every rank, but rank {who} has no more batches and waits in join(). "
-            "Do this before the first rank joins, or after the last one has. Until then there are "
-            "reductions (minima, maxima and products without prescale_factor), allgathers, "
-            "broadcasts from ranks that have not joined, and barriers; on GPUs none of them."
-        )
-
-    return refuse
 
 
 def looks_of(tensors: Tensors) -> list[Look]:

@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from horo_lite import _native, arguments, timeline
-from horo_lite.collectives.agreement import agree, digest_of
 from horo_lite.collectives.arrays import check_apart, described
 from horo_lite.collectives.calls import Call, Finish, Part, used_by_all
 from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.participation import Look, needs_all, neutral
+from horo_lite.collectives.participation import Look, neutral
 from horo_lite.collectives.shared_memory import memory_of
+from horo_lite.transports.agreement import agree, digest_of, needs_all
 from horo_lite.transports.interface import Reduction
 
 if TYPE_CHECKING:

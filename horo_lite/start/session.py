@@ -17,7 +17,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.context import Device, World
 from horo_lite.errors import HoroLiteError
 from horo_lite.messages import Messages
-from horo_lite.start import devices, ending, launcher, mpi, rank_info, stall
+from horo_lite.start import devices, ending, launcher, mpi, rank_info, stall, trace
 from horo_lite.start.cores import cores_of_process, take_cores
 from horo_lite.start.rank_info import RankInfo, place_of
 from horo_lite.start.rendezvous import Rendezvous, rendezvous_spec
@@ -146,8 +146,8 @@ def init(
             found, MPI = _find_ranks(settings, comm)
             _session = _join(settings, found, MPI, is_ours=False)._replace(given_comm=comm)
             context.enter(_session.world, _session.messages, _session.subgroups)
-            if settings.timeline:
-                timeline.start_unless_running(settings.timeline)
+            if settings.timeline and not timeline.is_running():
+                trace.start_timeline(settings.timeline)
             return _session.world
         if settings.problem:
             raise ValueError(settings.problem)

@@ -15,7 +15,6 @@ from horo_lite import _native, context
 from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, to_host
 from horo_lite.adapters.object import is_array
-from horo_lite.collectives.agreement import agree, exchange_bytes
 from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.participation import described_by
 from horo_lite.errors import DriftError
@@ -29,6 +28,7 @@ from horo_lite.state.broadcast import (
     broadcast_parameters,
 )
 from horo_lite.training.optimizer import DistributedOptimizer, check_reaction
+from horo_lite.transports.agreement import agree, exchange_bytes
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 # ruff: noqa: F401, F403
 from horo_lite.errors import HoroLiteError as HorovodInternalError
-from horo_lite.messages import irecv, isend, recv, send
-from horo_lite.timeline import start_timeline, stop_timeline
+from horo_lite.ops import irecv, isend, recv, send
+from horo_lite.start.trace import start_timeline, stop_timeline
 from horo_lite.torch import elastic
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.functions import *

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from horo_lite import _native, adapters
-from horo_lite.collectives.agreement import agree, exchange_bytes
 from horo_lite.collectives.arrays import NO_ORDER
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.participation import Look, needs_all
+from horo_lite.collectives.participation import Look
+from horo_lite.transports.agreement import agree, exchange_bytes, needs_all
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport

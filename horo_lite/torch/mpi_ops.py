@@ -39,7 +39,6 @@ from horo_lite.collectives.arrays import NO_ORDER
 from horo_lite.collectives.calls import Barrier, Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle as Submitted
-from horo_lite.collectives.join import join as _join
 from horo_lite.collectives.reductions import (
     AllReduce,
     Average,
@@ -638,7 +637,7 @@ def join(device: int = -1) -> int:
 
     `device` is Horovod's, and not needed.
     """
-    return _join()
+    return ops.join()
 
 
 # How they run.

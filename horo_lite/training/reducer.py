@@ -15,13 +15,13 @@ import numpy as np
 
 from horo_lite import timeline
 from horo_lite._native import Tensors, count_non_finite
-from horo_lite.collectives.agreement import explain, not_joined, told
 from horo_lite.collectives.arrays import HOST, NO_ORDER, copy_of, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError
 from horo_lite.training.plan import Entry, Plan, hash63, merge, who_has
+from horo_lite.transports.agreement import explain, not_joined, told
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from horo_lite import _native
-from horo_lite.collectives.agreement import agree, exchange_bytes, told
 from horo_lite.errors import DeviceError
+from horo_lite.transports.agreement import agree, exchange_bytes, told
 from horo_lite.transports.gpu import GpuTransport
 from horo_lite.transports.interface import QueuedReductions, Reduction, Transport
 from horo_lite.transports.nccl_library import nccl_candidates

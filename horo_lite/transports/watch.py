@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 from horo_lite import _native
-from horo_lite.collectives.agreement import digest_of, explain, told
 from horo_lite.errors import DeviceError, MismatchError, PeerLostError, StallError
+from horo_lite.transports.agreement import digest_of, explain, told
 from horo_lite.transports.interface import Header, OverHost, Transport
 from horo_lite.transports.nccl import on_ranks
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
 from horo_lite import _native, timeline
-from horo_lite.collectives.participation import Participation, needs_all
 from horo_lite.errors import (
     GROUP_IS_LOST,
     RAISED_ALIKE,
@@ -18,9 +17,13 @@ from horo_lite.errors import (
 )
 
 if TYPE_CHECKING:
-    from horo_lite.transports import Header, Transport
+    from horo_lite.transports.interface import Header, Transport
 
 T = TypeVar("T")
+
+Participation: TypeAlias = "Callable[[Sequence[int]], tuple[float, bytes]]"
+"""Given the numbers of the ranks that have joined: the weight of what they contribute, and a
+pickled function with its arguments. MismatchError where they cannot take part."""
 
 
 def digest_of(contract: object) -> int:
@@ -61,6 +64,21 @@ def agree(
         said = told(transport, mine)[here[0]]
         if not said.startswith(_POSSIBLE):
             raise MismatchError(said)
+
+
+def needs_all(label: str) -> Participation:
+    """What cannot be done while a rank has joined."""
+
+    def refuse(joined: Sequence[int]) -> tuple[float, bytes]:
+        who = ", ".join(map(str, joined))
+        raise MismatchError(
+            f"{label} needs every rank, but rank {who} has no more batches and waits in join(). "
+            "Do this before the first rank joins, or after the last one has. Until then there are "
+            "reductions (minima, maxima and products without prescale_factor), allgathers, "
+            "broadcasts from ranks that have not joined, and barriers; on GPUs none of them."
+        )
+
+    return refuse
 
 
 def give_up_unless_alike(transport: Transport, error: BaseException) -> None:
