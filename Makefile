@@ -132,11 +132,12 @@ $(addprefix framework-,$(filter-out $(KNOWN_FRAMEWORKS),$(FRAMEWORKS))):
 $(addprefix framework-,$(UNTESTABLE)): framework-%:
 	@echo "==> NOT TESTED: $*. It needs a Python 3.10, and none was found: make PYTHON310=/path/to/python3.10"
 
-check: $(VENV)/.test ## lint, format and types; changes nothing
+check: $(VENV)/.test ## lint, format, types and layers; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
 	  { echo "not formatted as it should be: make fix"; exit 1; }
 	@$(PY) -m mypy --no-error-summary
+	@found=$$($(VENV)/bin/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format --dry-run -Werror $(CORE_CXX))
 	@echo "check: all is well"
 

@@ -14,8 +14,7 @@ import pytest
 from launch import Result, mpi_name, run_ranks
 
 import horo_lite as hvd
-from horo_lite import elastic
-from horo_lite.elastic import checkpoint
+from horo_lite import checkpoint, elastic
 from horo_lite.transports.peers import allgather_objects
 
 SOAK = Path(__file__).with_name("soak_training.py")

@@ -1,10 +1,10 @@
-"""What the layers may know of each other."""
+"""What the layers may know of each other, beside what `lint-imports` checks (pyproject.toml)."""
 
 from __future__ import annotations
 
 import ast
-import graphlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,54 +53,16 @@ def test_that_check_sees_what_it_is_for() -> None:
     assert not list(knowledge_of_transports("transport.announce(what, 1.0)"))
 
 
-def imports(source: str, *, at_run_time: bool) -> set[str]:
-    """Return the package's modules that a file imports; without those for type checkers only."""
-    tree = ast.parse(source)
-    if at_run_time:
-        tree.body = [
-            node
-            for node in tree.body
-            if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-        ]
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horo_lite"):
-            found |= {node.module or "", *(f"{node.module}.{one.name}" for one in node.names)}
-    modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in files()}
-    return {name for module in found if (name := module.removeprefix("horo_lite.")) in modules}
-
-
-def files(*rooms: str) -> list[Path]:
-    chosen = [PACKAGE / room for room in rooms] or [PACKAGE]
-    return [each for one in chosen for each in ([one] if one.is_file() else one.rglob("*.py"))]
-
-
-def test_what_worlds_are_made_of_does_not_know_how_they_are_made() -> None:
-    rooms = ["context.py", "errors.py", "arguments.py", "timeline.py", "messages.py"]
-    rooms += ["adapters", "collectives", "training", "state", "transports"]
-    above = ("start", "launch", "elastic")
-    found = {
-        str(path.relative_to(PACKAGE)): [
-            name
-            for name in imports(path.read_text(), at_run_time=False)
-            if name.split(".")[0] in above
-        ]
-        for path in files(*rooms)
-    }
-    assert not {path: names for path, names in found.items() if names}
-
-
-def test_the_context_imports_the_errors_only() -> None:
-    assert imports((PACKAGE / "context.py").read_text(), at_run_time=True) == {"errors"}
-
-
-def test_start_has_no_cycle() -> None:
-    graph = {
-        f"start.{path.stem}": imports(path.read_text(), at_run_time=False)
-        for path in files("start")
-    }
-    order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert order.index("start.settings") < order.index("start.session")
+def test_the_source_tree_in_the_docs_has_the_order_of_the_layers() -> None:
+    root = PACKAGE.parent
+    contract = (root / "pyproject.toml").read_text().partition("\nlayers = [\n")[2]
+    layers = [re.findall(r"\w+", line) for line in contract.partition("\n]")[0].splitlines()]
+    tree = (root / "ARCHITECTURE.md").read_text().partition("\nhoro_lite/\n")[2]
+    shown = re.findall(r"^  (\w+)(?:\.py|/)", tree.partition("\ncsrc/")[0], re.MULTILINE)
+    assert shown[0] == "__init__"
+    level = {room: i for i, rooms in enumerate(layers) for room in rooms}
+    assert set(shown[1:]) == set(level)
+    assert shown[1:] == sorted(shown[1:], key=level.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from launch import Job, environment, mpi_name
 
 import horo_lite as hvd
-from horo_lite.elastic import checkpoint
+from horo_lite import checkpoint
 from horo_lite.launch import jobs
 
 # --- files ----------------------------------------------------------------------------------------

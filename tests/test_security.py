@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
-from horo_lite import CheckpointError
+from horo_lite import CheckpointError, checkpoint
 from horo_lite._native import Segment
-from horo_lite.elastic import checkpoint
 from horo_lite.launch import jobs
 from horo_lite.transports.pipes import Pipes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import horo_lite as hvd
-from horo_lite.start.settings import FORM, VARIABLES, Settings
+from horo_lite.settings import FORM, VARIABLES, Settings
 from horo_lite.transports.peers import fits
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,8 @@ import horo_lite as hvd
 from horo_lite import ops
 from horo_lite._native import Segment, StallDetector, thread_group
 from horo_lite.collectives.group import Group
+from horo_lite.settings import seconds
 from horo_lite.start import stall
-from horo_lite.start.settings import seconds
 from horo_lite.transports.shm import ShmTransport
 
 HEADLINE = re.compile(r"^\[horo_lite\] stalled for .*$", re.MULTILINE)

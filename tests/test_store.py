@@ -17,8 +17,8 @@ import pytest
 from launch import Job, Result, environment, run_ranks
 
 import horo_lite as hvd
+from horo_lite.settings import Settings
 from horo_lite.start.rendezvous import Rendezvous, RendezvousSpec, rendezvous_spec
-from horo_lite.start.settings import Settings
 
 torch = pytest.importorskip("torch")
 

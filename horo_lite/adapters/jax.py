@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import jax
 import jax.dlpack
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from horo_lite.adapters.object import Adapter, Named
-from horo_lite.collectives.arrays import GpuView
+from horo_lite import _native
+from horo_lite.adapters.object import NO_ORDER, Adapter, Named
 
-if TYPE_CHECKING:
-    from horo_lite._native import DeviceQueue
+Tree = TypeVar("Tree")
+Array = Any
 
 
 class JaxAdapter(Adapter):
@@ -32,8 +33,6 @@ class JaxAdapter(Adapter):
         return isinstance(obj, jax.Array) or _is_transformation(obj) or _is_registered(obj)
 
     def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
-        from horo_lite.jax.trees import named_arrays
-
         return named_arrays(tree) if _is_registered(tree) else None
 
     def value(self, parameter: Any) -> Any:
@@ -54,7 +53,7 @@ class JaxAdapter(Adapter):
     def zeros_like(self, x: Any) -> Any:
         return jnp.zeros_like(x)
 
-    def finished(self, x: Any, queue: DeviceQueue) -> Any:
+    def finished(self, x: Any, queue: _native.DeviceQueue) -> Any:
         return jax.dlpack.from_dlpack(GpuView(x, queue))
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
@@ -70,6 +69,51 @@ def _is_registered(obj: object) -> bool:
     if obj is None or isinstance(obj, (list, tuple, dict, np.ndarray, np.generic)):
         return False
     return not jax.tree_util.all_leaves([obj])
+
+
+def named_arrays(tree: Tree) -> tuple[list[tuple[str, Array]], Callable[[Iterable[Array]], Tree]]:
+    """The arrays of a pytree with names that say where they are, and the tree with others in place.
+
+    Numbers count as arrays. Other leaves, such as the functions in an equinox module, stay.
+    """
+    paths, structure = tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in paths]
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    named = [(keystr(paths[i][0], simple=True, separator="."), leaves[i]) for i in places]
+
+    def rebuilt(arrays: Iterable[Array]) -> Tree:
+        new = dict(zip(places, arrays, strict=True))
+        whole = [new.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return tree_unflatten(structure, whole)  # type: ignore[no-any-return]
+
+    return named, rebuilt
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (bool, int, float, complex)):
+        return True
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
+
+
+class GpuView:
+    """GPU memory for a framework to import through DLPack, in stream order after a queue's work."""
+
+    def __init__(self, x: Array, queue: _native.DeviceQueue) -> None:
+        self._queue = queue
+        self._x = x
+        self._tensors = _native.Tensors([x], stream=queue.stream)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._queue.index
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        if stream is None:  # so says JAX where it has no stream that could wait
+            self._queue.synchronize()
+        elif stream != NO_ORDER:
+            self._queue.lead(stream)
+        dtype = self._tensors.describe(0).partition("[")[0]
+        address, shape = self._tensors.addresses[0], self._tensors.shape(0)
+        return _native.dlpack_capsule(address, shape, dtype, self._queue.index, self)
 
 
 ADAPTER = JaxAdapter()

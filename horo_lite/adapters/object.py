@@ -19,6 +19,10 @@ Parameter = Any
 Named = list[tuple[str, Parameter]]
 
 
+NO_ORDER = -1
+"""DLPack's word for: no stream need wait for another."""
+
+
 class Adapter:
     """How parameters, gradients and values of one framework are read and written.
 

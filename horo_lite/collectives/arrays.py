@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native, adapters
+from horo_lite.adapters.object import NO_ORDER
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 Array = Any
 """A NumPy array, or anything that gives memory (the host's or a GPU's) through DLPack or the buffer
 protocol."""
-
-NO_ORDER = -1
-"""DLPack's word for: no stream need wait for another."""
 
 HOST = -1
 """What `Tensors.device` says of the host's memory."""
@@ -262,27 +260,6 @@ def described(tensors: _native.Tensors, names: Sequence[str]) -> list[str]:
         f"tensor {repr(names[i]) if i < len(names) else i}: {tensors.describe(i)}"
         for i in range(len(tensors))
     ]
-
-
-class GpuView:
-    """GPU memory for a framework to import through DLPack, in stream order after a queue's work."""
-
-    def __init__(self, x: Array, queue: _native.DeviceQueue) -> None:
-        self._queue = queue
-        self._x = x
-        self._tensors = _native.Tensors([x], stream=queue.stream)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, self._queue.index
-
-    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        if stream is None:  # so says JAX where it has no stream that could wait
-            self._queue.synchronize()
-        elif stream != NO_ORDER:
-            self._queue.lead(stream)
-        dtype = self._tensors.describe(0).partition("[")[0]
-        address, shape = self._tensors.addresses[0], self._tensors.shape(0)
-        return _native.dlpack_capsule(address, shape, dtype, self._queue.index, self)
 
 
 # The host's arrays as NumPy has them.

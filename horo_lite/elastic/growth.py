@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from horo_lite.elastic.consensus import consensus
 from horo_lite.start import mpi
 from horo_lite.transports.peers import host_key
 
@@ -65,8 +66,6 @@ class Replacements:
         """
         from mpi4py import MPI
 
-        from horo_lite.elastic.recovery import _agreed
-
         peer, self._peer = self._peer, None
         # In a thread and with a communicator of its own, so that it can be given up.
         ours = comm.Shrink()
@@ -83,7 +82,7 @@ class Replacements:
         thread = threading.Thread(target=accept, name="horo_lite accept", daemon=True)
         thread.start()
         thread.join(_CONNECT_S)
-        connected, died = _agreed(comm, bool(merged))
+        connected, died = consensus(comm, bool(merged))
         if connected and not died:
             self._started = False  # so that the next can be
             self._send(peer, _GO)

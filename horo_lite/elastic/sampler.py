@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from horo_lite.training.data import _length, _non_negative, _order, _place
+from horo_lite.training.data import length_of, non_negative, rank_and_size, sample_order
 
 
 class Sampler:
@@ -26,9 +26,9 @@ class Sampler:
     """
 
     def __init__(self, dataset_or_n: object, shuffle: bool = True, seed: int = 0) -> None:
-        self._n = _length(dataset_or_n)
+        self._n = length_of(dataset_or_n)
         self._shuffle = shuffle
-        self._seed = _non_negative("seed", seed)
+        self._seed = non_negative("seed", seed)
         self._epoch = 0
         self._n_consumed = 0
         self._begin = 0  # what was consumed when the iteration under way began
@@ -69,7 +69,7 @@ class Sampler:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch; from its beginning, unless it is under way."""
-        if _non_negative("epoch", epoch) != self._epoch:
+        if non_negative("epoch", epoch) != self._epoch:
             self._epoch = epoch
             self._n_consumed = 0
         self.reset()
@@ -92,7 +92,7 @@ class Sampler:
         Call it once a batch, when that has had its effect: after `optimizer.step()`. As in Horovod,
         `batch_idx` is for the reader: scripts count batches from wherever they like.
         """
-        self._record(_non_negative("batch_size", batch_size))
+        self._record(non_negative("batch_size", batch_size))
 
     def record_indices(self, indices: Sequence[int]) -> None:
         """Every rank has consumed as many samples as these, which were the next ones."""
@@ -126,10 +126,10 @@ class Sampler:
         return iter(rest[rank:total:size])
 
     def _dealt_out(self) -> list[int]:
-        order: list[int] = _order(self._n, self._shuffle, self._seed, self._epoch).tolist()
+        order: list[int] = sample_order(self._n, self._shuffle, self._seed, self._epoch).tolist()
         return order
 
     def _resolve(self) -> tuple[int, int]:
         if self._place is None:
-            self._place = _place(None, None)
+            self._place = rank_and_size(None, None)
         return self._place

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horo_lite import _native, context, ops
+from horo_lite import _native, checkpoint, context, ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import is_array
 from horo_lite.collectives.arrays import gpu_of
-from horo_lite.elastic import checkpoint
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
-from horo_lite.state.broadcast import _is_writable, _Places
-from horo_lite.training.optimizer import DistributedOptimizer
+from horo_lite.state.broadcast import ParameterPositions, is_writable
+from horo_lite.state.wrapper import wrapped
 
 
 class Progress(NamedTuple):
@@ -237,7 +236,7 @@ class State:
 
         if hasattr(value, "on_record"):
             value.on_record = recorded
-        if type(value) is not DistributedOptimizer and hasattr(value, "register_step_post_hook"):
+        if wrapped(value) is None and hasattr(value, "register_step_post_hook"):
             value.register_step_post_hook(changed)
         changed()
         if _is_counter(value):
@@ -248,11 +247,8 @@ class State:
         self._n_at_count = self._n_changes + self._n_steps() - self._n_steps_before
 
     def _n_steps(self) -> int:
-        return sum(
-            value._own.n_steps
-            for value in self._things().values()
-            if type(value) is DistributedOptimizer
-        )
+        found = (wrapped(value) for value in self._things().values())
+        return sum(own.n_steps for own in found if own is not None)
 
 
 # One class holds both; the names are Horovod's.
@@ -345,7 +341,7 @@ def _written(old: Any, content: Any) -> Any:
         old.detach().copy_(content)
         return old
     new = from_numpy(np.array(content), old)
-    if fits and adapter_of(old).mutable and _is_writable(old):
+    if fits and adapter_of(old).mutable and is_writable(old):
         old[...] = new
         return old
     return new
@@ -355,10 +351,10 @@ class _Known:
     """A module or optimizer that has no state_dict(), by its adapter."""
 
     def __init__(self, obj: Any) -> None:
-        wrapped = type(obj) is DistributedOptimizer
-        self._obj = obj.inner if wrapped else obj
+        own = wrapped(obj)
+        self._obj = obj if own is None else own.inner
         self._adapter = self._finder = adapter_of(self._obj)
-        self._named = obj._own.named() if wrapped else self._adapter.parameters(obj)
+        self._named = self._adapter.parameters(obj) if own is None else own.named()
         self._steps = any(callable(getattr(self._obj, name, None)) for name in self._adapter.steps)
         if self._named:
             self._adapter = adapter_of(self._named[0][1])
@@ -386,5 +382,5 @@ class _Known:
             if _written(memory, copied) is not memory:
                 self._adapter.set_value(parameter, np.array(copied))
 
-    def _places(self) -> _Places:
-        return _Places(self._adapter, [parameter for _, parameter in self._named])
+    def _places(self) -> ParameterPositions:
+        return ParameterPositions(self._adapter, [parameter for _, parameter in self._named])

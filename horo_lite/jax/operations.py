@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 
 from horo_lite import ops
+from horo_lite.adapters.jax import named_arrays
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.jax.calls import Allgather, Allreduce, Alltoall, Broadcast, Call, ranks_of
 from horo_lite.jax.primitive import bind
-from horo_lite.jax.trees import named_arrays
 
 __all__ = [
     "allgather",

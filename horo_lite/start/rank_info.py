@@ -7,12 +7,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from horo_lite import __version__
+from horo_lite import __version__, settings
 from horo_lite.errors import MismatchError
-from horo_lite.start import devices, settings
+from horo_lite.settings import Settings
+from horo_lite.start import devices
 from horo_lite.start.cores import Cores
 from horo_lite.start.devices import DeviceChoice
-from horo_lite.start.settings import Settings
 
 _CORES = (range(1 << 20), ...)
 _FAILED = {"version": str, "host": (str, str, str), "error": str}

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from horo_lite.errors import LauncherError, PeerLostError, printable
+from horo_lite.settings import Settings, whole_number
 from horo_lite.start.launcher import JOB_TOKEN, TORCHRUN, detect
-from horo_lite.start.settings import Settings, whole_number
 from horo_lite.transports.peers import NAME, PID, ObjectCommunicator, fits, host_key
 
 NOTICE_S = 15.0  # who has waited for so long says for whom

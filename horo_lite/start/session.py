@@ -17,11 +17,11 @@ from horo_lite.collectives.group import Group
 from horo_lite.context import Device, World
 from horo_lite.errors import HoroLiteError
 from horo_lite.messages import Messages
+from horo_lite.settings import Settings
 from horo_lite.start import devices, ending, launcher, mpi, rank_info, stall, trace
 from horo_lite.start.cores import cores_of_process, take_cores
 from horo_lite.start.rank_info import RankInfo, place_of
 from horo_lite.start.rendezvous import Rendezvous, rendezvous_spec
-from horo_lite.start.settings import Settings
 from horo_lite.transports import connect
 from horo_lite.transports.peers import ObjectCommunicator, allgather_objects, host_key
 

@@ -11,9 +11,9 @@ import numpy as np
 from horo_lite import context, ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
-from horo_lite.adapters.object import is_array, join, keyed
-from horo_lite.collectives.arrays import NO_ORDER, gpu_of
-from horo_lite.training.optimizer import DistributedOptimizer
+from horo_lite.adapters.object import NO_ORDER, is_array, join, keyed
+from horo_lite.collectives.arrays import gpu_of
+from horo_lite.state.wrapper import wrapped
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -50,11 +50,11 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         leaves.append((name, leaf))
         return leaf
 
-    _map(params, "", collect)
+    map_leaves(params, "", collect)
     # None and strings in a tree are no parameters, and are left alone.
     arrays = [(name, leaf) for name, leaf in leaves if leaf is not None and type(leaf) is not str]
     values = [_value(name, leaf) for name, leaf in arrays]
-    targets = [value if _is_writable(value) else np.array(value) for value in values]
+    targets = [value if is_writable(value) else np.array(value) for value in values]
     # A number's copy is in the host's memory, where its neighbours may be on a GPU.
     for here in (None, *sorted({gpu for gpu in map(gpu_of, targets) if gpu is not None})):
         chosen = [i for i, target in enumerate(targets) if gpu_of(target) == here]
@@ -73,7 +73,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         ]
     )
     skipped = (type(None), str)
-    return _map(params, "", lambda _, leaf: leaf if isinstance(leaf, skipped) else next(received))
+    return map_leaves(
+        params, "", lambda _, leaf: leaf if isinstance(leaf, skipped) else next(received)
+    )
 
 
 def broadcast_optimizer_state(
@@ -96,7 +98,8 @@ def broadcast_optimizer_state(
         group: The ranks that take part, all of which call it; by default all.
     """
     group = group or _world()
-    inner = optimizer.inner if type(optimizer) is DistributedOptimizer else optimizer
+    own = wrapped(optimizer)
+    inner = optimizer if own is None else own.inner
     is_root = group.rank == root_rank
     adapter = adapter_of(inner)
     mine: Any = adapter.state(inner)
@@ -116,8 +119,8 @@ def broadcast_optimizer_state(
                     if gpu_of(old.get(key)) is not None and hasattr(value, "to"):
                         options[key] = value.to(old[key].device)
         return
-    named = adapter.parameters(inner) if inner is optimizer else optimizer._own.named()
-    places = _Places(adapter, [parameter for _, parameter in named])
+    named = adapter.parameters(inner) if own is None else own.named()
+    places = ParameterPositions(adapter, [parameter for _, parameter in named])
     mine = places.portable(vars(inner)) if is_root else None
     state = ops.broadcast_object(mine, root_rank, group=group)
     if state is not None and not is_root:
@@ -141,11 +144,11 @@ def _world() -> Group:
 # Trees of parameters.
 
 
-def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
+def map_leaves(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
     """`tree` with `visit(name, leaf)` for each leaf; the containers are kept if they can be."""
     if isinstance(tree, Mapping) and not _is_module(tree):
         # Sorted: ranks may have filled their dicts in different orders.
-        new = {key: _map(tree[key], join(path, key), visit) for key in sorted(tree, key=str)}
+        new = {key: map_leaves(tree[key], join(path, key), visit) for key in sorted(tree, key=str)}
         changed = [key for key in tree if new[key] is not tree[key]]
         if not changed:
             return tree
@@ -156,10 +159,10 @@ def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
         return tree
     if isinstance(tree, (list, tuple)):
         if (pairs := keyed(tree)) is not None:
-            items = [(key, _map(leaf, join(path, key), visit)) for key, leaf in pairs]
+            items = [(key, map_leaves(leaf, join(path, key), visit)) for key, leaf in pairs]
             same = all(new[1] is old[1] for new, old in zip(items, tree, strict=True))
         else:
-            items = [_map(item, f"{path}[{i}]", visit) for i, item in enumerate(tree)]
+            items = [map_leaves(item, f"{path}[{i}]", visit) for i, item in enumerate(tree)]
             same = all(new is old for new, old in zip(items, tree, strict=True))
         if same:
             return tree
@@ -169,8 +172,8 @@ def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if tree is None or is_array(tree) or isinstance(tree, (str, *NUMBERS)):
         return visit(path, tree)
-    if type(tree) is DistributedOptimizer:
-        named = tree._own.named()
+    if (own := wrapped(tree)) is not None:
+        named = own.named()
     elif (flattened := adapter_of(tree).flattened(tree)) is not None:
         named, rebuilt = flattened
         return rebuilt(visit(join(path, name), leaf) for name, leaf in named)
@@ -179,7 +182,7 @@ def _map(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
     if not named:
         return visit(path, tree)
     for name, parameter in named:
-        if is_array(parameter) and not _is_writable(to_host(parameter)):
+        if is_array(parameter) and not is_writable(to_host(parameter)):
             raise TypeError(
                 f"{type(tree).__name__} holds {name!r} as a {type(parameter).__name__}, which "
                 "cannot be written: broadcast the dict or list that it keeps them in"
@@ -201,7 +204,7 @@ def _value(name: str, leaf: Any) -> Any:
         raise TypeError(f"{name!r}: {error}") from error
 
 
-def _is_writable(value: Any) -> bool:
+def is_writable(value: Any) -> bool:
     try:
         Tensors([value], stream=NO_ORDER)
     except (ValueError, BufferError):
@@ -226,10 +229,10 @@ def _received(leaf: Any, target: Any, value: Any, is_root: bool) -> Any:
 # The state of optimizers that have no state_dict().
 
 
-class _Position(NamedTuple):
+class Position(NamedTuple):
     """A dict's key that was a parameter, or its id()."""
 
-    place: int
+    number: int
     is_id: bool
 
 
@@ -237,7 +240,7 @@ class _Foreign(Exception):  # noqa: N818 (no error: a kind of value)
     """What holds a parameter or something unknown is not state to hand over."""
 
 
-class _Places:
+class ParameterPositions:
     """Reads and writes state in which parameters are known by their position."""
 
     def __init__(self, adapter: Adapter, parameters: list[Any]) -> None:
@@ -275,9 +278,9 @@ class _Places:
 
     def _key(self, key: Any) -> Any:
         if id(key) in self._index:
-            return _Position(self._index[id(key)], is_id=False)
+            return Position(self._index[id(key)], is_id=False)
         if isinstance(key, int) and key in self._index:
-            return _Position(self._index[key], is_id=True)
+            return Position(self._index[key], is_id=True)
         if isinstance(key, (int, str)):
             return key
         raise _Foreign
@@ -316,7 +319,7 @@ class _Places:
         return from_numpy(value, old)
 
     def _local_key(self, key: Any) -> Any:
-        if isinstance(key, _Position):
-            parameter = self._parameters[key.place]
+        if isinstance(key, Position):
+            parameter = self._parameters[key.number]
             return id(parameter) if key.is_id else parameter
         return key

@@ -20,14 +20,14 @@ from horo_lite.collectives.participation import described_by
 from horo_lite.errors import DriftError
 from horo_lite.state.broadcast import (
     NUMBERS,
-    _is_writable,
-    _map,
-    _Places,
-    _Position,
+    ParameterPositions,
+    Position,
     broadcast_optimizer_state,
     broadcast_parameters,
+    is_writable,
+    map_leaves,
 )
-from horo_lite.training.optimizer import DistributedOptimizer, check_reaction
+from horo_lite.state.wrapper import wrapped
 from horo_lite.transports.agreement import agree, exchange_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +102,12 @@ def check_in_sync(
     )
 
 
+def check_reaction(on_drift: str) -> None:
+    """ValueError unless `on_drift` is one of the three."""
+    if on_drift not in ("raise", "warn", "heal"):
+        raise ValueError(f'on_drift is "raise", "warn" or "heal", not {on_drift!r}')
+
+
 def compare(
     named: Sequence[tuple[str, Any]],
     *,
@@ -123,7 +129,7 @@ def compare(
     values = [_value(name, leaf) for name, leaf in named]
     if on_drift == "heal":
         for (name, leaf), value in zip(named[:n_parameters], values, strict=False):
-            if isinstance(leaf, NUMBERS) or (is_array(leaf) and not _is_writable(value)):
+            if isinstance(leaf, NUMBERS) or (is_array(leaf) and not is_writable(value)):
                 raise TypeError(
                     f'on_drift="heal" writes in place, and {name!r}, a {type(leaf).__name__}, '
                     'cannot be written: use "raise" or "warn", and broadcast_parameters()'
@@ -307,15 +313,16 @@ def _named(replica: Any, buffers: bool) -> list[tuple[str, Any]]:
             leaves.append((name or "the array", leaf))
         return leaf
 
-    _map(replica, "", collect)
+    map_leaves(replica, "", collect)
     return leaves
 
 
 def _state_of(optimizer: Any) -> list[tuple[str, Any]]:
     """Every array and number of an optimizer's state, named after the parameter it belongs to."""
-    inner = optimizer.inner if type(optimizer) is DistributedOptimizer else optimizer
+    own = wrapped(optimizer)
+    inner = optimizer if own is None else own.inner
     adapter = adapter_of(inner)
-    named = adapter.parameters(inner) if inner is optimizer else optimizer._own.named()
+    named = adapter.parameters(inner) if own is None else own.named()
     names = [name for name, _ in named]
     if (kept := adapter.state(inner)) is not None:
         state = kept if isinstance(kept, dict) else {"state": kept}
@@ -327,12 +334,14 @@ def _state_of(optimizer: Any) -> list[tuple[str, Any]]:
                 for key, value in state["state"].items()
             }
     else:
-        state = _Places(adapter, [parameter for _, parameter in named]).portable(vars(inner))
+        state = ParameterPositions(adapter, [parameter for _, parameter in named]).portable(
+            vars(inner)
+        )
 
     def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             for key in sorted(value, key=str):
-                place = names[key.place] if isinstance(key, _Position) else key
+                place = names[key.number] if isinstance(key, Position) else key
                 yield from leaves(f"{path}[{place!r}]", value[key])
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):

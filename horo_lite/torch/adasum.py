@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from horo_lite import _native, adapters
-from horo_lite.collectives.arrays import NO_ORDER
+from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from horo_lite import _native, ops
+from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives import compression as core
-from horo_lite.collectives.arrays import NO_ORDER
 from horo_lite.collectives.calls import Barrier, Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle as Submitted

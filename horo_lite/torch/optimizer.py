@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horo_lite import ops
+from horo_lite import ops, settings
 from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
@@ -28,10 +28,12 @@ from horo_lite.collectives.reductions import Average, Op, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
 from horo_lite.errors import HoroLiteError, MismatchError, NonFiniteError
+from horo_lite.state.drift import check_reaction, compare
 from horo_lite.torch import bucket_views
 from horo_lite.torch.adasum import Adasum, AdasumOp, adasum_async_
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
-from horo_lite.training.optimizer import _bucket_bytes, _check_every, takes_weight
+from horo_lite.training.optimizer import takes_weight
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
 from horo_lite.training.reducer import Reducer
 from horo_lite.transports.shm import SharedMemory
 
@@ -405,7 +407,7 @@ class _Exchange:
         self._param_groups = lambda: attributes["param_groups"]
         self._names = _names(named, self._parameters())
         self.passes: int = options["backward_passes_per_step"]
-        self.check_every = _check_every(options["check_every"], options["on_drift"])
+        self.check_every = settings.check_every(options["check_every"])
         self.patched_step: Any = None
         self.is_skipping = False
         self.weight: float | None = None  # this step's, of this rank
@@ -452,7 +454,7 @@ class _Exchange:
             [],
             op=Average if isinstance(self.op, AdasumOp) else self.op,
             compression=compression if isinstance(compression, Compressor) else Compression.none,
-            bucket_bytes=_bucket_bytes(options["bucket_bytes"]),
+            bucket_bytes=settings.bucket_bytes(options["bucket_bytes"]) or DEFAULT_BUCKET_BYTES,
             prescale_factor=1 / factor,
             postscale_factor=factor,
             options=[
@@ -495,7 +497,8 @@ class _Exchange:
             raise ValueError(
                 f'check_finite is "raise", "warn" or None, not {options["check_finite"]!r}'
             )
-        _bucket_bytes(options["bucket_bytes"])
+        settings.bucket_bytes(options["bucket_bytes"])
+        check_reaction(options["on_drift"])
         compression = options["compression"]
         if not isinstance(compression, Compressor) and not all(
             callable(getattr(compression, name, None)) for name in ("compress", "decompress")
@@ -750,8 +753,6 @@ class _Exchange:
         self._n_steps, self._n_exchanges = self._n_steps + 1, 0
         self._place()
         if self.check_every and self._n_steps % self.check_every == 0:
-            from horo_lite.state.drift import compare
-
             assert self.group is not None
             compare(
                 self.named(),

@@ -20,11 +20,12 @@ from horo_lite.context import (
     world,
 )
 from horo_lite.errors import DeviceError
+from horo_lite.settings import seconds
 from horo_lite.start import launcher, mpi
 from horo_lite.start.session import init as _init
 from horo_lite.start.session import shutdown, started_by_mpi
-from horo_lite.start.settings import seconds
 from horo_lite.torch.process_sets import ProcessSet, add_process_set
+from horo_lite.transports.nccl_library import nccl_candidates
 
 __all__ = [
     "ccl_built",
@@ -200,8 +201,6 @@ def gloo_enabled() -> bool:
 
 def nccl_built() -> int:
     """Return the version of the NCCL that arrays on GPUs use (21803 is 2.18.3), or 0."""
-    from horo_lite.transports.nccl_library import nccl_candidates
-
     try:
         return int(_native.nccl_library(nccl_candidates())[1])
     except DeviceError:

@@ -43,14 +43,14 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self._n = _length(dataset_or_n)
+        self._n = length_of(dataset_or_n)
         self._shuffle = shuffle
-        self._seed = _non_negative("seed", seed)
+        self._seed = non_negative("seed", seed)
         self._drop_last = drop_last
         self._epoch = 0
         self._place: tuple[int, int] | None = None
         if rank is not None or size is not None:
-            self._place = self._checked(_place(rank, size))
+            self._place = self._checked(rank_and_size(rank, size))
 
     @property
     def rank(self) -> int:
@@ -66,7 +66,7 @@ class DistributedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration has the order of this epoch: the same one on every rank."""
-        self._epoch = _non_negative("epoch", epoch)
+        self._epoch = non_negative("epoch", epoch)
 
     def __len__(self) -> int:
         _, size = self._resolve()
@@ -75,13 +75,13 @@ class DistributedSampler:
     def __iter__(self) -> Iterator[int]:
         rank, size = self._resolve()
         total = len(self) * size
-        order = _order(self._n, self._shuffle, self._seed, self._epoch)
+        order = sample_order(self._n, self._shuffle, self._seed, self._epoch)
         # np.resize wraps round as often as it takes, also where n < size.
         return iter(np.resize(order, total)[rank::size].tolist())
 
     def _resolve(self) -> tuple[int, int]:
         if self._place is None:
-            self._place = self._checked(_place(None, None))
+            self._place = self._checked(rank_and_size(None, None))
         return self._place
 
     def _checked(self, place: tuple[int, int]) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class ShardedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration has the order of this epoch: the same one on every rank."""
-        self._epoch = _non_negative("epoch", epoch)
+        self._epoch = non_negative("epoch", epoch)
 
     def __len__(self) -> int:
         """Batches in an epoch: the same number on every rank."""
@@ -143,7 +143,7 @@ class ShardedLoader:
         return full if self._drop_last else -(-self._n // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        order = _order(self._n, self._shuffle, self._seed, self._epoch)
+        order = sample_order(self._n, self._shuffle, self._seed, self._epoch)
         for i in range(len(self)):
             batch = order[i * self.batch_size : (i + 1) * self.batch_size]
             start, stop = self._share(len(batch))
@@ -203,7 +203,7 @@ def partition_dataset(
     """
     batch_size = operator.index(batch_size)
     gather, n = _reader(dataset)
-    rank, size = _place(rank, size)
+    rank, size = rank_and_size(rank, size)
     if batch_size < size:
         raise ValueError(
             f"partition_dataset: batch_size={batch_size} is the batch of all {size} ranks together "
@@ -221,20 +221,20 @@ def partition_dataset(
         rank=rank,
         size=size,
         shuffle=shuffle,
-        seed=_non_negative("seed", seed),
+        seed=non_negative("seed", seed),
         drop_last=drop_last,
     )
     return loader, loader.local_batch_size
 
 
-def _order(n: int, shuffle: bool, seed: int, epoch: int) -> Indices:
+def sample_order(n: int, shuffle: bool, seed: int, epoch: int) -> Indices:
     if not shuffle:
         return np.arange(n, dtype=np.intp)
     # A sequence seeds every (seed, epoch) apart; a sum would make (0, 1) and (1, 0) the same.
     return np.random.default_rng([seed, epoch]).permutation(n).astype(np.intp, copy=False)
 
 
-def _place(rank: int | None, size: int | None) -> tuple[int, int]:
+def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     if rank is None and size is None:
         here = context.world()
         return here.rank, here.size
@@ -257,8 +257,8 @@ def _reader(dataset: Any) -> tuple[Callable[[Indices], Any], int]:
         n = _common_length(dict(enumerate(arrays)))
         return lambda indices: tuple(a[indices] for a in arrays), n
     if hasattr(dataset, "shape"):
-        return lambda indices: dataset[indices], _length(dataset)
-    return lambda indices: _stack_samples(dataset, indices), _length(dataset)
+        return lambda indices: dataset[indices], length_of(dataset)
+    return lambda indices: _stack_samples(dataset, indices), length_of(dataset)
 
 
 def _array(column: Any) -> Any:
@@ -268,7 +268,7 @@ def _array(column: Any) -> Any:
 def _common_length(columns: Mapping[Any, Any]) -> int:
     if not columns:
         raise ValueError("the dataset has no arrays: pass (images, labels), for example")
-    lengths = {key: _length(column) for key, column in columns.items()}
+    lengths = {key: length_of(column) for key, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             "the arrays of a dataset hold one row per sample and must be equally long, but have "
@@ -302,7 +302,7 @@ def _map_fields(f: Callable[[Any], Any], batch: Any) -> Any:
     return f(batch)
 
 
-def _length(dataset_or_n: Any) -> int:
+def length_of(dataset_or_n: Any) -> int:
     try:
         n = len(dataset_or_n)
     except TypeError:
@@ -321,7 +321,7 @@ def _samples(n: int) -> str:
     return "1 sample" if n == 1 else f"{n:,} samples"
 
 
-def _non_negative(name: str, value: int) -> int:
+def non_negative(name: str, value: int) -> int:
     value = operator.index(value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, but is {value}")

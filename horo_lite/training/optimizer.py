@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from horo_lite import context
+from horo_lite import context, settings
 from horo_lite._native import Tensors, fingerprints
 from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import name_leaves
@@ -24,6 +23,8 @@ from horo_lite.collectives.arrays import Array, copy_of, exportable, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op, Sum
 from horo_lite.errors import MismatchError
+from horo_lite.state.drift import check_reaction, compare
+from horo_lite.state.wrapper import Wrapper
 from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
 from horo_lite.training.reducer import Reducer
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class DistributedOptimizer:
+class DistributedOptimizer(Wrapper):
     """`optimizer`, which from now on steps with the gradients of all ranks.
 
     Collective: every rank wraps its optimizer with the same options and calls `step()` equally
@@ -90,6 +91,8 @@ class DistributedOptimizer:
                 return import_module(face).DistributedOptimizer(optimizer, **options)
             return super().__new__(cls)
 
+    _own: _Own
+
     def __init__(
         self,
         optimizer: Any,
@@ -123,6 +126,7 @@ class DistributedOptimizer:
             and not callable(parameters)
         ):
             parameters = list(parameters)
+        check_reaction(on_drift)
         own = _Own(
             inner=optimizer,
             parameters=parameters,
@@ -130,9 +134,9 @@ class DistributedOptimizer:
             compression=compression,
             op=op,
             passes=backward_passes_per_step,
-            bucket_bytes=_bucket_bytes(bucket_bytes),
+            bucket_bytes=settings.bucket_bytes(bucket_bytes) or DEFAULT_BUCKET_BYTES,
             group=group,
-            check_every=_check_every(check_every, on_drift),
+            check_every=settings.check_every(check_every),
             on_drift=on_drift,
             check_finite=check_finite,
         )
@@ -481,8 +485,6 @@ class _Own:
         self.n_steps += 1
         self.n_unchecked += 1
         if self.n_unchecked == self.check_every:
-            from horo_lite.state.drift import compare
-
             self.n_unchecked = 0
             compare(
                 self.named(),
@@ -588,36 +590,3 @@ def _hash(array: Array) -> int:
     if tensors.strided:
         tensors = Tensors([copy_of(array)])
     return fingerprints(tensors)[0]
-
-
-def _bucket_bytes(given: int | None) -> int:
-    text = os.environ.get("HORO_LITE_BUCKET_BYTES", "")
-    if given is None and not text:
-        return DEFAULT_BUCKET_BYTES
-    try:
-        bucket_bytes = int(text) if given is None else given
-    except ValueError:
-        bucket_bytes = 0
-    if bucket_bytes < 1:
-        where = f"bucket_bytes={given}" if given is not None else f"HORO_LITE_BUCKET_BYTES={text}"
-        raise ValueError(f"{where}: a bucket has a whole number of bytes, at least 1")
-    return bucket_bytes
-
-
-def check_reaction(on_drift: str) -> None:
-    """ValueError unless `on_drift` is one of the three."""
-    if on_drift not in ("raise", "warn", "heal"):
-        raise ValueError(f'on_drift is "raise", "warn" or "heal", not {on_drift!r}')
-
-
-def _check_every(given: int | None, on_drift: str) -> int:
-    check_reaction(on_drift)
-    text = os.environ.get("HORO_LITE_CHECK_EVERY", "") or "0"
-    try:
-        check_every = int(text) if given is None else given
-    except ValueError:
-        check_every = -1
-    if check_every < 0:
-        where = f"check_every={given}" if given is not None else f"HORO_LITE_CHECK_EVERY={text}"
-        raise ValueError(f"{where}: a whole number of steps, or 0 for never")
-    return check_every

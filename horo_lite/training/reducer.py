@@ -15,7 +15,8 @@ import numpy as np
 
 from horo_lite import timeline
 from horo_lite._native import Tensors, count_non_finite
-from horo_lite.collectives.arrays import HOST, NO_ORDER, copy_of, gpu_of
+from horo_lite.adapters.object import NO_ORDER
+from horo_lite.collectives.arrays import HOST, copy_of, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, checked_weight

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from horo_lite import _native
+from horo_lite import _native, settings
 from horo_lite.errors import DeviceError
 from horo_lite.transports.agreement import agree, exchange_bytes, told
 from horo_lite.transports.gpu import GpuTransport
@@ -193,10 +192,10 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
 
     Collective. DeviceError on every rank, with all ranks' reasons, if NCCL is there but fails.
     """
-    given = int(_variable("HORO_LITE_BUCKET_BYTES", 0))
+    given = settings.bucket_bytes()
     bucket_bytes = given or BUCKET_BYTES
-    timeout_s = _variable("HORO_LITE_NCCL_TIMEOUT_S", 120)
-    registers = os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0"
+    timeout_s = settings.nccl_timeout_s()
+    registers = settings.registers_with_nccl()
     staged = StagedTransport(host, queue, given or DEFAULT_STAGE_BYTES)
     if host.size == 1:
         return staged
@@ -259,19 +258,11 @@ def _connect(
     return group
 
 
-def _variable(name: str, default: float) -> float:
-    text = os.environ.get(name) or str(default)
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}, which is no number") from None
-
-
 def _credentials(index: int, allowed: bool, leads: bool) -> dict[str, Any]:
     """Return what the others must know of this rank's GPU and its NCCL."""
     mine: dict[str, Any] = {"host": host_key(), "index": index, "problem": ""}
     mine["gpu"] = _native.gpus()[1][index]
-    mine["alone"] = os.environ.get("HORO_LITE_NCCL_SHARED_GPU") == "1"
+    mine["alone"] = settings.shares_gpus_with_nccl()
     if not allowed:
         mine["problem"] = "init() was told to use the CPU"
         return mine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from horo_lite import _native
 from horo_lite.transports.interface import Header, Reduction, Transport
-
-if TYPE_CHECKING:
-    from horo_lite.collectives.arrays import Array
 
 
 class ShmTransport(Transport):
@@ -125,7 +122,7 @@ class SharedMemory:
         self._segment = _native.Segment.create(n_bytes)
         self._n_bytes = n_bytes
         self._others: list[_native.Segment] = []
-        self.arrays: dict[int, Array] = {}
+        self.arrays: dict[int, Any] = {}
         self.distances: list[int] = []  # how far each rank's memory is from this one's
         self.number = 0
         _segments.add(self._segment)

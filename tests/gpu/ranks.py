@@ -18,8 +18,8 @@ from typing import Any
 from horo_lite import _native, context
 from horo_lite.collectives.group import Group
 from horo_lite.messages import Messages
+from horo_lite.settings import Settings
 from horo_lite.start import devices, session
-from horo_lite.start.settings import Settings
 from horo_lite.transports.nccl import Lane, NcclTransport
 from horo_lite.transports.pipes import Pipes
 from horo_lite.transports.shm import ShmTransport

@@ -1,12 +1,13 @@
 """What can be set: the arguments of `init()`, and every variable HORO_LITE_….
 
 `VARIABLES` is the one table of the variables; the README's is compared with it by a test.
-`Settings` holds those that a world is made with.
+`Settings` holds those that a world is made with; the functions below it read the others.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
@@ -154,6 +155,58 @@ def seconds(name: str, given: object) -> float:
         value = math.nan
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a number of seconds, or 0 for never, not {given!r}")
+    return value
+
+
+def bucket_bytes(given: int | None = None) -> int | None:
+    """Return the bytes of gradients per bucket: the argument's, or HORO_LITE_BUCKET_BYTES.
+
+    None where neither is given: optimizers and NCCL have defaults of their own.
+
+    Raises:
+        ValueError: It is not a whole number of at least 1.
+    """
+    return _whole("bucket_bytes", given, 1, "a bucket has a whole number of bytes, at least 1")
+
+
+def check_every(given: int | None = None) -> int:
+    """Return the steps between comparisons of parameters: the argument's, or the variable's.
+
+    Raises:
+        ValueError: It is not a whole number of at least 0.
+    """
+    return _whole("check_every", given, 0, "a whole number of steps, or 0 for never") or 0
+
+
+def nccl_timeout_s() -> float:
+    """Return the seconds within which NCCL must have connected the GPUs."""
+    name = "HORO_LITE_NCCL_TIMEOUT_S"
+    return seconds(name, os.environ.get(name) or "120")
+
+
+def registers_with_nccl() -> bool:
+    """Tell whether the fusion buffer is registered with NCCL."""
+    return os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0"
+
+
+def shares_gpus_with_nccl() -> bool:
+    """Tell whether NCCL is used even if ranks share a GPU, for tests."""
+    return os.environ.get("HORO_LITE_NCCL_SHARED_GPU") == "1"
+
+
+def _whole(argument: str, given: int | None, least: int, form: str) -> int | None:
+    """Return a whole number given as an argument, or else by its variable; None for neither."""
+    name = _PREFIX + argument.upper()
+    text = os.environ.get(name, "")
+    if given is None and not text:
+        return None
+    try:
+        value = int(text) if given is None else given
+    except ValueError:
+        value = least - 1
+    if value < least:
+        where = f"{argument}={given}" if given is not None else f"{name}={text}"
+        raise ValueError(f"{where}: {form}")
     return value
 
 

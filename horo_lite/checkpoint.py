@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from horo_lite import __version__
 from horo_lite.errors import CheckpointError
 
 # Magic, format, horo_lite's version, length of the pickle, its SHA-256.
@@ -172,8 +173,6 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _header(n_bytes: int, digest: bytes) -> bytes:
-    from horo_lite import __version__
-
     return _HEADER.pack(_MAGIC, _FORMAT, __version__.encode(), n_bytes, digest)
 
 

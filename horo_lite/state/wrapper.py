@@ -1,0 +1,27 @@
+"""Optimizers around other ones, as functions of a model's state see through them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Wrapped(Protocol):
+    """What a wrapper keeps for itself."""
+
+    inner: Any
+    n_steps: int
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Return the parameters with their names, as the wrapper was given them."""
+
+
+class Wrapper:
+    """Base of what wraps an optimizer, showing the inner one's attributes and class as its own."""
+
+    _own: Wrapped
+
+
+def wrapped(obj: Any) -> Wrapped | None:
+    """Return what a wrapper keeps for itself; None for anything else."""
+    # isinstance() would ask __class__, which is the inner one's.
+    return obj._own if issubclass(type(obj), Wrapper) else None
