@@ -520,9 +520,9 @@ def main() -> None:
         n_passed = run_all(world.group)
     n_slow = sum("go through the host's memory" in str(w.message) for w in caught)
     assert n_slow <= 1, [str(w.message) for w in caught]
-    lane = world.group.lane(DEVICE)
-    assert lane is not None
-    name = lane.transport().name
+    stream = world.group.stream(DEVICE)
+    assert stream is not None
+    name = stream.transport().name
     hvd.shutdown()
     print(f"{n_passed} checks passed over {name}, told {n_slow} times", flush=True)
 

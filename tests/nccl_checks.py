@@ -29,7 +29,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Max, Min, Sum
 from horo_lite.errors import DeviceError
 from horo_lite.training.reducer import Reducer
-from horo_lite.transports import watch
+from horo_lite.transports import watchdog
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or 0)
 
@@ -229,7 +229,7 @@ def registration() -> None:
     for failure, done in (("", "window"), ("1", "no"), ("null", "no")):
         group = start(FAKE_NCCL_REGISTER_FAILS=failure, BUCKET_BYTES="4096")
         usable(group)
-        assert group._lanes[0].transport().group.registered == done, failure
+        assert group._streams[0].transport().group.registered == done, failure
         assert since(n_calls, "CommWindowRegister")
         n_calls = len(log())
 
@@ -241,7 +241,7 @@ def one_rank_has_no_windows() -> None:
     usable(group)
     assert not since(0, "CommWindowRegister")
     assert len(since(0, "CommRegister")) == 2  # for direct and for asynchronous calls
-    assert group._lanes[0].transport().group.registered == "buffer"
+    assert group._streams[0].transport().group.registered == "buffer"
     hvd.shutdown()
     assert len(since(0, "CommDeregister")) == 2
 
@@ -341,14 +341,14 @@ def operations_fail() -> None:
 
 def learns_late() -> None:
     """Rank 1, whose GPU fails, has submitted more by the time its own program learns about it."""
-    abort = watch.Watch._abort
+    abort = watchdog.Watchdog._abort
 
-    def slowly(self: watch.Watch, error: Exception) -> None:
+    def slowly(self: watchdog.Watchdog, error: Exception) -> None:
         if RANK == 1:
             time.sleep(0.5)
         abort(self, error)
 
-    watch.Watch._abort = slowly  # type: ignore[method-assign]
+    watchdog.Watchdog._abort = slowly  # type: ignore[method-assign]
     group = start()
     for name in "x", None:  # unnamed operations are numbered, and the ranks have counted further
         usable(group)
@@ -365,11 +365,11 @@ def learns_late() -> None:
 
 def ahead() -> None:
     """A rank whose host is ahead keeps nothing of past steps, and is ahead by a limited number."""
-    watch.MAX_AHEAD = 20
+    watchdog.MAX_AHEAD = 20
     go = Path(os.environ["HORO_LITE_FAKE_NCCL_LOG"]).with_name("go")
     group = start()
     usable(group)
-    assert group._watch is not None
+    assert group._watchdog is not None
     n_calls, n_ahead, arrays = 60, [0], []
 
     def step(i: int) -> None:
@@ -380,11 +380,11 @@ def ahead() -> None:
     if RANK == 0:
 
         def let_go() -> None:  # once this rank can go no further, or all is queued
-            assert group._watch is not None
-            while group._watch._notices.qsize() < 15:
+            assert group._watchdog is not None
+            while group._watchdog._notices.qsize() < 15:
                 time.sleep(0.001)
             time.sleep(0.1)
-            n_ahead[0] = group._watch._notices.qsize()
+            n_ahead[0] = group._watchdog._notices.qsize()
             go.touch()
 
         for i in range(15):
@@ -397,7 +397,7 @@ def ahead() -> None:
         for i in range(15, n_calls):
             step(i)
         helper.join()
-        assert n_ahead[0] <= watch.MAX_AHEAD, n_ahead
+        assert n_ahead[0] <= watchdog.MAX_AHEAD, n_ahead
     else:
         while not go.exists():
             time.sleep(0.001)
@@ -419,7 +419,7 @@ def without_nccl() -> None:
         assert len(texts) == (RANK == 0), texts
         for word in words if texts else ():
             assert word in texts[0], f"{word!r} is not in {texts[0]}"
-        assert group._lanes[0].transport().name == "staged"
+        assert group._streams[0].transport().name == "staged"
 
     install = ["go through the host's memory", "on rank 0", "pip install", "HORO_LITE_NCCL_LIB"]
     good = os.environ["HORO_LITE_NCCL_LIB"]

@@ -15,7 +15,7 @@ from horo_lite.adapters.object import NO_ORDER
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
-    from horo_lite.transports.nccl import Lane
+    from horo_lite.transports.stream import CommunicationStream
 
 Array = Any
 """A NumPy array, or anything that gives memory (the host's or a GPU's) through DLPack or the buffer
@@ -46,7 +46,7 @@ class HostArrays:
     share memory, as `Tensors.overlaps` has them.
     """
 
-    lane: Lane | None = None
+    stream: CommunicationStream | None = None
     overlaps: Sequence[tuple[int, int, int, bool]] = ()
     fresh = True
 
@@ -141,10 +141,12 @@ class GpuArrays:
     even those of a framework whose arrays cannot be changed may be written.
     """
 
-    def __init__(self, arrays: Sequence[Array], lane: Lane, *, fresh: bool = False) -> None:
+    def __init__(
+        self, arrays: Sequence[Array], stream: CommunicationStream, *, fresh: bool = False
+    ) -> None:
         self.arrays = list(arrays)
-        self.lane = lane
-        self._queue = lane.queue
+        self.stream = stream
+        self._queue = stream.queue
         self.fresh = fresh
         self._begun = False
         self._is_ours = False
@@ -167,8 +169,8 @@ class GpuArrays:
             self._copy(strided)
 
     @classmethod
-    def of_rows(cls, x: Array, lane: Lane) -> GpuArrays:
-        rows = cls([x if len(x.shape) else x.reshape((1,))], lane, fresh=True)
+    def of_rows(cls, x: Array, stream: CommunicationStream) -> GpuArrays:
+        rows = cls([x if len(x.shape) else x.reshape((1,))], stream, fresh=True)
         rows.use_c_order()
         return rows
 

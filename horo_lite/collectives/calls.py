@@ -108,7 +108,7 @@ class Call(ABC, Generic[T]):
     ) -> tuple[_native.Job, Finish[T]]:
         """Have the engine run it when all ranks have submitted it; the job's name is the label."""
         memory = part.memory
-        if memory.lane is not None:
+        if memory.stream is not None:
             memory.use_c_order()
             memory.begin()
         job = engine.submit_call(
@@ -174,7 +174,7 @@ def _take_part(
 
 def used_by_all(transport: Transport, memory: HostArrays | GpuArrays) -> Transport:
     """On the engine's thread, where all ranks are: the transport for the GPU's arrays or these."""
-    return transport if memory.lane is None else memory.lane.transport_of_all()
+    return transport if memory.stream is None else memory.stream.transport_of_all()
 
 
 # --- moving data
@@ -216,7 +216,7 @@ class AllGather(Call[Array]):
     def participation(
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
     ) -> tuple[float, bytes]:
-        if part.memory.lane is not None:
+        if part.memory.stream is not None:
             return needs_all(part.label)(joined)
         ((dtype, shape),) = looks_of(part.memory.tensors)
         return self.stand_in(part, joined, looks=[(dtype, (0, *shape[1:]))])
@@ -292,7 +292,7 @@ class Broadcast(Call[None]):
     def participation(
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
     ) -> tuple[float, bytes]:
-        if ranks[self.root_rank] in joined or part.memory.lane is not None:
+        if ranks[self.root_rank] in joined or part.memory.stream is not None:
             return needs_all(f"{part.label} from rank {ranks[self.root_rank]}")(joined)
         return self.stand_in(part, joined, overlaps=part.memory.overlaps)
 

@@ -33,8 +33,8 @@ from horo_lite.transports.agreement import (
     participation_in,
     told,
 )
-from horo_lite.transports.nccl import Lane
-from horo_lite.transports.watch import CountedTransport, Watch
+from horo_lite.transports.stream import CommunicationStream
+from horo_lite.transports.watchdog import CountedTransport, Watchdog
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
@@ -71,21 +71,21 @@ class Group:
         self,
         transport: Transport,
         async_transport: Transport | None = None,
-        watch_transport: Transport | None = None,
+        watchdog_transport: Transport | None = None,
     ) -> None:
-        own = (transport, async_transport, watch_transport)
+        own = (transport, async_transport, watchdog_transport)
         self._own = [one for one in own if one is not None]
         self.transport = transport
         self._counted: CountedTransport | None = None
-        if watch_transport is not None and transport.size > 1:
+        if watchdog_transport is not None and transport.size > 1:
             self.transport = self._counted = CountedTransport(transport)
         self.rank = transport.rank
         self.size = transport.size
         self._number = transport.ranks[transport.rank]
         self._async_transport = async_transport
-        self._watch_transport = watch_transport
-        self._watch: Watch | None = None
-        self._lanes: tuple[Lane, Lane] | None = None
+        self._watchdog_transport = watchdog_transport
+        self._watchdog: Watchdog | None = None
+        self._streams: tuple[CommunicationStream, CommunicationStream] | None = None
         self._lock = threading.RLock()
         self._running = 0  # the thread whose direct call has the lock
         self._unnamed: Counter[str] = Counter()
@@ -115,7 +115,7 @@ class Group:
         part.label = part.label or call.label
         call.check(part)
         call.prepare(part)
-        return self.direct(partial(call.run, part), part.memory.lane)()
+        return self.direct(partial(call.run, part), part.memory.stream)()
 
     def submit(
         self, call: Call[T], part: Part, result: Callable[[T], Any] = lambda value: value
@@ -134,9 +134,9 @@ class Group:
             A handle for `synchronize` and `poll`.
         """
         self.check_usable()
-        if part.memory.lane is None or self._watch is None or self._engine is None:
+        if part.memory.stream is None or self._watchdog is None or self._engine is None:
             return self._submit(call, part, result)
-        with self._watch.submitting() as submitted:
+        with self._watchdog.submitting() as submitted:
             handle = self._submit(call, part, result)
             submitted.add(handle)
         return handle
@@ -149,7 +149,7 @@ class Group:
             part.label = f"{call.kind} number {self.unnamed('')}"
         transport = self._async_transport
         if self._engine is None or transport is None:
-            finish = self.direct(partial(call.run, part), part.memory.lane)
+            finish = self.direct(partial(call.run, part), part.memory.stream)
             return Handle(part.label, None, lambda: result(finish()))
         job, finish = call.submit(part, self._engine, transport)
         n_bytes = part.memory.tensors.nbytes
@@ -178,13 +178,13 @@ class Group:
         try:
             return handle.wait(beside)
         except DeviceError:
-            if self._watch is not None:
-                self._watch.raise_common()
+            if self._watchdog is not None:
+                self._watchdog.raise_common()
             raise
         except MismatchError:
-            if self._watch is None or not handle.is_void:
+            if self._watchdog is None or not handle.is_void:
                 raise
-            self._watch.raise_what_voided()
+            self._watchdog.raise_what_voided()
             raise DeviceError(
                 f"{handle.name} was not carried out: a GPU had failed, as was raised before"
             ) from None
@@ -285,10 +285,10 @@ class Group:
 
     def compares_later(self, gpu: int | None) -> bool:
         """Whether reductions of that GPU's arrays return before the ranks have been compared."""
-        lane = self.lane(gpu)
-        if lane is None or self._watch is None:
+        stream = self.stream(gpu)
+        if stream is None or self._watchdog is None:
             return False
-        return self.direct(lambda transport: transport.queued is not None, lane)
+        return self.direct(lambda transport: transport.queued is not None, stream)
 
     def part_of(self, x: Array) -> slice:
         """The rows of `x` that reducescatter leaves to this rank."""
@@ -307,14 +307,14 @@ class Group:
         try:
             if self._engine is not None:
                 self._engine.drain()
-            if self._watch is not None:
-                self._watch.close()
+            if self._watchdog is not None:
+                self._watchdog.close()
         except GROUP_IS_LOST:
             if not was_given_up:  # else a direct call has raised it already
                 raise
         finally:
-            for lane in self._lanes or ():
-                lane.close()
+            for stream in self._streams or ():
+                stream.close()
             for transport in self.transports():
                 transport.leave(reason)
             # Another thread that waits in a direct call sees that. MPI must not end before.
@@ -330,7 +330,7 @@ class Group:
     @property
     def carrier(self) -> str:
         """The name of the transport that arrays take: a GPU's, once one is connected."""
-        found = self._lanes[0].found if self._lanes is not None else None
+        found = self._streams[0].found if self._streams is not None else None
         return self.transport.name if found is None else found.name
 
     # How direct calls run.
@@ -347,7 +347,9 @@ class Group:
                 "the world was shut down: call horo_lite.init() again before using it"
             )
 
-    def direct(self, operation: Callable[[Transport], T], lane: Lane | None = None) -> T:
+    def direct(
+        self, operation: Callable[[Transport], T], stream: CommunicationStream | None = None
+    ) -> T:
         """Run what all ranks run: whatever can fail on one rank alone has been done before.
 
         Another thread's direct call waits for this one.
@@ -366,12 +368,12 @@ class Group:
         with timeline.direct(self.transport), self._lock:
             self._running = threading.get_ident()
             try:
-                if lane is not None and self._watch is not None:
-                    self._watch.check()
-                return operation(self.transport if lane is None else lane.transport())
+                if stream is not None and self._watchdog is not None:
+                    self._watchdog.check()
+                return operation(self.transport if stream is None else stream.transport())
             except DeviceError:
-                if lane is not None and self._watch is not None:
-                    self._watch.raise_common()
+                if stream is not None and self._watchdog is not None:
+                    self._watchdog.raise_common()
                 raise
             except BaseException as error:
                 give_up_unless_alike(self.transport, error)
@@ -379,38 +381,41 @@ class Group:
             finally:
                 self._running = 0
 
-    def lane(self, gpu: int | None, asynchronous: bool = False) -> Lane | None:
+    def stream(self, gpu: int | None, asynchronous: bool = False) -> CommunicationStream | None:
         """How a GPU takes part in this group; None for arrays in the host's memory."""
         if gpu is None:
             return None
-        if self._lanes is None:
-            allowed = self._watch_transport is not None
+        if self._streams is None:
+            allowed = self._watchdog_transport is not None
             other = self._async_transport or self.transport
-            lanes = Lane(self.transport, gpu, allowed), Lane(other, gpu, allowed)
-            if self._watch_transport is not None and self._counted is not None:
-                self._watch = Watch(self._watch_transport, self._counted, lanes)
-                for lane in lanes:
-                    lane.watch = self._watch
-            self._lanes = lanes
-        lane = self._lanes[asynchronous]
-        if lane.index != gpu:
+            streams = (
+                CommunicationStream(self.transport, gpu, allowed),
+                CommunicationStream(other, gpu, allowed),
+            )
+            if self._watchdog_transport is not None and self._counted is not None:
+                self._watchdog = Watchdog(self._watchdog_transport, self._counted, streams)
+                for stream in streams:
+                    stream.watchdog = self._watchdog
+            self._streams = streams
+        stream = self._streams[asynchronous]
+        if stream.index != gpu:
             raise ValueError(
                 f"the arrays lie on cuda:{gpu}, but rank {self._number} has exchanged arrays of "
-                f"cuda:{lane.index} before: a rank uses one GPU"
+                f"cuda:{stream.index} before: a rank uses one GPU"
             )
-        return lane
+        return stream
 
     def memory(
         self, arrays: Sequence[Array], *, fresh: bool = False, asynchronous: bool = False
     ) -> HostArrays | GpuArrays:
-        lane = self.lane(gpu_of(arrays[0]) if len(arrays) else None, asynchronous)
-        if lane is None:
+        stream = self.stream(gpu_of(arrays[0]) if len(arrays) else None, asynchronous)
+        if stream is None:
             return HostArrays(arrays, fresh=fresh)
-        return GpuArrays(arrays, lane, fresh=fresh)
+        return GpuArrays(arrays, stream, fresh=fresh)
 
     def rows(self, x: Array, asynchronous: bool = False) -> HostArrays | GpuArrays:
-        lane = self.lane(gpu_of(x), asynchronous)
-        return HostArrays.of_rows(x) if lane is None else GpuArrays.of_rows(x, lane)
+        stream = self.stream(gpu_of(x), asynchronous)
+        return HostArrays.of_rows(x) if stream is None else GpuArrays.of_rows(x, stream)
 
     # How asynchronous calls run.
 
@@ -433,7 +438,7 @@ class Group:
 
         What the ranks had submitted when a GPU failed may differ, so they count anew afterwards.
         """
-        n_errors = 0 if self._watch is None else self._watch.generation
+        n_errors = 0 if self._watchdog is None else self._watchdog.generation
         since = f" after {n_errors} errors of GPUs" if n_errors else ""
         return f"{self.new_number(kind + since)}{since}"
 

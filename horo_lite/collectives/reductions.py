@@ -21,7 +21,7 @@ from horo_lite.transports.interface import Reduction
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
     from horo_lite.transports import QueuedReductions, Transport
-    from horo_lite.transports.watch import Watch
+    from horo_lite.transports.watchdog import Watchdog
 
 
 class Op(enum.Enum):
@@ -90,7 +90,12 @@ class AllReduce(Call[bool]):
         check_apart(memory, self.names, part.label)
         # Arrays that lie in shared memory are reduced there, if they travel as they are.
         as_they_are = self.compression.wire == "none" and self.prescale_factor == 1
-        if part.shared is not None and as_they_are and part.weight is None and memory.lane is None:
+        if (
+            part.shared is not None
+            and as_they_are
+            and part.weight is None
+            and memory.stream is None
+        ):
             part.offsets = part.shared.offsets(memory.tensors)
         self._hook(part, type(self.compression).prepare, Compressor.prepare)
 
@@ -100,9 +105,9 @@ class AllReduce(Call[bool]):
     def run(self, part: Part, transport: Transport) -> Finish[bool]:
         memory = part.memory
         timeline.waits(part.label, self.kind, self.names, memory.tensors.nbytes)
-        watch = None if memory.lane is None else memory.lane.watch
-        if watch is not None and transport.queued is not None:
-            is_queued = self._queue(part, transport.queued, watch)
+        watchdog = None if memory.stream is None else memory.stream.watchdog
+        if watchdog is not None and transport.queued is not None:
+            is_queued = self._queue(part, transport.queued, watchdog)
             return lambda: is_queued and self._complete(part)
         headers = agree(
             transport,
@@ -125,7 +130,7 @@ class AllReduce(Call[bool]):
     ) -> tuple[_native.Job, Finish[bool]]:
         """Here the engine compares, so that it moves matched operations without Python."""
         memory = part.memory
-        if memory.lane is not None:
+        if memory.stream is not None:
             memory.use_c_order()
         layout = memory.tensors.layout
         digest = digest_of((self._contract(part), layout))
@@ -137,7 +142,7 @@ class AllReduce(Call[bool]):
         def participation(joined: Sequence[int]) -> tuple[float, bytes]:
             return self.participation(part, transport.ranks, joined)
 
-        if memory.lane is None and transport.native_group is not None:
+        if memory.stream is None and transport.native_group is not None:
             in_place = part.offsets is not None and part.shared is not None
             job = engine.submit_allreduce(
                 transport.native_group,
@@ -171,7 +176,7 @@ class AllReduce(Call[bool]):
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
     ) -> tuple[float, bytes]:
         scaled = self.op.value in ("min", "max", "product") and self.prescale_factor != 1.0
-        if scaled or part.memory.lane is not None:
+        if scaled or part.memory.stream is not None:
             return needs_all(part.label)(joined)
         place = None
         if part.offsets is not None and part.shared is not None:
@@ -232,7 +237,7 @@ class AllReduce(Call[bool]):
         ]
         return "\n".join([part.label, *options])
 
-    def _queue(self, part: Part, queued: QueuedReductions, watch: Watch) -> bool:
+    def _queue(self, part: Part, queued: QueuedReductions, watchdog: Watchdog) -> bool:
         """Queue the work on the GPU; whether the ranks agree is found out beside it."""
         tensors = part.memory.tensors
         asked = self._options(part, _order(tensors.layout))
@@ -243,7 +248,7 @@ class AllReduce(Call[bool]):
             return "\n".join([asked, *described(outline, names)])
 
         digest = digest_of((self._contract(part), tensors.layout))
-        notice = watch.announce(part.label, digest, describe, follows=part.follows)
+        notice = watchdog.announce(part.label, digest, describe, follows=part.follows)
         reduction = Reduction(
             self._arithmetic(part),
             self.compression.wire,
@@ -251,7 +256,7 @@ class AllReduce(Call[bool]):
             self.postscale_factor,
         )
         if not (part.follows and queued.only_queues(tensors, reduction, part.weight)):
-            watch.wait(notice)
+            watchdog.wait(notice)
             if notice.nobody_follows:
                 return False
         timeline.runs()

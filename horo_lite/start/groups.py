@@ -51,12 +51,12 @@ def new_group(ranks: Sequence[int]) -> Group | None:
     links = connect(
         comm,
         [here.host_of_rank[rank] for rank in ranks],
-        watch=world.device.kind == "cuda",
+        watchdog=world.device.kind == "cuda",
         ranks=ranks,
         beside=world.group.transport,
     )
     ending.watch(links.transports())
-    group = Group(links.direct, links.engine, links.watch)
+    group = Group(links.direct, links.engine, links.watchdog)
     if comm is not None:
         comm.Free()
     context.subgroups().append(group)

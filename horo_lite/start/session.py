@@ -273,7 +273,7 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
             stacklevel=4,
         )
     token = everyone[0].token
-    links = connect(comm, host_of_rank, token=token, watch=on_gpus)
+    links = connect(comm, host_of_rank, token=token, watchdog=on_gpus)
     stall_detector = links.direct.stall_detector
     if stall_detector is not None:
         stall_detector.set_limits(settings.stall_warn_s, settings.stall_abort_s)
@@ -291,7 +291,7 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
         device=Device(mine.device.kind, gpus[rank]),
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,
-        group=Group(links.direct, links.engine, links.watch),
+        group=Group(links.direct, links.engine, links.watchdog),
     )
     # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)

@@ -281,11 +281,11 @@ class _Check:
     def _downloaded(self, value: Any) -> Tensors:
         """What an array on a GPU holds, in memory that the next one will be in, too."""
         memory = self._group.memory([value], fresh=True)  # only to be read
-        assert memory.lane is not None
+        assert memory.stream is not None
         memory.use_c_order()
         memory.begin()
         if self._staging is None:
-            self._staging = _native.Staging(memory.lane.queue)
+            self._staging = _native.Staging(memory.stream.queue)
         return self._staging.download(memory.tensors, 0, 1)
 
 

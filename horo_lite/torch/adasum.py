@@ -141,7 +141,7 @@ class AdasumReduce(Call[None]):
         mine, theirs = memory.arrays
         memory.begin()
         # What happens on a GPU belongs to the stream in which its arrays travel.
-        queue = 0 if memory.lane is None else memory.lane.queue.stream
+        queue = 0 if memory.stream is None else memory.stream.queue.stream
         with adapters.adapter_of(mine).on_stream(mine, queue) if queue else nullcontext():
             _combine(transport, mine, theirs, self.ends())
         return memory.end
@@ -149,7 +149,7 @@ class AdasumReduce(Call[None]):
     def participation(
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
     ) -> tuple[float, bytes]:
-        if part.memory.lane is not None:
+        if part.memory.stream is not None:
             return needs_all(part.label)(joined)
         return self.stand_in(part, joined, is_wide=part.memory.tensors.itemsize(0) == 8)
 

@@ -163,6 +163,12 @@ def told(transport: Transport, text: str) -> list[str]:
     return [words.decode() for words in exchange_bytes(transport, mine, sizes)]
 
 
+def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
+    """What those of the ranks that have something to say do say."""
+    said = zip(ranks, texts, strict=True)
+    return "; ".join(f"on rank {rank}, {text}" for rank, text in said if text)
+
+
 def exchange_bytes(
     transport: Transport, mine: bytes, sizes: Sequence[int], label: str = "an exchange"
 ) -> list[bytes]:

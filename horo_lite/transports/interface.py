@@ -54,7 +54,7 @@ class Reduction(NamedTuple):
 class QueuedReductions(Protocol):
     """Reductions that return when the GPU's work is queued, and on which nobody has agreed before.
 
-    Whether all ranks queue the same is compared beside them, by a `Watch`.
+    Whether all ranks queue the same is compared beside them, by a `Watchdog`.
     """
 
     def only_queues(

@@ -34,14 +34,14 @@ class Links:
     """For direct calls, which are matched by position."""
     engine: Transport
     """For asynchronous operations, which are matched by name."""
-    watch: Transport | None = None
+    watchdog: Transport | None = None
     """For comparing what the ranks queue on their GPUs, where they have some."""
     mailbox: Mailbox | None = None
     """For messages between two ranks; of a world as a whole only."""
 
     def transports(self) -> list[Transport]:
         """All of them."""
-        return [self.direct, self.engine, *([] if self.watch is None else [self.watch])]
+        return [self.direct, self.engine, *([] if self.watchdog is None else [self.watchdog])]
 
 
 def connect(
@@ -49,7 +49,7 @@ def connect(
     host_of_rank: Sequence[int],
     *,
     token: str = "",
-    watch: bool = False,
+    watchdog: bool = False,
     ranks: Sequence[int] | None = None,
     beside: Transport | None = None,
 ) -> Links:
@@ -61,7 +61,7 @@ def connect(
         comm: The ranks' communicator; None for a world of one.
         host_of_rank: Numbers the host of each rank; ranks with equal numbers share memory.
         token: What only this world knows, in hexadecimal digits; alike on all ranks.
-        watch: Whether there are GPUs to compare.
+        watchdog: Whether there are GPUs to compare.
         ranks: Of a part of a world, its ranks' numbers there.
         beside: Of a part of a world, the transport of that world's direct calls.
 
@@ -73,7 +73,7 @@ def connect(
         ranks = range(len(host_of_rank))
     if comm is None or comm.size == 1:
         solo = SoloTransport(ranks)
-        others = SoloTransport(ranks), SoloTransport(ranks) if watch else None
+        others = SoloTransport(ranks), SoloTransport(ranks) if watchdog else None
         return Links(solo, *others, Pipes() if beside is None else None)
     # Who waits in a part of a world must let the world's engine go on.
     executor = None if beside is None else beside.executor
@@ -86,7 +86,7 @@ def connect(
             f"processes (rank {', '.join(whose)}), and MPI did not start them: without MPI a "
             "world is of one host. Start the job with mpiexec, srun or `python -m horo_lite`"
         )
-    roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCH] if watch else [])]
+    roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
     stall_detector = None if beside is None else beside.stall_detector
     pipes = Pipes() if beside is None and not over_mpi else None
     inbox = None if pipes is None else pipes.inbox
@@ -126,7 +126,7 @@ def connect(
             pipes.connect(host.inboxes, token)
         detector = host.stall_detector
         shm = {role: ShmTransport(host.group(role), ranks, detector) for role in roles}
-        return Links(shm[Role.DIRECT], shm[Role.ENGINE], shm.get(Role.WATCH), pipes)
+        return Links(shm[Role.DIRECT], shm[Role.ENGINE], shm.get(Role.WATCHDOG), pipes)
     assert not isinstance(comm, ObjectCommunicator)
     if pipes is not None:
         pipes.close()
@@ -134,4 +134,4 @@ def connect(
     executor = MainThreadExecutor.if_needed(executor)
     mpi = {role: MpiTransport(comm, host, role, executor) for role in roles}
     mailbox = MpiMailbox(comm, mpi[Role.DIRECT]) if beside is None else None
-    return Links(mpi[Role.DIRECT], mpi[Role.ENGINE], mpi.get(Role.WATCH), mailbox)
+    return Links(mpi[Role.DIRECT], mpi[Role.ENGINE], mpi.get(Role.WATCHDOG), mailbox)

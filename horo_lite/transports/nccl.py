@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from horo_lite import _native, settings
 from horo_lite.errors import DeviceError
@@ -15,9 +15,6 @@ from horo_lite.transports.interface import QueuedReductions, Reduction, Transpor
 from horo_lite.transports.nccl_library import nccl_candidates
 from horo_lite.transports.peers import host_key
 from horo_lite.transports.staged import DEFAULT_STAGE_BYTES, StagedTransport
-
-if TYPE_CHECKING:
-    from horo_lite.transports.watch import Watch
 
 # Each operation of NCCL costs the host tens of microseconds, and the GPU has the memory.
 BUCKET_BYTES = 128 * 2**20
@@ -29,7 +26,7 @@ class NcclTransport(GpuTransport):
     """A transport for tensors on a GPU. Calls return when the work is queued.
 
     Whether all ranks queue the same is for the caller to see to: `agree` waits for the other ranks'
-    programs, so reductions, which are a step's path, are compared by a `Watch` instead.
+    programs, so reductions, which are a step's path, are compared by a `Watchdog` instead.
     """
 
     name = "nccl"
@@ -97,94 +94,6 @@ class NcclTransport(GpuTransport):
 
     def close(self) -> None:
         self.group.close()
-
-
-def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """What those of the ranks that have something to say do say."""
-    said = zip(ranks, texts, strict=True)
-    return "; ".join(f"on rank {rank}, {text}" for rank, text in said if text)
-
-
-# Of a rank's GPU, for the others.
-_NOT_CONNECTED, _CONNECTED, _FAILED = range(3)
-
-
-class Lane:
-    """How one rank's GPU takes part in a group: a communication stream, and its transport."""
-
-    def __init__(self, host: Transport, index: int, allowed: bool) -> None:
-        self.index = index
-        self.queue = _native.DeviceQueue(index)
-        self.host = host
-        self.watch: Watch | None = None
-        self._allowed = allowed
-        self._transport: GpuTransport | None = None
-
-    @property
-    def found(self) -> GpuTransport | None:
-        """The transport; None before the first call of `transport`."""
-        return self._transport
-
-    def transport(self) -> GpuTransport:
-        """Return the transport. Collective at the first call, and at the first after `reset`."""
-        found = self._transport  # other threads may reset it
-        if found is None:
-            self._transport = found = connect(self.host, self.queue, self._allowed)
-            if self.watch is not None and found.queued is not None:
-                self.watch.start()
-        return found
-
-    def transport_of_all(self) -> GpuTransport:
-        """As `transport`, where ranks may have reset theirs at other times; always collective.
-
-        Raises:
-            DeviceError: A rank's GPU has failed in an earlier operation, which not all programs
-                have learned yet; raised on every rank.
-        """
-        label = "arrays on a GPU"
-        found = self._transport
-        failure = "" if found is None else found.failure()
-        state = _FAILED if failure else _CONNECTED if found is not None else _NOT_CONNECTED
-        states = [header.count for header in self.host.agree(0, state, label=label)]
-        if _FAILED in states:
-            texts = told(self.host, failure)
-            if found is not None:
-                found.peer_failed = True
-            raise DeviceError(on_ranks(self.host.ranks, texts))
-        if found is None or _NOT_CONNECTED in states:
-            self.fail("the ranks connect their GPUs anew")
-            self.reset()
-            found = self.transport()
-            self.host.agree(0, label=label)  # what passes through the host begins with one
-        return found
-
-    def fail(self, reason: str) -> None:
-        """End what waits on the GPU. For any thread."""
-        found = self._transport
-        if found is not None:
-            found.fail(reason)
-
-    def failure(self) -> str:
-        """Return what NCCL has failed with, or what was given to `fail`. For any thread."""
-        found = self._transport
-        return "" if found is None else found.failure()
-
-    @property
-    def peer_failed(self) -> bool:
-        """Whether another rank's GPU is known to have failed, which was not raised yet."""
-        found = self._transport
-        return found is not None and found.peer_failed
-
-    def reset(self) -> None:
-        """Connect anew at the next use."""
-        self._transport = None
-
-    def close(self) -> None:
-        """Leave, together with the other ranks; without this, that could be at any time."""
-        found = self._transport
-        if found is not None:
-            found.close()
-        self.reset()
 
 
 def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTransport:

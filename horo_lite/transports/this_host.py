@@ -33,7 +33,7 @@ class Role(IntEnum):
 
     DIRECT = 0
     ENGINE = 1
-    WATCH = 2
+    WATCHDOG = 2
 
 
 # pid, name, where the memory of the host is
@@ -76,7 +76,7 @@ class ThisHost:
             self.pids,
             self.names,
         )
-        if role != Role.WATCH:  # nobody waits for its thread
+        if role != Role.WATCHDOG:  # nobody waits for its thread
             direct = role == Role.DIRECT and self.scratch_bytes == 0
             group.watched_by(self.stall_detector, self.here, direct)
         if role == Role.DIRECT and self.is_world:

@@ -279,8 +279,8 @@ def host_time(how: str) -> None:
         for _ in range(3):
             optimizer.synchronize()
         library.read(gradients[0])
-        lane = world.group.lane(world.device.index)
-        nccl = lane.transport().group
+        stream = world.group.stream(world.device.index)
+        nccl = stream.transport().group
         tensors = _native.Tensors(gradients, stream=-1)
         steps, reads, queued, busy = [], [], [], []
         for _ in range(rounds):
@@ -296,11 +296,11 @@ def host_time(how: str) -> None:
             began = time.perf_counter()
             _native.Tensors(gradients, stream=-1)
             reads.append(time.perf_counter() - began)
-            lane.queue.follow(library_stream(library))
+            stream.queue.follow(library_stream(library))
             began = time.perf_counter()
             nccl.allreduce(tensors, "average", compression.wire, 1.0, 1.0, float(world.size), None)
             queued.append(time.perf_counter() - began)
-            lane.queue.synchronize()
+            stream.queue.synchronize()
             ops.barrier(group=world.group)
         if world.rank == 0:
             say(

@@ -332,8 +332,8 @@ def check_mismatches_are_told_to_all(group: Group, library: Library) -> None:
 
 
 def over_nccl(group: Group) -> bool:
-    lane = group.lane(hvd.device().index)
-    return lane is not None and lane.transport().name == "nccl"
+    stream = group.stream(hvd.device().index)
+    return stream is not None and stream.transport().name == "nccl"
 
 
 CHECKS: dict[str, Check] = {

@@ -20,10 +20,11 @@ from horo_lite.collectives.group import Group
 from horo_lite.messages import Messages
 from horo_lite.settings import Settings
 from horo_lite.start import devices, session
-from horo_lite.transports.nccl import Lane, NcclTransport
+from horo_lite.transports.nccl import NcclTransport
 from horo_lite.transports.pipes import Pipes
 from horo_lite.transports.shm import ShmTransport
 from horo_lite.transports.staged import StagedTransport
+from horo_lite.transports.stream import CommunicationStream
 
 N_GROUPS = 4  # direct calls, asynchronous ones, the watch, and the checks' own
 
@@ -98,10 +99,10 @@ def use_nccl_alone(world: Any) -> None:
 
     _native.nccl_library(nccl_candidates())
     for asynchronous in (False, True):
-        lane = world.group.lane(world.device.index, asynchronous)
-        assert isinstance(lane, Lane)
+        stream = world.group.stream(world.device.index, asynchronous)
+        assert isinstance(stream, CommunicationStream)
         meeting = _native.nccl_unique_id()
-        nccl = _native.NcclGroup(lane.queue, meeting, 0, 1, DEFAULT_BUCKET_BYTES, 60.0)
+        nccl = _native.NcclGroup(stream.queue, meeting, 0, 1, DEFAULT_BUCKET_BYTES, 60.0)
         nccl.register_bucket(windows=nccl.can_use_windows)
-        staged = StagedTransport(lane.host, lane.queue, DEFAULT_BUCKET_BYTES)
-        lane._transport = NcclTransport(lane.host, nccl, staged)
+        staged = StagedTransport(stream.host, stream.queue, DEFAULT_BUCKET_BYTES)
+        stream._transport = NcclTransport(stream.host, nccl, staged)

@@ -8,17 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 from horo_lite import _native
 from horo_lite.errors import DeviceError, MismatchError, PeerLostError, StallError
-from horo_lite.transports.agreement import digest_of, explain, told
+from horo_lite.transports.agreement import digest_of, explain, on_ranks, told
 from horo_lite.transports.interface import Header, OverHost, Transport
-from horo_lite.transports.nccl import on_ranks
-
-if TYPE_CHECKING:
-    from horo_lite.transports.nccl import Lane
 
 
 class Withdrawable(Protocol):
@@ -28,6 +24,16 @@ class Withdrawable(Protocol):
 
     def done(self) -> bool: ...
     def withdraw(self, beside: bool = False) -> bool: ...
+
+
+class Watched(Protocol):
+    """A communication stream, as far as it is watched: see `CommunicationStream`."""
+
+    @property
+    def peer_failed(self) -> bool: ...
+    def fail(self, reason: str) -> None: ...
+    def failure(self) -> str: ...
+    def reset(self) -> None: ...
 
 
 # What a rank says in a round. It is there with a notice (of something that it can do as agreed on
@@ -63,7 +69,7 @@ class Notice:
         self.settled = threading.Event()
 
 
-class Watch:
+class Watchdog:
     """Compares the notices of all ranks, in their order, over a transport of its own.
 
     The threads of all ranks compare in rounds: at once where there is a notice, a few times a
@@ -85,12 +91,12 @@ class Watch:
     """
 
     def __init__(
-        self, transport: Transport, direct: CountedTransport, lanes: Sequence[Lane]
+        self, transport: Transport, direct: CountedTransport, streams: Sequence[Watched]
     ) -> None:
         self._transport = transport
         self._executor = transport.executor
         self._direct = direct
-        self._lanes = lanes
+        self._streams = streams
         self._error: Exception | None = None
         self._stopped = threading.Event()  # there is an error
         self._submitting = threading.Lock()
@@ -107,8 +113,8 @@ class Watch:
         # What this rank has queued, and others have not.
         self._unmatched: _native.Wait | None = None
         self._starting = threading.Lock()
-        self._thread = threading.Thread(target=self._loop, name="horo_lite watch", daemon=True)
-        direct.watch = self
+        self._thread = threading.Thread(target=self._loop, name="horo_lite watchdog", daemon=True)
+        direct.watchdog = self
 
     def start(self) -> None:
         """Begin, once all ranks have connected their GPUs; also called when they have again."""
@@ -174,9 +180,9 @@ class Watch:
         if isinstance(error, (MismatchError, DeviceError)):
             if self._direct.n_agreed < self._awaited:
                 self._direct.pass_by()
-            for lane in self._lanes:
-                if lane.failure():  # not what has been connected since
-                    lane.reset()
+            for stream in self._streams:
+                if stream.failure():  # not what has been connected since
+                    stream.reset()
             self._generation += 1
             self._is_stopping = False
             self._stopped.clear()
@@ -185,7 +191,7 @@ class Watch:
 
     def raise_common(self) -> None:
         """If a GPU of any rank has failed, wait until all ranks know it, and raise it."""
-        if self._failure() or any(lane.peer_failed for lane in self._lanes):
+        if self._failure() or any(stream.peer_failed for stream in self._streams):
             self._serve_until(self._stopped.wait)
         self.check()
 
@@ -208,7 +214,7 @@ class Watch:
         """Wait until all that was announced has been compared; raise if there was a difference."""
         self._notices.put(None)
         self._serve_until(self._has_ended)
-        self._direct.watch = None
+        self._direct.watchdog = None
         self.check()
 
     def _has_ended(self, timeout_s: float) -> bool:
@@ -255,7 +261,7 @@ class Watch:
                 notice.n_agreed,
             )
         else:
-            state, digest, label = _LEAVES if self._closing else _IDLE, 0, "the GPUs' watch"
+            state, digest, label = _LEAVES if self._closing else _IDLE, 0, "the GPUs' watchdog"
         said = digest, n_agreed * _N_STATES + state
         headers = self._transport.agree(*said, label=label)
         states = [header.count % _N_STATES for header in headers]
@@ -329,7 +335,7 @@ class Watch:
         """Return what happened to this rank's GPU that the others do not know yet."""
         if self._error is not None:
             return ""
-        return next(filter(None, (lane.failure() for lane in self._lanes)), "")
+        return next(filter(None, (stream.failure() for stream in self._streams)), "")
 
     def _end_with_all(self, states: Sequence[int], speaks: Sequence[bool], label: str) -> bool:
         """End, since some rank is here for the last time: whether there is to be another round."""
@@ -341,8 +347,8 @@ class Watch:
         if speaks[self._transport.rank]:
             raise lost
         if any(speaks):  # what they have queued will never be complete, and this need not wait
-            for lane in self._lanes:
-                lane.fail("this rank was shut down")
+            for stream in self._streams:
+                stream.fail("this rank was shut down")
         if not self._closing:
             self._lost = lost
         return False
@@ -361,8 +367,8 @@ class Watch:
         # All at once: aborting one may wait for memory that a stuck kernel of another keeps. Not
         # for ever: NCCL may not come back, and the program is to hear of the error nevertheless.
         aborts = [
-            threading.Thread(target=lane.fail, args=(str(error),), daemon=True)
-            for lane in self._lanes
+            threading.Thread(target=stream.fail, args=(str(error),), daemon=True)
+            for stream in self._streams
         ]
         for abort in aborts:
             abort.start()
@@ -384,7 +390,7 @@ class CountedTransport(OverHost):
         self.name = transport.name
         self.shares_memory = transport.shares_memory
         self.native_group = transport.native_group
-        self.watch: Watch | None = None
+        self.watchdog: Watchdog | None = None
         self.n_agreed = 0
         self._label = ""
 
@@ -399,13 +405,13 @@ class CountedTransport(OverHost):
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
-        if self.watch is not None and self.watch.is_awaited():
-            self.watch.check()
+        if self.watchdog is not None and self.watchdog.is_awaited():
+            self.watchdog.check()
         self._label = label
         self.n_agreed += 1
         headers = self._host.agree(digest, count, weight, label=label)
-        if self.watch is not None and any(header.digest == _ELSEWHERE for header in headers):
-            self.watch.raise_elsewhere()
+        if self.watchdog is not None and any(header.digest == _ELSEWHERE for header in headers):
+            self.watchdog.raise_elsewhere()
         return headers
 
     def pass_by(self) -> None:

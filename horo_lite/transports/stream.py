@@ -1,0 +1,92 @@
+"""The communication streams of a rank's GPU."""
+
+from __future__ import annotations
+
+from horo_lite import _native
+from horo_lite.errors import DeviceError
+from horo_lite.transports.agreement import on_ranks, told
+from horo_lite.transports.gpu import GpuTransport
+from horo_lite.transports.interface import Transport
+from horo_lite.transports.nccl import connect
+from horo_lite.transports.watchdog import Watchdog
+
+# Of a rank's GPU, for the others.
+_NOT_CONNECTED, _CONNECTED, _FAILED = range(3)
+
+
+class CommunicationStream:
+    """A stream of one rank's GPU for what a group exchanges, and the transport that uses it."""
+
+    def __init__(self, host: Transport, index: int, allowed: bool) -> None:
+        self.index = index
+        self.queue = _native.DeviceQueue(index)
+        self.host = host
+        self.watchdog: Watchdog | None = None
+        self._allowed = allowed
+        self._transport: GpuTransport | None = None
+
+    @property
+    def found(self) -> GpuTransport | None:
+        """The transport; None before the first call of `transport`."""
+        return self._transport
+
+    def transport(self) -> GpuTransport:
+        """Return the transport. Collective at the first call, and at the first after `reset`."""
+        found = self._transport  # other threads may reset it
+        if found is None:
+            self._transport = found = connect(self.host, self.queue, self._allowed)
+            if self.watchdog is not None and found.queued is not None:
+                self.watchdog.start()
+        return found
+
+    def transport_of_all(self) -> GpuTransport:
+        """As `transport`, where ranks may have reset theirs at other times; always collective.
+
+        Raises:
+            DeviceError: A rank's GPU has failed in an earlier operation, which not all programs
+                have learned yet; raised on every rank.
+        """
+        label = "arrays on a GPU"
+        found = self._transport
+        failure = "" if found is None else found.failure()
+        state = _FAILED if failure else _CONNECTED if found is not None else _NOT_CONNECTED
+        states = [header.count for header in self.host.agree(0, state, label=label)]
+        if _FAILED in states:
+            texts = told(self.host, failure)
+            if found is not None:
+                found.peer_failed = True
+            raise DeviceError(on_ranks(self.host.ranks, texts))
+        if found is None or _NOT_CONNECTED in states:
+            self.fail("the ranks connect their GPUs anew")
+            self.reset()
+            found = self.transport()
+            self.host.agree(0, label=label)  # what passes through the host begins with one
+        return found
+
+    def fail(self, reason: str) -> None:
+        """End what waits on the GPU. For any thread."""
+        found = self._transport
+        if found is not None:
+            found.fail(reason)
+
+    def failure(self) -> str:
+        """Return what NCCL has failed with, or what was given to `fail`. For any thread."""
+        found = self._transport
+        return "" if found is None else found.failure()
+
+    @property
+    def peer_failed(self) -> bool:
+        """Whether another rank's GPU is known to have failed, which was not raised yet."""
+        found = self._transport
+        return found is not None and found.peer_failed
+
+    def reset(self) -> None:
+        """Connect anew at the next use."""
+        self._transport = None
+
+    def close(self) -> None:
+        """Leave, together with the other ranks; without this, that could be at any time."""
+        found = self._transport
+        if found is not None:
+            found.close()
+        self.reset()
