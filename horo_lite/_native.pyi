@@ -84,7 +84,7 @@ class Segment:
 class Wait:
     """What one thread of this rank waits for."""
 
-    def look(self, what: str, come: Sequence[int], late: Sequence[int]) -> None:
+    def report_if_due(self, what: str, come: Sequence[int], late: Sequence[int]) -> None:
         """To be called a few times a second. Raises StallError."""
 
     def close(self, went_well: bool) -> None: ...
@@ -116,7 +116,7 @@ class StallDetector:
     def wait(self) -> Wait: ...
     def scope(self, ranks: Sequence[int]) -> str: ...
     def waited_for(self, rank: int, seconds: float) -> None: ...
-    def tallies(self) -> list[tuple[int, float]]:
+    def lateness(self) -> list[tuple[int, float]]:
         """Of every rank: how often it came last, and how long each other waited on average."""
 
     def stall(self, reason: str) -> None:
@@ -125,7 +125,7 @@ class StallDetector:
     def check(self) -> None: ...
 
 class ShmGroup:
-    """The ranks of one host, meeting in shared memory."""
+    """The ranks of one host, in shared memory."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class ShmGroup:
     def abandon(self, reason: str) -> None: ...
     def leave(self, reason: str) -> None: ...
     def peer_pids(self, silent: bool) -> list[int]: ...
-    def first_to_tell(self) -> bool:
+    def claim_report(self) -> bool:
         """True for one rank of the host, the first that asks."""
 
     def speak_at_sigterm(self) -> None:

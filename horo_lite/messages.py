@@ -197,7 +197,7 @@ class Messages:
                 if gone or time.monotonic() - checked > CHECK_S:
                     checked = time.monotonic()
                     transport.check_peer(awaited[0] if gone else -1, message.name)
-                    waiting.look(message.name, [self._rank], awaited)
+                    waiting.report_if_due(message.name, [self._rank], awaited)
             went_well = True
         finally:
             waiting.close(went_well)

@@ -218,7 +218,7 @@ def direct(members: Members) -> AbstractContextManager[None]:
 def waits(name: str, kind: str = "", tensors: Sequence[str] = (), n_bytes: int = 0) -> None:
     """The direct call that this thread is in waits for the other ranks; what it is, if known."""
     operation = _direct.operation
-    if operation is None or operation.number >= 0:  # its second meeting is part of it
+    if operation is None or operation.number >= 0:  # its second handshake is part of it
         return
     operation.name, operation.kind = name, kind or name.split(" ")[0]
     operation.tensors, operation.n_bytes = tensors, n_bytes

@@ -177,13 +177,13 @@ def test_stragglers(
             waited[group.rank] += time.monotonic() - began
 
     run_threads(3, body, detectors=detectors)
-    tallies = detectors[0].tallies()
-    assert tallies == detectors[2].tallies()
+    lateness = detectors[0].lateness()
+    assert lateness == detectors[2].lateness()
     # Rank 0 was never late: its own waiting is the sum of the two.
-    assert tallies[1][1] + tallies[2][1] == pytest.approx(waited[0], rel=0.2)
-    assert tallies[1][1] > 2 * tallies[2][1] > 0.2
-    assert tallies[0][1] < 0.1
-    assert tallies[1][0] >= 3
+    assert lateness[1][1] + lateness[2][1] == pytest.approx(waited[0], rel=0.2)
+    assert lateness[1][1] > 2 * lateness[2][1] > 0.2
+    assert lateness[0][1] < 0.1
+    assert lateness[1][0] >= 3
 
     stall.print_summary(detectors[0], 1.0)
     assert capfd.readouterr().err == ""

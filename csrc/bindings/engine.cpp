@@ -1,4 +1,4 @@
-// The engine for Python: operations that are Python functions, and engines that meet through a Python object.
+// The engine for Python: operations that are Python functions, and engines that exchange through a Python object.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
@@ -30,7 +30,7 @@ class ShmChannel : public Channel {
   }
   int rank() const override { return group_->shm.rank(); }
   int size() const override { return group_->shm.size(); }
-  std::vector<std::string> meet(const std::string& mine, const std::string& label) override {
+  std::vector<std::string> exchange(const std::string& mine, const std::string& label) override {
     ShmGroup& shm = group_->shm;
     const auto headers = shm.agree(label, {0, static_cast<int64_t>(mine.size()), 0}, true);
     std::vector<std::string> all(size());
@@ -45,8 +45,8 @@ class ShmChannel : public Channel {
     shm.exchange({{reinterpret_cast<uint8_t*>(const_cast<char*>(mine.data())), mine.size()}}, sizes, wanted);
     return all;
   }
-  void wait(double timeout_s) override { group_->shm.wait_for_bell(timeout_s); }
-  void wake() override { group_->shm.ring_bell(rank()); }
+  void wait(double timeout_s) override { group_->shm.wait_for_wake_up(timeout_s); }
+  void wake() override { group_->shm.wake(rank()); }
   void stop() override { wake(); }
   bool peer_is_ahead() override { return group_->shm.peer_is_ahead(); }
   void check(int rank, const std::string& name) override { group_->shm.check_peers(rank, name); }
@@ -70,10 +70,10 @@ class PythonChannel : public Channel {
         size_(nb::cast<int>(channel.attr("size"))) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  std::vector<std::string> meet(const std::string& mine, const std::string& label) override {
+  std::vector<std::string> exchange(const std::string& mine, const std::string& label) override {
     return in_python([&] {
       std::vector<std::string> all;
-      for (nb::handle one : method("meet")(nb::bytes(mine.data(), mine.size()), label)) {
+      for (nb::handle one : method("exchange")(nb::bytes(mine.data(), mine.size()), label)) {
         const auto bytes = nb::cast<nb::bytes>(one);
         all.emplace_back(bytes.c_str(), bytes.size());
       }
@@ -328,7 +328,7 @@ void bind_engine(nb::module_& m) {
             job->job->run = [weak](const std::vector<Entry>& entries) {
               const WithGil gil;
               nb::list order;
-              for (const Entry& entry : entries) order.append(entry.told);
+              for (const Entry& entry : entries) order.append(entry.sequence);
               if (const auto strong = weak.lock()) strong->value = shared(order);
             };
             engine->submit(job->job);

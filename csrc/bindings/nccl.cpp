@@ -43,7 +43,7 @@ void bind_nccl(nb::module_& m) {
       [] {
         NcclUniqueId id{};
         if (nccl_library({}).GetUniqueId(&id) != kNcclSuccess) {
-          throw DeviceError("NCCL could not open a socket for its ranks to meet: NCCL_DEBUG=INFO tells more");
+          throw DeviceError("NCCL could not open a socket for its ranks to connect to: NCCL_DEBUG=INFO shows more");
         }
         return nb::bytes(id.bytes, sizeof(id.bytes));
       },

@@ -42,7 +42,7 @@ void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op,
 }
 
 void bind_shm_group(nb::module_& m) {
-  nb::class_<PyShmGroup>(m, "ShmGroup", "The ranks of one host, meeting in shared memory.")
+  nb::class_<PyShmGroup>(m, "ShmGroup", "The ranks of one host, in shared memory.")
       .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(),
            "segment"_a, "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
       .def_static("memory_bytes", &ShmGroup::memory_bytes, "size"_a)
@@ -118,7 +118,7 @@ void bind_shm_group(nb::module_& m) {
           "peer_pids", [](const PyShmGroup& g, bool silent) { return g.shm.peer_pids(silent); }, "silent"_a,
           "Those of peers that have not left; with `silent`, nor given up.")
       .def(
-          "first_to_tell", [](PyShmGroup& g) { return g.shm.first_to_tell(); },
+          "claim_report", [](PyShmGroup& g) { return g.shm.claim_report(); },
           "True for one rank of the host, the first that asks.")
       .def(
           "speak_at_sigterm", [](PyShmGroup& g) { g.shm.speak_at_sigterm(); },

@@ -27,10 +27,10 @@ struct PyWait {
 void bind_stall_detector(nb::module_& m) {
   nb::class_<PyWait>(m, "Wait", "What one thread of this rank waits for.")
       .def(
-          "look",
+          "report_if_due",
           [](PyWait& self, const std::string& what, const std::vector<int>& come, const std::vector<int>& late) {
             const WithoutGil release;
-            self.wait.value().look(what, come, late);
+            self.wait.value().report_if_due(what, come, late);
           },
           "what"_a, "come"_a, "late"_a, "To be called a few times a second. Raises StallError.")
       .def(
@@ -78,10 +78,10 @@ void bind_stall_detector(nb::module_& m) {
           [](PyStallDetector& l, int rank, double s) { l.waited_for(rank, static_cast<int64_t>(s * 1e9)); }, "rank"_a,
           "seconds"_a)
       .def(
-          "tallies",
+          "lateness",
           [](const PyStallDetector& l) {
             std::vector<std::pair<int64_t, double>> all;
-            for (const Tally& tally : l.tallies()) all.emplace_back(tally.n_last, tally.waited_s);
+            for (const Lateness& each : l.lateness()) all.emplace_back(each.n_last, each.waited_s);
             return all;
           },
           "Of every rank: how often it came last, and how long each of the others waited for it on average.")

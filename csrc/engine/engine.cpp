@@ -13,7 +13,7 @@
 namespace horo {
 namespace {
 
-// How long the training thread waits before its engine tells the others that it does, and how often it repeats it.
+// How long the training thread waits before its engine announces it, and how often the engine repeats that.
 constexpr double kBlockedSeconds = 0.05;
 constexpr double kForeverSeconds = 3600.0;
 // Without THREAD_MULTIPLE: how soon the engine is back with its next call of MPI, unless it waits for a peer, and how
@@ -23,7 +23,7 @@ constexpr int kCallsPerPoll = 100;
 
 int this_thread() { return static_cast<int>(syscall(SYS_gettid)); }
 
-// What a rank says in a round: which wait it is in, then its news.
+// A rank's part of a round: which waits it is in, then its announcements.
 class Writer {
  public:
   void number(uint64_t value) { text_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
@@ -130,7 +130,7 @@ void Engine::submit(std::shared_ptr<Job> job) {
     jobs_.emplace(job->entry.name, job);
     for (const auto& [begin, end] : job->changes) changing_[begin] = {end, job->entry.name};
     if (std::this_thread::get_id() == thread_.get_id()) return;
-    news_.push_back(job->entry);
+    unannounced_.push_back(job->entry);
   }
   if (detector_ != nullptr) detector_->doing(job->entry.name, StallDetector::clock_ns());
   channel_->wake();
@@ -154,7 +154,7 @@ void Engine::withdraw(const std::shared_ptr<Job>& job) {
     Entry withdrawal;
     withdrawal.name = job->entry.name;
     withdrawal.is_withdrawal = true;
-    news_.push_back(std::move(withdrawal));
+    unannounced_.push_back(std::move(withdrawal));
   }
   channel_->wake();
 }
@@ -237,7 +237,7 @@ void Engine::loop() {
     }
     pump(n_jobs != 0 ? kBlockedSeconds : kForeverSeconds);
   }
-  seen_.reset();
+  unmatched_wait_.reset();
   const std::lock_guard lock(mutex_);
   ended_ = true;
   end_.notify_all();
@@ -245,48 +245,48 @@ void Engine::loop() {
 
 void Engine::pump(double timeout_s) {
   try {
-    const auto should_meet = [this] {
+    const auto round_is_due = [this] {
       {
         const std::lock_guard lock(mutex_);
         if (broken_) std::rethrow_exception(broken_);
-        if (!news_.empty()) return true;
+        if (!unannounced_.empty()) return true;
       }
       return channel_->peer_is_ahead();
     };
-    if (!should_meet()) {
+    if (!round_is_due()) {
       channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
-      look();
+      report_wait();
       check_peers();
-      // This rank waits while some name lacks its match: tell the others, who may be waiting as well. Told twice, since
-      // only then it is certain that all did at one moment.
+      // This rank waits while some name lacks its match: announce that to the others, which may be waiting as well.
+      // Twice, since only then it is certain that all waited at one moment.
       const bool stuck = !known_.empty() && waiting() != Waits{} && n_stuck_rounds_ < 2;
-      if (!stuck && !should_meet()) return;
+      if (!stuck && !round_is_due()) return;
     }
-    round();
-    if (seen_) look();
+    exchange_round();
+    if (unmatched_wait_) report_wait();
   } catch (...) {
-    seen_.reset();
+    unmatched_wait_.reset();
     fail_all(std::current_exception());
   }
 }
 
-void Engine::round() {
+void Engine::exchange_round() {
   Writer mine;
   const Waits wait = waiting();
   mine.number(wait.training);
   mine.number(wait.beside);
   {
     const std::lock_guard lock(mutex_);
-    for (const Entry& entry : news_) {
+    for (const Entry& entry : unannounced_) {
       mine.string(entry.name);
       mine.number(entry.is_withdrawal);
       if (entry.is_withdrawal) continue;
       mine.number(entry.digest);
       mine.real(entry.weight);
     }
-    news_.clear();
+    unannounced_.clear();
   }
-  const std::vector<std::string> everyone = meet(mine.text());
+  const std::vector<std::string> everyone = exchange(mine.text());
 
   ++n_rounds_;
   const int n_ranks = channel_->size();
@@ -306,7 +306,7 @@ void Engine::round() {
       }
       entry.digest = reader.number();
       entry.weight = reader.real();
-      entry.told = ++n_told_;
+      entry.sequence = ++n_announced_;
       const auto [found, is_first] = known_.try_emplace(entry.name);
       if (is_first) order_.push_back(entry.name);
       Known& known = found->second;
@@ -326,7 +326,7 @@ void Engine::round() {
   // Whoever has joined takes part in all that comes before the end of that.
   std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name != kJoin; });
   for (const std::string& name : ready) {
-    tally(name, known_.at(name));
+    record_last_rank(name, known_.at(name));
     Known known = std::move(known_.at(name));
     known_.erase(name);
     run(name, std::move(known));
@@ -362,7 +362,8 @@ void Engine::withdrawn(int rank, const std::string& name) {
   if (rank != channel_->rank()) return;
   if (const std::shared_ptr<Job> job = take(name)) {
     job->is_withdrawn = true;
-    job->finish(std::make_exception_ptr(Mismatch(name + " was withdrawn on this rank")));  // nobody's to see
+    // Nobody waits for its result.
+    job->finish(std::make_exception_ptr(Mismatch(name + " was withdrawn on this rank")));
   }
 }
 
@@ -413,12 +414,12 @@ void Engine::run(const std::string& name, Known known) {
       alike = alike && known.entries[r].digest == first->digest;
     }
     if (!alike) {
-      std::vector<std::string> said;
-      const std::vector<std::string> everyone = meet(job == nullptr ? "" : job->describe());
+      std::vector<std::string> descriptions;
+      const std::vector<std::string> everyone = exchange(job == nullptr ? "" : job->describe());
       for (int r = 0; r < channel_->size(); ++r) {
-        if (known.has[r]) said.push_back(everyone[r]);
+        if (known.has[r]) descriptions.push_back(everyone[r]);
       }
-      throw Mismatch(explain_(name, said, numbers([&](int r) { return known.has[r]; })));
+      throw Mismatch(explain_(name, descriptions, numbers([&](int r) { return known.has[r]; })));
     }
     if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) job = stand_in(name, job, &known);
     job->begun_ns = StallDetector::clock_ns();
@@ -449,7 +450,7 @@ std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<J
     mine.real(participation.weight);
     mine.string(participation.text);
   }
-  const std::vector<std::string> everyone = meet(mine.text());
+  const std::vector<std::string> everyone = exchange(mine.text());
   const auto first = static_cast<size_t>(std::find(known->has.begin(), known->has.end(), true) - known->has.begin());
   Reader reader(everyone[first]);
   if (const std::string refusal = reader.string(); !refusal.empty()) throw Mismatch(refusal);
@@ -489,14 +490,14 @@ void Engine::result(const Job& job) {
   }
 }
 
-std::vector<std::string> Engine::meet(const std::string& mine) {
+std::vector<std::string> Engine::exchange(const std::string& mine) {
   std::string label = "the matching of asynchronous operations";
   {
     const std::lock_guard lock(mutex_);
     if (const Await* await = awaited()) label = await->job->entry.name + ", in " + label;
     else if (!jobs_.empty()) label = jobs_.begin()->first + ", in " + label;
   }
-  return channel_->meet(mine, label);
+  return channel_->exchange(mine, label);
 }
 
 void Engine::check_peers() {
@@ -509,7 +510,7 @@ void Engine::check_peers() {
 }
 
 // What the program waits for while some ranks have not submitted it.
-void Engine::look() {
+void Engine::report_wait() {
   auto found = known_.end();
   int64_t since = 0;
   {
@@ -527,20 +528,21 @@ void Engine::look() {
   const bool waits = found != known_.end();
   // Who has joined waits for as long as the others do nothing.
   if (waits && found->first == kJoin) since = std::max(since, moved_ns_);
-  if (seen_ && (!waits || since != seen_since_ns_)) {
-    seen_->over();
-    seen_.reset();
+  if (unmatched_wait_ && (!waits || since != unmatched_since_ns_)) {
+    unmatched_wait_->over();
+    unmatched_wait_.reset();
   }
   if (!waits) return;
-  if (!seen_) seen_.emplace(detector_, since);
-  seen_since_ns_ = since;
+  if (!unmatched_wait_) unmatched_wait_.emplace(detector_, since);
+  unmatched_since_ns_ = since;
   const std::vector<bool>& has = found->second.has;
   const auto is_late = [&](int r) { return !has[r] && (found->first == kJoin || !has_joined(r)); };
-  seen_->look(found->first + detector_->scope(ranks_), numbers([&](int r) { return !is_late(r); }), numbers(is_late));
+  unmatched_wait_->report_if_due(found->first + detector_->scope(ranks_), numbers([&](int r) { return !is_late(r); }),
+                                 numbers(is_late));
 }
 
 // The program waits for this, which one rank has submitted later than all others.
-void Engine::tally(const std::string& name, const Known& known) {
+void Engine::record_last_rank(const std::string& name, const Known& known) {
   const std::lock_guard lock(mutex_);
   if (detector_ == nullptr || known.latest < 0 || known.latest == channel_->rank()) return;
   for (const Await& await : awaits_) {
@@ -598,7 +600,7 @@ void Engine::fail_all(std::exception_ptr error) {
     broken_ = is_loss ? std::make_exception_ptr(PeerLost(reason)) : error;
     jobs.swap(jobs_);
     changing_.clear();
-    news_.clear();
+    unannounced_.clear();
   }
   if (is_loss) {
     std::string in_flight;

@@ -1,14 +1,14 @@
 // One thread per rank that runs asynchronous operations, matched by name across ranks.
 //
-// Engines meet in rounds. In each, every rank tells what was submitted since the last one; operations that all ranks
-// have submitted are then run by all, in the order in which they were first told of. Nobody's training thread is needed
-// for a round: a rank with nothing to say takes part as soon as another one rings.
+// Engines exchange in rounds. In each, every rank announces what was submitted since the last one; operations that all
+// ranks have submitted are then run by all, in the order in which they were first announced. No training thread is
+// needed for a round: an engine with nothing to announce takes part as soon as another one wakes it.
 //
-// What a rank has submitted it can withdraw. That, too, is told in a round, so that all ranks agree on whether the
+// What a rank has submitted it can withdraw. That, too, is announced in a round, so that all ranks agree on whether the
 // operation was still matched: either it runs on every rank, or this rank's submission counts on none.
 //
 // A rank that has submitted kJoin submits nothing more until all have. What only such ranks lack is run, too: one of
-// those that have it tells how to take part, and the job of a rank that has joined is made from that.
+// those that have it describes how to take part, and the job of a rank that has joined is made from that.
 #pragma once
 
 #include <atomic>
@@ -49,8 +49,8 @@ class Channel {
   virtual ~Channel() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Enters the next round and returns what everyone had to say, in rank order. `label` is what messages call this.
-  virtual std::vector<std::string> meet(const std::string& mine, const std::string& label) = 0;
+  // Enters the next round and returns every rank's bytes, in rank order. `label` is what messages call this.
+  virtual std::vector<std::string> exchange(const std::string& mine, const std::string& label) = 0;
   // Returns when `wake` was called, when a peer has entered a round this rank has not, or after the time-out.
   virtual void wait(double timeout_s) = 0;
   virtual void wake() = 0;
@@ -63,12 +63,12 @@ class Channel {
   virtual void abandon(const std::string& reason) = 0;
 };
 
-// What one rank says of one operation.
+// One rank's announcement of one operation.
 struct Entry {
   std::string name;
   uint64_t digest = 0;  // of everything that must be alike
   double weight = 1.0;
-  uint64_t told = 0;  // its place among all that was told, alike on every rank
+  uint64_t sequence = 0;  // its number among all announcements, alike on every rank
   bool is_withdrawal = false;
 };
 
@@ -162,7 +162,7 @@ class Engine {
   void drain();
 
  private:
-  struct Known {                 // who has submitted one name, and what they said of it
+  struct Known {                 // who has submitted one name, and their announcements
     std::vector<Entry> entries;  // by rank
     std::vector<bool> has;
     uint64_t round = 0;  // the latest in which somebody did
@@ -183,8 +183,8 @@ class Engine {
   };
 
   void loop();
-  void pump(double timeout_s);  // one look at what there is to do
-  void round();
+  void pump(double timeout_s);  // one turn of the loop
+  void exchange_round();
   void withdrawn(int rank, const std::string& name);
   bool has_joined(int rank) const;
   bool is_ready(const std::string& name) const;
@@ -194,10 +194,10 @@ class Engine {
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
   Waits waiting();
   const Await* awaited() const;  // the longest wait that is not over; under the mutex
-  std::vector<std::string> meet(const std::string& mine);
+  std::vector<std::string> exchange(const std::string& mine);
   void check_peers();
-  void look();
-  void tally(const std::string& name, const Known& known);
+  void report_wait();
+  void record_last_rank(const std::string& name, const Known& known);
   void finish(Job& job, std::exception_ptr error);
   void fail_unmatched();
   void fail_all(std::exception_ptr error);
@@ -218,7 +218,7 @@ class Engine {
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Job>> jobs_;                 // in flight
   std::map<uintptr_t, std::pair<uintptr_t, std::string>> changing_;  // extents, and the jobs in flight that change them
-  std::deque<Entry> news_;                                           // submitted, not yet told
+  std::deque<Entry> unannounced_;                                    // submitted, in no round yet
   std::exception_ptr broken_;
   std::exception_ptr failed_;  // the first job's that failed
   bool error_seen_ = false;    // of any of them
@@ -233,18 +233,18 @@ class Engine {
   std::shared_ptr<StallDetector> detector_;
 
   // Only for the engine's own thread.
-  std::optional<StallDetector::Wait> seen_;  // the training thread's wait for a name that some lack
-  int64_t seen_since_ns_ = 0;
+  std::optional<StallDetector::Wait> unmatched_wait_;  // the training thread's wait for a name that some lack
+  int64_t unmatched_since_ns_ = 0;
   int64_t moved_ns_ = 0;   // when an operation was run last
   std::string failed_in_;  // the operation that ended the engine, if one did
   uint64_t n_rounds_ = 0;
-  std::map<std::string, Known> known_;  // told by some ranks, not yet by all; alike on every rank
-  std::vector<std::string> order_;      // in which they were told of
-  uint64_t n_told_ = 0;
+  std::map<std::string, Known> known_;  // announced by some ranks, not yet by all; alike on every rank
+  std::vector<std::string> order_;      // in which they were announced
+  uint64_t n_announced_ = 0;
   uint64_t wait_ = 0;  // see waiting()
   std::chrono::steady_clock::time_point wait_began_;
-  std::vector<Waits> last_waits_;  // what every rank said of its waiting in the last round
-  int n_stuck_rounds_ = 0;         // in a row in which this rank said it was in the same wait
+  std::vector<Waits> last_waits_;  // every rank's waits, as of the last round
+  int n_stuck_rounds_ = 0;         // in a row in which this rank was in the same wait
 };
 
 }  // namespace horo

@@ -60,7 +60,7 @@ class Device {
     ~Current() {
       try {
         device_.restore_current(previous_);
-      } catch (const DeviceError&) {  // whoever uses the GPU next meets it again
+      } catch (const DeviceError&) {  // whoever uses the GPU next gets it again
       }
     }
     Current(const Current&) = delete;

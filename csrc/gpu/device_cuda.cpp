@@ -9,7 +9,7 @@ namespace {
 
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // it has been told; the next call should not meet it again
+  cudaGetLastError();  // it has been reported; the next call must not find it again
   throw DeviceError(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
                     cudaGetErrorName(result) + ")");
 }

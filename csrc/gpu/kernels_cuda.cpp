@@ -12,7 +12,7 @@ namespace {
 
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // it has been told; the next call should not meet it again
+  cudaGetLastError();  // it has been reported; the next call must not find it again
   throw std::runtime_error(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
                            cudaGetErrorName(result) + ")");
 }

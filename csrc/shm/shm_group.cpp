@@ -131,7 +131,7 @@ class Line {
     while ((number /= 10) != 0);
     return *this << first;
   }
-  void tell() const {
+  void print() const {
     if (write(STDERR_FILENO, text_, size_) < 0) return;
   }
 
@@ -140,7 +140,7 @@ class Line {
   size_t size_ = 0;
 };
 
-// Whose last words are said at SIGTERM, in which process (not in those forked from it).
+// The group that reports a killed peer at SIGTERM, and in which process (not in those forked from it).
 std::atomic<ShmGroup*> speaker{nullptr};
 std::atomic<pid_t> speaker_pid{0};
 
@@ -193,12 +193,12 @@ struct alignas(4096) ShmGroup::RankBlock {
   Flag entered;
   Flag packed;
   Flag reduced;
-  Flag bell;
+  Flag wake_up;
   std::atomic<uint32_t> state;
   SharedText<kTextBytes> label;   // what this rank does or did last
   SharedText<kTextBytes> reason;  // why it gave up or left
-  std::atomic<uint32_t> told;     // rank 0's: whether some rank of the host has said why the job ends
-  // Two, because a fast rank may enter the next meeting while a slow one still reads this one's headers.
+  std::atomic<uint32_t> claimed;  // rank 0's: whether some rank of the host reports why the job ends
+  // Two, because a fast rank may enter the next handshake while a slow one still reads this one's headers.
   Header headers[2];
   int64_t entered_ns[2];
 };
@@ -273,7 +273,7 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     const auto is_there = [&] { return reached(flag.value.load(std::memory_order_acquire), value); };
     std::string cause;
     if (!is_there()) {
-      look(wait, which, value);
+      report_wait(wait, which, value);
       cause = why_lost(rank);
     }
     // Again: a rank that has come since may have left, while this one wrote the report of a stall.
@@ -315,7 +315,7 @@ void ShmGroup::watched_by(std::shared_ptr<StallDetector> detector, std::vector<i
   direct_ = direct;
 }
 
-void ShmGroup::look(StallDetector::Wait& wait, Flag RankBlock::* which, uint32_t value) {
+void ShmGroup::report_wait(StallDetector::Wait& wait, Flag RankBlock::* which, uint32_t value) {
   if (detector_ == nullptr) return;
   std::vector<int> come, late;
   for (int r = 0; r < size_; ++r) {
@@ -325,7 +325,7 @@ void ShmGroup::look(StallDetector::Wait& wait, Flag RankBlock::* which, uint32_t
   try {
     const std::string label = block(rank_).label.get();
     if (label == kJoin) detector_->check();
-    else wait.look(label + scope_, come, late);
+    else wait.report_if_due(label + scope_, come, late);
   } catch (const Stalled& stalled) {
     broken_ = stalled.what();
     abandon(broken_);
@@ -407,7 +407,7 @@ std::vector<int> ShmGroup::peer_pids(bool silent) const {
   return pids;
 }
 
-bool ShmGroup::first_to_tell() { return block(0).told.exchange(1) == 0; }
+bool ShmGroup::claim_report() { return block(0).claimed.exchange(1) == 0; }
 
 void ShmGroup::speak_at_sigterm() {
   speaker_pid = getpid();
@@ -433,16 +433,16 @@ void ShmGroup::last_words() noexcept {
     // Who dies of SIGTERM has got it from the same launcher.
     const int status = exit_status(pidfds_[r]);
     if (status < 0 || !WIFSIGNALED(status) || WTERMSIG(status) == SIGTERM) continue;
-    if (!first_to_tell()) return;
+    if (!claim_report()) return;
     Line line;
     line << "[horo_lite] " << names_[r].c_str() << " was killed by signal " << WTERMSIG(status) << ", and "
          << names_[rank_].c_str() << " is ended by its launcher\n";
-    line.tell();
+    line.print();
     return;
   }
 }
 
-// --- meeting
+// --- handshake
 // ----------------------------------------------------------------------------------------------------------
 
 static std::string unusable(const std::string& why) {
@@ -450,7 +450,7 @@ static std::string unusable(const std::string& why) {
          "): to go on, call shutdown() and then init() on every rank";
 }
 
-std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool ring) {
+std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool wake_others) {
   if (!broken_.empty()) throw PeerLost(unusable(broken_));
   if (detector_ != nullptr) detector_->check();
   RankBlock& own = block(rank_);
@@ -466,8 +466,8 @@ std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool 
     if (direct_) detector_->doing(label, now);
   }
   signal(own.entered, entered_);
-  for (int r = 0; ring && r < size_; ++r) {
-    if (r != rank_) ring_bell(r);
+  for (int r = 0; wake_others && r < size_; ++r) {
+    if (r != rank_) wake(r);
   }
   wait_for_all(&RankBlock::entered, entered_);
   std::vector<Header> headers(size_);
@@ -482,10 +482,10 @@ std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool 
   return headers;
 }
 
-void ShmGroup::ring_bell(int rank) {
-  Flag& bell = block(rank).bell;
-  bell.value.fetch_add(1, std::memory_order_seq_cst);
-  if (bell.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(bell.value);
+void ShmGroup::wake(int rank) {
+  Flag& wake_up = block(rank).wake_up;
+  wake_up.value.fetch_add(1, std::memory_order_seq_cst);
+  if (wake_up.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(wake_up.value);
 }
 
 bool ShmGroup::peer_is_ahead() const {
@@ -495,13 +495,13 @@ bool ShmGroup::peer_is_ahead() const {
   return false;
 }
 
-void ShmGroup::wait_for_bell(double timeout_s) {
-  Flag& bell = block(rank_).bell;
-  bell.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
-  const uint32_t seen = bell.value.load(std::memory_order_seq_cst);
-  if (seen == bell_seen_ && !peer_is_ahead()) futex_wait(bell.value, seen, timeout_s);
-  bell.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
-  bell_seen_ = bell.value.load(std::memory_order_acquire);
+void ShmGroup::wait_for_wake_up(double timeout_s) {
+  Flag& wake_up = block(rank_).wake_up;
+  wake_up.n_sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t seen = wake_up.value.load(std::memory_order_seq_cst);
+  if (seen == wake_ups_seen_ && !peer_is_ahead()) futex_wait(wake_up.value, seen, timeout_s);
+  wake_up.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  wake_ups_seen_ = wake_up.value.load(std::memory_order_acquire);
 }
 
 // --- all-reduce
@@ -518,7 +518,7 @@ size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
 // When this rank packs chunk p = c + kAhead at the start of step c, it has seen everyone's reduction of chunk c - 2,
 // which a peer signals in its own step c - 2, after it unpacked chunk c - 4 = p - kSlots and all before it. So nobody
 // reads what the slot held. (Shares of different chunks may overlap in a slot: it matters that the whole of it is
-// free.) The next operation begins with a meeting, when everyone is done with this one.
+// free.) The next operation begins with a handshake, when everyone is done with this one.
 void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor) {
   RankBlock& own = block(rank_);
   const size_t n_chunks = layout.n_chunks();
@@ -599,7 +599,7 @@ void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<siz
     }
     signal(own.reduced, ++reduced_);
   }
-  // Nobody reads a slot any more: what follows need not begin with a meeting.
+  // Nobody reads a slot any more: what follows need not begin with a handshake.
   if (n_rounds != 0) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(n_rounds));
 }
 

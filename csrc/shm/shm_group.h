@@ -1,7 +1,7 @@
-// The ranks of one host, meeting in shared memory.
+// The ranks of one host, in shared memory.
 //
-// Every call is made by all ranks of the group in the same order. agree() is where they meet and find out whether
-// they are about to do the same thing; what follows needs no further checks.
+// Every call is made by all ranks of the group in the same order. agree() is the handshake, in which they find out
+// whether they are about to do the same thing; what follows needs no further checks.
 #pragma once
 
 #include <atomic>
@@ -47,9 +47,9 @@ class ShmGroup {
   // What this rank's latest operation is called.
   std::string label() const;
 
-  // All ranks meet; returns everyone's header in rank order. `label` is what messages call this moment. With `ring`,
-  // the others' bells ring once this rank is seen to be ahead of them.
-  std::vector<Header> agree(const std::string& label, Header mine, bool ring = false);
+  // The handshake: returns every rank's header, in rank order, once all have entered. `label` is what messages call
+  // it. With `wake_others`, the others' engines are woken once they can see that this rank is ahead of them.
+  std::vector<Header> agree(const std::string& label, Header mine, bool wake_others = false);
 
   // In place over the layout's tensors; `layout` is one of chunk_bytes(…) and size() shares.
   void allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor);
@@ -75,18 +75,18 @@ class ShmGroup {
   std::vector<int> peer_pids(bool silent) const;
   // This one will do nothing more.
   bool has_left(int rank) const;
-  // True for one rank of the host, the first that asks: what several have to say is to be said once.
-  bool first_to_tell();
+  // True for one rank of the host, the first that asks: what several could report is to be reported once.
+  bool claim_report();
   // If SIGTERM ends this process while a peer has been killed, it says who was, unless somebody has: a launcher that
   // has seen a death ends the others a moment later, also those that are busy and have not seen it. Only where nobody
   // handles SIGTERM; who sets a handler later has it instead.
   void speak_at_sigterm();
 
-  // For the engine: a bell that wakes a rank's engine, and whether some peer has entered a meeting this rank has not.
-  void ring_bell(int rank);
+  // For the engine: wakes a rank's; and whether some peer has entered a handshake that this rank has not.
+  void wake(int rank);
   bool peer_is_ahead() const;
-  // Returns when rung, when a peer is ahead, or after the time-out.
-  void wait_for_bell(double timeout_s);
+  // Returns when woken, when a peer is ahead, or after the time-out.
+  void wait_for_wake_up(double timeout_s);
 
   // A number that changes whenever this rank begins or stops to wait for others, odd while it does. It stops when what
   // it waits for is there, even if its thread has yet to wake. For any thread.
@@ -95,7 +95,7 @@ class ShmGroup {
   int waiting_thread() const { return waiting_thread_; }
 
   // Waits are seen by the stall detector of the world, in which the group's ranks have these numbers. If the calls are
-  // `direct`, they tell what the training thread does, and whom it waits for. To be called at once or not at all.
+  // `direct`, they show what the training thread does, and whom it waits for. To be called at once or not at all.
   void watched_by(std::shared_ptr<StallDetector> detector, std::vector<int> ranks, bool direct);
 
   // Called while waiting, a few times a second, so that signals are seen; throws to stop waiting.
@@ -113,7 +113,7 @@ class ShmGroup {
   // Who has died or given up, or that `awaited` has left, in words; "" if all is well.
   std::string why_lost(int awaited);
   void set_label(const std::string& label);
-  void look(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value);
+  void report_wait(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value);
   [[noreturn]] void lost(const std::string& cause);
   void give_up(uint32_t how, const std::string& reason);
   std::string name(int rank) const;
@@ -141,7 +141,7 @@ class ShmGroup {
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;
   uint32_t reduced_ = 0;
-  uint32_t bell_seen_ = 0;
+  uint32_t wake_ups_seen_ = 0;
 };
 
 }  // namespace horo

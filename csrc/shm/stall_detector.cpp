@@ -109,7 +109,7 @@ std::string arranged(const std::string& dump) {
   return text;
 }
 
-void tell(const std::string& text) {
+void print(const std::string& text) {
   size_t done = 0;
   while (done < text.size()) {
     const ssize_t n = write(STDERR_FILENO, text.data() + done, text.size() - done);
@@ -123,7 +123,7 @@ void tell(const std::string& text) {
 struct alignas(64) StallDetector::Board {
   std::atomic<int64_t> reported_ns;  // when there was a report last
   std::atomic<int64_t> pause_ns;     // until the next one, if nothing moves
-  std::atomic<int32_t> untold;       // the end of what was reported
+  std::atomic<int32_t> is_open;      // a stall was reported, and its end was not
   std::atomic<int32_t> n_reporting;
   std::atomic<int32_t> stalled;  // 1: being written; 2: the reason stands there
   SharedText<kReasonBytes> reason;
@@ -169,10 +169,10 @@ StallDetector::Row& StallDetector::row(int rank) const {
   return *reinterpret_cast<Row*>(memory_ + sizeof(Board) + static_cast<size_t>(rank) * sizeof(Row));
 }
 
-std::atomic<int64_t>* StallDetector::tally(int rank) const {
+std::atomic<int64_t>* StallDetector::waits_of(int rank) const {
   const size_t n = static_cast<size_t>(size());
-  uint8_t* tallies = memory_ + sizeof(Board) + n * sizeof(Row);
-  return reinterpret_cast<std::atomic<int64_t>*>(tallies) + static_cast<size_t>(rank) * n * 2;
+  uint8_t* waits = memory_ + sizeof(Board) + n * sizeof(Row);
+  return reinterpret_cast<std::atomic<int64_t>*>(waits) + static_cast<size_t>(rank) * n * 2;
 }
 
 void StallDetector::set_limits(double warn_s, double abort_s) {
@@ -214,19 +214,19 @@ std::string StallDetector::scope(const std::vector<int>& ranks) const {
 // -------------------------------------------------------------------------------------------------------
 
 void StallDetector::waited_for(int rank, int64_t ns) {
-  std::atomic<int64_t>* own = tally(rank_) + 2 * rank;
+  std::atomic<int64_t>* own = waits_of(rank_) + 2 * rank;
   own[0].fetch_add(1, std::memory_order_relaxed);
   own[1].fetch_add(ns, std::memory_order_relaxed);
 }
 
-std::vector<Tally> StallDetector::tallies() const {
-  std::vector<Tally> all(size());
+std::vector<Lateness> StallDetector::lateness() const {
+  std::vector<Lateness> all(size());
   for (int r = 0; r < size(); ++r) {
     int n_others = 0;
     for (int other = 0; other < size(); ++other) {
       if (other == r || !is_here(other)) continue;
       ++n_others;
-      const std::atomic<int64_t>* seen = tally(other) + 2 * r;
+      const std::atomic<int64_t>* seen = waits_of(other) + 2 * r;
       all[r].n_last = std::max(all[r].n_last, seen[0].load(std::memory_order_relaxed));
       all[r].waited_s += static_cast<double>(seen[1].load(std::memory_order_relaxed)) * 1e-9;
     }
@@ -246,12 +246,13 @@ StallDetector::Wait::~Wait() {
 }
 
 void StallDetector::Wait::over() {
-  if (slot_ < 0 || detector_->board().reported_ns < since_ns_ || detector_->board().untold.exchange(0) == 0) return;
-  tell("[horo_lite] rank " + std::to_string(detector_->rank_) + " goes on, after waiting for " +
-       duration(clock_ns() - since_ns_) + "\n");
+  if (slot_ < 0 || detector_->board().reported_ns < since_ns_ || detector_->board().is_open.exchange(0) == 0) return;
+  print("[horo_lite] rank " + std::to_string(detector_->rank_) + " goes on, after waiting for " +
+        duration(clock_ns() - since_ns_) + "\n");
 }
 
-void StallDetector::Wait::look(const std::string& what, const std::vector<int>& come, const std::vector<int>& late) {
+void StallDetector::Wait::report_if_due(const std::string& what, const std::vector<int>& come,
+                                        const std::vector<int>& late) {
   if (detector_ == nullptr) return;
   detector_->check();
   Row& own = detector_->row(detector_->rank_);
@@ -314,7 +315,7 @@ bool StallDetector::all_excused(const std::vector<int>& late, int64_t now) const
 
 void StallDetector::judge(int64_t since_ns, bool speaks) {
   const int64_t now = clock_ns(), warn_ns = warn_ns_, abort_ns = abort_ns_;
-  // A host that cannot tell much leaves it to another to end the job, for a while.
+  // A host that cannot report much leaves it to another to end the job, for a while.
   const bool over = abort_ns != 0 && now - since_ns > abort_ns + (speaks ? 0 : kOthersNs);
   const bool noticed = warn_ns != 0 && now - since_ns > warn_ns;
   if (!over && !noticed) return;
@@ -330,8 +331,8 @@ void StallDetector::judge(int64_t since_ns, bool speaks) {
   // Of those for whom it is time, one gets through.
   if (due && speaks && board.reported_ns.compare_exchange_strong(reported, now)) {
     board.pause_ns = known ? 2 * board.pause_ns : std::max(warn_ns, int64_t{1'000'000'000});
-    board.untold = 1;
-    tell(report(since_ns));
+    board.is_open = 1;
+    print(report(since_ns));
   }
   board.n_reporting.fetch_sub(1);
   if (!over) return;

@@ -18,7 +18,7 @@
 namespace horo {
 
 // How long the others have waited for one rank.
-struct Tally {
+struct Lateness {
   int64_t n_last = 0;     // how often it came last
   double waited_s = 0.0;  // by each of the others, on average
 };
@@ -45,7 +45,7 @@ class StallDetector {
   double abort_s() const { return 1e-9 * static_cast<double>(abort_ns_); }
   // On `signal`, this process writes its stacks to the end of its file `fd`, an anonymous one.
   void give_stacks(int fd, int signal);
-  // For so long, nobody need be told that this rank is late. "": that is over.
+  // For so long, this rank is not reported as late. "": that is over.
   void announce(int rank, const std::string& what, double expect_s);
 
   // Nanoseconds, on one clock for all processes of a host.
@@ -58,14 +58,14 @@ class StallDetector {
   // This rank has waited so long for `rank`, which came last.
   void waited_for(int rank, int64_t ns);
   // Of every rank, as the ranks of this host have seen it.
-  std::vector<Tally> tallies() const;
+  std::vector<Lateness> lateness() const;
 
   // Throws if the ranks have stalled.
   void check() const;
   // From now on, check() throws this on every rank of this host.
   void stall(const std::string& reason);
 
-  // What one thread waits for: on the board from the first look() on, for as long as this lives.
+  // What one thread waits for: on the board from the first report_if_due() on, for as long as this lives.
   class Wait {
    public:
     explicit Wait(std::shared_ptr<StallDetector> detector, int64_t since_ns = clock_ns());
@@ -75,8 +75,8 @@ class StallDetector {
 
     // To be called a few times a second. Some ranks are `late`, the others, of which this one knows some, have `come`.
     // Reports where it is time for that, and somebody else will not. Throws Stalled.
-    void look(const std::string& what, const std::vector<int>& come, const std::vector<int>& late);
-    // It has ended well: who was told of the stall hears of that.
+    void report_if_due(const std::string& what, const std::vector<int>& come, const std::vector<int>& late);
+    // It has ended well: if the stall was reported, so is its end.
     void over();
 
    private:
@@ -93,7 +93,8 @@ class StallDetector {
 
   Board& board() const;
   Row& row(int rank) const;
-  std::atomic<int64_t>* tally(int rank) const;  // for each other rank: how often it was waited for, and how long
+  // For each other rank: how often this one waited for it, and how long.
+  std::atomic<int64_t>* waits_of(int rank) const;
   std::vector<Waiting> waiting() const;
   std::vector<int> late(const std::vector<Waiting>& waits) const;
   std::string who_waits(const std::vector<Waiting>& waits, int64_t now) const;

@@ -79,7 +79,7 @@ class HostArrays:
         return rows
 
     def use_c_order(self) -> None:
-        """Ranks whose memory orders differ meet in C order."""
+        """Use C order, where the ranks' memory orders differ."""
         self._copy([i for i, x in enumerate(self.arrays) if not view(x).flags.c_contiguous])
 
     def _copy(self, indices: Sequence[int]) -> None:

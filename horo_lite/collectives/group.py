@@ -457,7 +457,7 @@ class Group:
             each.begin_anew()
 
     def _new_engine(self, direct: Transport, other: Transport | None) -> _native.Engine | None:
-        """The thread that runs asynchronous operations; on every rank, since all must meet."""
+        """The thread that runs asynchronous operations; on every rank, since all must take part."""
         if other is None or self.size == 1:
             return None
         return other.new_engine(direct, explain)

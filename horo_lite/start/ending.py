@@ -204,7 +204,7 @@ class _Hooks:
         where: str,
         previous: Callable[[], object],
     ) -> None:
-        first = not self.transports or self.transports[0].first_to_tell()
+        first = not self.transports or self.transports[0].claim_report()
         try:
             usual = self._previous[:2] == (sys.__excepthook__, threading.__excepthook__)
             if usual:

@@ -51,12 +51,12 @@ def stragglers() -> list[Straggler]:
     Raises:
         NotInitializedError: There is no world.
     """
-    return _tallies(detector_of(context.world()))
+    return _sorted_stragglers(detector_of(context.world()))
 
 
-def _tallies(detector: _native.StallDetector | None) -> list[Straggler]:
-    tallies = enumerate([(0, 0.0)] if detector is None else detector.tallies())
-    found = [Straggler(rank, n_last, waited_s) for rank, (n_last, waited_s) in tallies]
+def _sorted_stragglers(detector: _native.StallDetector | None) -> list[Straggler]:
+    lateness = enumerate([(0, 0.0)] if detector is None else detector.lateness())
+    found = [Straggler(rank, n_last, waited_s) for rank, (n_last, waited_s) in lateness]
     return sorted(found, key=lambda each: -each.waited_s)
 
 
@@ -153,7 +153,7 @@ def _free_signal() -> int | None:
 
 def print_summary(detector: _native.StallDetector | None, run_s: float) -> None:
     """Write to stderr which rank made the run longer, if that is worth a line."""
-    worst = _tallies(detector)[0]
+    worst = _sorted_stragglers(detector)[0]
     share = worst.waited_s / max(run_s, 1e-9)
     if worst.waited_s > WORTH_TELLING_S and share > WORTH_TELLING_SHARE:
         print(

@@ -69,7 +69,7 @@ def check_in_sync(
     is a tie), warn, and return False. What heal writes must be writable: no JAX arrays, no numbers.
 
     MismatchError on every rank where names, dtypes or shapes are not alike. Costs a hash, about as
-    fast as memory can be read (7 ms for 100 MB), and one meeting of the ranks. Arrays on a GPU, and
+    fast as memory can be read (7 ms for 100 MB), and one handshake. Arrays on a GPU, and
     those not in C order, are copied to the host one by one.
 
     Args:
@@ -162,7 +162,7 @@ class _Found(NamedTuple):
 
 
 class _Check:
-    """One comparison: a meeting, and where that finds a difference, what is needed to tell it."""
+    """One comparison: a handshake, and if that finds a difference, what its report needs."""
 
     def __init__(
         self,

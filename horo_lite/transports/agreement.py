@@ -145,12 +145,12 @@ _POSSIBLE = "participation "
 
 
 def not_joined(headers: Sequence[Header]) -> list[int]:
-    """The ranks, as the transport counts them, that do not meet the others in join()."""
+    """The ranks, as the transport counts them, that are not in join()."""
     return [r for r, header in enumerate(headers) if header.digest != JOINED]
 
 
 def participation_in(text: str) -> bytes:
-    """What a rank that has joined is to do now; nothing if that is to meet again."""
+    """What a rank that has joined is to do now; nothing if that is the next handshake."""
     other, _, pickled = text.partition(_POSSIBLE)
     return b"" if other else bytes.fromhex(pickled)
 

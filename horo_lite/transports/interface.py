@@ -189,7 +189,7 @@ class Transport(ABC):
         """
         return []
 
-    def first_to_tell(self) -> bool:
+    def claim_report(self) -> bool:
         """True for the first rank of the host that asks, so that one reports for all of them."""
         return True
 
@@ -264,5 +264,5 @@ class OverHost(Transport):
     def peer_pids(self, silent: bool) -> list[int]:
         return self._host.peer_pids(silent)
 
-    def first_to_tell(self) -> bool:
-        return self._host.first_to_tell()
+    def claim_report(self) -> bool:
+        return self._host.claim_report()

@@ -107,8 +107,8 @@ class ShmTransport(Transport):
     def check_peer(self, peer: int, name: str) -> None:
         self.group.check_peers(name, peer)
 
-    def first_to_tell(self) -> bool:
-        return self.group.first_to_tell()
+    def claim_report(self) -> bool:
+        return self.group.claim_report()
 
 
 class SharedMemory:

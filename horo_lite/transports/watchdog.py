@@ -312,7 +312,7 @@ class Watchdog:
         ranks = self._transport.ranks
         come = [rank for rank, speaking in zip(ranks, speaks, strict=True) if speaking]
         late = [rank for rank, speaking in zip(ranks, speaks, strict=True) if not speaking]
-        self._unmatched.look(f"{notice.label}, queued on its GPU", come, late)
+        self._unmatched.report_if_due(f"{notice.label}, queued on its GPU", come, late)
 
     def _next(self) -> Notice | None:
         """Return the first notice that has not been compared; None if there is none for a while."""

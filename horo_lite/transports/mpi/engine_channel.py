@@ -35,7 +35,7 @@ class EngineChannel:
         self._is_behind = False  # a peer has entered a round that this rank has not
         self._woken = threading.Event()
 
-    def meet(self, mine: bytes, label: str) -> list[bytes]:
+    def exchange(self, mine: bytes, label: str) -> list[bytes]:
         """Enter the next round: return every rank's bytes, in rank order."""
         number = self._round.to_bytes(8, "little")
         self._transport.call(self._wake_ups.send, number, Tag.WAKE_UP)

@@ -133,7 +133,7 @@ class PeerStatus:
             if peer in among and n_begun >= self._n_begun and now - said < 2.5 * AGAIN_S:
                 here.append(peer)
         late = [self._ranks[r] for r in among if r not in here]
-        wait.look(self.label + self._scope, [self._ranks[r] for r in here], late)
+        wait.report_if_due(self.label + self._scope, [self._ranks[r] for r in here], late)
 
     def say_arrived(self) -> None:
         """Tell peers which operation this rank is in, if it has been for a while."""

@@ -128,11 +128,11 @@ class MpiTransport(Transport):
             self._detector.doing(label)
         self.peers.begin(label)
         self._wait([self.call(self._comm.Iallgather, [mine, byte], [everyone, byte])])
-        self._tally(everyone["waited"].tolist())
+        self._record_last_rank(everyone["waited"].tolist())
         self._waited_s = time.monotonic() - self.peers.began
         return [Header(int(h["digest"]), int(h["count"]), float(h["weight"])) for h in everyone]
 
-    def _tally(self, waited_s: list[float]) -> None:
+    def _record_last_rank(self, waited_s: list[float]) -> None:
         """Hosts have clocks of their own: last in the last `agree` was who waited least."""
         last = waited_s.index(min(waited_s))
         if self._is_direct and last != self.rank and self._waited_s > 0:
@@ -369,8 +369,8 @@ class MpiTransport(Transport):
     def peer_pids(self, silent: bool) -> list[int]:
         return self._host_group.peer_pids(silent)
 
-    def first_to_tell(self) -> bool:
-        return self._host_group.first_to_tell()
+    def claim_report(self) -> bool:
+        return self._host_group.claim_report()
 
     def close(self) -> None:
         """Its communicators can be given back: see Communicators.free_closed."""
