@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
-from launch import run_ranks
+from launch import run_ranks, start_ranks
 
 pytestmark = pytest.mark.mpi
 
@@ -218,3 +221,63 @@ print("went on", flush=True)
         assert "ZeroDivisionError" in result.stderr, str(result)
     else:
         assert "missed" in result.stdout, str(result)
+
+
+@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_that_is_late_in_init_is_reported(again: bool, hosts: str, tmp_path: Path) -> None:
+    """Rank 2 comes once the others have said that they wait, to the second init() or the first."""
+    script = f"""\
+import sys, threading, time
+from pathlib import Path
+from mpi4py import MPI
+import horo_lite as hvd
+
+rank = MPI.COMM_WORLD.rank
+come = Path(sys.argv[1], "come")
+if {again}:
+    assert hvd.init(device="cpu").rank == rank
+    hvd.shutdown()
+if rank == 2:
+    while not come.exists():
+        time.sleep(0.01)
+hvd.init(device="cpu", stall_warn_s=0.2)
+assert hvd.allreduce(float(rank), op=hvd.Sum) == 3
+print("came", flush=True)
+"""
+    env = {"HORO_LITE_TEST_HOSTS": hosts}
+    with start_ranks(script, 3, args=(str(tmp_path),), env=env) as job:
+        waits = [f"[horo_lite] rank {rank} has waited" for rank in range(2)]
+        until = time.monotonic() + 60
+        while not all(wait in job.stderr() for wait in waits) and time.monotonic() < until:
+            time.sleep(0.01)
+        (tmp_path / "come").touch()
+        result = job.wait()
+    assert all(wait in result.stderr for wait in waits), str(result)
+    assert result.check().stdout.count("came") == 3, str(result)
+    late = (
+        "rank 2, which did not call init() again" if again else "ranks that do not report the same"
+    )
+    assert f"s in init() for {late}" in result.stderr, str(result)
+
+
+@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_that_never_comes_to_init_is_a_stall(again: bool, hosts: str) -> None:
+    script = f"""\
+import threading
+from mpi4py import MPI
+import horo_lite as hvd
+
+if {again}:
+    hvd.init(device="cpu")
+    hvd.shutdown()
+if MPI.COMM_WORLD.rank == 2:
+    threading.Event().wait()
+hvd.init(device="cpu", stall_abort_s=0.5)
+"""
+    env = {"HORO_LITE_TEST_HOSTS": hosts}
+    result = run_ranks(script, 3, env=env, timeout_s=60)
+    assert result.returncode != 0, str(result)
+    assert "StallError: rank" in result.stderr, str(result)
+    assert "in init() for rank" in result.stderr, str(result)

@@ -13,7 +13,7 @@ from typing import Any
 from horo_lite.errors import LauncherError
 from horo_lite.start import ending
 from horo_lite.start.launcher import Launch, is_known_mismatch
-from horo_lite.transports.mpi.start_barrier import StartBarrier
+from horo_lite.transports.mpi.start_barrier import StartBarrier, wait_for_first
 
 
 def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
@@ -45,20 +45,27 @@ def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
     return (comm, MPI) if comm.size > 1 else (None, None)
 
 
-def duplicate(comm: Any) -> Any:
+def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
     """Return a communicator of the package's own, of the same ranks, once all are in `init()`.
+
+    Args:
+        comm: The caller's communicator.
+        warn_s: Seconds after which ranks that wait report it; 0 for never.
+        abort_s: Seconds after which they raise StallError; 0 for never.
 
     Raises:
         PeerLostError: A rank's program has ended, or is about to.
+        StallError: A rank did not come within `abort_s`.
     """
     barrier = StartBarrier.of(comm)
     if barrier is None:
         # After mpi4py was imported, so that it runs before MPI is finalised.
         if not StartBarrier.made:
             atexit.register(_announce_end)
+        wait_for_first(comm, warn_s, abort_s)
         StartBarrier(comm)
     else:
-        barrier.wait()
+        barrier.wait(warn_s, abort_s)
     return comm.Dup()
 
 

@@ -237,7 +237,7 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
     else:  # alone, this rank ends for itself, whatever guard_start() has installed
         ending.uninstall()
     if MPI is not None and comm is not None and not is_ours:
-        comm = mpi.duplicate(comm)
+        comm = mpi.duplicate(comm, settings.stall_warn_s, settings.stall_abort_s)
     everyone = _introduce(settings, rank, size, comm)
     mine = everyone[rank]
 

@@ -1,15 +1,16 @@
-"""A barrier at the start of a second init(), which a rank whose program has ended does not hang."""
+"""Where ranks wait for each other in init(): with a report of who is late, and not for the dead."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from horo_lite.errors import PeerLostError
+from horo_lite.errors import PeerLostError, StallError
 from horo_lite.transports.mpi.control import MESSAGE_BYTES, Tag, fitting
 
 if TYPE_CHECKING:
@@ -17,6 +18,58 @@ if TYPE_CHECKING:
 
 _kept: list[Any] = []
 """Requests that may be under way until MPI ends, and their memory."""
+
+_first: list[tuple[Any, Any]] = []
+"""Communicators, and requests of `wait_for_first` that an interrupt has left under way."""
+
+
+class Patience:
+    """One rank's wait in init(), which is reported, and comes to its end.
+
+    Args:
+        rank: This rank.
+        warn_s: Seconds after which it is reported; 0 for never.
+        abort_s: Seconds after which it is a StallError; 0 for never.
+    """
+
+    def __init__(self, rank: int, warn_s: float, abort_s: float) -> None:
+        self._rank = rank
+        self._next_s = warn_s
+        self._abort_s = abort_s
+        self._began = time.monotonic()
+        self._pause_s = 20e-6
+
+    def pause(self, late: str) -> None:
+        """Sleep for up to a millisecond; report who is `late` when it is time."""
+        waited_s = time.monotonic() - self._began
+        waited = f"{waited_s:.{1 if waited_s < 10 else 0}f} s"
+        text = f"rank {self._rank} has waited {waited} in init() for {late}"
+        if 0 < self._abort_s <= waited_s:
+            raise StallError(f"{text} (stall_abort_s is {self._abort_s:g})")
+        if 0 < self._next_s <= waited_s:
+            print(f"[horo_lite] {text}", file=sys.stderr, flush=True)
+            self._next_s *= 2
+        time.sleep(self._pause_s)
+        self._pause_s = min(1e-3, 1.5 * self._pause_s)
+
+
+def wait_for_first(comm: MPI.Comm, warn_s: float, abort_s: float) -> None:
+    """Return when all ranks of the caller's communicator are in their first init().
+
+    MPI does not tell who is late, so each rank that waits reports itself.
+
+    Raises:
+        StallError: It took longer than `abort_s`.
+    """
+    found = next((i for i, (of, _) in enumerate(_first) if of == comm), None)
+    request = comm.Ibarrier() if found is None else _first.pop(found)[1]
+    patience = Patience(comm.rank, warn_s, abort_s)
+    try:
+        while not request.Test():
+            patience.pause("ranks that do not report the same: they have not called init() yet")
+    except BaseException:
+        _first.append((comm, request))  # init() may be called again
+        raise
 
 
 class StartBarrier:
@@ -34,7 +87,9 @@ class StartBarrier:
         self._mpi = MPI
         self._comm = comm.Dup()
         self._pid = os.getpid()
-        self._arrival: Any = None  # kept when init() is interrupted, and called again
+        self._is_here = False
+        self._round = 0
+        self._n_arrived = [0] * comm.size
         StartBarrier.made.append(self)
 
     @staticmethod
@@ -46,25 +101,46 @@ class StartBarrier:
         made = (one for one in StartBarrier.made if MPI.Comm.Compare(one._comm, comm) in alike)
         return next(made, None)
 
-    def wait(self) -> None:
-        """Return when all ranks are here. PeerLostError: one has said that it never will be."""
-        status, pause_s = self._mpi.Status(), 20e-6
-        if self._arrival is None:
-            self._arrival = self._comm.Ibarrier()
-        while not self._arrival.Test():
-            left = self._comm.Iprobe(self._mpi.ANY_SOURCE, Tag.LEFT, status)
-            if left and not self._arrival.Test():
-                peer = status.Get_source()
-                reason = np.empty(MESSAGE_BYTES, np.uint8)
-                self._comm.Recv([reason, self._mpi.BYTE], peer, Tag.LEFT, status)
-                said = reason[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
-                raise PeerLostError(
-                    f"rank {peer} has ended ({said}) while rank {self._comm.rank} waited for it in "
-                    "init(): every rank calls init() again after shutdown(), or none does"
-                )
-            time.sleep(pause_s)
-            pause_s = min(1e-3, 1.5 * pause_s)
-        self._arrival = None
+    def wait(self, warn_s: float, abort_s: float) -> None:
+        """Return when all ranks are here.
+
+        Raises:
+            PeerLostError: A rank has said that it never will be.
+            StallError: It took longer than `abort_s`.
+        """
+        if not self._is_here:  # else init() was interrupted, and called again
+            self._send(b"", Tag.ARRIVED)
+            self._is_here = True
+            self._round += 1
+        patience = Patience(self._comm.rank, warn_s, abort_s)
+        while missing := self._missing():
+            self._raise_if_left()
+            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            patience.pause(f"{who}, which did not call init() again after shutdown()")
+        self._is_here = False
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not arrived in this round."""
+        status = self._mpi.Status()
+        while self._comm.Iprobe(self._mpi.ANY_SOURCE, Tag.ARRIVED, status):
+            peer = status.Get_source()
+            self._comm.Recv([bytearray(), self._mpi.BYTE], peer, Tag.ARRIVED)
+            self._n_arrived[peer] += 1
+        rank = self._comm.rank
+        return [r for r, n in enumerate(self._n_arrived) if r != rank and n < self._round]
+
+    def _raise_if_left(self) -> None:
+        status = self._mpi.Status()
+        # Who has arrived may have left since: then it need not have said so before this rank came.
+        if self._comm.Iprobe(self._mpi.ANY_SOURCE, Tag.LEFT, status) and self._missing():
+            peer = status.Get_source()
+            reason = np.empty(MESSAGE_BYTES, np.uint8)
+            self._comm.Recv([reason, self._mpi.BYTE], peer, Tag.LEFT, status)
+            said = reason[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
+            raise PeerLostError(
+                f"rank {peer} has ended ({said}) while rank {self._comm.rank} waited for it in "
+                "init(): every rank calls init() again after shutdown(), or none does"
+            )
 
     @staticmethod
     def end_all(reason: str, timeout_s: float) -> None:
@@ -94,9 +170,12 @@ class StartBarrier:
         """Make peers that wait for this rank, now or later, raise PeerLostError: it ends."""
         if os.getpid() != self._pid or self._mpi.Is_finalized():
             return
-        data = np.frombuffer(fitting(reason), np.uint8)
+        self._send(fitting(reason), Tag.LEFT)
+
+    def _send(self, text: bytes, tag: Tag) -> None:
+        data = np.frombuffer(text, np.uint8)
         with suppress(self._mpi.Exception):  # some are dead
             for peer in range(self._comm.size):
                 if peer != self._comm.rank:
-                    request = self._comm.Isend([data, self._mpi.BYTE], peer, Tag.LEFT)
+                    request = self._comm.Isend([data, self._mpi.BYTE], peer, tag)
                     _kept.append((request, data))
