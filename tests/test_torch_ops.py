@@ -24,7 +24,7 @@ import horo_lite.torch as hvd  # noqa: E402
 from horo_lite import ops  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
-from horo_lite.state.broadcast import _in_host_memory  # noqa: E402
+from horo_lite.state.optimizer_state import in_host_memory  # noqa: E402
 from horo_lite.torch import compression, mpi_ops  # noqa: E402
 from horo_lite.torch.adasum import adasum_  # noqa: E402
 
@@ -856,7 +856,7 @@ def test_state_on_a_gpu_travels_through_the_hosts_memory() -> None:
             return "here"
 
     tree = {"state": {0: {"step": 1, "moments": [OnGpu(), torch.ones(1)]}}, "param_groups": []}
-    moved = _in_host_memory(tree)
+    moved = in_host_memory(tree)
     assert moved["state"][0]["moments"] == ["here", torch.ones(1)]
     assert isinstance(tree["state"][0]["moments"][0], OnGpu)
 

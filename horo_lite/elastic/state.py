@@ -22,8 +22,10 @@ from horo_lite.adapters.object import is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
-from horo_lite.state.broadcast import ParameterPositions, is_writable
-from horo_lite.state.wrapper import wrapped
+from horo_lite.state.broadcast import is_writable
+from horo_lite.state.optimizer_state import OptimizerState
+from horo_lite.state.trees import Tree, in_brackets, mapped, overwritten
+from horo_lite.state.wrapper import unwrapped, wrapped
 
 
 class Progress(NamedTuple):
@@ -89,7 +91,7 @@ class State:
         things = self._things()
         for name, content in snapshot.items():
             old = things.get(name)
-            new = _taken(old, content)
+            new = overwritten(old, content, _taken)
             if new is not old or name not in things:
                 object.__setattr__(self, name, new)
 
@@ -257,15 +259,10 @@ ObjectState = ArrayState = State
 
 def _is_counter(value: Any) -> bool:
     """Neither model nor array: what tells how far training is."""
-    if hasattr(value, "on_record"):
-        return True
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return True
-    if isinstance(value, dict):
-        return all(map(_is_counter, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_counter, value))
-    return False
+    kinds = (bool, int, float, str, type(None))
+    found: list[bool] = []
+    mapped(value, lambda x: found.append(hasattr(x, "on_record") or isinstance(x, kinds)))
+    return all(found)
 
 
 def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
@@ -273,23 +270,25 @@ def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
 
     `take` is `_copy_of` for what `_taken` is to understand.
     """
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        value = dict(value.state_dict())
-    if is_array(value):
-        return take(value)
-    if isinstance(value, dict):
-        return {key: _content(f"{name}[{key!r}]", item, take) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_content(f"{name}[{i}]", item, take) for i, item in enumerate(value))
-    if known := _Known(value):
-        return _content(name, known.content(), take)
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise TypeError(
-            f"state.{name} is a {type(value).__name__}, which cannot be copied ({error}): give the "
-            "state what it holds, or an object with state_dict() and load_state_dict()"
-        ) from error
+
+    def content(x: Any) -> Any:
+        if hasattr(x, "state_dict") and hasattr(x, "load_state_dict"):
+            return mapped(dict(x.state_dict()), content)
+        if is_array(x):
+            return take(x)
+        if known := _Known(x):
+            return mapped(known.content(), content)
+        try:
+            return copy.deepcopy(x)
+        except Exception as error:
+            places = Tree({name: value}, join=in_brackets).named
+            place = next((place for place, y in places if y is x), name)
+            raise TypeError(
+                f"state.{place} is a {type(x).__name__}, which cannot be copied ({error}): give "
+                "the state what it holds, or an object with state_dict() and load_state_dict()"
+            ) from error
+
+    return mapped(value, content)
 
 
 def _taken(old: Any, content: Any) -> Any:
@@ -299,18 +298,6 @@ def _taken(old: Any, content: Any) -> Any:
         return old
     if is_array(old) and is_array(content):
         return _written(old, content)
-    if isinstance(content, dict) and isinstance(old, dict):
-        new = {key: _taken(old.get(key), item) for key, item in content.items()}
-        old.clear()
-        old.update(new)
-        return old
-    if isinstance(content, (list, tuple)) and isinstance(old, (list, tuple)):
-        olds = [*old, *[None] * (len(content) - len(old))]
-        items = [_taken(was, item) for was, item in zip(olds, content, strict=False)]
-        if isinstance(old, list) and isinstance(content, list):
-            old[:] = items
-            return old
-        return type(content)(items)
     if known := _Known(old):
         known.take(content)
         return old
@@ -351,36 +338,25 @@ class _Known:
     """A module or optimizer that has no state_dict(), by its adapter."""
 
     def __init__(self, obj: Any) -> None:
-        own = wrapped(obj)
-        self._obj = obj if own is None else own.inner
-        self._adapter = self._finder = adapter_of(self._obj)
-        self._named = self._adapter.parameters(obj) if own is None else own.named()
-        self._steps = any(callable(getattr(self._obj, name, None)) for name in self._adapter.steps)
-        if self._named:
-            self._adapter = adapter_of(self._named[0][1])
+        self._obj, self._named = unwrapped(obj)
+        adapter = adapter_of(self._obj)
+        self._steps = any(callable(getattr(self._obj, name, None)) for name in adapter.steps)
+        self._adapter = adapter_of(self._named[0][1]) if self._named else adapter
+        self._whole = obj
 
     def __bool__(self) -> bool:
         return bool(self._named)
 
     def content(self) -> Any:
         if self._steps:
-            kept = self._finder.state(self._obj)
-            return self._places().portable(vars(self._obj)) if kept is None else kept
+            return OptimizerState(self._whole).read()
         return [self._adapter.value(parameter) for _, parameter in self._named]
 
     def take(self, content: Any) -> None:
-        if self._steps and self._finder.state(self._obj) is not None:
-            self._finder.set_state(self._obj, content)
-            return
         if self._steps:
-            for attribute, value in copy.deepcopy(content).items():
-                old = getattr(self._obj, attribute, None)
-                setattr(self._obj, attribute, self._places().local(value, old))
+            OptimizerState(self._whole).write(copy.deepcopy(content))
             return
         for (_, parameter), copied in zip(self._named, content, strict=True):
             memory = self._adapter.value(parameter)
             if _written(memory, copied) is not memory:
                 self._adapter.set_value(parameter, np.array(copied))
-
-    def _places(self) -> ParameterPositions:
-        return ParameterPositions(self._adapter, [parameter for _, parameter in self._named])

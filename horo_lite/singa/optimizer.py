@@ -18,6 +18,7 @@ from horo_lite.collectives.reductions import Average
 from horo_lite.context import world
 from horo_lite.singa.communicator import Communicator
 from horo_lite.singa.sparse import sparse_sum
+from horo_lite.state.trees import mapped
 from horo_lite.training.reducer import Reducer
 
 Tensor = Any
@@ -349,10 +350,10 @@ def broadcast_optimizer_state(
     keeps momenta by the names of parameters, which must be alike.
     """
     group = group or world().group
-    mine = _mapped(optimizer.get_states(), _portable) if group.rank == root_rank else None
+    mine = mapped(optimizer.get_states(), _portable) if group.rank == root_rank else None
     states = ops.broadcast_object(mine, root_rank, group=group)
     if group.rank != root_rank:
-        optimizer.set_states(_mapped(states, _local))
+        optimizer.set_states(mapped(states, _local))
 
 
 def _renamed(old: str, by_old: int | None, new: str, by_new: int | None) -> int | None:
@@ -360,12 +361,6 @@ def _renamed(old: str, by_old: int | None, new: str, by_new: int | None) -> int 
     if by_old is not None and by_new is not None:
         raise TypeError(f"{old} is the earlier name of {new}: give one of them")
     return by_new if by_old is None else by_old
-
-
-def _mapped(tree: Any, change: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _mapped(value, change) for key, value in tree.items()}
-    return change(tree)
 
 
 def _portable(x: Any) -> Any:

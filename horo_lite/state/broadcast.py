@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from horo_lite import context, ops
 from horo_lite._native import Tensors
-from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
-from horo_lite.adapters.object import NO_ORDER, is_array, join, keyed
+from horo_lite.adapters import adapter_of, from_numpy, to_host
+from horo_lite.adapters.object import NO_ORDER, is_array, join
 from horo_lite.collectives.arrays import gpu_of
-from horo_lite.state.wrapper import wrapped
+from horo_lite.state.optimizer_state import OptimizerState
+from horo_lite.state.trees import NUMBERS, Node, Tree
+from horo_lite.state.wrapper import unwrapped
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
-
-NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None = None) -> Any:
@@ -41,18 +40,12 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
     Returns:
         `params`, or what takes its place where it cannot be written.
     """
-    group = group or _world()
+    group = group or context.world().group
     if isinstance(params, Iterator):
         params = list(params)
-    leaves: list[tuple[str, Any]] = []
-
-    def collect(name: str, leaf: Any) -> Any:
-        leaves.append((name, leaf))
-        return leaf
-
-    map_leaves(params, "", collect)
+    tree = Tree(params, opened=opened)
     # None and strings in a tree are no parameters, and are left alone.
-    arrays = [(name, leaf) for name, leaf in leaves if leaf is not None and type(leaf) is not str]
+    arrays = [(name, x) for name, x in tree.named if x is not None and type(x) is not str]
     values = [_value(name, leaf) for name, leaf in arrays]
     targets = [value if is_writable(value) else np.array(value) for value in values]
     # A number's copy is in the host's memory, where its neighbours may be on a GPU.
@@ -73,9 +66,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         ]
     )
     skipped = (type(None), str)
-    return map_leaves(
-        params, "", lambda _, leaf: leaf if isinstance(leaf, skipped) else next(received)
-    )
+    return tree.written(x if isinstance(x, skipped) else next(received) for _, x in tree.named)
 
 
 def broadcast_optimizer_state(
@@ -97,104 +88,33 @@ def broadcast_optimizer_state(
         root_rank: The rank whose values all receive, 0 to size - 1.
         group: The ranks that take part, all of which call it; by default all.
     """
-    group = group or _world()
-    own = wrapped(optimizer)
-    inner = optimizer if own is None else own.inner
+    group = group or context.world().group
+    state = OptimizerState(optimizer)
     is_root = group.rank == root_rank
-    adapter = adapter_of(inner)
-    mine: Any = adapter.state(inner)
-    if mine is not None:
-        state = ops.broadcast_object(mine if is_root else None, root_rank, group=group)
-        if not is_root:
-            adapter.set_state(inner, state)
-        return
-    if hasattr(inner, "state_dict") and hasattr(inner, "load_state_dict"):
-        mine = _in_host_memory(inner.state_dict()) if is_root else None
-        state = ops.broadcast_object(mine, root_rank, group=group)
-        if not is_root:
-            before = [dict(options) for options in getattr(inner, "param_groups", ())]
-            inner.load_state_dict(state)
-            for options, old in zip(getattr(inner, "param_groups", ()), before, strict=False):
-                for key, value in options.items():  # a learning rate on a GPU stays on it
-                    if gpu_of(old.get(key)) is not None and hasattr(value, "to"):
-                        options[key] = value.to(old[key].device)
-        return
-    named = adapter.parameters(inner) if own is None else own.named()
-    places = ParameterPositions(adapter, [parameter for _, parameter in named])
-    mine = places.portable(vars(inner)) if is_root else None
-    state = ops.broadcast_object(mine, root_rank, group=group)
-    if state is not None and not is_root:
-        for attribute, value in state.items():
-            setattr(inner, attribute, places.local(value, getattr(inner, attribute, None)))
+    received = ops.broadcast_object(state.read() if is_root else None, root_rank, group=group)
+    if not is_root:
+        state.write(received)
 
 
-def _in_host_memory(tree: Any) -> Any:
-    """Pickled as they are, a GPU's tensors would come to that same GPU on the other ranks."""
-    if isinstance(tree, dict):
-        return {key: _in_host_memory(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_in_host_memory(value) for value in tree]
-    return tree.cpu() if hasattr(tree, "cpu") and gpu_of(tree) is not None else tree
-
-
-def _world() -> Group:
-    return context.world().group
-
-
-# Trees of parameters.
-
-
-def map_leaves(tree: Any, path: str, visit: Callable[[str, Any], Any]) -> Any:
-    """`tree` with `visit(name, leaf)` for each leaf; the containers are kept if they can be."""
-    if isinstance(tree, Mapping) and not _is_module(tree):
-        # Sorted: ranks may have filled their dicts in different orders.
-        new = {key: map_leaves(tree[key], join(path, key), visit) for key in sorted(tree, key=str)}
-        changed = [key for key in tree if new[key] is not tree[key]]
-        if not changed:
-            return tree
-        if not isinstance(tree, MutableMapping):
-            return type(tree)({key: new[key] for key in tree})  # type: ignore[call-arg]
-        for key in changed:
-            tree[key] = new[key]
-        return tree
-    if isinstance(tree, (list, tuple)):
-        if (pairs := keyed(tree)) is not None:
-            items = [(key, map_leaves(leaf, join(path, key), visit)) for key, leaf in pairs]
-            same = all(new[1] is old[1] for new, old in zip(items, tree, strict=True))
-        else:
-            items = [map_leaves(item, f"{path}[{i}]", visit) for i, item in enumerate(tree)]
-            same = all(new is old for new, old in zip(items, tree, strict=True))
-        if same:
-            return tree
-        if isinstance(tree, list):
-            tree[:] = items
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if tree is None or is_array(tree) or isinstance(tree, (str, *NUMBERS)):
-        return visit(path, tree)
-    if (own := wrapped(tree)) is not None:
-        named = own.named()
-    elif (flattened := adapter_of(tree).flattened(tree)) is not None:
+def opened(tree: Any, path: str) -> Node | None:
+    """What a module or optimizer contains, for `Tree`; None for anything else."""
+    if isinstance(tree, (list, tuple, str, *NUMBERS)) or type(tree) is dict:
+        return None
+    if tree is None or is_array(tree) or (isinstance(tree, Mapping) and not isinstance(tree, dict)):
+        return None
+    if (flattened := adapter_of(tree).flattened(tree)) is not None:
         named, rebuilt = flattened
-        return rebuilt(visit(join(path, name), leaf) for name, leaf in named)
-    else:
-        named = adapter_of(tree).parameters(tree)
-    if not named:
-        return visit(path, tree)
+        return Node([(join(path, name), leaf) for name, leaf in named], rebuilt)
+    if isinstance(tree, dict):
+        return None
+    _, named = unwrapped(tree)
     for name, parameter in named:
         if is_array(parameter) and not is_writable(to_host(parameter)):
             raise TypeError(
                 f"{type(tree).__name__} holds {name!r} as a {type(parameter).__name__}, which "
                 "cannot be written: broadcast the dict or list that it keeps them in"
             )
-        visit(join(path, name), parameter)
-    return tree
-
-
-def _is_module(tree: Any) -> bool:
-    """Whether it is a dict that is more than that, as MLX's modules are."""
-    is_special = isinstance(tree, dict) and type(tree) is not dict
-    return is_special and adapter_of(tree).flattened(tree) is not None
+    return Node([(join(path, name), x) for name, x in named], lambda _: tree) if named else None
 
 
 def _value(name: str, leaf: Any) -> Any:
@@ -224,102 +144,3 @@ def _received(leaf: Any, target: Any, value: Any, is_root: bool) -> Any:
         return from_numpy(target, leaf)
     adapter_of(leaf).set_value(leaf, target)
     return leaf
-
-
-# The state of optimizers that have no state_dict().
-
-
-class Position(NamedTuple):
-    """A dict's key that was a parameter, or its id()."""
-
-    number: int
-    is_id: bool
-
-
-class _Foreign(Exception):  # noqa: N818 (no error: a kind of value)
-    """What holds a parameter or something unknown is not state to hand over."""
-
-
-class ParameterPositions:
-    """Reads and writes state in which parameters are known by their position."""
-
-    def __init__(self, adapter: Adapter, parameters: list[Any]) -> None:
-        self._adapter = adapter
-        self._parameters = parameters
-        self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        # Held, since the id() of what is gone may come back as something else's.
-        self._held = [x for p in parameters for x in (p, adapter.value(p), adapter.gradient(p))]
-        self._not_state = {id(x) for x in self._held if x is not None}
-
-    def portable(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes that are state, ready to be pickled."""
-        state = {}
-        for name, value in attributes.items():
-            with suppress(_Foreign):
-                state[name] = self._packed(value)
-        return state
-
-    def _packed(self, value: Any) -> Any:
-        if value is None or isinstance(value, NUMBERS):
-            return value
-        if id(value) in self._not_state:
-            raise _Foreign
-        if isinstance(value, dict):
-            return {self._key(key): self._packed(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            items = [self._packed(item) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        if self._is_array(value):
-            return np.array(to_host(value))
-        raise _Foreign
-
-    def _is_array(self, value: Any) -> bool:
-        return is_array(value) or isinstance(value, self._adapter.array_types)
-
-    def _key(self, key: Any) -> Any:
-        if id(key) in self._index:
-            return Position(self._index[id(key)], is_id=False)
-        if isinstance(key, int) and key in self._index:
-            return Position(self._index[key], is_id=True)
-        if isinstance(key, (int, str)):
-            return key
-        raise _Foreign
-
-    def local(self, value: Any, old: Any) -> Any:
-        """What `value` is on this rank; arrays and containers of `old` are kept and written."""
-        if isinstance(value, np.ndarray):
-            return self._local_array(value, old)
-        if isinstance(value, dict):
-            kept = old if isinstance(old, dict) else {}
-            keys = {self._local_key(key): key for key in value}
-            new = {key: self.local(value[sent], kept.get(key)) for key, sent in keys.items()}
-            kept.clear()
-            kept.update(new)
-            return kept
-        if isinstance(value, (list, tuple)):
-            olds = list(old) if isinstance(old, (list, tuple)) else []
-            olds += [None] * (len(value) - len(olds))
-            items = [self.local(item, was) for item, was in zip(value, olds, strict=False)]
-            if isinstance(value, list) and isinstance(old, list):
-                old[:] = items
-                return old
-            return type(value)(items)
-        return value
-
-    def _local_array(self, value: np.ndarray[Any, Any], old: Any) -> Any:
-        if not self._is_array(old):
-            if self._parameters:
-                return from_numpy(value, self._parameters[0])
-            return self._adapter.from_numpy(value, value)
-        memory = to_host(old)
-        fits = isinstance(memory, np.ndarray) and memory.shape == value.shape
-        if fits and memory.dtype == value.dtype and memory.flags.writeable:
-            memory[...] = value
-            return old
-        return from_numpy(value, old)
-
-    def _local_key(self, key: Any) -> Any:
-        if isinstance(key, Position):
-            parameter = self._parameters[key.number]
-            return id(parameter) if key.is_id else parameter
-        return key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,21 +13,19 @@ from numpy.typing import NDArray
 
 from horo_lite import _native, context
 from horo_lite._native import Tensors
-from horo_lite.adapters import adapter_of, to_host
+from horo_lite.adapters import to_host
 from horo_lite.adapters.object import is_array
 from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.participation import described_by
 from horo_lite.errors import DriftError
 from horo_lite.state.broadcast import (
-    NUMBERS,
-    ParameterPositions,
-    Position,
     broadcast_optimizer_state,
     broadcast_parameters,
     is_writable,
-    map_leaves,
+    opened,
 )
-from horo_lite.state.wrapper import wrapped
+from horo_lite.state.optimizer_state import OptimizerState
+from horo_lite.state.trees import NUMBERS, Tree
 from horo_lite.transports.agreement import agree, exchange_bytes
 
 if TYPE_CHECKING:
@@ -91,7 +89,7 @@ def check_in_sync(
     named = _named(replica, buffers)
     n_parameters = len(named)
     if state:
-        named += _state_of(replica)
+        named += OptimizerState(replica).named()
     return compare(
         named,
         group=group,
@@ -306,53 +304,12 @@ def _named(replica: Any, buffers: bool) -> list[tuple[str, Any]]:
             return []
     elif buffers:
         raise ValueError(f"buffers=True is for modules: a {type(replica).__name__} shows none")
-    leaves: list[tuple[str, Any]] = []
-
-    def collect(name: str, leaf: Any) -> Any:
-        if leaf is not None and type(leaf) is not str:
-            leaves.append((name or "the array", leaf))
-        return leaf
-
-    map_leaves(replica, "", collect)
-    return leaves
-
-
-def _state_of(optimizer: Any) -> list[tuple[str, Any]]:
-    """Every array and number of an optimizer's state, named after the parameter it belongs to."""
-    own = wrapped(optimizer)
-    inner = optimizer if own is None else own.inner
-    adapter = adapter_of(inner)
-    named = adapter.parameters(inner) if own is None else own.named()
-    names = [name for name, _ in named]
-    if (kept := adapter.state(inner)) is not None:
-        state = kept if isinstance(kept, dict) else {"state": kept}
-    elif hasattr(inner, "state_dict"):
-        state = dict(inner.state_dict())
-        if isinstance(state.get("state"), dict):  # torch's, by the parameters' positions
-            state["state"] = {
-                names[key] if isinstance(key, int) and key < len(names) else key: value
-                for key, value in state["state"].items()
-            }
-    else:
-        state = ParameterPositions(adapter, [parameter for _, parameter in named]).portable(
-            vars(inner)
-        )
-
-    def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Mapping):
-            for key in sorted(value, key=str):
-                place = names[key.number] if isinstance(key, Position) else key
-                yield from leaves(f"{path}[{place!r}]", value[key])
-        elif isinstance(value, (list, tuple)):
-            for i, item in enumerate(value):
-                yield from leaves(f"{path}[{i}]", item)
-        elif isinstance(value, NUMBERS) or is_array(value):
-            yield path, value
-
-    found = [leaf for key in sorted(state) for leaf in leaves(key, state[key])]
-    if not found and not names:
-        raise ValueError(f"state=True is for optimizers: a {type(optimizer).__name__} shows none")
-    return found
+    leaves = Tree(replica, opened=opened).named
+    return [
+        (name or "the array", leaf)
+        for name, leaf in leaves
+        if leaf is not None and type(leaf) is not str
+    ]
 
 
 def _value(name: str, leaf: Any) -> Any:

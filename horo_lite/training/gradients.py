@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from horo_lite import context
-from horo_lite.adapters.object import is_array, join, keyed
+from horo_lite.adapters.object import is_array, join
 from horo_lite.collectives.arrays import like
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.state.trees import Node, Tree
 from horo_lite.training.optimizer import takes_weight
 from horo_lite.training.transform import Transform, is_traced
 
@@ -63,9 +64,8 @@ def average_gradients(
     """
     if op not in (Average, Sum):
         raise ValueError(f"average_gradients takes op=Average or op=Sum, not {op}")
-    leaves: list[tuple[str, Any]] = []
-    rebuilt = _opened(gradients, "", leaves)
-    names, arrays = [name for name, _ in leaves], [leaf for _, leaf in leaves]
+    tree = Tree(gradients, "gradients", opened=_opened)
+    names, arrays = [name for name, _ in tree.named], [leaf for _, leaf in tree.named]
     if is_traced(arrays):
         traced: T = import_module("horo_lite.jax").average_gradients(
             gradients, op=op, compression=compression, weight=weight, name=name, group=group
@@ -74,7 +74,7 @@ def average_gradients(
     if group is None:
         group = context.world().group
     results = _transform(group, names, op, compression, name)(names, arrays, weight)
-    averages: T = rebuilt(
+    averages: T = tree.copied(
         result if leaf is None else like(result, leaf)
         for result, leaf in zip(results, arrays, strict=True)
     )
@@ -146,54 +146,22 @@ def _transform(
     return known[key]
 
 
-def _opened(tree: Any, path: str, leaves: list[tuple[str, Any]]) -> Callable[[Iterator[Any]], Any]:
-    """A function that makes another such tree of as many leaves; these, named, are in `leaves`."""
-    node = _node(tree, path)
-    if node is None:
-        leaves.append((path or "gradients", tree))
-        return next
-    children, made_of = node
-    parts = [_opened(child, name, leaves) for name, child in children]
-    return lambda new: made_of([part(new) for part in parts])
-
-
-def _node(
-    tree: Any, path: str
-) -> tuple[list[tuple[str, Any]], Callable[[Iterable[Any]], Any]] | None:
-    """What a container holds, named, and how to make another one of as much; None for a leaf."""
-    if tree is None or is_array(tree):
+def _opened(tree: Any, path: str) -> Node | None:
+    """What else holds gradients: a class that JAX was told of, or a dataclass."""
+    if tree is None or is_array(tree) or isinstance(tree, (Mapping, list, tuple)):
         return None
-    if isinstance(tree, (dict, Mapping)):
-        keys = sorted(tree, key=str)  # ranks may have filled their dicts in different orders
-        children = [(join(path, key), tree[key]) for key in keys]
-        return children, lambda new: _mapping_like(tree, dict(zip(keys, new, strict=True)))
-    if isinstance(tree, tuple) and hasattr(tree, "_make"):  # a named one
-        names = tree._fields  # type: ignore[attr-defined]
-        return [(join(path, key), x) for key, x in zip(names, tree, strict=True)], tree._make
-    if isinstance(tree, (list, tuple)):
-        if (pairs := keyed(tree)) is None:
-            return [(f"{path or 'gradients'}[{i}]", x) for i, x in enumerate(tree)], type(tree)
-        keys = [key for key, _ in pairs]
-        children = [(join(path, key), x) for key, x in pairs]
-        return children, lambda new: type(tree)(zip(keys, new, strict=True))
     util = sys.modules.get("jax.tree_util")
-    if util is not None and not util.all_leaves([tree]):  # of a class that JAX was told of
+    if util is not None and not util.all_leaves([tree]):
         found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
         named = [(f"{path}{util.keystr(key)}".lstrip("."), x) for key, x in found]
-        return named, structure.unflatten
+        return Node(named, structure.unflatten)
     if is_dataclass(tree) and not isinstance(tree, type):
         keys = [field.name for field in fields(tree)]
-        children = [(join(path, key), getattr(tree, key)) for key in keys]
-        return children, lambda new: _dataclass_like(tree, zip(keys, new, strict=True))
+        return Node(
+            [(join(path, key), getattr(tree, key)) for key in keys],
+            lambda new: _dataclass_like(tree, zip(keys, new, strict=True)),
+        )
     return None
-
-
-def _mapping_like(tree: Any, items: dict[Any, Any]) -> Any:
-    if not isinstance(tree, (dict, MutableMapping)):
-        return type(tree)(items)
-    other = copy.copy(tree)  # and so in the same order
-    other.update(items)
-    return other
 
 
 def _dataclass_like(tree: Any, items: Iterable[tuple[str, Any]]) -> Any:

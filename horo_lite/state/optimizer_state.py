@@ -1,0 +1,172 @@
+"""What an optimizer keeps beside its parameters: one reader and writer, for all who need it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
+from horo_lite.adapters.object import Named, is_array
+from horo_lite.collectives.arrays import gpu_of
+from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten
+from horo_lite.state.wrapper import unwrapped
+
+
+class OptimizerState:
+    """The state of `optimizer`: momenta, counts, options; wrapped in a DistributedOptimizer or not.
+
+    Asked for it are, in this order: its adapter (`state`, `set_state`), the optimizer itself
+    (`state_dict`, `load_state_dict`), and else its attributes. Of these, whatever is a number, an
+    array, or a list, tuple or dict of such is state, unless it holds a parameter; keys that are
+    parameters, or the `id()` of one, stand for the parameter's position.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._inner, self._named = unwrapped(optimizer)
+        self._finder = self._adapter = adapter_of(self._inner)
+        if type(self._finder) is Adapter and self._named:
+            self._adapter = adapter_of(self._named[0][1])
+        self._has_dict = hasattr(self._inner, "state_dict") and hasattr(
+            self._inner, "load_state_dict"
+        )
+
+    def read(self) -> Any:
+        """The state, ready to be pickled, for `write` on any rank."""
+        kept = self._finder.state(self._inner)
+        if kept is not None:
+            return kept
+        return in_host_memory(self._inner.state_dict()) if self._has_dict else self._attributes()
+
+    def write(self, state: Any) -> None:
+        """The optimizer goes on as the one that this was read from; arrays are kept and written."""
+        inner = self._inner
+        if self._finder.state(inner) is not None:
+            self._finder.set_state(inner, state)
+        elif self._has_dict:
+            before = [dict(options) for options in getattr(inner, "param_groups", ())]
+            inner.load_state_dict(state)
+            for options, old_options in zip(
+                getattr(inner, "param_groups", ()), before, strict=False
+            ):
+                for key, value in options.items():  # a learning rate on a GPU stays on it
+                    if gpu_of(old_options.get(key)) is not None and hasattr(value, "to"):
+                        options[key] = value.to(old_options[key].device)
+        else:
+            for name, value in state.items():
+                old = getattr(inner, name, None)
+                setattr(inner, name, overwritten(old, value, self._local, self._local_key))
+
+    def named(self) -> Named:
+        """Its arrays, where they lie, and numbers, named after the parameters they belong to."""
+        names = [name for name, _ in self._named]
+        state: Any
+        if (kept := self._finder.state(self._inner)) is not None:
+            state = kept if isinstance(kept, dict) else {"state": kept}
+        elif self._has_dict:
+            state = dict(self._inner.state_dict())
+            if isinstance(state.get("state"), dict):  # torch's, by the parameters' positions
+                state["state"] = {
+                    names[key] if isinstance(key, int) and key < len(names) else key: value
+                    for key, value in state["state"].items()
+                }
+        else:
+            state = self._attributes()
+
+        def name(path: str, key: Any) -> str:
+            key = names[key.place] if isinstance(key, _Position) else key
+            return in_brackets(path, key)
+
+        leaves = Tree(state, join=name).named
+        found = [(name, x) for name, x in leaves if isinstance(x, NUMBERS) or is_array(x)]
+        if not found and not names:
+            kind = type(self._inner).__name__
+            raise ValueError(f"state=True is for optimizers: a {kind} shows none")
+        return found
+
+    # Attributes.
+
+    def _attributes(self) -> dict[str, Any]:
+        state = {}
+        for name, value in vars(self._inner).items():
+            with suppress(_Foreign):
+                state[name] = mapped(value, self._portable, self._portable_key)
+        return state
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {id(parameter): i for i, (_, parameter) in enumerate(self._named)}
+
+    @cached_property
+    def _held(self) -> list[Any]:
+        """What belongs to parameters; held, since the id() of what is gone may come back."""
+        adapter = self._adapter
+        found = [x for _, p in self._named for x in (p, adapter.value(p), adapter.gradient(p))]
+        return [x for x in found if x is not None]
+
+    @cached_property
+    def _not_state(self) -> set[int]:
+        return set(map(id, self._held))
+
+    def _portable(self, value: Any) -> Any:
+        if value is None or isinstance(value, NUMBERS):
+            return value
+        if id(value) in self._not_state or not self._is_array(value):
+            raise _Foreign
+        return np.array(to_host(value))
+
+    def _portable_key(self, key: Any) -> Any:
+        if id(key) in self._index:
+            return _Position(self._index[id(key)], is_id=False)
+        if isinstance(key, int) and key in self._index:
+            return _Position(self._index[key], is_id=True)
+        if isinstance(key, (int, str)):
+            return key
+        raise _Foreign
+
+    def _is_array(self, value: Any) -> bool:
+        return is_array(value) or isinstance(value, self._adapter.array_types)
+
+    def _local(self, old: Any, value: Any) -> Any:
+        if isinstance(value, (dict, list, tuple)):  # and `old` is something else
+            return overwritten(None, value, self._local, self._local_key)
+        if not isinstance(value, np.ndarray):
+            return value
+        if not self._is_array(old):
+            if self._named:
+                return from_numpy(value, self._named[0][1])
+            return self._adapter.from_numpy(value, value)
+        memory = to_host(old)
+        fits = isinstance(memory, np.ndarray) and memory.shape == value.shape
+        if fits and memory.dtype == value.dtype and memory.flags.writeable:
+            memory[...] = value
+            return old
+        return from_numpy(value, old)
+
+    def _local_key(self, key: Any) -> Any:
+        if isinstance(key, _Position):
+            parameter = self._named[key.place][1]
+            return id(parameter) if key.is_id else parameter
+        return key
+
+
+class _Position(NamedTuple):
+    """A dict's key that was a parameter, or its id()."""
+
+    place: int
+    is_id: bool
+
+
+class _Foreign(Exception):  # noqa: N818 (no error: a kind of value)
+    """What holds a parameter or something unknown is not state to hand over."""
+
+
+def in_host_memory(tree: Any) -> Any:
+    """Pickled as they are, a GPU's tensors would come to that same GPU on the other ranks."""
+
+    def moved(x: Any) -> Any:
+        return x.cpu() if hasattr(x, "cpu") and gpu_of(x) is not None else x
+
+    return mapped(tree, moved)
