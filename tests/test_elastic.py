@@ -164,7 +164,7 @@ def dealt(sampler: elastic.Sampler, monkeypatch, size: int, n_batches: int, batc
     seen: Counter = Counter()
     content = sampler.state_dict()
     for rank in reversed(range(size)):
-        monkeypatch.setattr(elastic.sampler, "_place", lambda *_, r=rank: (r, size))
+        monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_, r=rank: (r, size))
         sampler.load_state_dict(content)
         mine = list(sampler)
         assert len(mine) == len(sampler)
@@ -210,7 +210,7 @@ def test_the_order_is_that_of_seed_and_epoch(alone) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_without_set_epoch_every_epoch_has_the_samples_again(monkeypatch, size: int) -> None:
     sampler = elastic.Sampler(10, seed=4)
-    monkeypatch.setattr(elastic.sampler, "_place", lambda *_: (size - 1, size))
+    monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_: (size - 1, size))
     epochs = []
     for _ in range(3):
         epochs.append([])
@@ -242,7 +242,7 @@ def test_an_epoch_that_is_complete_is_not_trained_on_again_after_a_loss(alone) -
 def test_a_batch_counts_once_whatever_its_index(monkeypatch) -> None:
     """A script that goes on in the middle of an epoch may count batches from the epoch's start."""
     sampler = elastic.Sampler(60)
-    monkeypatch.setattr(elastic.sampler, "_place", lambda *_: (1, 3))
+    monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_: (1, 3))
     for n_done, index in enumerate([7, 8, 0, 0, 100], start=1):
         sampler.record_batch(index, 2)
         assert sampler.processed_num == n_done * 2 * 3
