@@ -132,6 +132,7 @@ class Job:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         self.command = shlex.join(command)
+        self.folder = cwd
         self._tag = uuid.uuid4().hex
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
@@ -209,10 +210,13 @@ class Job:
         size = os.fstat(descriptor).st_size
         return os.pread(descriptor, size, 0).decode("utf-8", "replace")
 
-    def wait_for(self, text: str, *, count: int = 1, timeout_s: float = 30) -> None:
+    def wait_for(
+        self, text: str, *, count: int = 1, timeout_s: float = 30, on_stderr: bool = False
+    ) -> None:
         """`text` stands `count` times on stdout. LaunchTimeoutError where it does not come."""
         until = time.monotonic() + PATIENCE * timeout_s
-        while self.stdout().count(text) < count:
+        stream = self.stderr if on_stderr else self.stdout
+        while stream().count(text) < count:
             if self.launcher.poll() is not None or time.monotonic() > until:
                 raise LaunchTimeoutError(f"{text!r} did not appear {count} times:\n{self.result()}")
             time.sleep(0.01)
