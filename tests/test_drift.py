@@ -547,9 +547,12 @@ def test_finite_gradients_and_strided_ones_pass() -> None:
     def change(rank: int, optimizer: Any) -> None:
         whole = np.full((2, 6), np.nan)
         whole[:, ::2] = 1
-        optimizer.params["w"].grad = whole[:, ::2]
+        optimizer.params["w"].grad = whole[:, ::2] * (1 + 2 * rank)
 
-    run_threads(2, train(3, 2, change, check_finite="raise"))
+    for result in run_threads(2, train(3, 2, change, check_finite="raise")):
+        # Two steps by the mean of 1 and 2, and one by that of the strided 1 and 3.
+        assert (result["w"] == np.arange(6).reshape(2, 3) - 5).all()
+        assert (result["b"] == np.array([1, 2]) - 4.5).all()
 
 
 # PyTorch.

@@ -29,14 +29,28 @@ operations = {
 }
 hvd.barrier()
 
+def exists(what):
+    return os.access(what, os.F_OK)
+
+
+def note(what):
+    open(what, "w").close()
+
+
+def wait_until_ended():
+    note("rank 1 is late")
+    while not exists("rank 0 has ended its call"):
+        time.sleep(0.001)
+
+
 # The last rank is late: in `agree`, or when all have agreed and the bytes are to move.
-go_on = threading.Event()
+threads = []
 if rank == size - 1:
     name = {"allgather_object": "allgather"}.get(operation, operation)
-    if phase == "meeting":
+    if phase == "handshake":
         real_agree = transport.agree
         def late(*args, **options):
-            time.sleep(1.0)
+            wait_until_ended()
             return real_agree(*args, **options)
         transport.agree = late
     elif operation == "recv":
@@ -45,30 +59,41 @@ if rank == size - 1:
         real_lay_out = mailbox.lay_out
         def late(peer, number, address, n_bytes):
             def start():
-                time.sleep(1.0)
+                wait_until_ended()
                 real_lay_out(peer, number, address, n_bytes)
-            threading.Thread(target=start).start()
+            threads.append(threading.Thread(target=start))
+            threads[0].start()
             return []
         mailbox.lay_out = late
     else:
         real = getattr(transport, name)
         def late(*args, **options):
-            time.sleep(1.0)
+            wait_until_ended()
             return real(*args, **options)
         setattr(transport, name, late)
 
 
 def end_early():
-    time.sleep(0.5)
+    while not exists("rank 1 is late"):
+        time.sleep(0.001)
+    time.sleep(0.2)  # until this rank waits for it
     if how == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
     else:
         transport.peers.lost = "rank 7 gave up (the test says so)"
 
 
-if rank == 0:
-    threading.Thread(target=end_early, daemon=True).start()
+def move_until(what, at_most_s):
+    from mpi4py import MPI
+    until = time.monotonic() + at_most_s
+    while not exists(what) and time.monotonic() < until:
+        MPI.COMM_WORLD.Iprobe()
+        time.sleep(0.001)
+
+
 try:
+    if rank == 0:
+        threading.Thread(target=end_early, daemon=True).start()
     operations[operation]()
 except (KeyboardInterrupt, hvd.PeerLostError) as error:
     ended = type(error).__name__
@@ -82,23 +107,25 @@ if rank == 0:
     given = [np.zeros(k * n, np.float32) for k in (1, size) for _ in range(40)]
     for k in (32, 64, 96, 4096, 1 << 16, 1 << 20):
         given += [np.zeros(k, np.uint8) for _ in range(50)]
-    from mpi4py import MPI
-    until = time.monotonic() + 1.5
-    while time.monotonic() < until:
-        MPI.COMM_WORLD.Iprobe()
-        time.sleep(0.001)
+    note("rank 0 has ended its call")
+    move_until("rank 1 is through", at_most_s=3.0)
+    move_until("nothing", at_most_s=0.2)
     assert (x == 7.0).all(), "the array was written to"
     assert not any(array.any() for array in given), "other arrays were written to"
     print("untouched", flush=True)
+    note("rank 0 has looked")
 else:
-    time.sleep(2.5)
+    for thread in threads:
+        thread.join()
+    note("rank 1 is through")
+    move_until("rank 0 has looked", at_most_s=30.0)
 sys.stdout.flush()
 os._exit(0)
 """
 
 OPERATIONS = ("allreduce", "allgather", "broadcast", "alltoall", "allgather_object", "recv")
-CASES = [(name, phase, "interrupt") for name in OPERATIONS for phase in ("meeting", "movement")]
-CASES = [case for case in CASES if case[:2] != ("recv", "meeting")]
+CASES = [(name, phase, "interrupt") for name in OPERATIONS for phase in ("handshake", "movement")]
+CASES = [case for case in CASES if case[:2] != ("recv", "handshake")]
 CASES += [("allgather", "movement", "loss"), ("broadcast", "movement", "loss")]
 
 

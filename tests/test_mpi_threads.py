@@ -19,7 +19,7 @@ import faulthandler, os, signal, sys, threading, time, warnings
 import mpi4py
 mpi4py.rc.thread_level = os.environ["LEVEL"]
 warnings.simplefilter("ignore")
-faulthandler.dump_traceback_later(25)
+faulthandler.dump_traceback_later(80)
 import numpy as np
 import horo_lite as hvd
 world = hvd.init()
@@ -274,9 +274,7 @@ def test_one_rank_ends_while_the_others_wait(waiting: str, end: str) -> None:
     """
     with start_ranks(script(body), 3, env=env_of("2,1", "funneled")) as job:
         job.wait_for("FAULT")
-        began = time.monotonic()
-        result = job.wait(20)
-    assert time.monotonic() - began < 5, str(result)
+        result = job.wait(5)
     assert "came through" not in result.stdout
     if mpi_name() == "mpich" and end == "SIGKILL":
         assert result.returncode != 0, str(result)
@@ -292,8 +290,8 @@ def test_ctrl_c_while_waiting(waiting: str) -> None:
     hvd.allreduce(np.ones(3))
     if rank == 1:
         handle = hvd.allreduce_async(np.ones(1000), name="w")
-        print("waiting", flush=True)
         try:
+            print("waiting", flush=True)
             {(WAITING | {"shutdown": "hvd.shutdown()"})[waiting]}
         except KeyboardInterrupt:
             print("interrupted", flush=True)
@@ -336,19 +334,18 @@ def test_communicators_are_given_back(ranks: int, hosts: str) -> None:
 
 
 def test_who_closes_alone_waits_for_nobody() -> None:
-    """shutdown() returns at once while peers compute, and what follows is as ever."""
+    """shutdown() returns while peers compute, and what follows is as ever."""
     body = """
-    import time
+    import os, time
     import numpy as np
     import horo_lite as hvd
     world = hvd.init()
     hvd.barrier()
     if world.rank == 1:
-        time.sleep(2)
-    began = time.monotonic()
+        while not os.access("rank 0 is through", os.F_OK):
+            time.sleep(0.01)
     hvd.shutdown()
-    took = time.monotonic() - began
-    assert took < 1, took
+    open("rank 0 is through", "w").close()
     world = hvd.init()
     assert np.all(hvd.allreduce(np.full(10, world.rank), hvd.Sum) == 1)
     print("made", flush=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import Job, Result, environment, run_ranks
+from launch import PATIENCE, Job, Result, environment, run_ranks
 
 import horo_lite as hvd
 from horo_lite.settings import Settings
@@ -270,7 +270,7 @@ import horo_lite as hvd
 from horo_lite.start import rendezvous
 
 def fault():
-    print("FAULT", time.time(), os.getpid(), flush=True)
+    print("FAULT", time.monotonic(), os.getpid(), flush=True)
 
 def fail():
     raise ValueError("no such file")
@@ -316,11 +316,11 @@ def test_one_end_is_the_end_of_all(does: str, says: list[str], tmp_path: Path) -
     code = ENDS.format(before=before, does="pass" if before else does, others=others)
     with started(code, 2, tmp_path) as job:
         result = job.wait(60)
-        ended_at = time.time()
+        ended_at = time.monotonic()
         assert not job.processes(), f"processes are left: {result}"
     moment = re.search(r"FAULT (\S+) (\d+)", result.stdout)
     assert moment is not None, str(result)
-    assert ended_at - float(moment[1]) < 5, str(result)
+    assert ended_at - float(moment[1]) < PATIENCE * 5, str(result)
     assert result.returncode != 0, str(result)
     for words in says:
         assert words.format(pid=moment[2]) in result.stderr, str(result)
@@ -382,14 +382,12 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
 
 
 def test_who_does_not_come_is_named() -> None:
-    began = time.monotonic()
     for error in meet((0, 4), (2, 4), timeout_s=1):
         assert isinstance(error, hvd.LauncherError), error
         assert "ranks 1, 3 of 4 did not come to localhost:" in str(error)
     (error,) = meet((1, 2), timeout_s=0.5)
     assert isinstance(error, hvd.LauncherError), error
     assert "has waited 0 s for rank 0, which is to keep a store at localhost:" in str(error)
-    assert time.monotonic() - began < 10
 
 
 def test_a_port_of_another_program_is_named() -> None:

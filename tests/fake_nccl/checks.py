@@ -110,7 +110,7 @@ class Comm:
         assert lib.ncclCommGetAsyncError(self.handle, c.byref(state)) == SUCCESS
         return state.value
 
-    def settle(self, timeout_s: float = 10.0) -> int:
+    def settle(self, timeout_s: float = 30.0) -> int:
         end = time.monotonic() + timeout_s
         while self.state == IN_PROGRESS and time.monotonic() < end:
             time.sleep(0.001)
@@ -162,7 +162,7 @@ class Rank:
         self.wait_for(lambda: all((self.folder / f"{name}.{r}").exists() for r in range(self.size)))
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while not done():
             assert time.monotonic() < end, "a peer did not come"
             time.sleep(0.005)
@@ -295,8 +295,9 @@ def splits(me: Rank, blocking: int) -> None:
     last = me.size - 1
     color = -1 if me.rank == last and me.size > 2 else me.rank % 2
     child = c.c_void_p(1)
+    seen = me.folder / "the split has begun"
     if not blocking and me.rank == 0:
-        time.sleep(0.2)
+        me.wait_for(seen.exists)
     arguments = (color, -me.rank, c.byref(child), None)
     result = lib.ncclCommSplit(parent.handle, *arguments)
     if blocking:
@@ -307,6 +308,7 @@ def splits(me: Rank, blocking: int) -> None:
             assert child.value is None
             assert parent.state == IN_PROGRESS
             assert parent.all_reduce(np.ones(1), stream) == INVALID_ARGUMENT
+            seen.touch()
         assert parent.settle() == SUCCESS
     members = [r for r in reversed(range(me.size)) if r % 2 == color and (r < last or me.size == 2)]
     if color < 0:

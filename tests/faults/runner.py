@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launch import Job, Result, mpi_name, start_ranks
+from launch import PATIENCE, Job, Result, mpi_name, start_ranks
 
-LIMIT_S = 5.0  # from the fault to the end of the job
+LIMIT_S = PATIENCE * 5.0  # from the fault to the end of the job
 
 ALLREDUCE = "hvd.allreduce(np.ones(1000), name='w')"
 ASYNCHRONOUS = "hvd.synchronize(hvd.allreduce_async(np.ones(1000), name='w'))"
@@ -22,7 +22,7 @@ import numpy as np
 import horo_lite as hvd
 
 def fault():
-    print("FAULT", time.time(), os.getpid(), socket.gethostname(), flush=True)
+    print("FAULT", time.monotonic(), os.getpid(), socket.gethostname(), flush=True)
 
 def fail():
     raise ValueError("no such file")
@@ -135,9 +135,11 @@ def moment(result: Result) -> tuple[float, str, str]:
 def end_of(job: Job, since: float | None = None) -> Result:
     """The job's end, within the limit after its fault; no process is left behind."""
     result = job.wait(40)
-    took = time.time() - (since or moment(result)[0])
+    took = time.monotonic() - (since or moment(result)[0])
     assert took < LIMIT_S, f"the end came {took:.1f} s after the fault: {result}"
-    until = time.monotonic() + 1  # MPICH's launcher may end before the ranks it has killed
+    until = (
+        time.monotonic() + PATIENCE * 1
+    )  # MPICH's launcher may end before the ranks it has killed
     while job.processes() and time.monotonic() < until:
         time.sleep(0.01)
     assert not job.processes(), f"processes are left: {result}"

@@ -37,19 +37,65 @@ def script(body: str) -> str:
 # --- leftovers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delay_s", [0.05, 0.3, 0.6, 0.9, 1.2])
-def test_sigkill_during_init_leaves_nothing(delay_s: float, tmp_path: Path) -> None:
+# Where ranks stop inside init(), and how many do: the others wait for them there.
+STOPS = {"MPI is up": 3, "a segment is made": 1, "it is opened": 2, "it is mapped by all": 3}
+STOPPING = """
+import sys, time
+import horo_lite as hvd
+from horo_lite import _native
+from horo_lite.start import session
+from horo_lite.transports import this_host
+
+def stop(where, after=None):
+    def stops(*args, **options):
+        result = after(*args) if after else None  # which holds what it has made
+        print(f"at <{where}>", flush=True)
+        time.sleep(600)
+    return stops
+
+class Segment(_native.Segment):
+    create, open = _native.Segment.create, _native.Segment.open
+
+(where,) = sys.argv[1:]
+if where == "MPI is up":
+    session.connect = stop(where)
+elif where == "a segment is made":
+    Segment.create = staticmethod(stop(where, Segment.create))
+elif where == "it is opened":
+    Segment.open = staticmethod(stop(where, Segment.open))
+else:
+    this_host.ThisHost.group = stop(where)
+_native.Segment = Segment
+hvd.init()
+print("up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("where", STOPS)
+def test_sigkill_during_init_leaves_nothing(where: str, tmp_path: Path) -> None:
     before = named_segments()
-    body = "import horo_lite as hvd; hvd.init(); hvd.barrier(); print('up', flush=True)"
-    with start_ranks(body, 3, env={"TMPDIR": str(tmp_path)}) as job:
-        time.sleep(delay_s)
+    env = {"TMPDIR": str(tmp_path)}
+    with start_ranks(STOPPING, 3, args=[where], env=env) as job:
+        job.wait_for(f"at <{where}>", count=STOPS[where])
+        held = sum(
+            "memfd:horo_lite" in memory for pid in job.ranks().values() for memory in opened(pid)
+        )
+        assert (held > 0) == (where != "MPI is up"), "what could be left"
         for pid in (*job.ranks().values(), job.launcher.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         job.launcher.wait(10)
+        assert "up\n" not in job.stdout(), "init() was over"
     assert named_segments() <= before
     ours = [path for path in tmp_path.rglob("*") if "horo" in path.name]
     assert not ours
+
+
+def opened(pid: int) -> list[str]:
+    """What that process holds descriptors of, or has mapped."""
+    process = Path("/proc", str(pid))
+    files = [os.readlink(file) for file in process.joinpath("fd").iterdir() if file.is_symlink()]
+    return files + process.joinpath("maps").read_text().splitlines()
 
 
 def test_nothing_is_left_behind() -> None:
@@ -134,7 +180,7 @@ for _ in range(3):
     hvd.allreduce(np.ones(10))
     hvd.synchronize(hvd.allreduce_async(np.ones(10), name="x"))
     hvd.shutdown()
-until = time.monotonic() + 2
+until = time.monotonic() + 20
 while threads() > before and time.monotonic() < until:
     time.sleep(0.01)
 assert threads() == before, (before, threads())
@@ -242,8 +288,8 @@ def test_ctrl_c_while_waiting(waiting: str, hosts: str) -> None:
     body = f"""
     hvd.allreduce(np.ones(3))
     if rank == 1:
-        print("waiting", flush=True)
         try:
+            print("waiting", flush=True)
             {WAITING[waiting]}
         except KeyboardInterrupt:
             print("interrupted", flush=True)
@@ -254,7 +300,7 @@ def test_ctrl_c_while_waiting(waiting: str, hosts: str) -> None:
     with start_ranks(script(body), 2, env={"HORO_LITE_TEST_HOSTS": hosts}) as job:
         job.wait_for("waiting")
         time.sleep(0.3)
-        since = time.time()
+        since = time.monotonic()
         os.kill(job.ranks()[1], signal.SIGINT)
         job.wait_for("interrupted", timeout_s=2)
         result = end_of(job, since)
@@ -269,7 +315,7 @@ def test_ctrl_c_without_a_launcher() -> None:
     """
     with start_ranks(script(body), 1, launcher=False) as job:
         job.wait_for("waiting")
-        since = time.time()
+        since = time.monotonic()
         job.launcher.send_signal(signal.SIGINT)
         result = end_of(job, since)
     assert "KeyboardInterrupt" in result.stderr
@@ -278,7 +324,7 @@ def test_ctrl_c_without_a_launcher() -> None:
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_waiting_costs_no_cpu(hosts: str) -> None:
-    """2 s of waiting for a late rank cost under 0.1 s of CPU; twice that is allowed here."""
+    """2 s of waiting for a late rank cost under 0.1 s of CPU; twice that share is allowed here."""
     body = f"""
     import resource
     def cpu():
@@ -298,32 +344,35 @@ def test_waiting_costs_no_cpu(hosts: str) -> None:
     costs = re.findall(r"<(\S+) (\S+) (.*)>", result.stdout)
     assert len(costs) == len(WAITING)
     for waited, cost, waiting in costs:
-        assert float(waited) > 1.5, f"{waiting} did not wait: {result}"
-        assert float(cost) < 0.2, f"{waiting} used {cost} s of CPU: {result}"
+        assert float(waited) > 1, f"{waiting} did not wait: {result}"
+        assert float(cost) < 0.1 * float(waited), f"{waiting} used {cost} s of CPU: {result}"
 
 
 # --- the import -----------------------------------------------------------------------------------
 
 
 def test_the_import_is_light() -> None:
-    """No framework, no MPI; and quick, of several tries the best."""
+    """No framework, no MPI; and quicker than NumPy's, of several tries the best."""
     code = """
 import sys, time
-began = time.perf_counter()
+began = time.process_time()
 import horo_lite
-print(time.perf_counter() - began)
+took = time.process_time() - began
 heavy = {"mpi4py", "torch", "jax", "tensorflow", "keras", "cupy", "ml_dtypes", "sklearn",
          "matplotlib", "tqdm", "threadpoolctl", "multiprocessing", "asyncio"}
 print(sorted(heavy & set(sys.modules)))
 print(sorted(m for m in sys.modules if m.startswith("mpi4py")))
+began = time.process_time()
+import numpy
+print(took / (time.process_time() - began))
 """
-    times = []
+    ratios = []
     for _ in range(5):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
         )
-        seconds, heavy, mpi = done.stdout.splitlines()
+        heavy, mpi, ratio = done.stdout.splitlines()
         assert heavy == "[]"
         assert mpi == "[]"
-        times.append(float(seconds))
-    assert min(times) < 0.15, times
+        ratios.append(float(ratio))
+    assert min(ratios) < 1, ratios
