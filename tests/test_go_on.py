@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import run_ranks, start_ranks
+from launch import mpi_name, run_ranks, start_ranks
 
 pytestmark = pytest.mark.mpi
 
@@ -281,3 +281,29 @@ hvd.init(device="cpu", stall_abort_s=0.5)
     assert result.returncode != 0, str(result)
     assert "StallError: rank" in result.stderr, str(result)
     assert "in init() for rank" in result.stderr, str(result)
+
+
+def test_a_rank_that_dies_is_missed_in_a_second_init() -> None:
+    """Although its launcher leaves the others alone: a good exit code, or none of its business."""
+    script = """\
+import os
+import horo_lite as hvd
+
+rank = hvd.init(device="cpu").rank
+hvd.barrier()
+hvd.shutdown()
+if rank == 2:
+    os._exit(0)
+try:
+    hvd.init(device="cpu")
+except hvd.PeerLostError as error:
+    assert "rank 2 died" in str(error) and "init()" in str(error), error
+    print("missed", flush=True)
+    os._exit(5)
+print("went on", flush=True)
+"""
+    options = ["-disable-auto-cleanup"] if mpi_name() == "mpich" else []
+    result = run_ranks(script, 3, options=options)
+    if mpi_name() == "mpich":  # Open MPI's launcher ends the others at once
+        assert result.stdout.count("missed") == 2, str(result)
+    assert "went on" not in result.stdout, str(result)

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from horo_lite.errors import LauncherError, PeerLostError, printable
 from horo_lite.settings import Settings, whole_number
 from horo_lite.start.launcher import JOB_TOKEN, TORCHRUN, detect
-from horo_lite.transports.peers import NAME, PID, ObjectCommunicator, fits, host_key
+from horo_lite.transports.peers import NAME, PID, ObjectCommunicator, fits, host_key, lives
 
 NOTICE_S = 15.0  # who has waited for so long says for whom
 GRACE_S = 2.0  # so long a store is kept for those who have yet to read why init() fails
@@ -296,7 +295,7 @@ class Rendezvous(ObjectCommunicator):
                     raise LauncherError(self._read(failure, str))
             ranks = self._absent() if awaited is None else [awaited]
             for rank, pid in self._pids.items():
-                if pid and (awaited in (None, rank)) and not _lives(pid):
+                if pid and (awaited in (None, rank)) and not lives(pid):
                     raise PeerLostError(
                         f"{self._names[rank]} died in init(), while {self._me} waited for "
                         f"{_these(ranks)}"
@@ -344,14 +343,6 @@ _STRANGER = "if a stranger can reach that port, keep it closed to the network, o
 
 def _here() -> tuple[str, ...]:
     return tuple(map(printable, host_key()))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def _read_back(obj: Any) -> Any:

@@ -33,6 +33,15 @@ def host_key() -> tuple[str, ...]:
     return socket.gethostname(), boot, processes
 
 
+def lives(pid: int) -> bool:
+    """Return whether a process of this host, of which pid and host_key() are known, still runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 class ObjectCommunicator:
     """A communicator as far as making a world or a group needs one, with mpi4py's names.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from horo_lite.errors import PeerLostError, StallError
 from horo_lite.transports.mpi.control import MESSAGE_BYTES, Tag, fitting
+from horo_lite.transports.peers import allgather_objects, host_key, lives
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -90,6 +91,9 @@ class StartBarrier:
         self._is_here = False
         self._round = 0
         self._n_arrived = [0] * comm.size
+        everyone = allgather_objects(self._comm, (host_key(), os.getpid()))
+        self._here = {r: pid for r, (host, pid) in enumerate(everyone) if host == host_key()}
+        """The processes of the ranks of this host."""
         StartBarrier.made.append(self)
 
     @staticmethod
@@ -105,7 +109,7 @@ class StartBarrier:
         """Return when all ranks are here.
 
         Raises:
-            PeerLostError: A rank has said that it never will be.
+            PeerLostError: A rank has said that it never will be, or has died on this host.
             StallError: It took longer than `abort_s`.
         """
         if not self._is_here:  # else init() was interrupted, and called again
@@ -115,6 +119,7 @@ class StartBarrier:
         patience = Patience(self._comm.rank, warn_s, abort_s)
         while missing := self._missing():
             self._raise_if_left()
+            self._raise_if_dead(missing)
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
             patience.pause(f"{who}, which did not call init() again after shutdown()")
         self._is_here = False
@@ -141,6 +146,14 @@ class StartBarrier:
                 f"rank {peer} has ended ({said}) while rank {self._comm.rank} waited for it in "
                 "init(): every rank calls init() again after shutdown(), or none does"
             )
+
+    def _raise_if_dead(self, missing: list[int]) -> None:
+        for peer in missing:
+            if peer in self._here and not lives(self._here[peer]) and peer in self._missing():
+                raise PeerLostError(
+                    f"rank {peer} died (killed, out of memory, or os._exit) while rank "
+                    f"{self._comm.rank} waited for it in init()"
+                )
 
     @staticmethod
     def end_all(reason: str, timeout_s: float) -> None:
