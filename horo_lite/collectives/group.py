@@ -27,11 +27,11 @@ from horo_lite.errors import (
 )
 from horo_lite.transports.agreement import (
     JOINED,
+    Report,
     agree,
+    exchange_reports,
     explain,
     give_up_unless_alike,
-    participation_in,
-    told,
 )
 from horo_lite.transports.stream import CommunicationStream
 from horo_lite.transports.watchdog import CountedTransport, Watchdog
@@ -258,23 +258,23 @@ class Group:
         assert self._engine is not None
         with self._lock:
             job = self._engine.submit_join(lambda pickled: self._take_part(pickled, True))
-            n_met = 0
+            n_handshakes = 0
             while True:
                 job.begin_wait()
                 try:
-                    headers = self.transport.agree(JOINED, n_met, 0.0, label="join()")
+                    headers = self.transport.agree(JOINED, n_handshakes, 0.0, label="join()")
                 except MismatchError:  # the others have queued something on their GPUs, and know
-                    n_met += 1
+                    n_handshakes += 1
                     continue
                 present = [r for r, header in enumerate(headers) if header.digest != JOINED]
                 if not present:
                     break
-                n_met += 1
-                pickled = participation_in(told(self.transport, "join()")[present[0]])
-                if pickled:
-                    self._take_part(pickled, False)
+                n_handshakes += 1
+                report = exchange_reports(self.transport, Report("join()"))[present[0]]
+                if isinstance(report.data, bytes):
+                    self._take_part(report.data, False)
             job.wait()
-            # Of those that the same meetings have found here, the engines know the order.
+            # Of those whose counts are equal, the engines know the order.
             order: Any = job.value()
             self.begin_anew()
         return max(range(self.size), key=lambda r: (-headers[r].count, order[r]))

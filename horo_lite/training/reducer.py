@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,13 @@ from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError
 from horo_lite.training.plan import Entry, Plan, hash63, merge, who_has
-from horo_lite.transports.agreement import explain, not_joined, told
+from horo_lite.transports.agreement import (
+    Report,
+    exchange_reports,
+    exchange_texts,
+    explain,
+    not_joined,
+)
 
 if TYPE_CHECKING:
     from horo_lite.adapters import Adapter
@@ -34,7 +39,7 @@ _numbers: WeakKeyDictionary[Group, itertools.count[int]] = WeakKeyDictionary()
 
 
 class Offer(NamedTuple):
-    """What a rank tells the others once they know that something differs."""
+    """What a rank reports to the others once they know that something differs."""
 
     plan: Plan  # of this step, as this rank sees it
     agreed: Plan | None  # under which buckets may have left
@@ -538,7 +543,8 @@ class Reducer:
         if len({headers[r].digest for r in here}) == 1:
             plan, n_begun = mine, max(headers[r].count for r in here)
             if len(here) < len(headers):
-                told(transport, "")  # who has joined is needed for the exchange, and not for this
+                # Ranks that have joined are needed for the exchange, and not for this.
+                exchange_texts(transport, "")
         else:
             plan, n_begun = self._settle(mine, here)
         return plan, n_begun, sum(header.weight for header in headers)
@@ -554,13 +560,11 @@ class Reducer:
             self.note,
             self._finding,
         )
-        # Peers may be in another call altogether: the first line is for them, as in all such texts.
-        everyone = told(self.group.transport, f"{self._label}\n{_OFFER}{pickle.dumps(offer).hex()}")
-        texts, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
-        found = [text.partition(f"\n{_OFFER}")[2] for text in texts]
-        if not all(found):
-            raise MismatchError(explain(self._label, texts, ranks))
-        offers = [pickle.loads(bytes.fromhex(one)) for one in found]
+        everyone = exchange_reports(self.group.transport, Report(self._label, offer))
+        reports, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
+        offers: list[Offer] = [report.data for report in reports]
+        if not all(isinstance(offer, Offer) for offer in offers):  # peers are in another call
+            raise MismatchError(explain(self._label, [report.text for report in reports], ranks))
         self.notes = [offer.note for offer in offers]
         self._findings = dict(zip(ranks, (offer.finding for offer in offers), strict=True))
         n_begun = max(offer.n_begun for offer in offers)
@@ -595,7 +599,7 @@ class Reducer:
         is_changed = self._withdraw()
         headers = transport.agree(hash63(self._step), count=int(is_changed), label=self._step)
         if len(here) < len(headers):
-            told(transport, "")
+            exchange_texts(transport, "")
         ranks = [transport.ranks[r] for r in here]
         mixed = [transport.ranks[r] for r in here if headers[r].count]
         if mixed:
@@ -713,7 +717,6 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 _NOTHING = Tensors([])
-_OFFER = "offer "
 
 
 def _tensors(arrays: Sequence[Any]) -> Tensors:

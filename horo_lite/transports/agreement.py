@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -54,16 +55,16 @@ def agree(
         here = not_joined(headers)
         ranks = [transport.ranks[r] for r in here]
         if any(headers[r].digest != digest for r in here):
-            texts = told(transport, describe())
+            texts = exchange_texts(transport, describe())
             raise MismatchError(explain(label, [texts[r] for r in here], ranks))
         joined = sorted(set(transport.ranks) - set(ranks))
         try:
-            mine = _POSSIBLE + (participation or needs_all(label))(joined)[1].hex()
+            mine = Report(label, (participation or needs_all(label))(joined)[1])
         except MismatchError as refusal:
-            mine = str(refusal)
-        said = told(transport, mine)[here[0]]
-        if not said.startswith(_POSSIBLE):
-            raise MismatchError(said)
+            mine = Report(str(refusal))
+        report = exchange_reports(transport, mine)[here[0]]
+        if report.data is None:
+            raise MismatchError(report.text)
 
 
 def needs_all(label: str) -> Participation:
@@ -119,7 +120,7 @@ def allocated(
     if not failed:
         assert memory is not None
         return memory
-    texts = told(transport, failure)
+    texts = exchange_texts(transport, failure)
     raise AllocationError(
         "; ".join(
             f"rank {transport.ranks[r]} could not allocate {in_units(n_bytes[r])} for the result "
@@ -141,7 +142,6 @@ def in_units(n_bytes: int) -> str:
 
 
 JOINED = digest_of("join()")
-_POSSIBLE = "participation "
 
 
 def not_joined(headers: Sequence[Header]) -> list[int]:
@@ -149,30 +149,39 @@ def not_joined(headers: Sequence[Header]) -> list[int]:
     return [r for r, header in enumerate(headers) if header.digest != JOINED]
 
 
-def participation_in(text: str) -> bytes:
-    """What a rank that has joined is to do now; nothing if that is the next handshake."""
-    other, _, pickled = text.partition(_POSSIBLE)
-    return b"" if other else bytes.fromhex(pickled)
+class Report(NamedTuple):
+    """What a rank tells the others after digests differed, whichever call each of them is in."""
+
+    text: str
+    """For people: what this rank does, line by line, or what is wrong."""
+    data: Any = None
+    """For ranks in the same call, or, as bytes, how ranks that have joined participate in it."""
 
 
-def told(transport: Transport, text: str) -> list[str]:
-    """What every rank says after digests differed: all do it in this way."""
-    mine = text.encode(errors="backslashreplace")
-    headers = transport.agree(0, len(mine), label="an explanation")
+def exchange_reports(transport: Transport, mine: Report) -> list[Report]:
+    """Return every rank's report, in rank order. Every rank calls it or `exchange_texts`."""
+    mine = mine._replace(text=mine.text.encode(errors="backslashreplace").decode())
+    pickled = pickle.dumps(mine)
+    headers = transport.agree(0, len(pickled), label="an explanation")
     sizes = [header.count for header in headers]
-    return [words.decode() for words in exchange_bytes(transport, mine, sizes)]
+    return [pickle.loads(one) for one in exchange_bytes(transport, pickled, sizes)]
+
+
+def exchange_texts(transport: Transport, text: str) -> list[str]:
+    """Return the text of every rank's report, in rank order."""
+    return [report.text for report in exchange_reports(transport, Report(text))]
 
 
 def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """What those of the ranks that have something to say do say."""
-    said = zip(ranks, texts, strict=True)
-    return "; ".join(f"on rank {rank}, {text}" for rank, text in said if text)
+    """Join the texts that are not empty, each with its rank."""
+    pairs = zip(ranks, texts, strict=True)
+    return "; ".join(f"on rank {rank}, {text}" for rank, text in pairs if text)
 
 
 def exchange_bytes(
     transport: Transport, mine: bytes, sizes: Sequence[int], label: str = "an exchange"
 ) -> list[bytes]:
-    """What every rank has to say, in rank order; all know the sizes."""
+    """Return every rank's bytes, in rank order; all know the sizes."""
     n_bytes = [sum(sizes)] * transport.size
     parts = allocated(
         transport, label, n_bytes, lambda: [np.empty(size, np.uint8) for size in sizes]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from horo_lite import _native, settings
 from horo_lite.errors import DeviceError
-from horo_lite.transports.agreement import agree, exchange_bytes, told
+from horo_lite.transports.agreement import Report, agree, exchange_reports, exchange_texts
 from horo_lite.transports.gpu import GpuTransport
 from horo_lite.transports.interface import QueuedReductions, Reduction, Transport
 from horo_lite.transports.nccl_library import nccl_candidates
@@ -108,13 +107,14 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
     staged = StagedTransport(host, queue, given or DEFAULT_STAGE_BYTES)
     if host.size == 1:
         return staged
-    mine = _credentials(queue.index, allowed, host.rank == 0)
+    mine = _endpoint(queue.index, allowed, host.rank == 0)
     label = "the first call with arrays on a GPU"
     # Other buckets here than there would let the GPUs wait for ever.
     alike = f"{label}\nHORO_LITE_BUCKET_BYTES {given or 'not set'}, register {registers}"
-    headers = agree(host, label, alike, lambda: alike, count=len(pickle.dumps(mine)))
-    sizes = [header.count for header in headers]
-    everyone = [pickle.loads(one) for one in exchange_bytes(host, pickle.dumps(mine), sizes)]
+    agree(host, label, alike, lambda: alike)
+    everyone: list[_Endpoint] = [
+        report.data for report in exchange_reports(host, Report(label, mine))
+    ]
     obstacle = _obstacle(everyone)
     if obstacle:
         if host.rank == 0 and obstacle not in _warned:
@@ -125,7 +125,7 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
                 stacklevel=2,
             )
         return staged
-    group = _connect(host, queue, everyone[0]["unique_id"], bucket_bytes, timeout_s)
+    group = _connect(host, queue, everyone[0].unique_id, bucket_bytes, timeout_s)
     if registers:
         headers = host.agree(0, int(group.can_use_windows), label=label)
         problem = ""
@@ -133,12 +133,11 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
             group.register_bucket(windows=all(header.count for header in headers))
         except DeviceError as error:
             problem = str(error)
-        if any(told(host, problem)):  # then the communicator is of no more use
+        if any(exchange_texts(host, problem)):  # then the communicator is of no more use
             group.fail("the bucket could not be registered")
-            unique_id = _native.nccl_unique_id().hex() if host.rank == 0 else ""
-            group = _connect(
-                host, queue, bytes.fromhex(told(host, unique_id)[0]), bucket_bytes, timeout_s
-            )
+            unique_id = _native.nccl_unique_id() if host.rank == 0 else b""
+            unique_id = exchange_reports(host, Report(label, unique_id))[0].data
+            group = _connect(host, queue, unique_id, bucket_bytes, timeout_s)
     return NcclTransport(host, group, staged)
 
 
@@ -155,7 +154,7 @@ def _connect(
         group = _native.NcclGroup(queue, unique_id, host.rank, host.size, bucket_bytes, timeout_s)
     except DeviceError as error:
         problem = str(error)
-    problems = told(host, problem)
+    problems = exchange_texts(host, problem)
     if any(problems):
         if group is not None:
             group.fail("another rank could not connect its GPU")
@@ -167,41 +166,51 @@ def _connect(
     return group
 
 
-def _credentials(index: int, allowed: bool, leads: bool) -> dict[str, Any]:
-    """Return what the others must know of this rank's GPU and its NCCL."""
-    mine: dict[str, Any] = {"host": host_key(), "index": index, "problem": ""}
-    mine["gpu"] = _native.gpus()[1][index]
-    mine["alone"] = settings.shares_gpus_with_nccl()
+class _Endpoint(NamedTuple):
+    """What the others must know of one rank's GPU and its NCCL."""
+
+    host: tuple[str, ...]
+    gpu_index: int
+    gpu: str
+    may_share: bool
+    path: str = ""
+    version: int = 0
+    unique_id: bytes = b""  # rank 0's
+    problem: str = ""
+
+
+def _endpoint(index: int, allowed: bool, leads: bool) -> _Endpoint:
+    gpu = _native.gpus()[1][index]
+    mine = _Endpoint(host_key(), index, gpu, settings.shares_gpus_with_nccl())
     if not allowed:
-        mine["problem"] = "init() was told to use the CPU"
-        return mine
+        return mine._replace(problem="init() was told to use the CPU")
     try:
-        mine["path"], mine["version"] = _native.nccl_library(nccl_candidates())
-        mine["unique_id"] = _native.nccl_unique_id() if leads else b""
+        path, version = _native.nccl_library(nccl_candidates())
+        unique_id = _native.nccl_unique_id() if leads else b""
     except DeviceError as error:
-        mine["problem"] = str(error)
-    return mine
+        return mine._replace(problem=str(error))
+    return mine._replace(path=path, version=version, unique_id=unique_id)
 
 
-def _obstacle(everyone: Sequence[dict[str, Any]]) -> str:
+def _obstacle(everyone: Sequence[_Endpoint]) -> str:
     """Return why NCCL cannot be used, in words, or ""; alike on every rank."""
     for rank, each in enumerate(everyone):
-        if each["problem"]:
-            return f"on rank {rank}, {each['problem']}"
-    versions = [each["version"] for each in everyone]
+        if each.problem:
+            return f"on rank {rank}, {each.problem}"
+    versions = [each.version for each in everyone]
     for rank, each in enumerate(everyone):
-        if each["version"] != versions[0]:
+        if each.version != versions[0]:
             return (
-                f"NCCL is {versions[0]} on rank 0 ({everyone[0]['path']}) and {each['version']} on "
-                f"rank {rank} ({each['path']}): install one version everywhere"
+                f"NCCL is {versions[0]} on rank 0 ({everyone[0].path}) and {each.version} on "
+                f"rank {rank} ({each.path}): install one version everywhere"
             )
     first_with: dict[Any, int] = {}
     for rank, each in enumerate(everyone):
-        other = first_with.setdefault((each["host"], each["gpu"]), rank)
-        if other != rank and not each["alone"]:
+        other = first_with.setdefault((each.host, each.gpu), rank)
+        if other != rank and not each.may_share:
             return (
-                f"ranks {other} and {rank} of {each['host'][0]} use the same GPU (cuda:"
-                f"{each['index']} on rank {rank}), and NCCL needs one each: start fewer ranks, or "
+                f"ranks {other} and {rank} of {each.host[0]} use the same GPU (cuda:"
+                f"{each.gpu_index} on rank {rank}), and NCCL needs one each: start fewer ranks, or "
                 "put each rank's arrays on its own GPU (torch.cuda.set_device(world.device.index), "
                 "cupy.cuda.Device(world.device.index).use())"
             )

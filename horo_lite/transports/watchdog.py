@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from horo_lite import _native
 from horo_lite.errors import DeviceError, MismatchError, PeerLostError, StallError
-from horo_lite.transports.agreement import digest_of, explain, on_ranks, told
+from horo_lite.transports.agreement import digest_of, exchange_texts, explain, on_ranks
 from horo_lite.transports.interface import Header, OverHost, Transport
 
 
@@ -269,7 +269,9 @@ class Watchdog:
         speaks = [state in (_FOLLOWS, _DIFFERS) for state in states]
         try:
             if _FAILED in states:
-                raise DeviceError(on_ranks(self._transport.ranks, told(self._transport, failure)))
+                raise DeviceError(
+                    on_ranks(self._transport.ranks, exchange_texts(self._transport, failure))
+                )
             if _LEAVES in states:
                 return self._end_with_all(states, speaks, label)
             silent = [n for n, speaking in zip(counts, speaks, strict=True) if not speaking]
@@ -278,7 +280,9 @@ class Watchdog:
                 self._awaited = max(silent)
                 here = f"{place}, a direct call on the host"
                 here = here if n_agreed == self._awaited else "nothing yet"
-                texts = told(self._transport, here if notice is None else notice.describe())
+                texts = exchange_texts(
+                    self._transport, here if notice is None else notice.describe()
+                )
                 where = texts[speaks.index(True)].partition("\n")[0]
                 raise MismatchError(explain(where, texts, self._transport.ranks))
             self._report_wait(None if notice is None or all(speaks) else notice, speaks)
@@ -287,7 +291,7 @@ class Watchdog:
             if _FOLLOWS not in states:
                 notice.nobody_follows = True
             elif any(header.digest != digest for header in headers) or len(set(counts)) > 1:
-                texts = told(self._transport, notice.describe())
+                texts = exchange_texts(self._transport, notice.describe())
                 raise MismatchError(explain(label, texts, self._transport.ranks))
         except (DeviceError, MismatchError) as error:
             self._abort(error)
