@@ -40,7 +40,7 @@ class _Envelope(NamedTuple):
     what: str  # as "float32[3, 4]"
     n_bytes: int
     inside: bytes | None  # of a small message
-    place: Any  # where a large one can be fetched
+    location: Any  # where a large one can be fetched
 
 
 class _Acknowledgement(NamedTuple):
@@ -81,7 +81,7 @@ class Message(Handle):
 
 class _Sending(Message):
     memory: Any = None  # kept while its bytes may be read
-    laid_out: Any = None
+    offered: Any = None
 
 
 class _Receiving(Message):
@@ -126,25 +126,27 @@ class Messages:
         self._sending: dict[int, _Sending] = {}  # large, and not acknowledged yet
         self._fetching: list[_Fetching] = []
         self._outgoing: list[list[tuple[bytes, _Sending | None]]] = [[] for _ in range(self._size)]
-        self._n_collected = [0] * self._size  # records that have arrived from each
+        self._n_received = [0] * self._size  # records that have arrived from each
 
     def isend(self, x: Array, dst: int, tag: int) -> Message:
         dst, tag = self._peer("dst", dst), _tag(tag)
         memory = HostArrays.of_rows(_of_host(x))
         ((address, n_bytes),) = memory.tensors.buffers()
         message = _Sending(f"send to rank {dst} (tag {tag})", self, dst)
-        number, inside, place = next(_numbers), None, None
+        number, inside, location = next(_numbers), None, None
         with self._lock:
             if n_bytes <= SMALL_BYTES:
                 inside = ctypes.string_at(address, n_bytes)
             else:
                 message.memory = memory
-                message.laid_out = self._mailbox.lay_out(dst, number, address, n_bytes)
-                place = self._mailbox.place(message.laid_out)
+                message.offered = self._mailbox.offer(dst, number, address, n_bytes)
+                location = self._mailbox.location(message.offered)
                 self._sending[number] = message
             what = memory.tensors.describe(0)
-            envelope = _Envelope(self._world, self._rank, number, tag, what, n_bytes, inside, place)
-            self._post(dst, envelope, message if inside is not None else None)
+            envelope = _Envelope(
+                self._world, self._rank, number, tag, what, n_bytes, inside, location
+            )
+            self._send(dst, envelope, message if inside is not None else None)
         return message
 
     def irecv(self, x: Array, src: int | None, tag: int) -> Message:
@@ -185,7 +187,7 @@ class Messages:
             while True:
                 # A rank that has left had sent everything before.
                 gone = n_polls > 0 and all(
-                    transport.has_left(peer, self._n_collected[peer]) for peer in awaited
+                    transport.has_left(peer, self._n_received[peer]) for peer in awaited
                 )
                 self.progress()
                 if message.is_over:
@@ -218,14 +220,14 @@ class Messages:
                 raise NotInitializedError("the world was shut down, and its messages are lost")
             for peer in range(self._size):
                 self._flush(peer)
-            for data in self._mailbox.collect():
+            for data in self._mailbox.receive():
                 record = pickle.loads(data)
                 if record.world != self._world:
                     continue  # of an earlier world, where nobody received it
-                self._n_collected[record.source] += 1
+                self._n_received[record.source] += 1
                 if isinstance(record, _Acknowledgement):
                     message = self._sending.pop(record.number)
-                    self._mailbox.clear(message.laid_out)
+                    self._mailbox.release(message.offered)
                     message.memory = None
                     message.end(record.error)
                 else:
@@ -236,7 +238,7 @@ class Messages:
                     answer = _Acknowledgement(
                         self._world, self._rank, each.envelope.number, each.error
                     )
-                    self._post(each.envelope.source, answer)
+                    self._send(each.envelope.source, answer)
                     each.message.received(each.error)
                 else:
                     self._fetching.append(each)
@@ -274,7 +276,7 @@ class Messages:
             return
         try:
             fetch = self._mailbox.fetch(
-                envelope.source, envelope.number, envelope.place, address, envelope.n_bytes
+                envelope.source, envelope.number, envelope.location, address, envelope.n_bytes
             )
         except OSError:
             message.error = PeerLostError(
@@ -285,7 +287,7 @@ class Messages:
         else:
             self._fetching.append(_Fetching(fetch, message, envelope, error, discarded))
 
-    def _post(self, peer: int, record: NamedTuple, message: _Sending | None = None) -> None:
+    def _send(self, peer: int, record: NamedTuple, message: _Sending | None = None) -> None:
         self._outgoing[peer].append((pickle.dumps(record), message))
         try:
             self._flush(peer)
@@ -295,7 +297,7 @@ class Messages:
 
     def _flush(self, peer: int) -> None:
         waiting = self._outgoing[peer]
-        while waiting and self._mailbox.post(peer, waiting[0][0]):
+        while waiting and self._mailbox.send(peer, waiting[0][0]):
             _, message = waiting.pop(0)
             if message is not None:
                 message.end()

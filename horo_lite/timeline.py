@@ -128,8 +128,8 @@ class _Recording:
         with self._lock:
             self._in_flight.append((operation, job))
 
-    def look(self) -> None:
-        """What has become of those in flight."""
+    def record_completed(self) -> None:
+        """Record those in flight that are complete."""
         with self._lock:
             in_flight, self._in_flight = self._in_flight, []
             for operation, job in in_flight:
@@ -141,7 +141,7 @@ class _Recording:
 
     def close(self) -> None:
         with self._lock:
-            self.look()
+            self.record_completed()
             if os.getpid() == self._pid:
                 self._file.write(b"[]\n" if self._separator == b"[\n" else b"\n]\n")
             self._file.close()
@@ -206,7 +206,7 @@ class _Call(AbstractContextManager[None]):
         _direct.operation = self._outer
         if self._operation.number >= 0:
             self._recording.end(self._operation, time.monotonic_ns(), kind is not None)
-        self._recording.look()
+        self._recording.record_completed()
 
 
 def direct(members: Members) -> AbstractContextManager[None]:
@@ -252,10 +252,10 @@ def submitted(
     operation.tensors, operation.n_bytes = tensors, n_bytes
     recording.begin(operation)
     recording.follow(operation, job)
-    recording.look()
+    recording.record_completed()
 
 
-def look() -> None:
-    """Some operation may have been completed."""
+def record_completed() -> None:
+    """Record asynchronous operations that are complete by now."""
     if _recording is not None:
-        _recording.look()
+        _recording.record_completed()

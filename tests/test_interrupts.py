@@ -56,15 +56,15 @@ if rank == size - 1:
     elif operation == "recv":
         from horo_lite import context  # the envelope leaves at once, its bytes late
         mailbox = context.messages()._mailbox
-        real_lay_out = mailbox.lay_out
+        real_offer = mailbox.offer
         def late(peer, number, address, n_bytes):
             def start():
                 wait_until_ended()
-                real_lay_out(peer, number, address, n_bytes)
+                real_offer(peer, number, address, n_bytes)
             threads.append(threading.Thread(target=start))
             threads[0].start()
             return []
-        mailbox.lay_out = late
+        mailbox.offer = late
     else:
         real = getattr(transport, name)
         def late(*args, **options):

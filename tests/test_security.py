@@ -91,7 +91,7 @@ def test_only_an_inbox_is_written_to(kind: str, tmp_path: Path) -> None:
         with pytest.raises(PermissionError, match="is not the inbox of a rank"):
             pipes.connect([(os.getpid(), victim)], "00" * 8)
         with pytest.raises(PermissionError, match="is not the inbox of a rank"):
-            pipes.post(0, b"record")
+            pipes.send(0, b"record")
     finally:
         pipes.close()
         os.close(victim)

@@ -382,7 +382,7 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
             hvd.send(np.full(3, 7.0), 0)
             hvd.send(np.full(3, 8.0), 0)
         else:
-            collect, until = MpiMailbox._collect, None
+            collect, until = MpiMailbox._receive, None
 
             def collect_late(mailbox):
                 global until
@@ -390,7 +390,7 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
                     until = time.monotonic() + 1.5
                 return [] if until is None or time.monotonic() < until else collect(mailbox)
 
-            MpiMailbox._collect = collect_late
+            MpiMailbox._receive = collect_late
             x = np.zeros(3)
             for expected in (7.0, 8.0):
                 assert hvd.recv(x, 1) == 1 and x.tolist() == [expected] * 3, x

@@ -18,7 +18,7 @@ import horo_lite as hvd
 from horo_lite.start import cores, launcher
 from horo_lite.start.cores import Cores
 from horo_lite.start.launcher import Launch
-from horo_lite.start.rank_info import place_of
+from horo_lite.start.rank_info import position_of
 
 # --- without any launcher ------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ def test_launchers_are_known_by_their_environment(
     "host_of_rank", [[0], [0, 0, 0], [0, 1, 2], [0, 0, 1], [0, 1, 1, 1], [0, 1, 0, 1, 2, 0]]
 )
 def test_places_on_hosts_of_any_size(host_of_rank: list[int]) -> None:
-    places = [place_of(rank, host_of_rank) for rank in range(len(host_of_rank))]
+    places = [position_of(rank, host_of_rank) for rank in range(len(host_of_rank))]
     for host in set(host_of_rank):
         here = [places[r] for r, h in enumerate(host_of_rank) if h == host]
         assert [place[0] for place in here] == list(range(len(here)))

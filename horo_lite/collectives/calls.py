@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from horo_lite import _native, arguments, timeline
 from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays
 from horo_lite.collectives.participation import (
-    Look,
+    ArraySpec,
     described_by,
-    looks_of,
     neutral,
+    specs_of,
 )
 from horo_lite.transports.agreement import agree, allocated, exchange_bytes, needs_all
 
@@ -136,22 +136,22 @@ class Call(ABC, Generic[T]):
     ) -> tuple[float, bytes]:
         """The ranks that have joined make the same Call, each with a `part_that_changes_nothing`.
 
-        They are given the arrays' `looks` (by default those of this rank's) and what is `own` to
+        They are given the arrays' `specs` (by default those of this rank's) and what is `own` to
         this kind of Call.
         """
-        looks = own.pop("looks", None) or looks_of(part.memory.tensors)
+        specs = own.pop("specs", None) or specs_of(part.memory.tensors)
         try:
             return described_by(
-                _take_part, weight, call=self, label=part.label, looks=looks, own=own
+                _take_part, weight, call=self, label=part.label, specs=specs, own=own
             )
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return needs_all(f"{part.label} ({error})")(joined)
 
     def part_that_changes_nothing(
-        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
         """A Part that changes nothing, on a rank that has joined."""
-        nothing = [neutral(look) for look in looks]
+        nothing = [neutral(spec) for spec in specs]
         return Part(group.memory(nothing, asynchronous=asynchronous))
 
 
@@ -161,10 +161,10 @@ def _take_part(
     *,
     call: Call[Any],
     label: str,
-    looks: Sequence[Look],
+    specs: Sequence[ArraySpec],
     own: dict[str, Any],
 ) -> None:
-    part = call.part_that_changes_nothing(group, looks, asynchronous, own)
+    part = call.part_that_changes_nothing(group, specs, asynchronous, own)
     part.label = label
     if asynchronous:
         group.submit(call, part)
@@ -218,13 +218,13 @@ class AllGather(Call[Array]):
     ) -> tuple[float, bytes]:
         if part.memory.stream is not None:
             return needs_all(part.label)(joined)
-        ((dtype, shape),) = looks_of(part.memory.tensors)
-        return self.stand_in(part, joined, looks=[(dtype, (0, *shape[1:]))])
+        ((dtype, shape),) = specs_of(part.memory.tensors)
+        return self.stand_in(part, joined, specs=[(dtype, (0, *shape[1:]))])
 
     def part_that_changes_nothing(
-        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
-        return Part(group.rows(neutral(looks[0]), asynchronous=asynchronous))
+        return Part(group.rows(neutral(specs[0]), asynchronous=asynchronous))
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,9 @@ class Broadcast(Call[None]):
         return self.stand_in(part, joined, overlaps=part.memory.overlaps)
 
     def part_that_changes_nothing(
-        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
-        part = super().part_that_changes_nothing(group, looks, asynchronous, own)
+        part = super().part_that_changes_nothing(group, specs, asynchronous, own)
         part.memory.overlaps = own["overlaps"]  # it says what the others have, and keeps nothing
         return part
 

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Beginner(Protocol):
+class Counting(Protocol):
     """What counts something that all ranks must count alike."""
 
-    def begin_anew(self) -> None:
-        """All ranks have joined, from wherever they were: it counts from the beginning."""
+    def reset_counts(self) -> None:
+        """Count from the beginning: all ranks have joined, wherever they were."""
 
 
 class Group:
@@ -90,8 +90,8 @@ class Group:
         self._running = 0  # the thread whose direct call has the lock
         self._unnamed: Counter[str] = Counter()
         self._n_failed = 0
-        self._counting = threading.Lock()
-        self.beginners: WeakSet[Beginner] = WeakSet()
+        self._count_lock = threading.Lock()
+        self.counting: WeakSet[Counting] = WeakSet()
         self.kept: dict[object, Any] = {}
         """What functions keep from call to call, each under a key of its own."""
         self._pid = os.getpid()
@@ -276,7 +276,7 @@ class Group:
             job.wait()
             # Of those whose counts are equal, the engines know the order.
             order: Any = job.value()
-            self.begin_anew()
+            self.reset_counts()
         return max(range(self.size), key=lambda r: (-headers[r].count, order[r]))
 
     def _take_part(self, pickled: bytes, asynchronous: bool) -> None:
@@ -426,7 +426,7 @@ class Group:
         is in flight: when all that lacked a match has failed, and when all ranks have joined.
         """
         n_failed = 0 if self._engine is None else self._engine.n_failed
-        with self._counting:
+        with self._count_lock:
             if n_failed != self._n_failed:
                 self._unnamed.clear()
                 self._n_failed = n_failed
@@ -445,16 +445,16 @@ class Group:
     def give_back(self, kind: str, unnamed: str) -> None:
         """What `unnamed(kind)` returned was not used."""
         number, space, since = unnamed.partition(" ")
-        with self._counting:
+        with self._count_lock:
             if self._unnamed[kind + space + since] == int(number):
                 self._unnamed[kind + space + since] -= 1
 
-    def begin_anew(self) -> None:
+    def reset_counts(self) -> None:
         """What all ranks must count alike is counted from the beginning."""
-        with self._counting:
+        with self._count_lock:
             self._unnamed.clear()
-        for each in list(self.beginners):
-            each.begin_anew()
+        for each in list(self.counting):
+            each.reset_counts()
 
     def _new_engine(self, direct: Transport, other: Transport | None) -> _native.Engine | None:
         """The thread that runs asynchronous operations; on every rank, since all must take part."""

@@ -29,7 +29,7 @@ class Handle:
             try:
                 self._job.wait(beside)
             finally:
-                timeline.look()
+                timeline.record_completed()
         return self._finish()
 
     def withdraw(self, beside: bool = False) -> bool:

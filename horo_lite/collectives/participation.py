@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from horo_lite._native import Tensors
     from horo_lite.collectives.arrays import Array
 
-Look: TypeAlias = "tuple[str, tuple[int, ...]]"
+ArraySpec: TypeAlias = "tuple[str, tuple[int, ...]]"
 """The dtype and the shape of an array."""
 
 
@@ -35,17 +35,17 @@ def described_by(
     return weight, pickle.dumps((function, what))
 
 
-def looks_of(tensors: Tensors) -> list[Look]:
-    """What each of the arrays looks like."""
+def specs_of(tensors: Tensors) -> list[ArraySpec]:
+    """Return the dtype and shape of each of the arrays."""
     return [
         (tensors.describe(i).partition("[")[0], tuple(tensors.shape(i)))
         for i in range(len(tensors))
     ]
 
 
-def neutral(look: Look, op: str = "sum") -> Array:
-    """An array that looks so, and does not change what others have."""
-    name, shape = look
+def neutral(spec: ArraySpec, op: str = "sum") -> Array:
+    """Return an array of that dtype and shape which does not change the result of the others."""
+    name, shape = spec
     if name == "bfloat16" and "torch" in sys.modules:  # unknown to NumPy
         torch = sys.modules["torch"]
         return torch.full(shape, _neutral(op, -np.inf, np.inf), dtype=torch.bfloat16)

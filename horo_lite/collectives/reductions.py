@@ -13,7 +13,7 @@ from horo_lite import _native, arguments, timeline
 from horo_lite.collectives.arrays import check_apart, described
 from horo_lite.collectives.calls import Call, Finish, Part, used_by_all
 from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.participation import Look, neutral
+from horo_lite.collectives.participation import ArraySpec, neutral
 from horo_lite.collectives.shared_memory import memory_of
 from horo_lite.transports.agreement import agree, digest_of, needs_all
 from horo_lite.transports.interface import Reduction
@@ -178,26 +178,26 @@ class AllReduce(Call[bool]):
         scaled = self.op.value in ("min", "max", "product") and self.prescale_factor != 1.0
         if scaled or part.memory.stream is not None:
             return needs_all(part.label)(joined)
-        place = None
+        location = None
         if part.offsets is not None and part.shared is not None:
-            place = part.shared.number, part.offsets
+            location = part.shared.number, part.offsets
         weighted = part.weight is not None
         # Without hooks: what a compressor keeps is this rank's, and zeros are to stay zeros.
         bare = Compressor(str(self.compression.name), self.compression.wire)
         return replace(self, compression=bare).stand_in(
-            part, joined, 0.0 if weighted else 1.0, weighted=weighted, place=place
+            part, joined, 0.0 if weighted else 1.0, weighted=weighted, location=location
         )
 
     def part_that_changes_nothing(
-        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
-        shared = None if own["place"] is None else memory_of(group, own["place"][0])
+        shared = None if own["location"] is None else memory_of(group, own["location"][0])
         if shared is None:
-            nothing = [neutral(look, self.op.value) for look in looks]
+            nothing = [neutral(spec, self.op.value) for spec in specs]
         else:  # what lies there is this rank's part
             nothing = [
-                shared.arrays[offset] if 0 not in look[1] else neutral(look)
-                for offset, look in zip(own["place"][1], looks, strict=True)
+                shared.arrays[offset] if 0 not in spec[1] else neutral(spec)
+                for offset, spec in zip(own["location"][1], specs, strict=True)
             ]
             for array in nothing:
                 array[...] = 0

@@ -51,9 +51,9 @@ def cores_of_process(launch: Launch | None) -> Cores:
             if name in _COMMANDS | _DAEMONS:
                 ours = Path("/proc/self/cmdline").read_bytes()
                 command = (process / "cmdline").read_bytes().removesuffix(ours)
-                said = _BINDING.search(command + (process / "environ").read_bytes()) is not None
+                is_given = _BINDING.search(command + (process / "environ").read_bytes()) is not None
                 # A daemon does not repeat the command line of the mpiexec it works for.
-                chosen = None if name in _DAEMONS and not said else said
+                chosen = None if name in _DAEMONS and not is_given else is_given
                 return Cores(own, tuple(sorted(os.sched_getaffinity(pid))), chosen, quota)
             pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
     return Cores(own, (), None, quota)

@@ -181,17 +181,17 @@ class _Hooks:
             outermost = frame = sys._getframe(1)
             while outermost.f_back is not None:
                 outermost = outermost.f_back
-            said = f"sys.exit({status!r:.200}) at {frame.f_code.co_filename}:{frame.f_lineno}"
-            self._exit = outermost, outermost.f_lasti, status, printable(said)
+            reason = f"sys.exit({status!r:.200}) at {frame.f_code.co_filename}:{frame.f_lineno}"
+            self._exit = outermost, outermost.f_lasti, status, printable(reason)
         self._previous[2](status)
 
     def exited(self) -> tuple[Any, str]:
         """Return the status with which this process ends, and the reason for its peers."""
         if self._exit is not None:
-            outermost, instruction, status, said = self._exit
+            outermost, instruction, status, reason = self._exit
             # Somebody may have caught SystemExit, but then the program went on.
             if outermost.f_lasti == instruction:
-                return status, said
+                return status, reason
         return None, "its program ended"
 
     def _is_over(self) -> bool:
@@ -259,8 +259,8 @@ class _Hooks:
             text = "".join(f"{self.prefix}{line}\n" for line in lines)
             _write(f"[horo_lite] {self.name} ends the job with an exception{where}:\n{text}")
 
-    def report_exit(self, said: str) -> None:
-        _write(f"[horo_lite] {self.name} ends the job before init(): {said}\n")
+    def report_exit(self, reason: str) -> None:
+        _write(f"[horo_lite] {self.name} ends the job before init(): {reason}\n")
 
     def _is_last(self) -> bool:
         """Tell whether all other ranks have died, as Open MPI's fault tolerance sees it."""
@@ -332,9 +332,9 @@ def _at_exit_without_init() -> None:
     MPI = getattr(sys.modules.get("mpi4py"), "MPI", None)
     if _is_forked or _installed is None or (MPI is not None and MPI.Is_initialized()):
         return  # forked, alone or done; or MPI's launcher knows this rank, with us or without
-    status, said = _installed.exited()
+    status, reason = _installed.exited()
     if status not in (None, 0):
-        _installed.report_exit(said)
+        _installed.report_exit(reason)
         _installed.abort(status if isinstance(status, int) else 1)
 
 

@@ -122,7 +122,7 @@ def _communicator(comm: Any, group: Group, ranks: list[int]) -> Any:
 class _OverWorld(ObjectCommunicator):
     """Some ranks of a world, while they make a group.
 
-    The whole world exchanges what these say to each other: the other ranks `attend`.
+    The whole world exchanges what these send to each other: the other ranks `attend`.
     """
 
     def __init__(self, group: Group, ranks: list[int]) -> None:
@@ -132,7 +132,7 @@ class _OverWorld(ObjectCommunicator):
         self._ranks = ranks
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
-        return [said for said, _ in self._exchange(obj)]
+        return [obj for obj, _ in self._exchange(obj)]
 
     def attend(self) -> None:
         """Take part until the others have made their group."""

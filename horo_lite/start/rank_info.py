@@ -116,7 +116,7 @@ def numbered(keys: Sequence[Hashable]) -> list[int]:
     return [numbers[key] for key in keys]
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a rank is among the hosts."""
 
     local_rank: int
@@ -125,12 +125,12 @@ class Place(NamedTuple):
     cross_size: int
 
 
-def place_of(rank: int, host_of_rank: Sequence[int]) -> Place:
-    """Return a rank's place, where rank r is on host `host_of_rank[r]`.
+def position_of(rank: int, host_of_rank: Sequence[int]) -> Position:
+    """Return a rank's position, where rank r is on host `host_of_rank[r]`.
 
     The cross rank counts the hosts that have a rank with this local rank: hosts may be unequal.
     """
     host = host_of_rank[rank]
     local_rank = host_of_rank[:rank].count(host)
     peers = [h for h in dict.fromkeys(host_of_rank) if host_of_rank.count(h) > local_rank]
-    return Place(local_rank, host_of_rank.count(host), peers.index(host), len(peers))
+    return Position(local_rank, host_of_rank.count(host), peers.index(host), len(peers))

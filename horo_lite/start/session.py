@@ -20,7 +20,7 @@ from horo_lite.messages import Messages
 from horo_lite.settings import Settings
 from horo_lite.start import devices, ending, launcher, mpi, rank_info, stall, trace
 from horo_lite.start.cores import cores_of_process, take_cores
-from horo_lite.start.rank_info import RankInfo, place_of
+from horo_lite.start.rank_info import RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous, rendezvous_spec
 from horo_lite.transports import connect
 from horo_lite.transports.peers import ObjectCommunicator, allgather_objects, host_key
@@ -242,11 +242,11 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
     mine = everyone[rank]
 
     host_of_rank = rank_info.numbered([(one.host, one.test_host) for one in everyone])
-    places = [place_of(r, host_of_rank) for r in range(size)]
-    place = places[rank]
+    positions = [position_of(r, host_of_rank) for r in range(size)]
+    position = positions[rank]
     gpus = [
-        devices.index_of(one.device, place.local_rank)
-        for one, place in zip(everyone, places, strict=True)
+        devices.index_of(one.device, position.local_rank)
+        for one, position in zip(everyone, positions, strict=True)
     ]
     on_gpus = mine.device.kind == "cuda"
     if on_gpus:
@@ -284,10 +284,10 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
     world = World(
         rank=rank,
         size=size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        cross_rank=place.cross_rank,
-        cross_size=place.cross_size,
+        local_rank=position.local_rank,
+        local_size=position.local_size,
+        cross_rank=position.cross_rank,
+        cross_size=position.cross_size,
         device=Device(mine.device.kind, gpus[rank]),
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,

@@ -23,7 +23,7 @@ from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.participation import Look
+from horo_lite.collectives.participation import ArraySpec
 from horo_lite.transports.agreement import agree, exchange_bytes, needs_all
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def adasum_async_(
     dtype = torch.float64 if wide else torch.float32
     flat = [tensor.detach().reshape(-1).to(dtype) for tensor in tensors]
     mine = torch.cat(flat) * prescale_factor if flat else torch.zeros(0, dtype=dtype)
-    looks = tuple((str(x.dtype)[6:], tuple(x.shape)) for x in tensors)
-    call = AdasumReduce(label, looks, tuple(names), prescale_factor, postscale_factor)
+    specs = tuple((str(x.dtype)[6:], tuple(x.shape)) for x in tensors)
+    call = AdasumReduce(label, specs, tuple(names), prescale_factor, postscale_factor)
 
     def write(_: None) -> None:
         begin = 0
@@ -99,13 +99,13 @@ class AdasumReduce(Call[None]):
     """The first of two arrays holds, in place, the Adasum over all ranks.
 
     Attributes:
-        looks: The dtypes and shapes of the tensors that lie in it, one after the other.
+        specs: The dtypes and shapes of the tensors that lie in it, one after the other.
         names: Their names, compared, and used in messages.
         prescale_factor: What they have been multiplied by.
         postscale_factor: What the caller multiplies the result by.
     """
 
-    looks: tuple[Look, ...] = ()
+    specs: tuple[ArraySpec, ...] = ()
     names: tuple[str, ...] = ()
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
@@ -118,7 +118,7 @@ class AdasumReduce(Call[None]):
 
     def ends(self) -> list[int]:
         """Where each tensor ends in the array."""
-        return list(accumulate(prod(shape) for _, shape in self.looks))
+        return list(accumulate(prod(shape) for _, shape in self.specs))
 
     def run(self, part: Part, transport: Transport) -> Finish[None]:
         contract = [
@@ -127,7 +127,7 @@ class AdasumReduce(Call[None]):
             f"postscale_factor {self.postscale_factor}",
             *(
                 f"tensor {repr(self.names[i]) if self.names else i}: {dtype}{list(shape)}"
-                for i, (dtype, shape) in enumerate(self.looks)
+                for i, (dtype, shape) in enumerate(self.specs)
             ),
         ]
         agree(
@@ -154,10 +154,10 @@ class AdasumReduce(Call[None]):
         return self.stand_in(part, joined, is_wide=part.memory.tensors.itemsize(0) == 8)
 
     def part_that_changes_nothing(
-        self, group: Group, looks: Sequence[Look], asynchronous: bool, own: dict[str, Any]
+        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
         dtype = torch.float64 if own["is_wide"] else torch.float32
-        n_elements = sum(prod(shape) for _, shape in self.looks)
+        n_elements = sum(prod(shape) for _, shape in self.specs)
         nothing = [torch.zeros(n_elements, dtype=dtype) for _ in range(2)]
         return Part(group.memory(nothing, asynchronous=asynchronous))
 

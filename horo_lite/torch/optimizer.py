@@ -479,7 +479,7 @@ class _Exchange:
         self._memory: SharedMemory | None = None
         self.look_at_parameters()
         self._place()
-        self.group.beginners.add(self)
+        self.group.counting.add(self)
 
     def _check(self, options: dict[str, Any]) -> None:
         passes, factor = options["backward_passes_per_step"], options["gradient_predivide_factor"]
@@ -861,7 +861,7 @@ class _Exchange:
             setattr(gradient, _MARK, slot.passes)
             slot.version = gradient._version
 
-    def begin_anew(self) -> None:
+    def reset_counts(self) -> None:
         """All ranks have joined, after steps of different numbers."""
         self._n_steps = self._n_exchanges = 0
         self._place()

@@ -103,7 +103,7 @@ class _Call:
         self.eps = layer.eps
         self._layer = layer
         self._layers = _layers_of.setdefault(group, _Layers())
-        group.beginners.add(self._layers)
+        group.counting.add(self._layers)
         self._number, n_calls = self._layers.known.get(layer, (self._layers.n_seen + 1, 0))
         self._n_calls = n_calls + 1
         self.label = (
@@ -132,7 +132,7 @@ class _Layers:
         self.n_seen = 0  # those that are gone, too: on another rank they may still be there
         self.known: WeakKeyDictionary[SyncBatchNorm, tuple[int, int]] = WeakKeyDictionary()
 
-    def begin_anew(self) -> None:
+    def reset_counts(self) -> None:
         """All ranks have joined, of which some may not have used any."""
         self.n_seen = 0
         self.known.clear()

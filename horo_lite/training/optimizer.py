@@ -400,8 +400,8 @@ class _Own:
         """The reducer of this step, which takes gradients from here on."""
         group = self.ranks()
         if self.reducer is None or self.reducer.group is not group:
-            self.begin_anew()
-            group.beginners.add(self)
+            self.reset_counts()
+            group.counting.add(self)
             self.reducer = Reducer(
                 group,
                 self.adapter,
@@ -429,7 +429,7 @@ class _Own:
         try:
             reducer.finish()
         except MismatchError:
-            self.begin_anew()  # they may have been in different steps
+            self.reset_counts()  # they may have been in different steps
             raise
 
     def check_own(self, name: str) -> None:
@@ -475,7 +475,7 @@ class _Own:
             self.has_begun = False
             self.reducer.abandon()
 
-    def begin_anew(self) -> None:
+    def reset_counts(self) -> None:
         """All ranks, whatever they have counted, count to the next comparison from here."""
         self.n_unchecked = 0
 

@@ -143,7 +143,7 @@ class Reducer:
         self._place: int | None = None
         self._overlaps: list[tuple[int, int, int, bool]] = []
         self.bind(parameters)
-        group.beginners.add(self)
+        group.counting.add(self)
 
     def bind(self, parameters: Sequence[tuple[str, Any]], together: Sequence[int] = ()) -> None:
         """From the next step on, these named parameters are meant; cheap if nothing changed.
@@ -167,7 +167,7 @@ class Reducer:
         self._forget()
         self._reset()
 
-    def begin_anew(self) -> None:
+    def reset_counts(self) -> None:
         """Ranks that had joined are back: they do not know what was agreed on, or who was first."""
         self._forget()
         self._number = 0

@@ -150,7 +150,7 @@ def not_joined(headers: Sequence[Header]) -> list[int]:
 
 
 class Report(NamedTuple):
-    """What a rank tells the others after digests differed, whichever call each of them is in."""
+    """What a rank sends the others after digests differed, whichever call each of them is in."""
 
     text: str
     """For people: what this rank does, line by line, or what is wrong."""
@@ -200,11 +200,11 @@ def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) 
     lines = [description.split("\n") for description in descriptions]
     longest = max(map(len, lines))
     for i in range(longest):
-        said = [line[i] if i < len(line) else "nothing more" for line in lines]
-        if len(set(said)) > 1:
+        texts = [line[i] if i < len(line) else "nothing more" for line in lines]
+        if len(set(texts)) > 1:
             break
     whose: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(texts):
         whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
     who = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"

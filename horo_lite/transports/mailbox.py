@@ -8,38 +8,38 @@ __all__ = ["Fetch", "Mailbox"]
 
 
 class Fetch(Protocol):
-    """Bytes of a peer on their way to a place in this rank's memory."""
+    """Bytes of a peer on their way into this rank's memory."""
 
     def is_here(self) -> bool:
         """Whether all of them are there. Nothing moves but in these calls."""
 
     def discard(self) -> None:
-        """Write to the place no more, though the bytes go on coming."""
+        """Write to that memory no more, though the bytes go on arriving."""
 
 
 class Mailbox(Protocol):
     """How records and bytes get from rank to rank. Nothing here waits."""
 
-    def post(self, peer: int, record: bytes) -> bool:
+    def send(self, peer: int, record: bytes) -> bool:
         """Send the record; False where there is no room for it at present."""
 
-    def collect(self) -> list[bytes]:
-        """Records that have arrived, those of each peer in the order in which they were posted."""
+    def receive(self) -> list[bytes]:
+        """Records that have arrived, those of each peer in the order in which they were sent."""
 
-    def lay_out(self, peer: int, number: int, address: int, n_bytes: int) -> Any:
+    def offer(self, peer: int, number: int, address: int, n_bytes: int) -> Any:
         """Offer those bytes to the peer; what is returned is kept until it has fetched them."""
 
-    def place(self, laid_out: Any) -> Any:
+    def location(self, offered: Any) -> Any:
         """What the peer must know to fetch them."""
 
-    def clear(self, laid_out: Any) -> None:
+    def release(self, offered: Any) -> None:
         """Release what the peer has fetched."""
 
-    def fetch(self, peer: int, number: int, place: Any, address: int, n_bytes: int) -> Fetch:
-        """Bring the bytes that a peer has laid out to `address`. OSError: it has ended."""
+    def fetch(self, peer: int, number: int, location: Any, address: int, n_bytes: int) -> Fetch:
+        """Begin to move bytes that a peer has offered to `address`. OSError: it has ended."""
 
     def wait(self, timeout_s: float) -> None:
         """Return when something may have arrived, or the time is over."""
 
     def close(self) -> None:
-        """Nothing can be posted or collected any more."""
+        """Nothing can be sent or received any more."""

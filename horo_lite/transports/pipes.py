@@ -66,7 +66,7 @@ class Pipes:
                 continue
             _check_inbox(path, status)
 
-    def post(self, peer: int, record: bytes) -> bool:
+    def send(self, peer: int, record: bytes) -> bool:
         data = _LENGTH.pack(len(record)) + record
         assert len(data) <= select.PIPE_BUF
         try:
@@ -86,7 +86,7 @@ class Pipes:
             return False
         return True
 
-    def collect(self) -> list[bytes]:
+    def receive(self) -> list[bytes]:
         with suppress(BlockingIOError):
             while data := os.read(self.inbox, 1 << 16):
                 self._read += data
@@ -99,7 +99,7 @@ class Pipes:
             del self._read[:end]
         return records
 
-    def lay_out(self, peer: int, number: int, address: int, n_bytes: int) -> tuple[_File, int]:
+    def offer(self, peer: int, number: int, address: int, n_bytes: int) -> tuple[_File, int]:
         file = next((each for each in self._files if each.end < FILE_BYTES), None)
         if file is None:
             file = _File()
@@ -110,12 +110,12 @@ class Pipes:
         file.n_messages += 1
         return file, begin
 
-    def place(self, laid_out: tuple[_File, int]) -> tuple[int, int, int]:
-        file, begin = laid_out
+    def location(self, offered: tuple[_File, int]) -> tuple[int, int, int]:
+        file, begin = offered
         return os.getpid(), file.descriptor, begin
 
-    def clear(self, laid_out: tuple[_File, int]) -> None:
-        file, _ = laid_out
+    def release(self, offered: tuple[_File, int]) -> None:
+        file, _ = offered
         file.n_messages -= 1
         if file.n_messages:
             return
@@ -126,8 +126,8 @@ class Pipes:
             self._files.remove(file)
             os.close(file.descriptor)
 
-    def fetch(self, peer: int, number: int, place: Any, address: int, n_bytes: int) -> Fetched:
-        pid, descriptor, begin = place
+    def fetch(self, peer: int, number: int, location: Any, address: int, n_bytes: int) -> Fetched:
+        pid, descriptor, begin = location
         file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             mark = bytearray(_MARK_BYTES)

@@ -105,8 +105,8 @@ def share_memory(
     descriptor at which this rank's messages arrive, if others are to open it.
     """
     # As `comm` numbers them: ranks of a host keep their order.
-    places = list(host_of_rank)
-    here = [r for r, place in enumerate(places) if place == places[comm.rank]]
+    host_numbers = list(host_of_rank)
+    here = [r for r, number in enumerate(host_numbers) if number == host_numbers[comm.rank]]
     group_bytes = _native.ShmGroup.memory_bytes(len(here))
     # Over MPI, an image of each rank's, their sum, and the sum of all hosts.
     scratch_bytes = (len(here) + 2) * WINDOW_BYTES if over_mpi else 0
@@ -141,7 +141,7 @@ def share_memory(
     pids = [each[0] for each in everyone]
     names = [each[1] for each in everyone]
     if stall_detector is None:
-        stall_detector = _native.StallDetector(segment, board, comm.rank, places, pids, names)
+        stall_detector = _native.StallDetector(segment, board, comm.rank, host_numbers, pids, names)
     return ThisHost(
         rank=here.index(comm.rank),
         size=len(here),
@@ -153,7 +153,7 @@ def share_memory(
         names=[names[r] for r in here],
         n_transports=n_transports,
         here=[ranks[r] for r in here],
-        leaders=[places.index(place) for place in sorted(set(places))],
+        leaders=[host_numbers.index(number) for number in sorted(set(host_numbers))],
         stall_detector=stall_detector,
         inboxes=[(each[0], each[3]) for each in everyone if each[3] is not None],
         is_world=is_world,

@@ -36,8 +36,8 @@ class Watched(Protocol):
     def reset(self) -> None: ...
 
 
-# What a rank says in a round. It is there with a notice (of something that it can do as agreed on
-# earlier, or cannot), with nothing, with a failure, or for the last time.
+# A rank's state in a round: with a notice (of something that it can do as agreed on earlier, or
+# cannot), idle, with a failure, or for the last time.
 _IDLE, _DIFFERS, _FOLLOWS, _FAILED, _LEAVES = range(5)
 _N_STATES = 8
 ROUND_S = 0.2
@@ -48,7 +48,7 @@ _ELSEWHERE = digest_of("not this call: it has queued something on its GPU that n
 
 
 class Notice:
-    """What one rank says of one operation that it queues on its GPU."""
+    """One rank's announcement of one operation that it queues on its GPU."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class Watchdog:
 
     Where notices differ, what waits on the GPUs is ended, on every rank. `check()` then raises the
     difference, once; what a rank announced before that is void, and so is what it submitted
-    (`submitting`) and the others did not, so that afterwards all ranks are at the same place again,
-    and connect their GPUs anew. No program learns about it before that is so on every rank.
+    (`submitting`) and the others did not, so that afterwards all ranks continue with the same
+    operation, and connect their GPUs anew. No program raises it before that is so on every rank.
     Failures of this rank's GPU are noticed, too, and reported to the others.
 
     A rank that cannot do what was agreed on earlier says so with `follows=False`, and then waits
@@ -133,10 +133,10 @@ class Watchdog:
             self._stall_detector.doing(label)
         state, n_agreed = _FOLLOWS if follows else _DIFFERS, self._direct.n_agreed
 
-        def tell() -> str:
+        def describe_all() -> str:
             return f"{describe()}\nafter {n_agreed} direct calls on the host"
 
-        notice = Notice(label, digest, tell, state, n_agreed, self._generation)
+        notice = Notice(label, digest, describe_all, state, n_agreed, self._generation)
         self._notices.put(notice)
         if self._executor is not None:  # nobody else lets the thread speak
             self._serve_until(lambda _: self._notices.qsize() < MAX_BEHIND)
@@ -166,7 +166,7 @@ class Watchdog:
         return self._generation
 
     def wait(self, notice: Notice) -> None:
-        """Wait until all ranks have said theirs; raise if they differ, or if that will not be."""
+        """Wait until all ranks have announced theirs; raise if they differ, or never will."""
         self._serve_until(notice.settled.wait)
         self.check()
 
@@ -248,7 +248,7 @@ class Watchdog:
         if self._stall_detector is not None:
             self._stall_detector.check()
         # What was announced before the latest of these direct calls is seen below.
-        n_agreed, place = self._direct.n_agreed, self._direct.label
+        n_agreed, direct_call = self._direct.n_agreed, self._direct.label
         notice = self._next()
         failure = self._failure()
         if failure:
@@ -262,31 +262,31 @@ class Watchdog:
             )
         else:
             state, digest, label = _LEAVES if self._closing else _IDLE, 0, "the GPUs' watchdog"
-        said = digest, n_agreed * _N_STATES + state
-        headers = self._transport.agree(*said, label=label)
+        count = n_agreed * _N_STATES + state
+        headers = self._transport.agree(digest, count, label=label)
         states = [header.count % _N_STATES for header in headers]
         counts = [header.count // _N_STATES for header in headers]
-        speaks = [state in (_FOLLOWS, _DIFFERS) for state in states]
+        announced = [state in (_FOLLOWS, _DIFFERS) for state in states]
         try:
             if _FAILED in states:
                 raise DeviceError(
                     on_ranks(self._transport.ranks, exchange_texts(self._transport, failure))
                 )
             if _LEAVES in states:
-                return self._end_with_all(states, speaks, label)
-            silent = [n for n, speaking in zip(counts, speaks, strict=True) if not speaking]
-            spoken = [n for n, speaking in zip(counts, speaks, strict=True) if speaking]
-            if spoken and silent and max(silent) > min(spoken):
-                self._awaited = max(silent)
-                here = f"{place}, a direct call on the host"
+                return self._end_with_all(states, announced, label)
+            without = [n for n, has in zip(counts, announced, strict=True) if not has]
+            with_notice = [n for n, has in zip(counts, announced, strict=True) if has]
+            if with_notice and without and max(without) > min(with_notice):
+                self._awaited = max(without)
+                here = f"{direct_call}, a direct call on the host"
                 here = here if n_agreed == self._awaited else "nothing yet"
                 texts = exchange_texts(
                     self._transport, here if notice is None else notice.describe()
                 )
-                where = texts[speaks.index(True)].partition("\n")[0]
+                where = texts[announced.index(True)].partition("\n")[0]
                 raise MismatchError(explain(where, texts, self._transport.ranks))
-            self._report_wait(None if notice is None or all(speaks) else notice, speaks)
-            if notice is None or silent:
+            self._report_wait(None if notice is None or all(announced) else notice, announced)
+            if notice is None or without:
                 return True
             if _FOLLOWS not in states:
                 notice.nobody_follows = True
@@ -303,7 +303,7 @@ class Watchdog:
             self._first = None
         return True
 
-    def _report_wait(self, notice: Notice | None, speaks: Sequence[bool]) -> None:
+    def _report_wait(self, notice: Notice | None, announced: Sequence[bool]) -> None:
         """Report ranks that have not queued what this one has: they may be late."""
         if self._stall_detector is None:
             return
@@ -314,9 +314,9 @@ class Watchdog:
             return
         self._unmatched = self._unmatched or self._stall_detector.wait()
         ranks = self._transport.ranks
-        come = [rank for rank, speaking in zip(ranks, speaks, strict=True) if speaking]
-        late = [rank for rank, speaking in zip(ranks, speaks, strict=True) if not speaking]
-        self._unmatched.report_if_due(f"{notice.label}, queued on its GPU", come, late)
+        arrived = [rank for rank, has in zip(ranks, announced, strict=True) if has]
+        late = [rank for rank, has in zip(ranks, announced, strict=True) if not has]
+        self._unmatched.report_if_due(f"{notice.label}, queued on its GPU", arrived, late)
 
     def _next(self) -> Notice | None:
         """Return the first notice that has not been compared; None if there is none for a while."""
@@ -341,16 +341,16 @@ class Watchdog:
             return ""
         return next(filter(None, (stream.failure() for stream in self._streams)), "")
 
-    def _end_with_all(self, states: Sequence[int], speaks: Sequence[bool], label: str) -> bool:
+    def _end_with_all(self, states: Sequence[int], announced: Sequence[bool], label: str) -> bool:
         """End, since some rank is here for the last time: whether there is to be another round."""
         ranks = self._transport.ranks
         lost = PeerLostError(
             f"rank {ranks[states.index(_LEAVES)]} has left the job (its program ended, or it "
             f"called shutdown) while rank {ranks[self._transport.rank]} waited in {label}"
         )
-        if speaks[self._transport.rank]:
+        if announced[self._transport.rank]:
             raise lost
-        if any(speaks):  # what they have queued will never be complete, and this need not wait
+        if any(announced):  # what they have queued will never be complete, and this need not wait
             for stream in self._streams:
                 stream.fail("this rank was shut down")
         if not self._closing:
@@ -369,7 +369,7 @@ class Watchdog:
 
     def _abort(self, error: Exception) -> None:
         # All at once: aborting one may wait for memory that a stuck kernel of another keeps. Not
-        # for ever: NCCL may not come back, and the program is to hear of the error nevertheless.
+        # for ever: NCCL may not come back, and the program must raise the error nevertheless.
         aborts = [
             threading.Thread(target=stream.fail, args=(str(error),), daemon=True)
             for stream in self._streams

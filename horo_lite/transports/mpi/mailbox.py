@@ -42,7 +42,7 @@ class MpiMailbox:
         self._under_way: list[Any] = []
         self._pause_s = _SHORTEST_PAUSE_S
 
-    def post(self, peer: int, record: bytes) -> bool:
+    def send(self, peer: int, record: bytes) -> bool:
         data = np.frombuffer(record, np.uint8)
         self._under_way = [sent for sent in self._under_way if not self.call(sent[0].Test)]
         request = self.call(self.comm.Isend, [data, self.mpi.BYTE], peer, _RECORD)
@@ -50,11 +50,11 @@ class MpiMailbox:
         self._transport.peers.n_records[peer] += 1
         return True
 
-    def collect(self) -> list[bytes]:
-        records: list[bytes] = self.call(self._collect)
+    def receive(self) -> list[bytes]:
+        records: list[bytes] = self.call(self._receive)
         return records
 
-    def _collect(self) -> list[bytes]:
+    def _receive(self) -> list[bytes]:
         records = []
         status = self.mpi.Status()
         while self.comm.Iprobe(self.mpi.ANY_SOURCE, _RECORD, status):
@@ -64,7 +64,7 @@ class MpiMailbox:
             self._pause_s = _SHORTEST_PAUSE_S
         return records
 
-    def lay_out(self, peer: int, number: int, address: int, n_bytes: int) -> list[Any]:
+    def offer(self, peer: int, number: int, address: int, n_bytes: int) -> list[Any]:
         requests = []
         for at in range(0, n_bytes, PIECE_BYTES):
             size = min(PIECE_BYTES, n_bytes - at)
@@ -72,13 +72,13 @@ class MpiMailbox:
             requests.append(self.call(self.comm.Isend, piece, peer, _tag_of(number)))
         return requests
 
-    def place(self, laid_out: list[Any]) -> None:
+    def location(self, offered: list[Any]) -> None:
         """Nothing: its number is enough."""
 
-    def clear(self, laid_out: list[Any]) -> None:
-        self.call(self.mpi.Request.Waitall, laid_out)
+    def release(self, offered: list[Any]) -> None:
+        self.call(self.mpi.Request.Waitall, offered)
 
-    def fetch(self, peer: int, number: int, place: Any, address: int, n_bytes: int) -> MpiFetch:
+    def fetch(self, peer: int, number: int, location: Any, address: int, n_bytes: int) -> MpiFetch:
         return MpiFetch(self, (peer, _tag_of(number)), address, n_bytes)
 
     def wait(self, timeout_s: float) -> None:

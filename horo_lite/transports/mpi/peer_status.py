@@ -1,4 +1,4 @@
-"""What a rank knows of the other ranks of several hosts, and tells them of itself."""
+"""The state of the other ranks of several hosts, and what this one reports to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARRIVED_S, AGAIN_S = 0.25, 10.0
 
 
 class PeerStatus:
-    """Who has left, given up or arrived, as the control channel says.
+    """Who has left, given up or arrived, as received from the control channel.
 
     An operation begins with an `agree`, in which all ranks take part: `begin` counts them.
     """
@@ -51,8 +51,10 @@ class PeerStatus:
         self._left: dict[int, tuple[int, int, str]] = {}
         self.lost = ""
         """Who gave up, and why."""
-        self._said: set[Tag] = set()  # of this rank's end
-        self._arrivals: dict[int, tuple[int, float]] = {}  # at which operation, and when it said so
+        self._sent: set[Tag] = set()  # of this rank's end
+        self._arrivals: dict[
+            int, tuple[int, float]
+        ] = {}  # at which operation, and when that was sent
         self._arrival = 0, 0.0  # the same of this rank
 
     def begin(self, label: str) -> None:
@@ -65,26 +67,26 @@ class PeerStatus:
         """What this rank does, for error messages."""
         return f"{self._names[self._rank]} waited in {self.label or 'an operation'}"
 
-    # What they say.
+    # From the peers.
 
     def receive(self) -> None:
-        """Note what peers have said since the last call; raise StallError if that is what it is."""
-        if Tag.LEFT in self._said:  # another thread has ended the world, or the program
+        """Note what peers have sent since the last call; raise StallError if that is what it is."""
+        if Tag.LEFT in self._sent:  # another thread has ended the world, or the program
             raise PeerLostError(f"{self._names[self._rank]} has left while {self.doing()}")
         for peer, tag, text in self._call(self._control.receive):
-            words = text.decode(errors="replace")
+            reason = text.decode(errors="replace")
             if tag == Tag.GAVE_UP:
-                self.lost = self.lost or f"{self._names[peer]} gave up ({words})"
+                self.lost = self.lost or f"{self._names[peer]} gave up ({reason})"
             elif tag == Tag.STALLED:
-                self._detector.stall(words)
+                self._detector.stall(reason)
             elif tag == Tag.ARRIVED:
                 self._arrivals[peer] = int.from_bytes(text, "little"), time.monotonic()
             elif tag == Tag.ANNOUNCED:
-                expect_s, _, what = words.partition(" ")
+                expect_s, _, what = reason.partition(" ")
                 self._detector.announce(self._ranks[peer], what, float(expect_s))
             else:
-                n_begun, n_records, reason = words.split(" ", 2)
-                self._left[peer] = int(n_begun), int(n_records), reason
+                n_begun, n_records, why = reason.split(" ", 2)
+                self._left[peer] = int(n_begun), int(n_records), why
         self._detector.check()
 
     def check_all(self) -> None:
@@ -108,7 +110,7 @@ class PeerStatus:
                 f"{self._names[self._rank]} waited for it in {name}"
             )
         self._host_group.check_peers(name)
-        self.say_arrived()  # and gone on: others may wait in that operation still
+        self.send_arrived()  # and gone on: others may wait in that operation still
 
     def _check_lost(self) -> None:
         if self.lost:
@@ -119,27 +121,27 @@ class PeerStatus:
         self.receive()
         return peer in self._left and self._left[peer][1] <= n_records
 
-    # What this rank says.
+    # To the peers.
 
     def report_wait(self, wait: _native.Wait, among: Sequence[int]) -> None:
         """Show the ranks of this host, and those that wait on others, that this one waits."""
-        self.say_arrived()
+        self.send_arrived()
         if self.label == "join()":  # see kJoin in csrc/shm/stall_detector.h
             self._detector.check()
             return
         now = time.monotonic()
         here = [self._rank]
-        for peer, (n_begun, said) in self._arrivals.items():
-            if peer in among and n_begun >= self._n_begun and now - said < 2.5 * AGAIN_S:
+        for peer, (n_begun, at) in self._arrivals.items():
+            if peer in among and n_begun >= self._n_begun and now - at < 2.5 * AGAIN_S:
                 here.append(peer)
         late = [self._ranks[r] for r in among if r not in here]
         wait.report_if_due(self.label + self._scope, [self._ranks[r] for r in here], late)
 
-    def say_arrived(self) -> None:
+    def send_arrived(self) -> None:
         """Tell peers which operation this rank is in, if it has been for a while."""
-        n_begun, said = self._arrival
+        n_begun, at = self._arrival
         now = time.monotonic()
-        if now - self.began > ARRIVED_S and (n_begun < self._n_begun or now - said > AGAIN_S):
+        if now - self.began > ARRIVED_S and (n_begun < self._n_begun or now - at > AGAIN_S):
             self._arrival = self._n_begun, now
             self._call(self._control.send, self._n_begun.to_bytes(8, "little"), Tag.ARRIVED)
 
@@ -163,7 +165,7 @@ class PeerStatus:
         self._say_once(texts, Tag.LEFT)
 
     def _say_once(self, text: bytes | list[bytes], tag: Tag) -> None:
-        if tag not in self._said and not self._mpi.Is_finalized():
-            self._said.add(tag)
+        if tag not in self._sent and not self._mpi.Is_finalized():
+            self._sent.add(tag)
             with suppress(self._mpi.Exception):  # some are dead
                 self._call(self._control.send, text, tag)

@@ -109,7 +109,7 @@ class StartBarrier:
         """Return when all ranks are here.
 
         Raises:
-            PeerLostError: A rank has said that it never will be, or has died on this host.
+            PeerLostError: A rank has reported that it never will be, or has died on this host.
             StallError: It took longer than `abort_s`.
         """
         if not self._is_here:  # else init() was interrupted, and called again
@@ -136,14 +136,15 @@ class StartBarrier:
 
     def _raise_if_left(self) -> None:
         status = self._mpi.Status()
-        # Who has arrived may have left since: then it need not have said so before this rank came.
+        # Who has arrived may have left since, and then need not have reported it before this rank
+        # came.
         if self._comm.Iprobe(self._mpi.ANY_SOURCE, Tag.LEFT, status) and self._missing():
             peer = status.Get_source()
             reason = np.empty(MESSAGE_BYTES, np.uint8)
             self._comm.Recv([reason, self._mpi.BYTE], peer, Tag.LEFT, status)
-            said = reason[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
+            why = reason[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
             raise PeerLostError(
-                f"rank {peer} has ended ({said}) while rank {self._comm.rank} waited for it in "
+                f"rank {peer} has ended ({why}) while rank {self._comm.rank} waited for it in "
                 "init(): every rank calls init() again after shutdown(), or none does"
             )
 
@@ -169,7 +170,7 @@ class StartBarrier:
 
     @staticmethod
     def ended() -> set[str]:
-        """Name the ranks that have said that they end, by their numbers when the job began."""
+        """Name the ranks that have reported that they end, by their numbers when the job began."""
         names = set()
         for barrier in StartBarrier.made:
             comm = barrier._comm
