@@ -154,7 +154,7 @@ class Messages:
         if src is not None:
             src = self._peer("src", src)
         elif self._size == 1:
-            raise ValueError("this rank is alone in its world: nobody can send it a message")
+            raise ValueError("this world has one rank: no other can send it a message")
         if isinstance(x, (bool, int, float, list, tuple)):
             raise TypeError(f"a message is received into an array, not into a {type(x).__name__}")
         memory = HostArrays([_of_host(x)])

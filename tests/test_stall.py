@@ -224,7 +224,7 @@ def test_stragglers(
 
     stall.print_summary(detectors[0], 1.0)
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(stall, "WORTH_TELLING_S", 0.1)
+    monkeypatch.setattr(stall, "WORTH_REPORTING_S", 0.1)
     stall.print_summary(detectors[0], 1000.0)
     assert capfd.readouterr().err == ""
     stall.print_summary(detectors[0], 1.0)

@@ -14,10 +14,10 @@ from horo_lite.errors import PeerLostError, StallError
 from horo_lite.start import mpi
 from horo_lite.transports.mpi.start_barrier import StartBarrier
 
-# After so long, and each time after as long again, a rank looks what keeps the others.
+# After so long, and each time after as long again, a rank checks what keeps the others.
 _GRACE_S = 2.0
-# How often it looks before it gives up those that a StallError is about.
-_N_LOOKS = 5
+# How often it checks before it gives up those that a StallError is about.
+_N_CHECKS = 5
 
 
 def consensus(comm: Any, bits: int, error: BaseException | None = None) -> tuple[int, bool]:
@@ -33,15 +33,15 @@ def consensus(comm: Any, bits: int, error: BaseException | None = None) -> tuple
     request = comm.Iagree(common)
     began, pause_s = time.monotonic(), 20e-6
     gone: set[object] = set()
-    n_looks = 0
+    n_checks = 0
     try:
         while not request.Test():
             time.sleep(pause_s)
             pause_s = min(1e-3, 1.5 * pause_s)
             if time.monotonic() - began > _GRACE_S:
-                began, n_looks = time.monotonic(), n_looks + 1
-                gone = _look_after(error, gone)
-                if isinstance(error, StallError) and n_looks >= _N_LOOKS:
+                began, n_checks = time.monotonic(), n_checks + 1
+                gone = _check_missing(error, gone)
+                if isinstance(error, StallError) and n_checks >= _N_CHECKS:
                     raise error  # they are on other hosts, where nobody here can end them
     except MPI.Exception:  # on all alike: some are dead
         mpi.end_without_finalize()
@@ -49,7 +49,7 @@ def consensus(comm: Any, bits: int, error: BaseException | None = None) -> tuple
     return common[0], False
 
 
-def _look_after(error: BaseException | None, gone: set[object]) -> set[object]:
+def _check_missing(error: BaseException | None, gone: set[object]) -> set[object]:
     """Return the ranks that are gone; PeerLostError where some of them were `gone` before.
 
     Of ranks that do not come none is waited for in vain: those that a StallError is about are

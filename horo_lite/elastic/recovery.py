@@ -135,7 +135,7 @@ class _Run:
 
     def end(self) -> None:
         """No rank joins any more."""
-        self._state._look_for_ranks = None
+        self._state._check_for_ranks = None
         self._replacements.end()
 
     def result(self) -> Any:
@@ -154,8 +154,8 @@ class _Run:
                     self._resume()
                     if rank() == 0:
                         took_s = time.monotonic() - self._changed_at
-                        _tell(f"{_ranks(size())} on, {took_s:.2f} s after the {event}")
-                self._look_out()
+                        _print(f"{_ranks(size())} on, {took_s:.2f} s after the {event}")
+                self._prepare_growth()
                 trains = True
                 try:
                     result = self._train()
@@ -201,17 +201,17 @@ class _Run:
             lost = _shrink(comm)
             if rank() == 0:
                 which = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {n_ranks}"
-                _tell(f"lost {which}. {error or ''}")
+                _print(f"lost {which}. {error or ''}")
             n_ranks, event = size(), "loss was noticed"
 
-    def _look_out(self) -> None:
-        """Replacements are started where they are wanted, and looked for at commits."""
-        looks = self._replacements.wanted(size()) and world().thread_multiple
-        self._state._look_for_ranks = self._look_for_ranks if looks else None
-        if looks and rank() == 0:
+    def _prepare_growth(self) -> None:
+        """Start replacements where they are wanted, and check for them at commits."""
+        grows = self._replacements.wanted(size()) and world().thread_multiple
+        self._state._check_for_ranks = self._check_for_ranks if grows else None
+        if grows and rank() == 0:
             self._replacements.start()
 
-    def _look_for_ranks(self) -> None:
+    def _check_for_ranks(self) -> None:
         """HostsUpdatedInterrupt, on every rank, where one waits to join."""
         if ops.broadcast_object(self._replacements.ready(), 0):
             raise HostsUpdatedInterrupt("a rank joins")
@@ -224,9 +224,9 @@ class _Run:
         if grown is not None:
             _settle(grown)
             if rank() == 0:
-                _tell(f"rank {size() - 1} joins")
+                _print(f"rank {size() - 1} joins")
         elif rank() == 0:
-            _tell("the replacement did not come: going on without")
+            _print("the replacement did not come: going on without")
 
     def _resume(self) -> None:
         """All ranks have the state of the most advanced."""
@@ -243,7 +243,7 @@ class _Run:
             state.read_checkpoint()
         if group.rank == root and not furthest.is_whole:
             state.restore()
-            _tell(
+            _print(
                 "back to the last commit: no rank has counted its last step (see "
                 "horo_lite.elastic.State)"
             )
@@ -301,5 +301,5 @@ def _ranks(n: int) -> str:
     return "1 rank goes" if n == 1 else f"{n} ranks go"
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(f"[horo_lite] {text}", file=sys.stderr, flush=True)

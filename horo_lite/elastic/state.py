@@ -66,7 +66,7 @@ class State:
         given = checkpoint or os.environ.get("HORO_LITE_CHECKPOINT")
         self._checkpoint = os.fspath(given) if given else None
         self._callbacks: list[Callable[[], None]] = []
-        self._look_for_ranks: Callable[[], None] | None = None  # set by `run`
+        self._check_for_ranks: Callable[[], None] | None = None  # set by `run`
         self._n_commits = 0
         self._n_changes = 0
         self._n_at_count = 0
@@ -149,8 +149,8 @@ class State:
 
         Every rank calls it, at the same place. `commit()` does.
         """
-        if self._look_for_ranks is not None:
-            self._look_for_ranks()
+        if self._check_for_ranks is not None:
+            self._check_for_ranks()
 
     def sync(self, root_rank: int = 0) -> None:
         """All ranks have the content of that rank, and this is what `restore()` goes back to.

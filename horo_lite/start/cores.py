@@ -128,8 +128,8 @@ def take_cores(
     ):
         warnings.warn(
             f"horo_lite: Open MPI keeps rank {rank} and all its threads on {len(own.own)} of "
-            f"{len(own.launchers)} cores: pass --bind-to none to mpiexec, or say with "
-            "HORO_LITE_BINDING=keep that it is meant so",
+            f"{len(own.launchers)} cores: pass --bind-to none to mpiexec, or set "
+            "HORO_LITE_BINDING=keep if that is intended",
             RuntimeWarning,
             stacklevel=4,
         )

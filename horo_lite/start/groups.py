@@ -94,7 +94,7 @@ def ranks_of(members: Any) -> list[int]:
     ranks = [int(rank) for rank in members.Translate_ranks(None, everyone)]
     everyone.Free()
     if not set(ranks) <= set(range(world.size)):
-        raise ValueError("the communicator has processes that are no ranks of this world")
+        raise ValueError("the communicator has processes that are not ranks of this world")
     return ranks
 
 

@@ -39,7 +39,9 @@ def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
     if comm is None:
         comm = MPI.COMM_WORLD
     if comm == MPI.COMM_NULL:
-        raise ValueError("comm is COMM_NULL: this process is no rank of it and must not call init")
+        raise ValueError(
+            "comm is COMM_NULL: this process is not a rank of it and must not call init"
+        )
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm must be an mpi4py intracommunicator, not {type(comm).__name__}")
     return (comm, MPI) if comm.size > 1 else (None, None)
@@ -96,7 +98,7 @@ def load(launch: Launch | None) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LauncherError(
-            f"{started} mpi4py does not load ({error}): {remedy}; on one host, ranks can also meet "
+            f"{started} mpi4py does not load ({error}): {remedy}; on one host, ranks can start "
             "without MPI, by init(rank=…, size=…, address='host:port')"
         ) from error
     if MPI.Is_finalized():

@@ -153,7 +153,7 @@ class Rendezvous(ObjectCommunicator):
         if everyone[self.rank] != _read_back(json.loads(json.dumps(obj))):
             self._refuse(
                 f"somebody else has written what {self._me} had brought to the store at "
-                f"{self._where}: {_STRANGER}"
+                f"{self._where}: {_CLOSE_PORT}"
             )
         self._put(f"{room}/read by {self.rank}", True)
         if self._keeps_store:  # it would be gone with this process
@@ -169,7 +169,7 @@ class Rendezvous(ObjectCommunicator):
             from torch.distributed import TCPStore
         except ImportError as error:
             raise LauncherError(
-                f"{self._me} of {self.size} is to meet the others at {self._where}, and for that "
+                f"{self._me} of {self.size} is to find the others at {self._where}, and for that "
                 "PyTorch's store is needed: pip install torch; or start the job with mpiexec or "
                 "`python -m horo_lite -n N`, which need no PyTorch"
             ) from error
@@ -196,7 +196,7 @@ class Rendezvous(ObjectCommunicator):
                 )
             except RuntimeError as error:
                 raise LauncherError(
-                    f"what answers at {self._where} is no store of PyTorch's ({error}): does "
+                    f"what answers at {self._where} is not a PyTorch store ({error}): does "
                     "another program use that port? Choose one that is free on rank 0's host"
                 ) from error
         return _stores[host, port]
@@ -272,7 +272,7 @@ class Rendezvous(ObjectCommunicator):
             has = "has one" if self._job_token else "has none"
             self._refuse(
                 f"what stands under {key} in the store at {self._where} was not written with the "
-                f"{JOB_TOKEN} of {self._me}, which {has}: give all ranks the same; or {_STRANGER}"
+                f"{JOB_TOKEN} of {self._me}, which {has}: give all ranks the same; or {_CLOSE_PORT}"
             )
         try:
             value = _read_back(json.loads(text))
@@ -282,7 +282,7 @@ class Rendezvous(ObjectCommunicator):
             self._refuse(
                 f"what stands under {key} in the store at {self._where} is nothing that a rank of "
                 f"this version of horo_lite writes there ({printable(repr(text[:200]))}, as "
-                f"{self._me} read it): {_STRANGER}"
+                f"{self._me} read it): {_CLOSE_PORT}"
             )
         return value
 
@@ -338,7 +338,7 @@ class Rendezvous(ObjectCommunicator):
 
 _COMING = (int, int, NAME, PID, (str, ...))  # rank, size, name, pid, host
 _NOTHING = object()
-_STRANGER = "if a stranger can reach that port, keep it closed to the network, or choose another"
+_CLOSE_PORT = "if other users can reach that port, close it to the network, or choose another"
 
 
 def _here() -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def init(
     }
     if ending.in_forked_child():
         raise HoroLiteError(
-            f"process {os.getpid()} was forked from a rank (a data loader's worker?) and is no "
+            f"process {os.getpid()} was forked from a rank (a data loader's worker?) and is not a "
             "rank itself: rank() and size() answer here, but init() is for the parent"
         )
     settings = Settings.read(arguments, os.environ)
@@ -218,7 +218,7 @@ def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
     The communicator of ranks that MPI did not start is a Rendezvous, and MPI is None.
     """
     if comm is not None and settings.rank is not None:
-        raise ValueError("comm and rank are two ways to say which world it is: give one of them")
+        raise ValueError("comm and rank both define the world: give one of them")
     spec = rendezvous_spec(settings, os.environ) if comm is None else None
     if spec is not None:
         return (Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None), None

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from horo_lite import _native
     from horo_lite.context import World
 
-# What the end of a run says of its stragglers must be worth a line.
-WORTH_TELLING_S = 10.0
-WORTH_TELLING_SHARE = 0.05
+# Stragglers are reported at the end of a run above these limits.
+WORTH_REPORTING_S = 10.0
+WORTH_REPORTING_SHARE = 0.05
 
 
 class Straggler(NamedTuple):
@@ -155,7 +155,7 @@ def print_summary(detector: _native.StallDetector | None, run_s: float) -> None:
     """Write to stderr which rank made the run longer, if that is worth a line."""
     worst = _sorted_stragglers(detector)[0]
     share = worst.waited_s / max(run_s, 1e-9)
-    if worst.waited_s > WORTH_TELLING_S and share > WORTH_TELLING_SHARE:
+    if worst.waited_s > WORTH_REPORTING_S and share > WORTH_REPORTING_SHARE:
         print(
             f"[horo_lite] the other ranks waited {worst.waited_s:.0f} s for rank {worst.rank}, "
             f"{share:.0%} of the run's {run_s:.0f} s; it came last {worst.n_last} times",

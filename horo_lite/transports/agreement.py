@@ -211,6 +211,6 @@ def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) 
         for text, ranks in whose.items()
     )
     return (
-        f"the ranks do not agree in {label}. First difference: {who}. "
+        f"ranks disagree on {label}: first difference: {who}. "
         "Every rank must make the same calls in the same order with the same options."
     )

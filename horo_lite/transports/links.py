@@ -84,7 +84,8 @@ def connect(
         raise LauncherError(
             f"the ranks run on {n_hosts} hosts, or in containers that do not see each other's "
             f"processes (rank {', '.join(whose)}), and MPI did not start them: without MPI a "
-            "world is of one host. Start the job with mpiexec, srun or `python -m horo_lite`"
+            "world is limited to one host. Start the job with mpiexec, srun or "
+            "`python -m horo_lite`"
         )
     roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
     stall_detector = None if beside is None else beside.stall_detector
@@ -101,8 +102,8 @@ def connect(
     )
     if isinstance(host, str) and isinstance(comm, ObjectCommunicator):
         raise LauncherError(
-            f"the ranks of this host cannot share memory ({host}), and MPI, which would be the "
-            "other way, did not start them: start the job with mpiexec or `python -m horo_lite`"
+            f"the ranks of this host cannot share memory ({host}), and MPI, which could be used "
+            "instead, did not start them: start the job with mpiexec or `python -m horo_lite`"
         )
     if isinstance(host, str):
         warnings.warn(
@@ -120,7 +121,7 @@ def connect(
             stall_detector=stall_detector,
         )
         if isinstance(host, str):
-            raise OSError(f"no rank can do without shared memory, and there is none: {host}")
+            raise OSError(f"horo_lite needs shared memory, and there is none: {host}")
     if not over_mpi:
         if pipes is not None:
             pipes.connect(host.inboxes, token)

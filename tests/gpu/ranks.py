@@ -26,7 +26,7 @@ from horo_lite.transports.shm import ShmTransport
 from horo_lite.transports.staged import StagedTransport
 from horo_lite.transports.stream import CommunicationStream
 
-N_GROUPS = 4  # direct calls, asynchronous ones, the watch, and the checks' own
+N_GROUPS = 4  # direct calls, asynchronous ones, the watchdog, and the checks' own
 
 
 def invite(ranks: Sequence[subprocess.Popen[str]]) -> _native.Segment | None:
