@@ -84,7 +84,7 @@ class Segment:
 class Wait:
     """What one thread of this rank waits for."""
 
-    def report_if_due(self, what: str, come: Sequence[int], late: Sequence[int]) -> None:
+    def report_if_due(self, what: str, arrived: Sequence[int], late: Sequence[int]) -> None:
         """To be called a few times a second. Raises StallError."""
 
     def close(self, went_well: bool) -> None: ...
@@ -186,8 +186,8 @@ class ShmGroup:
     def claim_report(self) -> bool:
         """True for one rank of the host, the first that asks."""
 
-    def speak_at_sigterm(self) -> None:
-        """If SIGTERM ends this process while a peer has been killed, it says who was.
+    def report_at_sigterm(self) -> None:
+        """If SIGTERM ends this process while a peer has been killed, it reports which one.
 
         Where nobody handles SIGTERM; Python's own `signal.signal` replaces it.
         """

@@ -121,8 +121,8 @@ void bind_shm_group(nb::module_& m) {
           "claim_report", [](PyShmGroup& g) { return g.shm.claim_report(); },
           "True for one rank of the host, the first that asks.")
       .def(
-          "speak_at_sigterm", [](PyShmGroup& g) { g.shm.speak_at_sigterm(); },
-          "If SIGTERM ends this process while a peer has been killed, it says who was.");
+          "report_at_sigterm", [](PyShmGroup& g) { g.shm.report_at_sigterm(); },
+          "If SIGTERM ends this process while a peer has been killed, it reports which one.");
 
   m.def(
       "thread_group",

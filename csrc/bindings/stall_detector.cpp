@@ -28,11 +28,11 @@ void bind_stall_detector(nb::module_& m) {
   nb::class_<PyWait>(m, "Wait", "What one thread of this rank waits for.")
       .def(
           "report_if_due",
-          [](PyWait& self, const std::string& what, const std::vector<int>& come, const std::vector<int>& late) {
+          [](PyWait& self, const std::string& what, const std::vector<int>& arrived, const std::vector<int>& late) {
             const WithoutGil release;
-            self.wait.value().report_if_due(what, come, late);
+            self.wait.value().report_if_due(what, arrived, late);
           },
-          "what"_a, "come"_a, "late"_a, "To be called a few times a second. Raises StallError.")
+          "what"_a, "arrived"_a, "late"_a, "To be called a few times a second. Raises StallError.")
       .def(
           "close",
           [](PyWait& self, bool went_well) {

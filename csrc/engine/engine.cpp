@@ -110,7 +110,7 @@ Engine::~Engine() {
   }
   try {
     channel_->stop();
-  } catch (...) {  // Python is ending; the thread looks round by itself
+  } catch (...) {  // Python is ending; the thread wakes up by itself in a while
   }
   thread_.join();
 }
@@ -580,7 +580,7 @@ void Engine::fail_unmatched() {
 }
 
 void Engine::fail_all(std::exception_ptr error) {
-  // What one operation raised is its own handle's: all others, and those who come later, hear what became of them.
+  // What one operation raised belongs to its own handle; all others, and later ones, raise why the engine stopped.
   std::string reason = "asynchronous operations stopped";
   bool is_loss = true;
   try {

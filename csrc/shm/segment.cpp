@@ -51,7 +51,7 @@ Segment Segment::open(pid_t pid, int fd, size_t n_bytes, uint64_t token) {
   struct stat status;
   if (fstat(own_fd, &status) != 0) fail("fstat");
   if (status.st_uid != geteuid()) throw std::runtime_error("shared memory: " + path + " belongs to another user");
-  // Nor a file of ours: what told where the segment is may have meant to have it written over.
+  // Nor a file of ours: the location of the segment, which came from another process, may be forged.
   if (!S_ISREG(status.st_mode) || status.st_nlink != 0) {
     throw std::runtime_error("shared memory: " + path + " is not a segment but a file");
   }

@@ -141,8 +141,8 @@ class Line {
 };
 
 // The group that reports a killed peer at SIGTERM, and in which process (not in those forked from it).
-std::atomic<ShmGroup*> speaker{nullptr};
-std::atomic<pid_t> speaker_pid{0};
+std::atomic<ShmGroup*> reporter{nullptr};
+std::atomic<pid_t> reporter_pid{0};
 
 // Odd while somebody waits.
 class Waiting {
@@ -225,7 +225,7 @@ ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, s
 
 ShmGroup::~ShmGroup() {
   ShmGroup* self = this;
-  speaker.compare_exchange_strong(self, nullptr);
+  reporter.compare_exchange_strong(self, nullptr);
   for (int fd : pidfds_) {
     if (fd >= 0) close(fd);
   }
@@ -276,7 +276,7 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
       report_wait(wait, which, value);
       cause = why_lost(rank);
     }
-    // Again: a rank that has come since may have left, while this one wrote the report of a stall.
+    // Again: a rank that has arrived since may have left, while this one wrote the report of a stall.
     if (is_there()) {
       wait.over();
       return;
@@ -317,15 +317,15 @@ void ShmGroup::watched_by(std::shared_ptr<StallDetector> detector, std::vector<i
 
 void ShmGroup::report_wait(StallDetector::Wait& wait, Flag RankBlock::* which, uint32_t value) {
   if (detector_ == nullptr) return;
-  std::vector<int> come, late;
+  std::vector<int> arrived, late;
   for (int r = 0; r < size_; ++r) {
     const bool here = reached((block(r).*which).value.load(std::memory_order_acquire), value);
-    (here ? come : late).push_back(ranks_[r]);
+    (here ? arrived : late).push_back(ranks_[r]);
   }
   try {
     const std::string label = block(rank_).label.get();
     if (label == kJoin) detector_->check();
-    else wait.report_if_due(label + scope_, come, late);
+    else wait.report_if_due(label + scope_, arrived, late);
   } catch (const Stalled& stalled) {
     broken_ = stalled.what();
     abandon(broken_);
@@ -369,7 +369,7 @@ std::string ShmGroup::why_lost(int awaited) {
     if (state == kLostPeer) return peer.reason.get();
     if (state == kLeft && r == awaited) return name(r) + " has left (" + peer.reason.get() + ")" + last;
     if (state == kTakingPart && died(r)) {
-      // It may have left between the two looks.
+      // It may have left between the two checks.
       if (peer.state.load(std::memory_order_acquire) != kTakingPart) continue;
       return name(r) + " " + how_it_died(exit_status(pids_[r], pidfds_[r]), n_oom_kills_) + last;
     }
@@ -409,9 +409,9 @@ std::vector<int> ShmGroup::peer_pids(bool silent) const {
 
 bool ShmGroup::claim_report() { return block(0).claimed.exchange(1) == 0; }
 
-void ShmGroup::speak_at_sigterm() {
-  speaker_pid = getpid();
-  speaker = this;
+void ShmGroup::report_at_sigterm() {
+  reporter_pid = getpid();
+  reporter = this;
   struct sigaction action;
   if (sigaction(SIGTERM, nullptr, &action) != 0 || (action.sa_flags & SA_SIGINFO) != 0) return;
   if (action.sa_handler != SIG_DFL) return;
@@ -421,13 +421,13 @@ void ShmGroup::speak_at_sigterm() {
 }
 
 void ShmGroup::on_sigterm(int signal) {
-  ShmGroup* group = speaker;
-  if (group != nullptr && speaker_pid == getpid()) group->last_words();
+  ShmGroup* group = reporter;
+  if (group != nullptr && reporter_pid == getpid()) group->report_killed_peer();
   raise(signal);
 }
 
 // In a signal handler: no lock, no memory from the heap.
-void ShmGroup::last_words() noexcept {
+void ShmGroup::report_killed_peer() noexcept {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || pidfds_[r] < 0 || block(r).state.load() != kTakingPart) continue;
     // Who dies of SIGTERM has got it from the same launcher.

@@ -77,10 +77,10 @@ class ShmGroup {
   bool has_left(int rank) const;
   // True for one rank of the host, the first that asks: what several could report is to be reported once.
   bool claim_report();
-  // If SIGTERM ends this process while a peer has been killed, it says who was, unless somebody has: a launcher that
-  // has seen a death ends the others a moment later, also those that are busy and have not seen it. Only where nobody
-  // handles SIGTERM; who sets a handler later has it instead.
-  void speak_at_sigterm();
+  // If SIGTERM ends this process while a peer has been killed, it reports which one, unless another rank has: a
+  // launcher that has seen a death ends the others a moment later, also those that are busy and have not seen it. Only
+  // where nobody handles SIGTERM; who sets a handler later has it instead.
+  void report_at_sigterm();
 
   // For the engine: wakes a rank's; and whether some peer has entered a handshake that this rank has not.
   void wake(int rank);
@@ -119,7 +119,7 @@ class ShmGroup {
   std::string name(int rank) const;
   bool died(int rank);
   static void on_sigterm(int signal);
-  void last_words() noexcept;
+  void report_killed_peer() noexcept;
 
   uint8_t* memory_;
   int rank_;

@@ -251,7 +251,7 @@ void StallDetector::Wait::over() {
         duration(clock_ns() - since_ns_) + "\n");
 }
 
-void StallDetector::Wait::report_if_due(const std::string& what, const std::vector<int>& come,
+void StallDetector::Wait::report_if_due(const std::string& what, const std::vector<int>& arrived,
                                         const std::vector<int>& late) {
   if (detector_ == nullptr) return;
   detector_->check();
@@ -264,19 +264,20 @@ void StallDetector::Wait::report_if_due(const std::string& what, const std::vect
   Slot& slot = own.slots[slot_];
   const size_t n = std::min<size_t>(late.size(), kLate);
   std::vector<int> elsewhere;
-  std::copy_if(come.begin(), come.end(), std::back_inserter(elsewhere), [&](int r) { return !detector_->is_here(r); });
+  std::copy_if(arrived.begin(), arrived.end(), std::back_inserter(elsewhere),
+               [&](int r) { return !detector_->is_here(r); });
   slot.what.set(what + (elsewhere.empty() ? "" : " (on other hosts " + ranks_text(elsewhere) + ", too)"));
   for (size_t i = 0; i < n; ++i) slot.late[i].store(late[i], std::memory_order_relaxed);
   slot.n_late.store(static_cast<int32_t>(n), std::memory_order_release);
-  detector_->judge(since_ns_, detector_->speaks(come, late));
+  detector_->report_or_stall(since_ns_, detector_->is_reporter(arrived, late));
 }
 
 // One host reports: that of a late rank, where its stacks can be had; if nobody waits there, that of the first to wait.
-bool StallDetector::speaks(const std::vector<int>& come, const std::vector<int>& late) const {
+bool StallDetector::is_reporter(const std::vector<int>& arrived, const std::vector<int>& late) const {
   if (std::any_of(late.begin(), late.end(), [&](int r) { return is_here(r); })) return true;
-  if (come.empty() || *std::min_element(come.begin(), come.end()) != rank_) return false;
+  if (arrived.empty() || *std::min_element(arrived.begin(), arrived.end()) != rank_) return false;
   return late.empty() || std::any_of(late.begin(), late.end(), [&](int r) {
-           return std::none_of(come.begin(), come.end(), [&](int c) { return hosts_[c] == hosts_[r]; });
+           return std::none_of(arrived.begin(), arrived.end(), [&](int c) { return hosts_[c] == hosts_[r]; });
          });
 }
 
@@ -313,10 +314,10 @@ bool StallDetector::all_excused(const std::vector<int>& late, int64_t now) const
   return !late.empty() && std::all_of(late.begin(), late.end(), [&](int r) { return row(r).expected_ns.load() > now; });
 }
 
-void StallDetector::judge(int64_t since_ns, bool speaks) {
+void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
   const int64_t now = clock_ns(), warn_ns = warn_ns_, abort_ns = abort_ns_;
   // A host that cannot report much leaves it to another to end the job, for a while.
-  const bool over = abort_ns != 0 && now - since_ns > abort_ns + (speaks ? 0 : kOthersNs);
+  const bool over = abort_ns != 0 && now - since_ns > abort_ns + (is_reporter ? 0 : kOthersNs);
   const bool noticed = warn_ns != 0 && now - since_ns > warn_ns;
   if (!over && !noticed) return;
   const std::vector<Waiting> waits = waiting();
@@ -329,7 +330,7 @@ void StallDetector::judge(int64_t since_ns, bool speaks) {
   const bool known = reported >= since_ns;  // somebody has reported this wait
   const bool due = known ? noticed && now > reported + board.pause_ns : true;
   // Of those for whom it is time, one gets through.
-  if (due && speaks && board.reported_ns.compare_exchange_strong(reported, now)) {
+  if (due && is_reporter && board.reported_ns.compare_exchange_strong(reported, now)) {
     board.pause_ns = known ? 2 * board.pause_ns : std::max(warn_ns, int64_t{1'000'000'000});
     board.is_open = 1;
     print(report(since_ns));

@@ -1,9 +1,9 @@
 // Who waits for whom, and who is late.
 //
 // A rank that waits has nothing else to do: it watches the others. What each thread waits for stands on a board
-// that the ranks of a host share; whoever has waited for too long reports all of it, with the Python stacks of those
-// that are late. A late rank need not do anything for that, and could not: its peers send it a signal, whose handler
-// (Python's faulthandler, which wants no GIL) writes the stacks into a file that its peers can read.
+// that the ranks of a host share; a rank that has waited for too long reports all of it, with the Python stacks of
+// those that are late. A late rank need not do anything for that, and could not: its peers send it a signal, whose
+// handler (Python's faulthandler, which wants no GIL) writes the stacks into a file that its peers can read.
 #pragma once
 
 #include <atomic>
@@ -73,9 +73,9 @@ class StallDetector {
     Wait(const Wait&) = delete;
     Wait& operator=(const Wait&) = delete;
 
-    // To be called a few times a second. Some ranks are `late`, the others, of which this one knows some, have `come`.
-    // Reports where it is time for that, and somebody else will not. Throws Stalled.
-    void report_if_due(const std::string& what, const std::vector<int>& come, const std::vector<int>& late);
+    // To be called a few times a second. Some ranks are `late`, the others, of which this one knows some, have
+    // `arrived`. Reports where it is time for that, and somebody else will not. Throws Stalled.
+    void report_if_due(const std::string& what, const std::vector<int>& arrived, const std::vector<int>& late);
     // It has ended well: if the stall was reported, so is its end.
     void over();
 
@@ -102,8 +102,8 @@ class StallDetector {
   std::string report(int64_t since_ns) const;
   std::string stacks(int rank) const;
   bool is_here(int rank) const { return hosts_[rank] == hosts_[rank_]; }
-  bool speaks(const std::vector<int>& come, const std::vector<int>& late) const;
-  void judge(int64_t since_ns, bool speaks);
+  bool is_reporter(const std::vector<int>& arrived, const std::vector<int>& late) const;
+  void report_or_stall(int64_t since_ns, bool is_reporter);
   bool all_excused(const std::vector<int>& late, int64_t now) const;
 
   uint8_t* memory_;

@@ -80,7 +80,7 @@ class ThisHost:
             direct = role == Role.DIRECT and self.scratch_bytes == 0
             group.watched_by(self.stall_detector, self.here, direct)
         if role == Role.DIRECT and self.is_world:
-            group.speak_at_sigterm()
+            group.report_at_sigterm()
         return group
 
     def scratch(self, role: Role) -> int:
