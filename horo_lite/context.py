@@ -194,7 +194,7 @@ def groups() -> list[Group]:
 def subgroups() -> list[Group]:
     """Return the list of the groups that `new_group()` made with this rank and that still stand.
 
-    It is the list itself: whoever makes or closes one changes it.
+    It is the list itself: making or closing one changes it.
 
     Raises:
         NotInitializedError: There is no world.

@@ -281,7 +281,7 @@ class Messages:
         except OSError:
             message.error = PeerLostError(
                 f"rank {envelope.source} ended before rank {self._rank} had fetched its message "
-                f"(tag {envelope.tag}): whoever calls isend() must wait() before its end"
+                f"(tag {envelope.tag}): a rank that calls isend() must wait() before it ends"
             )
             message.end()
         else:

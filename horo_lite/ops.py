@@ -79,7 +79,7 @@ def ranks_of(group: Group | None) -> Group:
 
 
 def _explains_average(function: Callable[P, T]) -> Callable[P, T]:
-    """Whoever writes Horovod's old `average=` is told what to write instead."""
+    """Explain what replaces Horovod's old `average=`."""
 
     @wraps(function)
     def _call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -996,26 +996,33 @@ def _begin_in_place(
 
 
 def join() -> int:
-    """All ranks have called this; the number of the last one that did, alike on all of them.
+    """Wait until all ranks have called this, taking part in what the others do meanwhile.
 
     For uneven numbers of batches: a rank that has no more calls it, and until all have, it takes
-    part in what the others do without changing it. In sums and averages it counts as zeros, and
-    averages are still divided by the number of all ranks, as Horovod has it; one that is weighted
-    by numbers of samples, only by those that there are. In allgathers it has no rows, and of
-    broadcasts from others it sees nothing. What needs it (a broadcast from it, alltoall,
-    reducescatter, objects, a new process set, so far whatever has arrays on a GPU) is a
-    MismatchError for those that call it.
+    part in the others' operations without changing their results. In sums and averages it counts as
+    zeros, and averages are still divided by the number of all ranks, as in Horovod; one that is
+    weighted by numbers of samples, only by the samples that there are. In allgathers it has no
+    rows, and it ignores broadcasts from others.
 
-    Its own parameters stay behind meanwhile; the last rank's have seen every step:
+    Its own parameters stay behind meanwhile; those of the last rank have seen every step:
 
         for batch in batches:
             ...
         last = hvd.join()
         hvd.broadcast_parameters(model, root_rank=last)
 
-    The optimizer's state, and what else a step changes, has to be broadcast likewise. Afterwards
-    everything is as before, and a next epoch may end in another join(). It is also a barrier.
-    PeerLostError where a rank ends or fails meanwhile.
+    Broadcast the optimizer's state, and what else a step changes, likewise. Afterwards everything
+    is as before, and a next epoch may end in another join(). It is also a barrier.
+
+    Returns:
+        The number of the last rank that called it, alike on all of them.
+
+    Raises:
+        MismatchError: On the ranks that call what needs every rank (a broadcast from one that has
+            joined, alltoall, reducescatter, objects, a new process set, arrays on a GPU); the rank
+            in join() goes on waiting.
+        PeerLostError: A rank ended or failed meanwhile.
+        HoroLiteError: There are process sets, and MPI was initialised without THREAD_MULTIPLE.
     """
     everyone, *parts = context.groups()
     if parts and not context.world().thread_multiple:

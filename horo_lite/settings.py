@@ -56,8 +56,8 @@ class Settings:
             environ: The environment.
 
         Raises:
-            ValueError: `rank` or `size` makes no sense; whoever does not know these cannot tell
-                the other ranks what is wrong. Of other values `problem` says it.
+            ValueError: `rank` or `size` makes no sense; without these a rank cannot report to
+                the others what is wrong. Of other values `problem` says it.
         """
         values: dict[str, Any] = {}
         problems = []

@@ -124,7 +124,7 @@ class HostArrays:
         source.copy_to(to)
 
     def result(self, array: Array, x: Array) -> Array:
-        """`array`, new and filled, as whoever gave `x` expects it."""
+        """`array`, new and filled, in the type of `x`."""
         return like(array, x)
 
     def part(self, array: Array, rows: slice, x: Array) -> Array:

@@ -137,7 +137,7 @@ def join() -> Any:
         comm = MPI.COMM_SELF.Connect(port).Merge(high=True)
         if _word(peer) != _GO:
             _leave()
-    except MPI.Exception:  # whoever started it is dead
+    except MPI.Exception:  # the rank that started it is dead
         _leave()
     watch.end()
     return comm
@@ -157,7 +157,7 @@ def _leave() -> NoReturn:
 
 
 class _Watch:
-    """This process ends where it waits inside of MPI for somebody who will not come."""
+    """End this process where it waits inside MPI for a rank that will not come."""
 
     def __init__(self) -> None:
         pid, _, host = os.environ.pop(_VARIABLE).partition("@")  # it is a rank like others then

@@ -13,7 +13,7 @@ class Sampler:
 
     All ranks deal out one order, drawn from `(seed, epoch)`, in turns; so what the world has
     consumed is a beginning of that order, and one number tells it, the part of ranks that died
-    since included. `record_batch` counts, after each step; whoever iterates after ranks were lost
+    since included. `record_batch` counts, after each step; an iteration after ranks were lost
     deals out the rest among those that are left.
 
     `dataset_or_n` is anything with a length, or the number of samples: the same on every rank. Each

@@ -109,7 +109,7 @@ def take_cores(
         here: The ranks of this host, in order.
         everyone: The cores of every rank of the job.
         keeps_binding: No rank leaves the cores on which its launcher put it.
-        threads: The number of threads that this rank was told to use.
+        threads: The number of threads given for this rank.
 
     Returns:
         A function that gives the threads back.
@@ -202,7 +202,7 @@ def set_threads(n: int, *, grow: bool, variables: bool) -> Callable[[], None]:
 
 def _put_back(before: Mapping[str, str | None], ours: str) -> None:
     for name, value in before.items():
-        if os.environ.get(name) == ours:  # else somebody has chosen since
+        if os.environ.get(name) == ours:  # else the program has chosen since
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value

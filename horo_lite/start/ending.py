@@ -69,7 +69,7 @@ def uninstall() -> None:
 
 
 def watch(transports: Sequence[Transport], comm: Any = None) -> None:
-    """Notify whoever waits for this rank in these transports, too, when it ends badly.
+    """Notify peers that wait for this rank in these transports, too, when it ends badly.
 
     Args:
         transports: They are added to those that are watched.
@@ -88,7 +88,7 @@ def unwatch(transports: Sequence[Transport]) -> None:
 
 
 def reason() -> str:
-    """Return why this process ends, as far as its peers are told."""
+    """Return the reason why this process ends, as its peers report it."""
     return "its program ended" if _installed is None else _installed.exited()[1]
 
 
@@ -141,7 +141,7 @@ class _Hooks:
         sys.exit = self.exit
 
     def uninstall(self) -> None:
-        """Put back the hooks that were there, unless somebody has installed others on top."""
+        """Put back the hooks that were there, unless others were installed on top."""
         if sys.excepthook == self.on_exception:
             sys.excepthook = self._previous[0]
         if threading.excepthook == self.on_exception_in_thread:
@@ -306,7 +306,7 @@ def mark_end() -> None:
     """
     path = os.environ.get("HORO_LITE_END")
     if path and not _is_forked:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # no link of somebody else's is followed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # links of other users are not followed
         with contextlib.suppress(OSError):  # another rank has created it
             os.close(os.open(path, flags, 0o600))
 
@@ -339,7 +339,7 @@ def _at_exit_without_init() -> None:
 
 
 def _write(text: str) -> None:
-    """Write to stderr in one piece, and wait until whoever reads it has taken it.
+    """Write to stderr in one piece, and wait until the reader has taken it.
 
     An abort overtakes what still lies in the pipe, and the launcher may then never print it.
     """

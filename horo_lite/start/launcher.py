@@ -1,4 +1,4 @@
-"""Which launcher started this process, told from the environment; and MPICH's, spoken to."""
+"""Which launcher started this process, by the environment; and MPICH's wire protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Launch(NamedTuple):
 
 
 # Slurm: SLURM_NTASKS would not do, the one process of an sbatch script has it too. PMI's pair is
-# set by others than MPICH's launcher as well (Slurm, Flux, PALS): that one is told by its mark.
+# set by others than MPICH's launcher as well (Slurm, Flux, PALS): that one has a mark of its own.
 # torchrun is first: srun or mpiexec may have started it, one on each host.
 _LAUNCHERS = (
     # name, number of ranks, own rank, mark

@@ -1,4 +1,4 @@
-"""What each rank tells the others in `init()`, and whether they fit together."""
+"""What each rank sends the others in `init()`, and whether they fit together."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Rendezvous(ObjectCommunicator):
         everyone = [self._take(f"{room}/{r}", form, r) for r in range(self.size)]
         if everyone[self.rank] != _read_back(json.loads(json.dumps(obj))):
             self._refuse(
-                f"somebody else has written what {self._me} had brought to the store at "
+                f"another process has overwritten what {self._me} published in the store at "
                 f"{self._where}: {_CLOSE_PORT}"
             )
         self._put(f"{room}/read by {self.rank}", True)
@@ -202,7 +202,7 @@ class Rendezvous(ObjectCommunicator):
         return _stores[host, port]
 
     def _listen_for_store(self, host: str, port: int) -> None:
-        """Wait until somebody listens there.
+        """Wait until a process listens there.
 
         TCPStore would not react to Ctrl-C meanwhile, and complain at length.
         """

@@ -385,7 +385,7 @@ def renew(comm: Any) -> World:
 
 
 def abandon(reason: str) -> None:
-    """Let whoever waits for this rank, in whichever group, now or later, raise PeerLostError."""
+    """Make peers that wait for this rank, in any group, now or later, raise PeerLostError."""
     for group in context.groups():
         for transport in group.transports():
             transport.abandon(reason)

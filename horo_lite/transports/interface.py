@@ -72,7 +72,7 @@ class QueuedReductions(Protocol):
 class Transport(ABC):
     """One way between a set of ranks. All of them make the same calls in the same order.
 
-    Only `agree` finds out whether they do; whoever calls anything else has agreed before. A peer
+    Only `agree` finds out whether they do; it is called before anything else. A peer
     that dies, leaves or gives up while this rank waits for it raises PeerLostError.
     """
 

@@ -28,7 +28,7 @@ __all__ = ["Links", "connect"]
 
 @dataclass(frozen=True)
 class Links:
-    """Independent ways between the same ranks: whoever waits on one does not hold up another."""
+    """Independent ways between the same ranks: a wait on one does not hold up another."""
 
     direct: Transport
     """For direct calls, which are matched by position."""

@@ -183,7 +183,7 @@ def _endpoint(index: int, allowed: bool, leads: bool) -> _Endpoint:
     gpu = _native.gpus()[1][index]
     mine = _Endpoint(host_key(), index, gpu, settings.shares_gpus_with_nccl())
     if not allowed:
-        return mine._replace(problem="init() was told to use the CPU")
+        return mine._replace(problem="the device given to init() is the CPU")
     try:
         path, version = _native.nccl_library(nccl_candidates())
         unique_id = _native.nccl_unique_id() if leads else b""

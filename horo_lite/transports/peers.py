@@ -102,7 +102,7 @@ def allgather_objects(comm: MPI.Comm | ObjectCommunicator, obj: T, form: Any = o
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Tell whether a value that somebody else wrote has that form.
+    """Tell whether a value from another process has that form.
 
     A form is a type, None, a range of integers, a pattern of a string; a tuple of forms, one for
     each item, or `(form, ...)` for any number of items; a dict of the forms of what a dict must

@@ -165,7 +165,7 @@ class Pipes:
 
 
 def _open_inbox(pid: int, number: int) -> int:
-    """Open that process's inbox to write to. What `init()` was told may lead to anything else."""
+    """Open that process's inbox to write to. The number may be that of any file."""
     path = f"/proc/{pid}/fd/{number}"
     try:
         inbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -114,8 +114,8 @@ class ShmTransport(Transport):
 class SharedMemory:
     """Memory of this rank, which the other ranks of a group see after a `share` on all of them.
 
-    `arrays`, filled by whoever lays the memory out, are what lies in it, by offset: alike on all
-    ranks. Pages take memory when they are written. OSError where the system has none to give.
+    `arrays`, filled by the code that lays the memory out, are what lies in it, by offset: alike on
+    all ranks. Pages take memory when they are written. OSError where the system has none to give.
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -128,7 +128,7 @@ class SharedMemory:
         _segments.add(self._segment)
 
     def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
-        """Return a part of it. The memory lives as long as somebody holds one."""
+        """Return a part of it. The memory lives as long as one is referenced."""
         return self._segment.array(begin, n_bytes)
 
     def offsets(self, tensors: _native.Tensors) -> tuple[int, ...] | None:

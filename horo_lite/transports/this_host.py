@@ -125,7 +125,7 @@ def share_memory(
         except OSError as error:
             why_not = _why_not(error)
     form = (*_CONTRIBUTION, None if inbox is None else DESCRIPTOR)
-    # All in `comm`: whoever has lost a peer revokes it, and nobody can be left in another one.
+    # All in `comm`: a rank that has lost a peer revokes it, and no rank can be left in another one.
     everyone = allgather_objects(comm, (pid, name, where, inbox), form)
     where = everyone[here[0]][2]
     if segment is None and where is not None:

@@ -104,7 +104,7 @@ class Watchdog:
         self._is_stopping = False  # nothing is submitted any more until the error was raised
         self._awaited = 0  # the direct call in which a rank waits for those that are elsewhere
         self._generation = 0  # how many errors all ranks have raised
-        self._lost: PeerLostError | None = None  # for whoever goes on alone
+        self._lost: PeerLostError | None = None  # raised by what this rank queues alone
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._first: Notice | None = None
         self._latest: deque[Notice] = deque()
@@ -138,7 +138,7 @@ class Watchdog:
 
         notice = Notice(label, digest, describe_all, state, n_agreed, self._generation)
         self._notices.put(notice)
-        if self._executor is not None:  # nobody else lets the thread speak
+        if self._executor is not None:  # the thread calls MPI through this one
             self._serve_until(lambda _: self._notices.qsize() < MAX_BEHIND)
         self._latest.append(notice)
         if len(self._latest) > MAX_AHEAD:

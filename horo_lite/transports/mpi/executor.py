@@ -20,13 +20,12 @@ class MainThreadExecutor:
     """Makes other threads' MPI calls in the thread that called init().
 
     It does so while that thread is in a call of ours: while a direct call waits, in poll,
-    synchronize and shutdown. Only calls that return at once go through here; whoever waits repeats
+    synchronize and shutdown. Only calls that return at once go through here; a wait repeats
     them. So no deadlock comes of it: a direct call waits for the same direct call on its peers and
     for nothing that an engine does; and engines wait for engines, which are served wherever a
     thread waits, so they get as far as engines that call MPI themselves. (Ranks of a host also wait
     for each other in shared memory, without serving, but only once all have entered that call.) A
-    part of the world has an executor of its own `beside` the world's: whoever waits in one serves
-    both.
+    part of the world has an executor of its own `beside` the world's: a wait in one serves both.
     """
 
     def __init__(self, beside: MainThreadExecutor | None = None) -> None:
@@ -87,7 +86,7 @@ class MainThreadExecutor:
         return True
 
     def close(self) -> None:
-        """Make whoever asks for something, now or later, raise HoroLiteError."""
+        """Make every call that is or will be requested raise HoroLiteError."""
         self._closed = True
         others = []
         with suppress(queue.Empty):

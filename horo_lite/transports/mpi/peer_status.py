@@ -11,7 +11,7 @@ from horo_lite import _native
 from horo_lite.errors import PeerLostError, StallError
 from horo_lite.transports.mpi.control import ControlChannel, Tag, fitting
 
-# Who waits for longer tells the others that it has arrived; again, since it may be stopped since.
+# A rank that waits for longer reports that it has arrived; repeatedly, since it may be stopped.
 ARRIVED_S, AGAIN_S = 0.25, 10.0
 
 
@@ -110,7 +110,7 @@ class PeerStatus:
                 f"{self._names[self._rank]} waited for it in {name}"
             )
         self._host_group.check_peers(name)
-        self.send_arrived()  # and gone on: others may wait in that operation still
+        self.send_arrived()  # and continued: others may still wait in that operation
 
     def _check_lost(self) -> None:
         if self.lost:
