@@ -99,7 +99,7 @@ debug: $(VENV)/.made ## the same with assertions and -O1 -g, in place of it, unt
 
 examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
 	@echo "==> any_framework.ipynb, which starts 2 ranks itself"
-	@$(PY) tests/notebook.py examples/any_framework.ipynb
+	@$(PY) tests/support/notebook.py examples/any_framework.ipynb
 	@for example in digits_numpy \
 	    $(if $(TORCH),digits_torch $(addprefix torch/,mnist synthetic_benchmark language_model)); do \
 	  echo "==> $(NP) ranks, $$example.py"; \
@@ -153,7 +153,7 @@ bench: $(TEST_READY) .venv-jax/.ready ## time the all-reduce, the guards, PyTorc
 	@echo && .venv-jax/bin/python benchmarks/jax_step.py
 
 soak: $(TEST_READY) ## random jobs with random trouble, watched from outside, for MINUTES=30
-	@$(PY) tests/soak.py --minutes $(MINUTES) --jobs $(JOBS) \
+	@$(PY) tests/soak/soak.py --minutes $(MINUTES) --jobs $(JOBS) \
 	  $(if $(MPIEXEC),,--mpich $(MPICH)/bin/python) $(ARGS)
 
 wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 13, without a toolkit

@@ -8,7 +8,7 @@ from textwrap import indent
 
 import fake_nccl
 import pytest
-from launch import Result, run_ranks
+from launch import SUPPORT, Result, run_ranks
 
 HERE = Path(__file__).resolve().parent
 
@@ -61,7 +61,7 @@ assert adapter_of(Momentum(parameters(0))) is adapter_of(parameters(0)[0])
 
 
 def ranks(code: str, np: int) -> Result:
-    places = [str(HERE / "cupy_stand_in"), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    places = [str(HERE / "cupy_stand_in"), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(places), "HORO_LITE_NCCL_LIB": fake_nccl.compiled()}
     # In a function, so that no array is left when Python ends, and the twin's streams with it.
     code = f"def main():\n{indent(code, '    ')}\n\nmain()\nprint('done', rank)\n"

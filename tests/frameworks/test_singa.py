@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import TESTS, RanksFailedError, run_ranks, run_threads
+from launch import SUPPORT, TESTS, RanksFailedError, run_ranks, run_threads
 
 REAL = os.environ.get("HORO_LITE_TEST_SINGA", "")  # see singa_mended.py
 STAND_IN = Path(__file__).with_name("singa_stand_in")
@@ -36,7 +36,7 @@ from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 
 EXAMPLE = TESTS.parent / "examples" / "digits_singa.py"
-PYTHONPATH = os.pathsep.join([*SINGA, str(TESTS), os.environ.get("PYTHONPATH", "")])
+PYTHONPATH = os.pathsep.join([*SINGA, str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 
 
 needs_stand_in = pytest.mark.skipif(

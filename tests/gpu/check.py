@@ -31,6 +31,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
+SUPPORT, CSRC = TESTS / "support", TESTS / "csrc"
 PROJECT = TESTS.parent
 WORK = PROJECT / "build" / "gpu-check"
 PACKAGE = Path(os.environ.get("HORO_LITE_CHECK_PACKAGE") or WORK / "package")
@@ -103,7 +104,7 @@ def steps() -> list[Step]:
             [
                 *(sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(TESTS)),
                 *("-q", "--no-header", "--tb=short", "-p", "kernels", "-p", "no:cacheprovider"),
-                *("-k", "not pairs_without and not no_pieces", str(TESTS / "test_gpu_kernels.py")),
+                *("-k", "not pairs_without and not no_pieces", str(CSRC / "test_gpu_kernels.py")),
             ],
             limit_s=90,
             needs=["pytest", "ml_dtypes"],
@@ -177,7 +178,7 @@ def program(name: str) -> str | None:
 
 def environment(step: Step, rank: int, limit_s: float) -> dict[str, str]:
     env = dict(os.environ)
-    places = [PACKAGE, HERE, TESTS, PROJECT / "examples", PROJECT / "benchmarks"]
+    places = [PACKAGE, HERE, SUPPORT, CSRC, PROJECT / "examples", PROJECT / "benchmarks"]
     places.append(env.get("PYTHONPATH", ""))
     env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, places)))
     env["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -441,7 +442,7 @@ def main() -> int:
     if why:
         table.line(f"no GPU to be used: {why}")
         return 2
-    sys.path[:0] = [str(PACKAGE), str(HERE), str(TESTS)]
+    sys.path[:0] = [str(PACKAGE), str(HERE), str(SUPPORT)]
     only = os.environ.get("HORO_LITE_CHECK_ONLY", "").split(";")
     for step in steps():
         if not any(part in step.name for part in only):

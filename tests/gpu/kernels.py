@@ -1,9 +1,9 @@
 """The kernels on a GPU against their twins on the CPU, bit for bit: see `make gpu-check`.
 
-As a plug-in of pytest it has tests/test_gpu_kernels.py do all it does on the GPU as well: in memory
-that both can reach, every call is made on both, and every byte compared, those around the tensors
-too. As a program, `kernels.py`, it makes a few small calls whose memory ends where the tensors end,
-for compute-sanitizer to watch.
+As a plug-in of pytest it has tests/csrc/test_gpu_kernels.py do all it does on the GPU as well: in
+memory that both can reach, every call is made on both, and every byte compared, those around the
+tensors too. As a program, `kernels.py`, it makes a few small calls whose memory ends where the
+tensors end, for compute-sanitizer to watch.
 """
 
 from __future__ import annotations

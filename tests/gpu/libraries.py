@@ -1,6 +1,6 @@
 """How the checks make, change and read arrays on a GPU: one small class for each array library.
 
-`Twin` stands in for them where there is no GPU: see tests/twin.py.
+`Twin` stands in for them where there is no GPU: see tests/support/twin.py.
 """
 
 from __future__ import annotations

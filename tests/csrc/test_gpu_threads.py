@@ -12,7 +12,7 @@ import pytest
 from launch import run_ranks
 
 HERE = Path(__file__).resolve().parent / "fake_cuda"
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 COMPILER = shlex.split(os.environ.get("CXX") or "c++")

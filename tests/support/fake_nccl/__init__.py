@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("fake_nccl.cpp")
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 HEADERS = [PROJECT / "csrc" / "gpu" / "nccl_dl.h", PROJECT / "csrc" / "pack" / "dtype.h"]
 
 # What came with which version: to be left out together with an older HORO_LITE_FAKE_NCCL_VERSION.

@@ -8,7 +8,7 @@ from typing import Any
 
 from launch import run_ranks
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def accuracy_of(framework: str, *, epochs: int, **options: Any) -> float:

@@ -1,4 +1,4 @@
-"""Training goes on without the dead. Random moments are tests/soak.py's; here are chosen ones."""
+"""Training goes on without the dead. Random moments are tests/soak's; here are chosen ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import horo_lite as hvd
 from horo_lite import checkpoint, elastic
 from horo_lite.transports.peers import allgather_objects
 
-SOAK = Path(__file__).with_name("soak_training.py")
+SOAK = Path(__file__).resolve().parents[1] / "soak" / "soak_training.py"
 FT = ["--with-ft", "ulfm"]
 needs_ulfm = pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
 

@@ -12,7 +12,7 @@ from launch import Result, run_ranks
 
 torch = pytest.importorskip("torch")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "torch"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch"
 # An example takes ten seconds; the limits are for machines that do other things as well.
 LIMIT_S = 150
 pytestmark = pytest.mark.timeout(6 * LIMIT_S)

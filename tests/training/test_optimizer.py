@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -748,10 +749,12 @@ def test_no_framework_is_imported() -> None:
     assert shown.stdout == "[]\n"
 
 
-PROCESSES = """
+PROCESSES = f"""
 import pickle
+import sys
 
 import numpy as np
+sys.path.insert(0, {str(Path(__file__).parent)!r})
 import test_optimizer as t
 
 import horo_lite as hvd
@@ -783,7 +786,7 @@ if world.size > 1:
         optimizer.step()
         raise AssertionError("no mismatch")
     except hvd.MismatchError as error:
-        assert f"rank {world.size - 1} has 'w' float64[7, 2]" in str(error), error
+        assert f"rank {{world.size - 1}} has 'w' float64[7, 2]" in str(error), error
     net["w"].grad = np.zeros((3, 2))
     optimizer.step()
 hvd.shutdown()

@@ -13,7 +13,7 @@ import horo_lite as hvd
 from horo_lite.settings import FORM, VARIABLES, Settings
 from horo_lite.transports.peers import fits
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = [name for variable in VARIABLES for name in variable.names]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ["80", "90"]
 BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 BYTES |= {f"Raw{8 * n}": n for n in [1, 2, 4, 8]}

@@ -1,6 +1,6 @@
 """Random jobs, each with random trouble, watched from outside: `make soak`.
 
-    python tests/soak.py [--minutes 30] [--runs N] [--jobs 2] [--seed N] [--mpich PYTHON]
+    python tests/soak/soak.py [--minutes 30] [--runs N] [--jobs 2] [--seed N] [--mpich PYTHON]
 
 A job follows from its seed, and the next job's seed is one more: `--seed N --runs 1` runs the job
 of a finding again. There are three kinds: training that loses ranks and must end with what one
@@ -33,11 +33,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+
 import soak_calls
 import soak_training
 from launch import Job, Result, mpi_name, start_ranks
 
-TESTS = Path(__file__).parent
+HERE = Path(__file__).parent
 LIMIT_S = 240.0  # with many ranks on one busy core
 FT = ["--with-ft", "ulfm"]
 CRASHES = re.compile(
@@ -157,7 +159,7 @@ def _calls(seed: int, elastic: bool, mpi: str, here: Environment) -> Watch:
     # gone without a word is seen on its own host only, unless the launcher ends the others.
     stalls = "skip" in hows or ((is_left_alone or elastic) and exits and bool(plan.hosts))
     return Watch(
-        TESTS / "soak_calls.py",
+        HERE / "soak_calls.py",
         plan.n,
         plan.hosts,
         plan.to_json(),
@@ -197,7 +199,7 @@ def _training(rng: random.Random) -> Watch:
             raise FindingError(f"exit code {result.returncode}, and the ends are {ends}")
 
     return Watch(
-        TESTS / "soak_training.py",
+        HERE / "soak_training.py",
         n,
         hosts,
         json.dumps(plan),

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
 
 T = TypeVar("T")
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent
+TESTS = SUPPORT.parent
 LAUNCHERS = ("openmpi", "mpich")
 # What a job leaves in the environment of its ranks: a launch from inside one must not inherit it.
 _OF_A_LAUNCHER = re.compile(r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|SLURM)_")
@@ -120,7 +121,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
     # Unbuffered, print() writes text and newline apart, and two ranks' lines are mixed.
     env.pop("PYTHONUNBUFFERED", None)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), env.get("PYTHONPATH", "")]))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUPPORT), env.get("PYTHONPATH", "")]))
     env["PYTHONFAULTHANDLER"] = "1"
     env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     env.update(extra or {})
