@@ -18,7 +18,8 @@ from mlx.optimizers import Optimizer
 
 # ruff: noqa: F403
 from horo_lite import *
-from horo_lite import Average, Compression, Compressor, Group, Op, Sum, average_gradients
+from horo_lite import Average, Compression, Compressor, Group, Op, average_gradients
+from horo_lite.training.options import Options
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -44,8 +45,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         raise TypeError(f"{optimizer!r} is no optimizer of mlx.optimizers")
     if hasattr(kind, "averages_gradients"):
         raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
-    if op not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+    options = Options(op=op, compression=compression, group=group)
 
     class Distributed(kind):  # type: ignore[misc]
         averages_gradients = True
@@ -57,7 +57,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             self, gradients: Any, parameters: Any, *, weight: float | None = None
         ) -> Any:
             averages = average_gradients(
-                gradients, op=op, compression=compression, weight=weight, name=name, group=group
+                gradients,
+                op=options.op,
+                compression=options.compression,
+                weight=weight,
+                name=name,
+                group=options.group,
             )
             return super().apply_gradients(averages, parameters)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -17,6 +19,7 @@ from launch import run_threads
 import horo_lite as hvd
 from horo_lite import ops
 from horo_lite.adapters import Adapter
+from horo_lite.training.options import Options
 
 FACES = {"elastic", "jax", "keras", "mlx", "needle", "nnabla", "singa", "tensorflow", "torch"}
 FUNCTIONS = sorted(
@@ -55,6 +58,18 @@ def test_the_optimizer_shows_its_options_and_names_a_wrong_one() -> None:
     options: dict[str, Any] = {"compresion": hvd.Compression.fp16}
     with pytest.raises(TypeError, match=r"DistributedOptimizer.*'compresion'"):
         hvd.DistributedOptimizer(Descent([Weight()]), **options)
+
+
+def test_options_have_the_same_defaults_wherever_they_are_given() -> None:
+    wrappers: list[Any] = [hvd.DistributedOptimizer, hvd.average_gradients]
+    if importlib.util.find_spec("torch"):
+        wrappers.append(importlib.import_module("horo_lite.torch").DistributedOptimizer)
+    defaults = {each.name: each.default for each in dataclasses.fields(Options)}
+    for wrapper in wrappers:
+        given = inspect.signature(wrapper).parameters
+        shared = {name: given[name].default for name in given.keys() & defaults}
+        assert shared == {name: defaults[name] for name in shared}
+        assert {"op", "compression", "group"} <= shared.keys()
 
 
 def test_a_type_checker_finds_a_typo(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 class TorchAdapter(Adapter):
     """torch.optim optimizers, torch.nn modules and tensors."""
 
-    face = "horo_lite.torch.delegate"
+    face = "horo_lite.torch"
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module))

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import Average, Op
 from horo_lite.jax.operations import Array, average_gradients
+from horo_lite.training.options import Options
 
 if TYPE_CHECKING:
     import optax
@@ -48,15 +49,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"{type(optimizer).__name__} is not an optax.GradientTransformation: give what "
             "optax.adam or its like returns, or MultiSteps(…).gradient_transformation()"
         )
-    if op not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+    options = Options(op=op, compression=compression, group=group)
     inner = optax.with_extra_args_support(optimizer)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, weight: Array | None = None, **extra: Any
     ) -> tuple[Any, Any]:
         updates = average_gradients(
-            updates, op=op, compression=compression, weight=weight, name=name, group=group
+            updates,
+            op=options.op,
+            compression=options.compression,
+            weight=weight,
+            name=name,
+            group=options.group,
         )
         return inner.update(updates, state, params, **extra)  # type: ignore[no-any-return]
 

@@ -10,7 +10,8 @@ import keras
 
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import Average, Op
+from horo_lite.training.options import Options
 from horo_lite.training.transform import Transform
 
 
@@ -64,13 +65,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, AveragingOptimizer):
         raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
-    if op not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
+    options = Options(op=op, compression=compression, group=group)
     kind: Any = type(optimizer)
     wrapped = object.__new__(_class_of(kind))
     # One state, whoever loads or changes it; Keras would look into it while it is being set.
     object.__setattr__(wrapped, "__dict__", vars(optimizer))
-    transform = _transform(op, compression, group, sparse_as_dense)
+    transform = _transform(options, sparse_as_dense)
     vars(wrapped).update(_transform=transform, _is_averaged=False)
     return wrapped
 
@@ -193,12 +193,12 @@ def _class_of(base: type) -> Any:
     return type(f"Distributed{base.__name__}", (AveragingOptimizer, base), names)
 
 
-def _transform(op: Op, compression: Compressor, group: Group | None, as_dense: bool) -> Transform:
+def _transform(options: Options, as_dense: bool) -> Transform:
     if keras.backend.backend() == "tensorflow":
         from horo_lite.tensorflow.gradients import Transform as ForTensors
 
-        return ForTensors(op, compression, group, as_dense)
-    return Transform(op, compression, group)
+        return ForTensors(options, as_dense)
+    return Transform(options)
 
 
 def _name_of(variable: Any) -> str:

@@ -19,6 +19,7 @@ from horo_lite.context import world
 from horo_lite.singa.communicator import Communicator
 from horo_lite.singa.sparse import sparse_sum
 from horo_lite.state.trees import mapped
+from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
 
 Tensor = Any
@@ -250,13 +251,10 @@ class DistributedOptimizer:
             gradient.place = place
         key = compression, threshold
         if key not in self._reducers:
-            self._reducers[key] = Reducer(
-                self._group,
-                _GradientAdapter(),
-                named,
-                compression=compression,
-                bucket_bytes=4 * threshold,
+            options = Options(
+                compression=compression, bucket_bytes=4 * threshold, group=self._group
             )
+            self._reducers[key] = options.reducer(_GradientAdapter(), named)
         reducer = self._reducers[key]
         reducer.bind(named)
         reducer.weight = weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,6 +148,33 @@ def compare(
     if group.rank == 0:
         warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=3)
     return False
+
+
+class DriftCheck:
+    """Counts steps, after every so many of which the ranks compare their parameters.
+
+    Args:
+        every: How many; 0 for never.
+        on_drift: What they do where these differ: see `check_in_sync`.
+    """
+
+    def __init__(self, every: int, on_drift: str) -> None:
+        self._every, self._on_drift = every, on_drift
+        self.n_steps = 0
+        self.n_together = 0  # since all ranks began to count
+
+    def reset_counts(self) -> None:
+        """All ranks, whatever they have counted, count to the next comparison from here."""
+        self.n_together = 0
+
+    def stepped(self, named: Callable[[], Sequence[tuple[str, Any]]], group: Group) -> None:
+        """A step is done; compares what `named` gives if that is due. Ranks may be in join()."""
+        self.n_steps += 1
+        self.n_together += 1
+        if self._every and self.n_together % self._every == 0:
+            compare(
+                named(), group=group, on_drift=self._on_drift, step=self.n_steps, needs_all=False
+            )
 
 
 class _Found(NamedTuple):

@@ -12,7 +12,10 @@ class Wrapped(Protocol):
     """What a wrapper keeps for itself."""
 
     inner: Any
-    n_steps: int
+
+    @property
+    def n_steps(self) -> int:
+        """Return how many steps were taken."""
 
     def named(self) -> Named:
         """Return the parameters with their names, as the wrapper was given them."""

@@ -18,6 +18,7 @@ from horo_lite.collectives.reductions import Average, Op, Sum
 from horo_lite.errors import MismatchError
 from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python
 from horo_lite.training import transform
+from horo_lite.training.options import Options
 
 
 class _Rows(NamedTuple):
@@ -35,14 +36,8 @@ class Transform(transform.Transform):
     as each has; they do not compress.
     """
 
-    def __init__(
-        self,
-        op: Op = Average,
-        compression: Compressor = Compression.none,
-        group: Group | None = None,
-        sparse_as_dense: bool = False,
-    ) -> None:
-        super().__init__(op, compression, group)
+    def __init__(self, options: Options, sparse_as_dense: bool = False) -> None:
+        super().__init__(options)
         self._sparse_as_dense = sparse_as_dense
 
     @as_it_is
@@ -123,20 +118,22 @@ class Transform(transform.Transform):
             n_rows = len(mine.values) if share else 0
             values = (mine.values[:n_rows] * share).astype(mine.values.dtype)
             results[i] = _Rows(
-                ops.allgather(values, name=f"{names[i]}, values", group=self.group),
-                ops.allgather(mine.indices[:n_rows], name=f"{names[i]}, indices", group=self.group),
+                ops.allgather(values, name=f"{names[i]}, values", group=self.options.ranks),
+                ops.allgather(
+                    mine.indices[:n_rows], name=f"{names[i]}, indices", group=self.options.ranks
+                ),
                 mine.dense_shape,
             )
         return results
 
     def _share(self, weight: float | None) -> float:
         """What this rank's rows are multiplied by."""
-        if self.op is not Average:
+        if self.options.op is not Average:
             return 1.0
         if weight is None:
-            return 1.0 / self.group.size
+            return 1.0 / self.options.ranks.size
         return weight / float(
-            ops.allreduce(weight, Sum, name="weights of sparse rows", group=self.group)
+            ops.allreduce(weight, Sum, name="weights of sparse rows", group=self.options.ranks)
         )
 
 
@@ -175,7 +172,9 @@ class DistributedGradientTape:
                 f"{type(tape).__name__}"
             )
         self._tape = tape
-        self._transform = Transform(op, compression, group, sparse_as_dense)
+        self._transform = Transform(
+            Options(op=op, compression=compression, group=group), sparse_as_dense
+        )
 
     @as_it_is
     def gradient(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from horo_lite import context
 from horo_lite.adapters.object import is_array, join
 from horo_lite.collectives.arrays import like
 from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import Average, Op
 from horo_lite.state.trees import Node, Tree
 from horo_lite.training.optimizer import takes_weight
+from horo_lite.training.options import Options
 from horo_lite.training.transform import Transform, is_traced
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def average_gradients(
     Returns:
         A tree like `gradients`, of new arrays.
     """
-    if op not in (Average, Sum):
-        raise ValueError(f"average_gradients takes op=Average or op=Sum, not {op}")
+    options = Options(op=op, compression=compression, group=group)
     tree = Tree(gradients, "gradients", opened=_opened)
     names, arrays = [name for name, _ in tree.named], [leaf for _, leaf in tree.named]
     if is_traced(arrays):
@@ -71,9 +70,7 @@ def average_gradients(
             gradients, op=op, compression=compression, weight=weight, name=name, group=group
         )
         return traced
-    if group is None:
-        group = context.world().group
-    results = _transform(group, names, op, compression, name)(names, arrays, weight)
+    results = _transform(options, names, name)(names, arrays, weight)
     averages: T = tree.copied(
         result if leaf is None else like(result, leaf)
         for result, leaf in zip(results, arrays, strict=True)
@@ -132,17 +129,15 @@ def grad_and_average(
     return averaged
 
 
-def _transform(
-    group: Group, names: list[str], op: Op, compression: Compressor, name: str | None
-) -> Transform:
+def _transform(options: Options, names: list[str], name: str | None) -> Transform:
     """Who exchanges a tree with leaves of these names: one for each tree, since it keeps a plan."""
-    known: dict[Any, Transform] = group.kept.setdefault("average_gradients", {})
-    key = (tuple(names), op, compression, name)
+    known: dict[Any, Transform] = options.ranks.kept.setdefault("average_gradients", {})
+    key = (tuple(names), options.op, options.compression, name)
     if key not in known:
         if len(known) == 8:  # which leaves there are changes all the time
             known.clear()
         title = "average_gradients" if name is None else f"average_gradients '{name}'"
-        known[key] = Transform(op, compression, group, copies=True, title=title)
+        known[key] = Transform(replace(options, group=options.ranks), copies=True, title=title)
     return known[key]
 
 

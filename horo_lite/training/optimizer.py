@@ -8,24 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import cache
 from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
-from horo_lite import context, settings
 from horo_lite._native import Tensors, fingerprints
-from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
+from horo_lite.adapters import Adapter, adapter_of
 from horo_lite.adapters.object import name_leaves
 from horo_lite.collectives.arrays import Array, copy_of, exportable, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import Average, Op
 from horo_lite.errors import MismatchError
-from horo_lite.state.drift import check_reaction, compare
+from horo_lite.state.drift import DriftCheck
 from horo_lite.state.wrapper import Wrapper
-from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
+from horo_lite.training.options import Options, averaging
 from horo_lite.training.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -68,8 +65,8 @@ class DistributedOptimizer(Wrapper):
     An optimizer of torch's becomes what `horo_lite.torch.DistributedOptimizer` makes of it, and so
     those of JAX, Keras and MLX with their modules here. torch's gradients are averages when
     backward() returns, so that clipping and `GradScaler` need no `synchronize()`; for uneven
-    batches, call `optimizer.set_weight(len(batch))` before backward(). What follows is about all
-    others.
+    batches, call `optimizer.set_weight(len(batch))` before backward(), which sends it (a step
+    with a closure takes `weight=` as here). What follows is about all others.
 
     Until `step()` or `synchronize()`, gradients are each rank's own: whatever looks at them or
     changes them (clipping, loss scalers, noise) belongs behind `synchronize()`, as shown there.
@@ -88,6 +85,12 @@ class DistributedOptimizer(Wrapper):
             """Where a framework's optimizers are no objects that step, its own kind of wrapper."""
             face = adapter_of(optimizer).face
             if face is not None and cls is DistributedOptimizer:
+                if options.pop("parameters", None) is not None:
+                    raise TypeError(
+                        "horo_lite.DistributedOptimizer takes no parameters= with a "
+                        f"{type(optimizer).__name__}, which {face} asks for its own: leave it out. "
+                        "For names in messages torch's takes named_parameters="
+                    )
                 return import_module(face).DistributedOptimizer(optimizer, **options)
             return super().__new__(cls)
 
@@ -110,35 +113,28 @@ class DistributedOptimizer(Wrapper):
     ) -> None:
         if type(optimizer) is DistributedOptimizer:
             raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
-        if op not in (Average, Sum):
-            raise ValueError(f"DistributedOptimizer takes op=Average or op=Sum, not {op}")
-        if not isinstance(compression, Compressor):
-            raise ValueError(
-                f"compression is hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
-            )
-        if backward_passes_per_step < 1:
-            raise ValueError(
-                f"backward_passes_per_step is {backward_passes_per_step}, not 1 or more"
-            )
         if (
             parameters is not None
             and not isinstance(parameters, Mapping)
             and not callable(parameters)
         ):
             parameters = list(parameters)
-        check_reaction(on_drift)
+        options = Options(
+            op=op,
+            compression=compression,
+            group=group,
+            bucket_bytes=bucket_bytes,
+            backward_passes_per_step=backward_passes_per_step,
+            check_every=check_every,
+            on_drift=on_drift,
+            check_finite=check_finite,
+        )
         own = _Own(
             inner=optimizer,
             parameters=parameters,
             named_parameters=list(named_parameters or ()),
-            compression=compression,
-            op=op,
-            passes=backward_passes_per_step,
-            bucket_bytes=settings.bucket_bytes(bucket_bytes) or DEFAULT_BUCKET_BYTES,
-            group=group,
-            check_every=settings.check_every(check_every),
-            on_drift=on_drift,
-            check_finite=check_finite,
+            options=options,
+            drift=DriftCheck(options.check_every or 0, on_drift),
         )
         own.check()
         object.__setattr__(self, "_own", own)
@@ -281,8 +277,8 @@ class DistributedOptimizer(Wrapper):
     def __repr__(self) -> str:
         own = self._own
         return (
-            f"DistributedOptimizer({own.inner!r}, compression={own.compression.name}, "
-            f"op={own.op.name}, {len(own.named())} parameters)"
+            f"DistributedOptimizer({own.inner!r}, compression={own.options.compression.name}, "
+            f"op={own.options.op.name}, {len(own.named())} parameters)"
         )
 
     # Copies wrap copies of the inner optimizer and belong to the same ranks.
@@ -316,14 +312,8 @@ class _Own:
     inner: Any
     parameters: Any
     named_parameters: list[tuple[str, Any]]
-    compression: Compressor
-    op: Op
-    passes: int
-    bucket_bytes: int
-    group: Group | None
-    check_every: int
-    on_drift: str
-    check_finite: str | None
+    options: Options
+    drift: DriftCheck
     is_synchronized: bool = False
     is_skipping: bool = False
     has_looked: bool = False  # synchronized by a method that needed it: the next step does not
@@ -332,8 +322,6 @@ class _Own:
     has_begun: bool = False  # gradients of this step may be on their way
     streams: bool = False  # they are announced while backward runs
     reducer: Reducer | None = None
-    n_steps: int = 0
-    n_unchecked: int = 0
 
     def __post_init__(self) -> None:
         # A home-made optimizer may well hold torch's parameters.
@@ -372,9 +360,11 @@ class _Own:
         twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise ValueError(f"named_parameters has {twice[0]!r} more than once")
-        if self.check_finite not in (None, "raise", "warn"):
-            raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
-        self.ranks()
+        _ = self.options.ranks  # there is a world
+
+    @property
+    def n_steps(self) -> int:
+        return self.drift.n_steps
 
     def step_names(self) -> list[str]:
         return [name for name in self.finder.steps if callable(getattr(self.inner, name, None))]
@@ -391,28 +381,17 @@ class _Own:
             return found or self.named_parameters
         return [(names.get(id(parameter), name), parameter) for name, parameter in found]
 
-    def ranks(self) -> Group:
-        if self.group is not None:
-            return self.group
-        return context.world().group
-
     def begin(self, weight: float | None) -> Reducer:
         """The reducer of this step, which takes gradients from here on."""
-        group = self.ranks()
+        group = self.options.ranks
         if self.reducer is None or self.reducer.group is not group:
-            self.reset_counts()
-            group.counting.add(self)
-            self.reducer = Reducer(
-                group,
+            self.drift.reset_counts()
+            group.counting.add(self.drift)
+            self.reducer = self.options.reducer(
                 self.adapter,
                 self.named(),
-                op=self.op,
-                compression=self.compression,
-                bucket_bytes=self.bucket_bytes,
-                passes=self.passes,
                 streams=self.streams,
-                check_finite=self.check_finite,
-                options=[("check_every", str(self.check_every)), ("on_drift", self.on_drift)],
+                options=self.options.on_parameters,
             )
         else:
             self.reducer.bind(self.named())
@@ -429,7 +408,7 @@ class _Own:
         try:
             reducer.finish()
         except MismatchError:
-            self.reset_counts()  # they may have been in different steps
+            self.drift.reset_counts()  # they may have been in different steps
             raise
 
     def check_own(self, name: str) -> None:
@@ -475,48 +454,21 @@ class _Own:
             self.has_begun = False
             self.reducer.abandon()
 
-    def reset_counts(self) -> None:
-        """All ranks, whatever they have counted, count to the next comparison from here."""
-        self.n_unchecked = 0
-
     def counted(self, result: T) -> T:
         """The result of a step that is now done, and after which a comparison may be due."""
         self.forget_marks()
-        self.n_steps += 1
-        self.n_unchecked += 1
-        if self.n_unchecked == self.check_every:
-            self.n_unchecked = 0
-            compare(
-                self.named(),
-                group=self.ranks(),
-                on_drift=self.on_drift,
-                step=self.n_steps,
-                needs_all=False,
-            )
+        self.drift.stepped(self.named, self.options.ranks)
         return result
 
     def averaging(self, closure: Callable[..., Any], weight: float | None) -> Callable[..., Any]:
         """`closure`, after which gradients and loss are those of all ranks."""
 
-        @wraps(closure)
-        def averaged(*args: Any, **kwargs: Any) -> Any:
-            loss = closure(*args, **kwargs)
+        def exchange() -> None:
             self.check_own("the closure")
             self.exchange(weight)
-            try:
-                value = np.array(to_host(loss), np.float64).reshape(())
-            except (TypeError, ValueError):
-                return loss  # nothing that an optimizer could decide by
-            self.ranks().exchange(
-                [value],
-                names=["the closure's loss"],
-                label="the closure's loss",
-                op=self.op,
-                weight=weight,
-            )
-            return from_numpy(value, loss)
 
-        return averaged
+        options = self.options
+        return averaging(closure, exchange, group=options.ranks, op=options.op, weight=weight)
 
     def copied(self, **changes: Any) -> _Own:
         """The same for a copy of the inner optimizer, which nobody has synchronized yet."""
@@ -528,11 +480,12 @@ class _Own:
             changed=None,
             has_begun=False,
             reducer=None,
+            drift=copy.copy(self.drift),
             **changes,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None:
+        if self.options.group is not None:
             raise TypeError("a DistributedOptimizer with a group of its own cannot be pickled")
         own = vars(self.copied())
         return {name: value for name, value in own.items() if name not in ("finder", "adapter")}

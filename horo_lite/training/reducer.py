@@ -20,7 +20,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError
-from horo_lite.training.plan import Entry, Plan, hash63, merge, who_has
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, Entry, Plan, hash63, merge, who_has
 from horo_lite.transports.agreement import (
     Report,
     exchange_reports,
@@ -97,7 +97,7 @@ class Reducer:
         *,
         op: Op = Average,
         compression: Compressor = Compression.none,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         passes: int = 1,
         streams: bool = True,
         prescale_factor: float = 1.0,

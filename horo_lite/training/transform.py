@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from horo_lite import context
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import Adapter, Array
 from horo_lite.collectives.arrays import copy_of, gpu_of
-from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
 
 
@@ -30,17 +27,12 @@ class Transform:
 
     def __init__(
         self,
-        op: Op = Average,
-        compression: Compressor = Compression.none,
-        group: Group | None = None,
+        options: Options,
         *,
         copies: bool = False,
         title: str | None = None,
     ) -> None:
-        if op not in (Average, Sum):
-            raise ValueError(f"gradients take op=Average or op=Sum, not {op}")
-        self.op, self.compression = op, compression
-        self._group = group
+        self.options = options
         self._copies, self._title = copies, title
         self._adapter = _SlotAdapter()
         self._slots: list[_Slot] = []
@@ -68,25 +60,13 @@ class Transform:
             for slot in self._slots:
                 slot.grad = None
 
-    @property
-    def group(self) -> Group:
-        if self._group is not None:
-            return self._group
-        return context.world().group
-
     def _bound(self, names: Sequence[str]) -> Reducer:
         if [slot.name for slot in self._slots] != list(names):
             self._slots = [_Slot(name) for name in names]
         named = [(slot.name, slot) for slot in self._slots]
-        if self._reducer is None or self._reducer.group is not self.group:
-            self._reducer = Reducer(
-                self.group,
-                self._adapter,
-                named,
-                op=self.op,
-                compression=self.compression,
-                streams=False,
-                title=self._title,
+        if self._reducer is None or self._reducer.group is not self.options.ranks:
+            self._reducer = self.options.reducer(
+                self._adapter, named, streams=False, title=self._title
             )
         else:
             self._reducer.bind(named)
@@ -101,10 +81,10 @@ class Transform:
         named = zip(keys, gradients, strict=True)
         averages = import_module("horo_lite.jax").average_gradients(
             {key: gradient for key, gradient in named if gradient is not None},
-            op=self.op,
-            compression=self.compression,
+            op=self.options.op,
+            compression=self.options.compression,
             weight=weight,
-            group=self._group,
+            group=self.options.group,
         )
         return [averages.get(key) for key in keys]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -571,8 +572,12 @@ def test_weights_with_accumulation_and_with_closures() -> None:
                 loss.backward()
                 return loss
 
-            optimizer.set_weight(len(xs))
-            loss = optimizer.step(lambda x=xs, y=ys: closure(optimizer, net, x, y))
+            mine = partial(closure, optimizer, net, xs, ys)
+            if step:
+                optimizer.set_weight(len(xs))
+                loss = optimizer.step(mine)
+            else:
+                loss = optimizer.step(mine, weight=len(xs))
             expected = lbfgs.step(lambda x=x, y=y: closure(lbfgs, whole, x, y))
             assert torch.allclose(loss, expected, rtol=1e-9)
         assert same(net, whole)
@@ -629,6 +634,59 @@ def test_weights_last_for_a_step_and_come_before_it() -> None:
                 averaged(1.0 if group.rank in ranks else None)
         optimizer.zero_grad()
         assert averaged(3 - 2 * group.rank) == 1
+
+    run_threads(2, rank)
+
+
+def test_a_weight_is_for_one_step() -> None:
+    """Used up by the step, by one that raises, and with the gradients that zero_grad() drops."""
+
+    def rank(group: Group) -> None:
+        w = torch.nn.Parameter(torch.zeros(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1.0), group=group)
+        weight = 1 + 2 * group.rank
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = w.sum() * (group.rank * 4.0)
+            loss.backward()
+            return loss
+
+        def failing() -> Any:
+            closure()
+            raise LookupError
+
+        def averaged() -> float:
+            optimizer.zero_grad()
+            (w.sum() * (group.rank * 4.0)).backward()
+            return float(w.grad[0])
+
+        optimizer.set_weight(weight)
+        assert averaged() == 3  # zero_grad() came before the gradients
+        optimizer.step()
+        assert averaged() == 2
+        optimizer.step()
+        optimizer.step(closure, weight=weight)
+        assert w.grad[0] == 3
+        optimizer.step(closure)
+        assert w.grad[0] == 2
+        with pytest.raises(LookupError):
+            optimizer.step(failing, weight=weight)
+        assert w.grad[0] == 3
+        assert averaged() == 2
+        optimizer.step()
+
+        twice = DistributedOptimizer(
+            torch.optim.SGD([v := torch.nn.Parameter(torch.zeros(1))], lr=1.0),
+            backward_passes_per_step=2,
+            group=group,
+        )
+        twice.set_weight(weight)
+        (v.sum() * (group.rank * 4.0)).backward()
+        twice.zero_grad()  # the step is given up
+        for _ in range(2):
+            (v.sum() * (group.rank * 4.0)).backward()
+        assert v.grad[0] == 4
 
     run_threads(2, rank)
 

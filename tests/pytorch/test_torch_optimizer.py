@@ -31,11 +31,11 @@ nn = torch.nn
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Wraps, for `process_set`: the group is recorded."""
-    from horo_lite.torch import optimizer
+    from horo_lite.torch import exchange
 
-    ordinary = optimizer._group_of
+    ordinary = exchange._group_of
     monkeypatch.setattr(
-        optimizer, "_group_of", lambda g: g if isinstance(g, Recording) else ordinary(g)
+        exchange, "_group_of", lambda g: g if isinstance(g, Recording) else ordinary(g)
     )
     return Recording
 
@@ -403,7 +403,7 @@ def test_wrong_arguments() -> None:
         }.items():
             with pytest.raises(ValueError, match=error):
                 DistributedOptimizer(sgd(net), **{"process_set": group, **given})
-        with pytest.raises(ValueError, match=r"no torch\.optim\.Optimizer"):
+        with pytest.raises(TypeError, match=r"not an optimizer.*torch\.optim\.Optimizer"):
             DistributedOptimizer(object(), process_set=group)
 
     run_threads(1, rank)

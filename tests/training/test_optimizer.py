@@ -324,7 +324,7 @@ def test_it_needs_a_world() -> None:
 
 def test_bucket_bytes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(group: Group) -> int:
-        return DistributedOptimizer(Momentum(network()), group=group)._own.bucket_bytes
+        return DistributedOptimizer(Momentum(network()), group=group)._own.options.bucket_bytes
 
     assert run_threads(1, rank) == [25 * 2**20]
     monkeypatch.setenv("HORO_LITE_BUCKET_BYTES", "4096")
@@ -505,7 +505,7 @@ def test_copies_and_pickles() -> None:
         assert type(deep) is DistributedOptimizer
         assert deep.inner is not optimizer.inner
         assert deep.params["w"] is not net["w"]
-        assert deep._own.compression is Compression.fp16
+        assert deep._own.options.compression is Compression.fp16
         for p in deep.params.values():
             p.grad = np.full_like(p.data, 2.0 * group.rank)
         deep.step()

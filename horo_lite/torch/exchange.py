@@ -1,0 +1,602 @@
+"""When the gradients of one optimizer travel: in backward(), and what is left in step()."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+
+from horo_lite import ops
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Sum, checked_weight
+from horo_lite.collectives.shared_memory import share
+from horo_lite.context import is_initialized, on_renewed, world
+from horo_lite.errors import MismatchError
+from horo_lite.state.drift import DriftCheck
+from horo_lite.torch import bucket_views
+from horo_lite.torch.adasum import Adasum, AdasumOp
+from horo_lite.torch.group_views import group_for
+from horo_lite.torch.options import TorchOptions
+from horo_lite.torch.passes import graph_task, notify_at_end
+from horo_lite.torch.process_sets import ProcessSet, group_of
+from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse, sparse_note
+from horo_lite.training.options import averaging
+from horo_lite.transports.shm import SharedMemory
+
+# How often backward() added to a gradient since it was made stands on the gradient itself: one that
+# zero_grad() or the user has replaced is told from one that is being added to.
+_MARK = "_horo_lite_passes"
+
+WEIGHT_COMES_FIRST = (
+    "torch's gradients are exchanged in backward(). Call optimizer.set_weight(n) on every rank "
+    "before backward(), with its number of samples"
+)
+
+# Whose gradients a parameter's are, by the parameter's id, so that nobody averages them twice.
+_owner_of: dict[int, weakref.ref[Exchange]] = {}
+# Those of a world of one, which own nothing, and have work once that has grown.
+_alone: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class Exchange:
+    """When the gradients of one optimizer travel."""
+
+    def __init__(
+        self, optimizer: Any, named: list[tuple[str, Any]] | None, options: TorchOptions
+    ) -> None:
+        self.number = next(_numbers)
+        self.options = options
+        self.op = options.op
+        self._base = type(optimizer)
+        self._inner = weakref.ref(optimizer)
+        self._param_groups: Callable[[], list[dict[str, Any]]]
+        attributes = optimizer.__dict__
+        self._param_groups = lambda: attributes["param_groups"]
+        self._names = _names(named, self._parameters())
+        self._drift = DriftCheck(options.check_every or 0, options.on_drift)
+        self.patched_step: Any = None
+        self.is_skipping = False
+        self._is_stepping = False
+        self._weight: float | None = None  # of this rank, for one step
+        self._weight_is_used = False
+
+        self._of_id: dict[int, Slot] = {}
+        self._finalizer = weakref.finalize(self, _release, self._of_id)
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self.tasks: set[int] = set()  # at whose end something is to be done
+        self._pass = 1  # the number of the outermost backward pass that runs or comes next
+        self.is_nested = False  # passes inside of passes were seen: one may touch a slot twice
+        self.follow_world()
+
+    def follow_world(self) -> None:
+        """The ranks are those of the world as it is now; the gradients of another are forgotten."""
+        self.group = _group_of(self.options.process_set)
+        self.active = self.group is not None and self.group.size > 1
+        self.slots: list[Slot] = []
+        self._unhooked: list[Slot] = []
+        self._due = True  # nothing was exchanged since the last step() or zero_grad()
+        self._is_broken = False  # a pass did not come to its end
+        self._drift.reset_counts()
+        self._n_exchanges = 0
+        self._weight = None
+        for slot in self._of_id.values():
+            slot.begin()
+            slot.travels, slot.home, slot.parameter.grad = False, None, None
+        _alone.discard(self)
+        if not self.active:
+            if is_initialized() and self.group is world().group:
+                _alone.add(self)
+            return
+        assert self.group is not None
+        options = self.options
+        factor, compression = float(options.gradient_predivide_factor), options.compression
+        if isinstance(self.op, AdasumOp) and self.group.size & (self.group.size - 1):
+            raise ValueError(
+                "op=Adasum combines ranks in pairs, so their number must be a power of two, not "
+                f"{self.group.size}: start as many, use a ProcessSet, or op=Average"
+            )
+        self.reducer = options.reducer(
+            SlotAdapter(),
+            [],
+            group=group_for(self.group, self.op, compression),
+            op=Average if isinstance(self.op, AdasumOp) else self.op,
+            compression=compression if isinstance(compression, Compressor) else Compression.none,
+            passes=1,  # counted here
+            prescale_factor=1 / factor,
+            postscale_factor=factor,
+            options=[
+                *options.compared(),
+                ("backward_passes_per_step", str(options.backward_passes_per_step)),
+            ],
+        )
+        self._shares = bool(
+            options.gradient_as_bucket_view
+            and self.op is not Adasum
+            and factor == 1
+            and getattr(compression, "wire", "") == "none"
+            and bucket_views.can_share(self.group)
+        )
+        self._memory: SharedMemory | None = None
+        self.look_at_parameters()
+        self._place()
+        self.group.counting.add(self)
+
+    # Which parameters there are.
+
+    def inner(self, wrapped: Any) -> Any:
+        """The optimizer that was wrapped, or one like it if it is gone."""
+        inner = self._inner()
+        if inner is None:
+            inner = object.__new__(self._base)
+            inner.__dict__ = wrapped.__dict__
+        return inner
+
+    def named(self) -> list[tuple[str, Any]]:
+        return [
+            (self._names.get(id(parameter), name), parameter)
+            for name, parameter in self._parameters()
+        ]
+
+    def _parameters(self) -> list[tuple[str, Any]]:
+        return [
+            (name, parameter)
+            for g, group in enumerate(self._param_groups())
+            for name, parameter in zip(
+                group.get("param_names")
+                or [f"param_groups[{g}][{i}]" for i in range(len(group["params"]))],
+                group["params"],
+                strict=True,
+            )
+        ]
+
+    def look_at_parameters(self) -> None:
+        """The slots are those of the parameters as they are now; whoever can, has a hook."""
+        if not self.active:
+            return
+        if sum(len(group["params"]) for group in self._param_groups()) != len(self.slots):
+            named = self.named()
+            for name, parameter in named:
+                owner = _owner_of.get(id(parameter), nobody)()
+                if owner is not None and owner is not self:
+                    raise ValueError(
+                        f"parameter {name!r} belongs to another DistributedOptimizer, and its "
+                        "gradient would be exchanged twice: give each parameter to one of them"
+                    )
+            self.slots = []
+            for i, (name, parameter) in enumerate(named):
+                slot = self._of_id.get(id(parameter))
+                if slot is None:
+                    slot = self._of_id[id(parameter)] = Slot(name, parameter)
+                    if parameter.grad is not None:
+                        setattr(parameter.grad, _MARK, 0)  # not touched yet
+                slot.index = i
+                self.slots.append(slot)
+                _owner_of[id(parameter)] = weakref.ref(self)
+            gone = self._of_id.keys() - {id(parameter) for _, parameter in named}
+            _release({i: self._of_id.pop(i) for i in gone})
+            self._unhooked = [slot for slot in self.slots if slot.hook is None]
+            self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
+            self._make_homes()
+        for slot in [slot for slot in self._unhooked if slot.parameter.requires_grad]:
+            hook = _hook(weakref.ref(self), slot)
+            slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook)
+            self._unhooked.remove(slot)
+
+    def _together(self) -> list[int]:
+        groups = self.options.groups or self.options.num_groups
+        if isinstance(groups, int):
+            n = len(self.slots)
+            return [i * groups // n for i in range(n)] if groups else []
+        number = {id(p): g for g, group in enumerate(groups) for p in group}
+        return [number.get(id(slot.parameter), -1) for slot in self.slots]
+
+    @property
+    def passes(self) -> int:
+        return self.options.backward_passes_per_step
+
+    def set_passes(self, passes: int) -> None:
+        self.options = replace(self.options, backward_passes_per_step=passes)
+        if self.active:
+            self.reducer.options["backward_passes_per_step"] = str(passes)
+
+    # During backward().
+
+    def touch(self, slot: Slot) -> None:
+        """A pass has added to the gradient."""
+        if not self.active:  # any more
+            return
+        with self._lock:
+            task = graph_task()
+            if task not in self.tasks and not self.enter(task):
+                return
+            gradient = self._densify(slot)
+            if slot.passed == self._pass:  # a second time, by another pass inside of this one
+                self.is_nested = True
+                if slot.travels and not self.reducer.hold(slot.index):
+                    raise RuntimeError(
+                        f"the gradient of {slot.name!r} was added to after it was sent, by a "
+                        "backward pass inside of another, the first of its kind. From now on they "
+                        "are waited for: call zero_grad() and do this step again"
+                    )
+                slot.move_to_shared_memory()
+                return
+            if slot.passes and not hasattr(gradient, _MARK):
+                slot.begin()  # another gradient: somebody has set the last one to None
+            slot.passed = self._pass
+            slot.passes += 1
+            slot.touched = True
+            if slot.passes > self.passes:
+                slot.passes = self.passes
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} was computed {self.passes + 1} times before "
+                    f"step(): with backward_passes_per_step={self.passes}, call step(), or "
+                    f"zero_grad() to begin anew, after every {self.passes} backward passes; or "
+                    "raise backward_passes_per_step"
+                )
+            if slot.exchanged and self.op is not Average:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} was exchanged before its {self.passes} passes "
+                    f"were complete, because others' were, and with op={self.op.name} it cannot be "
+                    "exchanged again: let all passes touch the same parameters, or use op=Average"
+                )
+            gradient = slot.move_to_shared_memory()
+            setattr(gradient, _MARK, slot.passes)
+            if slot.passes == self.passes and not self.is_nested:
+                slot.travels = True
+                self.reducer.ready(slot.index)
+
+    def _densify(self, slot: Slot) -> Any:
+        """The gradient, which is dense from now on if that was asked for."""
+        gradient = slot.parameter.grad
+        if self.options.sparse_as_dense and is_sparse(gradient):
+            slot.parameter.grad = gradient = gradient.to_dense()
+        return gradient
+
+    def enter(self, task: int) -> bool:
+        """This optimizer will hear of the end of that graph task; False if it is not to act."""
+        if os.getpid() != self._pid:
+            return False  # a forked child's backward() is its own affair
+        if self._is_broken:
+            self._mend()
+        self._use_weight()
+        self.tasks.add(task)
+        notify_at_end(task, self)
+        return True
+
+    def end_pass(self) -> None:
+        """The outermost backward() is about to return."""
+        with self._lock:
+            self.tasks.clear()
+            self._pass += 1
+            self._look_for_unhooked()
+            if any(slot.touched and slot.passes >= self.passes for slot in self.slots):
+                self.exchange()
+
+    def break_pass(self, task: int) -> None:
+        """A pass has ended with an error; that may be heard of late."""
+        self._is_broken = self._is_broken or task in self.tasks
+
+    def _mend(self) -> None:
+        self.reducer.abandon()
+        self._is_broken = False
+        self.tasks.clear()
+        self._pass += 1
+        for slot in self.slots:
+            slot.travels = False
+
+    # Beside backward().
+
+    def set_weight(self, weight: float) -> None:
+        weight = checked_weight(weight, self.op)
+        if not self.active:
+            return
+        with self._lock:
+            if self._is_broken:
+                self._mend()
+            if self.tasks or not self._due:
+                raise RuntimeError(
+                    "set_weight() comes too late: gradients of this step have been exchanged. "
+                    "Call it before backward(), and after the zero_grad() that begins a step"
+                )
+            self._weight, self._weight_is_used = weight, False
+
+    def _use_weight(self) -> None:
+        self._weight_is_used = True
+        if self.reducer.weight != self._weight:
+            self.reducer.weight = self._weight
+
+    def begin_step(self) -> None:
+        """Gradients of another step come, unless a closure says so: a used weight is not theirs."""
+        if self._weight_is_used and not self._is_stepping:
+            self._weight = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Other gradients come: zero_grad(), step()."""
+        if not self.active:
+            return
+        with self._lock:
+            if self._is_broken:
+                self._mend()
+            self._due = True
+            for slot in self.slots:
+                slot.begin()
+
+    def flush(self) -> None:
+        """What no backward() has exchanged is exchanged; nothing, if there is nothing."""
+        if not self.active or os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._is_broken:
+                self._mend()
+            self.look_at_parameters()
+            self._look_for_unhooked()
+            for slot in self.slots:
+                gradient = slot.parameter.grad
+                known = gradient is None or slot.exchanged or hasattr(gradient, _MARK)
+                slot.touched = slot.touched or not known  # one assigned by hand
+            # A rank whose passes touched nothing meets here those whose did.
+            if self._due or any(slot.touched for slot in self.slots):
+                self.exchange()
+
+    def step(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weight: float | None,
+    ) -> Any:
+        """What `step` returns, with the gradients of all ranks; the weight is used up then."""
+        given = (*args[:1], kwargs.get("closure"))
+        closure = next((each for each in given if callable(each)), None)
+        if weight is not None:
+            if closure is None:
+                raise TypeError(f"step() takes no weight without a closure: {WEIGHT_COMES_FIRST}")
+            self.set_weight(weight)
+        if not self.active:
+            return step(*args, **kwargs)
+        try:
+            if closure is not None:
+                self._is_stepping = True
+                averaged = self._averaging(closure)
+                if args and args[0] is closure:
+                    args = (averaged, *args[1:])
+                else:
+                    kwargs = {**kwargs, "closure": averaged}
+            elif not self.is_skipping:
+                self.flush()
+            result = step(*args, **kwargs)
+        finally:
+            self._is_stepping = False
+            self._weight = None
+        self.begin()
+        self._n_exchanges = 0
+        assert self.group is not None
+        try:
+            self._drift.stepped(self.named, self.group)
+        finally:
+            self._place()
+        return result
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure`, after which gradients and loss are those of all ranks."""
+
+        @wraps(closure)
+        def begun() -> Any:
+            self.begin()
+            return closure()
+
+        assert self.group is not None
+        op, weight = Sum if self.op is Sum else Average, self._weight
+        return averaging(begun, self.flush, group=self.group, op=op, weight=weight, like=_loss_like)
+
+    def _look_for_unhooked(self) -> None:
+        """Gradients that no hook can announce, such as those of a master copy of the weights."""
+        for slot in self._unhooked:
+            gradient = slot.parameter.grad
+            if gradient is None:
+                continue
+            if not hasattr(gradient, _MARK) or gradient._version != slot.version:
+                slot.touched = True
+                slot.passes = max(slot.passes, 1)
+        if self._unhooked:
+            self.look_at_parameters()
+
+    def exchange(self) -> None:
+        reducer = self.reducer
+        sparse = [s for s in self.slots if s.touched and is_sparse(self._densify(s))]
+        reducer.note = ";".join(map(sparse_note, sparse))
+        for slot in self.slots:
+            if slot.touched and not slot.travels:
+                slot.move_to_shared_memory()
+        self._use_weight()
+        try:
+            reducer.finish()
+            if any(reducer.notes):
+                self._exchange_sparse(reducer.notes)
+            # All ranks have just agreed on a plan, and so on what lies where in their memory.
+            if self._shares and reducer.shared is None and reducer.all_are_here:
+                self._share()
+            self._n_exchanges += 1
+        except MismatchError:
+            # Raised on all ranks: they may have been in different steps, and begin anew.
+            self.reset_counts()
+            raise
+        finally:
+            self._due = False
+            for slot in self.slots:
+                if slot.touched:
+                    slot.exchanged = True
+                    slot.copy_back()
+                    slot.touched = slot.travels = False
+                    if slot.hook is None or slot.passes == 0:
+                        self._mark(slot)
+            self._place()
+
+    def _make_homes(self) -> None:
+        """There is memory for every gradient, which other ranks will be able to see."""
+        self.reducer.shared = None
+        if self._shares:
+            # As they travel, so that those of a bucket are neighbours.
+            slots = self.slots[::-1]
+            self._memory, homes = bucket_views.homes_of([slot.parameter for slot in slots])
+            for slot, home in zip(slots, homes, strict=True):
+                slot.home = home
+
+    def _share(self) -> None:
+        """Gradients are reduced where they lie from now on, unless a rank cannot. Collective."""
+        assert self.group is not None
+        if share(self.group, self._memory):
+            self.reducer.shared = self._memory
+            return
+        if self.group.rank == 0:
+            warnings.warn(
+                "horo_lite: gradient_as_bucket_view=True, but the ranks cannot see each other's "
+                "memory, or one got none: gradients are exchanged as without it",
+                stacklevel=2,
+            )
+        self._shares = False
+        self._memory = None
+        for slot in self.slots:
+            if not slot.is_away:
+                slot.home = None
+
+    def _mark(self, slot: Slot) -> None:
+        """The gradient is known, although no backward() has made it."""
+        gradient = slot.parameter.grad
+        if gradient is not None:
+            setattr(gradient, _MARK, slot.passes)
+            slot.version = gradient._version
+
+    def reset_counts(self) -> None:
+        """All ranks have joined, after steps of different numbers."""
+        self._drift.reset_counts()
+        self._n_exchanges = 0
+        self._place()
+
+    def _place(self) -> None:
+        # A backward() that exchanges on some ranks only would otherwise meet the next one's.
+        self.reducer.position = (
+            f", exchange {self._n_exchanges + 1} of step {self._drift.n_together + 1}"
+        )
+
+    def _exchange_sparse(self, notes: list[str]) -> None:
+        found = {
+            int(index): (int(n_dims), dtype)
+            for note in notes
+            for index, n_dims, dtype in (item.split(":") for item in note.split(";") if item)
+        }
+        assert self.group is not None
+        if self.op not in (Average, Sum):  # on all ranks alike, which know the notes of all
+            raise ValueError(
+                f"the gradient of {self.slots[min(found)].name!r} is sparse, and op={self.op.name} "
+                "combines dense gradients only: pass sparse_as_dense=True, or use op=Average or Sum"
+            )
+        divisor = float(self.group.size) if self.op is Average else 1.0
+        if self._weight is not None:
+            name = "the weights of sparse gradients"
+            total = float(
+                ops.allreduce(np.array([self._weight]), Sum, name=name, group=self.group)[0]
+            )
+            divisor = total / self._weight if self._weight else math.inf
+        for index, (n_dims, dtype) in sorted(found.items()):
+            slot = self.slots[index]
+            gradient = slot.parameter.grad if slot.touched else None
+            shape = slot.parameter.shape
+            if gradient is None or divisor == math.inf:
+                indices = torch.empty((0, n_dims), dtype=torch.int64, device=slot.parameter.device)
+                values = torch.empty(
+                    (0, *shape[n_dims:]),
+                    dtype=getattr(torch, dtype),
+                    device=slot.parameter.device,
+                )
+            else:
+                gradient = gradient.coalesce()
+                indices, values = gradient.indices().t().contiguous(), gradient.values() / divisor
+            name = f"the gradient of {slot.name!r}"
+            indices = ops.allgather(indices, name=f"{name}, indices", group=self.group)
+            values = ops.allgather(values, name=f"{name}, values", group=self.group)
+            slot.parameter.grad = torch.sparse_coo_tensor(
+                indices.t(), values, shape, check_invariants=False
+            ).coalesce()
+            slot.touched = True
+            self._mark(slot)
+
+
+def _follow_world() -> None:
+    alive = {exchange for owner in _owner_of.values() if (exchange := owner()) is not None}
+    for exchange in sorted(alive.union(_alone), key=lambda exchange: exchange.number):
+        exchange.follow_world()
+
+
+on_renewed(_follow_world)
+
+
+def _hook(reference: weakref.ref[Exchange], slot: Slot) -> Callable[[Any], None]:
+    def touched(_: Any) -> None:
+        exchange = reference()
+        if exchange is not None:
+            exchange.touch(slot)
+
+    return touched
+
+
+def _release(slots: Mapping[int, Slot]) -> None:
+    """These parameters are nobody's any more."""
+    for i, slot in slots.items():
+        _owner_of.pop(i, None)
+        if slot.hook is not None:
+            slot.hook.remove()
+
+
+def _names(
+    named: list[tuple[str, Any]] | None, parameters: list[tuple[str, Any]]
+) -> dict[int, str]:
+    if named is None:
+        return {}
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):  # type: ignore[redundant-expr]
+        raise ValueError(
+            "named_parameters is pairs (name, parameter), as model.named_parameters() gives them"
+        )
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        raise ValueError(f"named_parameters has {twice[0]!r} more than once")
+    names = {id(parameter): name for name, parameter in named}
+    lost = [name for name, parameter in parameters if id(parameter) not in names]
+    if lost:
+        raise ValueError(
+            f"named_parameters lacks {len(lost)} of the optimizer's parameters, {lost[0]} first: "
+            "pass those of the whole model"
+        )
+    return names
+
+
+def _loss_like(value: np.ndarray[Any, Any], loss: Any) -> Any:
+    if not isinstance(loss, torch.Tensor):
+        return value.item()
+    return torch.from_numpy(value).to(loss.device, loss.dtype).reshape(loss.shape)
+
+
+def nobody() -> None:
+    return None
+
+
+def _group_of(process_set: ProcessSet | Group | None) -> Group | None:
+    """The ranks; None where this one is not among them."""
+    if isinstance(process_set, ProcessSet) and not process_set.included():
+        return None
+    return group_of(process_set)

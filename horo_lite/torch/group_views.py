@@ -1,0 +1,80 @@
+"""Groups, for a reducer, that exchange in another way: with Adasum, or the user's compression."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from horo_lite.collectives.compression import Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.handle import Handle
+from horo_lite.collectives.reductions import Op
+from horo_lite.torch.adasum import AdasumOp, adasum_async_
+
+
+class _GroupView:
+    """A group, for a reducer, that exchanges in another way."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = weakref.ref(group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group(), name)
+
+    def group(self) -> Group:
+        group = self._group()
+        assert group is not None
+        return group
+
+    def compares_later(self, gpu: int | None) -> bool:
+        return False
+
+    def exchange(self, arrays: Sequence[Any], **options: Any) -> bool:
+        self.exchange_async(arrays, **options).wait()
+        return True
+
+    def exchange_async(self, arrays: Sequence[Any], **options: Any) -> Handle:
+        raise NotImplementedError
+
+
+class _Adasum(_GroupView):
+    """Its exchanges are Adasums."""
+
+    def exchange_async(self, arrays: Sequence[Any], **options: Any) -> Handle:
+        return adasum_async_(self.group(), arrays, options["names"], options["label"])
+
+
+class _Compressing(_GroupView):
+    """The user's own compressor is called before and after."""
+
+    def __init__(self, group: Group, compressor: Any) -> None:
+        super().__init__(group)
+        self._compressor = compressor
+
+    def exchange_async(self, arrays: Sequence[Any], **options: Any) -> Handle:
+        pairs = [self._compressor.compress(array) for array in arrays]
+        small = [tensor.contiguous() for tensor, _ in pairs]
+        handle = self.group().exchange_async(small, **options)
+
+        def finish() -> None:
+            handle.wait()
+            for array, tensor, (_, context) in zip(arrays, small, pairs, strict=True):
+                array.copy_(self._compressor.decompress(tensor, context))
+
+        return Handle(handle.name, handle._job, finish)
+
+
+def group_for(group: Group, op: Op | AdasumOp, compression: Any) -> Any:
+    """What the reducer exchanges through; one a group, since it numbers the reducers of each."""
+    key, view = compression, _GroupView(group)
+    if isinstance(op, AdasumOp):
+        key, view = "Adasum", _Adasum(group)
+    elif not isinstance(compression, Compressor):
+        view = _Compressing(group, compression)
+    else:
+        return group
+    return _views.setdefault(group, {}).setdefault(key, view)
+
+
+_views: weakref.WeakKeyDictionary[Group, dict[Any, Any]] = weakref.WeakKeyDictionary()

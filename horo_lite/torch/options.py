@@ -1,0 +1,77 @@
+"""The options of torch's DistributedOptimizer, beside those of all others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horo_lite.collectives.compression import Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.torch.adasum import Adasum
+from horo_lite.torch.process_sets import ProcessSet, global_process_set
+from horo_lite.training.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchOptions(Options):
+    """See `DistributedOptimizer`. `op` may be Adasum, and compression be the user's own."""
+
+    op: Any = Average
+    compression: Any = Options.compression
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    sparse_as_dense: bool = False
+    process_set: ProcessSet | Group | None = global_process_set
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        factor = self.gradient_predivide_factor
+        if not factor > 0:
+            raise ValueError(f"gradient_predivide_factor is {factor}, not more than 0")
+        if factor != 1 and self.op is not Average:
+            raise ValueError("gradient_predivide_factor needs op=Average")
+        self._check_groups(self.num_groups, self.groups)
+
+    def _check_reduction(self) -> None:
+        if self.op not in (Average, Sum, Adasum):
+            raise ValueError(
+                f"DistributedOptimizer takes op=Average, Sum or Adasum, not {self.op!r}"
+            )
+        if not isinstance(self.compression, Compressor) and not all(
+            callable(getattr(self.compression, name, None)) for name in ("compress", "decompress")
+        ):
+            raise ValueError(
+                "compression is one of Compression, or has compress() and decompress(), not "
+                f"{self.compression!r}"
+            )
+
+    @staticmethod
+    def _check_groups(n: Any, groups: Any) -> None:
+        if not isinstance(n, int) or n < 0 or (isinstance(groups, int) and groups < 0):
+            raise ValueError("the number of groups is 0 or more")
+        if groups is None or isinstance(groups, int):
+            return
+        if not isinstance(groups, (list, tuple)) or not all(
+            isinstance(group, (list, tuple)) for group in groups
+        ):
+            raise ValueError("groups is a number, or a list of lists of parameters")
+        seen = Counter(id(parameter) for group in groups for parameter in group)
+        if any(count > 1 for count in seen.values()):
+            raise ValueError("a parameter is in two of the groups")
+
+    def compared(self) -> list[tuple[str, str]]:
+        """Those that the ranks compare, beside what a Reducer does by itself."""
+        compression = self.compression
+        return [
+            ("op", self.op.name),
+            ("compression", getattr(compression, "name", type(compression).__name__)),
+            ("gradient_predivide_factor", str(float(self.gradient_predivide_factor))),
+            ("sparse_as_dense", str(bool(self.sparse_as_dense))),
+            *self.on_parameters,
+            ("gradient_as_bucket_view", str(bool(self.gradient_as_bucket_view))),
+        ]

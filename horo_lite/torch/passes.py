@@ -1,0 +1,88 @@
+"""Calls of the autograd engine: noticing when the outermost backward() ends, or fails."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horo_lite.errors import HoroLiteError, MismatchError, NonFiniteError
+
+if TYPE_CHECKING:
+    from horo_lite.torch.exchange import Exchange
+
+graph_task = torch._C._current_graph_task_id
+_evaluating = torch._C._current_autograd_node
+
+_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+
+
+def notify_at_end(task: int, exchange: Exchange) -> None:
+    """When that graph task ends, `exchange.end_pass()` or `break_pass()` is called."""
+    known = _passes.get(task)
+    if known is None:
+        known = _passes[task] = Pass(task)
+        torch.autograd.Variable._execution_engine.queue_callback(known)
+    known.exchanges.append(exchange)
+
+
+class Pass:
+    """What is to be done when one graph task, a call of the autograd engine, ends.
+
+    The engine calls it, or drops it where the task ended with an error.
+    """
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self.exchanges: list[Exchange] = []
+        self.is_over = False
+
+    def __call__(self) -> None:
+        self.is_over = True
+        node = _evaluating()
+        if node is not None:  # this task is a backward() inside of another
+            for exchange in self.exchanges:
+                exchange.is_nested = True
+            _hand_over(node, self.exchanges)
+            return
+        # In the order in which they were made: that of their hooks may differ between ranks.
+        waiting = sorted(self.exchanges, key=lambda exchange: exchange.number)
+        errors: list[HoroLiteError] = []
+        try:
+            while waiting:
+                try:
+                    waiting.pop(0).end_pass()
+                except (MismatchError, NonFiniteError) as error:  # on all ranks alike: go on
+                    errors.append(error)
+        finally:
+            for exchange in waiting:
+                exchange.break_pass(self.task)
+        if errors:
+            raise errors[0]
+
+    def __del__(self) -> None:
+        if not self.is_over:
+            for exchange in self.exchanges:
+                exchange.break_pass(self.task)
+
+
+def _hand_over(node: Any, exchanges: list[Exchange]) -> None:
+    """The task that `node` belongs to has something to do at its end.
+
+    `node` is being evaluated, and its successors will be, by that task.
+    """
+    handles: list[Any] = []
+
+    def before(_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        task = graph_task()
+        for exchange in exchanges:
+            if task not in exchange.tasks:
+                exchange.enter(task)
+
+    for successor, _ in node.next_functions:
+        if successor is not None:
+            handles.append(successor.register_prehook(before))

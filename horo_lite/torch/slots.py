@@ -1,0 +1,107 @@
+"""The gradients of one optimizer's parameters, each with what has happened to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter
+from horo_lite.errors import MismatchError
+from horo_lite.torch import bucket_views
+
+
+class Slot:
+    """One parameter, and what has happened to its gradient."""
+
+    __slots__ = ("exchanged", "home", "hook", "index", "is_away", "name", "parameter", "passed",
+                 "passes", "touched", "travels", "version")  # fmt: skip
+
+    def __init__(self, name: str, parameter: Any) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.index = 0
+        self.hook: Any = None
+        self.passes = 0  # since the last step() or zero_grad()
+        self.passed = 0  # the number of the last pass that touched it
+        self.touched = False  # since the last exchange
+        self.travels = False  # announced to the reducer: not to be changed any more
+        self.exchanged = False  # since the last step() or zero_grad()
+        self.version = -1  # of a gradient that no pass has made, when it was exchanged
+        self.home: Any = None  # where the gradient is to live, in shared memory
+        self.is_away = False  # it cannot live there, and a copy travels
+
+    def begin(self) -> None:
+        self.passes = 0
+        self.touched = self.exchanged = self.is_away = False
+
+    def move_to_shared_memory(self) -> Any:
+        """The gradient, which now lives where it is to live."""
+        gradient, home = self.parameter.grad, self.home
+        self.is_away = False
+        if home is None or gradient is home or not bucket_views.fits(gradient, home):
+            return gradient
+        home.copy_(gradient.detach())
+        if gradient.requires_grad:  # of backward(create_graph=True): its history is not to be lost
+            self.is_away = True
+            return gradient
+        self.parameter.grad = home
+        return home
+
+    def copy_back(self) -> None:
+        """The gradient has the result, wherever it lives."""
+        if self.is_away:
+            self.is_away = False
+            self.parameter.grad.detach().copy_(self.home)
+
+
+class SlotAdapter(TorchAdapter):
+    """The gradients that were touched, in slots."""
+
+    def gradient(self, slot: Any) -> Any:
+        if slot.is_away:
+            return slot.home
+        gradient = slot.parameter.grad if slot.touched else None
+        if gradient is None or gradient.layout is not torch.strided:
+            return None
+        if gradient.requires_grad:  # of backward(create_graph=True)
+            gradient = gradient.detach()
+        return gradient if HAS_TABLE else super().gradient(slot.parameter)
+
+    def set_gradient(self, slot: Any, array: Any) -> None:
+        slot.touched = True
+        gradient = slot.parameter.grad
+        if gradient is None:
+            slot.parameter.grad = array
+        elif gradient is array:
+            pass
+        elif is_sparse(gradient):
+            raise MismatchError(
+                f"the gradient of {slot.name!r} is sparse on this rank and dense on others: make "
+                "it one of the two on all of them, or pass sparse_as_dense=True"
+            )
+        else:
+            gradient.detach().copy_(array)
+
+    def missing(self, slot: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+        home = slot.home
+        if home is not None and (str(home.dtype)[6:], tuple(home.shape)) == (dtype, shape):
+            return home.zero_()
+        # In the parameter's layout, as autograd makes them: on the way it is the same on all ranks.
+        parameter = slot.parameter.detach()
+        return torch.zeros_like(parameter, dtype=getattr(torch, dtype))
+
+    def value(self, slot: Any) -> Any:
+        return super().value(slot.parameter)
+
+    def zeros_like(self, x: Any) -> Any:
+        return torch.zeros_like(x.detach())
+
+
+def is_sparse(gradient: Any) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
+
+
+def sparse_note(slot: Slot) -> str:
+    gradient = slot.parameter.grad
+    return f"{slot.index}:{gradient.sparse_dim()}:{str(gradient.dtype).removeprefix('torch.')}"

@@ -1,0 +1,131 @@
+"""The options of everything that averages gradients: what they mean, their defaults, their checks.
+
+Each framework's DistributedOptimizer takes them as keywords of its own, so that editors complete
+them and type checkers see typos, and makes one `Options` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from horo_lite import context, settings
+from horo_lite.adapters import Adapter, from_numpy, to_host
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.state.drift import check_reaction
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
+from horo_lite.training.reducer import Reducer
+
+if TYPE_CHECKING:
+    from horo_lite.collectives.group import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every rank gives alike.
+
+    Attributes:
+        op: Average or Sum.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        group: The ranks; None for all of the world as it is at the time.
+        bucket_bytes: Gradients that travel together, on the wire; None for HORO_LITE_BUCKET_BYTES
+            or 25 MiB.
+        backward_passes_per_step: How many passes add to the gradients before they travel.
+        check_every: After so many steps the ranks compare their parameters; None for
+            HORO_LITE_CHECK_EVERY, 0 for never.
+        on_drift: What they do where these differ: "raise", "warn" or "heal".
+        check_finite: "raise" or "warn" where a gradient has NaN or inf; None to look at none.
+    """
+
+    op: Op = Average
+    compression: Compressor = Compression.none
+    group: Group | None = None
+    bucket_bytes: int | None = None
+    backward_passes_per_step: int = 1
+    check_every: int | None = None
+    on_drift: str = "raise"
+    check_finite: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_reduction()
+        passes: Any = self.backward_passes_per_step
+        if not isinstance(passes, int) or passes < 1:
+            raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
+        check_reaction(self.on_drift)
+        if self.check_finite not in (None, "raise", "warn"):
+            raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
+        n_bytes = settings.bucket_bytes(self.bucket_bytes) or DEFAULT_BUCKET_BYTES
+        object.__setattr__(self, "bucket_bytes", n_bytes)
+        object.__setattr__(self, "check_every", settings.check_every(self.check_every))
+
+    def _check_reduction(self) -> None:
+        if self.op not in (Average, Sum):
+            raise ValueError(f"gradients take op=Average or op=Sum, not {self.op}")
+        if not isinstance(self.compression, Compressor):
+            raise ValueError(
+                f"compression is hvd.Compression.none, .fp16 or .bf16, not {self.compression!r}"
+            )
+
+    @property
+    def ranks(self) -> Group:
+        return context.world().group if self.group is None else self.group
+
+    @property
+    def on_parameters(self) -> list[tuple[str, str]]:
+        """Those about the parameters' comparison, for the ranks to compare."""
+        return [("check_every", str(self.check_every)), ("on_drift", self.on_drift)]
+
+    def reducer(self, adapter: Adapter, named: Sequence[tuple[str, Any]], **other: Any) -> Reducer:
+        """What exchanges the gradients of these parameters; `other` arguments are Reducer's."""
+        given: dict[str, Any] = {
+            "op": self.op,
+            "compression": self.compression,
+            "bucket_bytes": self.bucket_bytes,
+            "passes": self.backward_passes_per_step,
+            "check_finite": self.check_finite,
+        }
+        return Reducer(other.pop("group", None) or self.ranks, adapter, named, **(given | other))
+
+
+def averaging(
+    closure: Callable[..., Any],
+    exchange: Callable[[], None],
+    *,
+    group: Group,
+    op: Op,
+    weight: float | None,
+    like: Callable[[Any, Any], Any] = from_numpy,
+) -> Callable[..., Any]:
+    """`closure`, after which gradients and loss are those of all ranks.
+
+    Args:
+        closure: It leaves gradients and returns the loss, a number in any form. Anything else that
+            it returns stays this rank's: no optimizer could decide by it.
+        exchange: It averages the gradients.
+        group: The ranks.
+        op: Average or Sum, for the loss as for the gradients.
+        weight: This rank's number of samples, or None on every rank.
+        like: It makes an object like the second argument, a loss, of a float64 array.
+    """
+
+    @wraps(closure)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        exchange()
+        try:
+            value = to_host(loss)
+            if not isinstance(value, (np.ndarray, np.generic)):  # on a GPU, or a bfloat16
+                value = float(loss)
+            value = np.array(value, np.float64).reshape(())
+        except (TypeError, ValueError):
+            return loss
+        name = "the closure's loss"
+        group.exchange([value], names=[name], label=name, op=op, weight=weight)
+        return like(value, loss)
+
+    return averaged
