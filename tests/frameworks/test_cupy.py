@@ -63,7 +63,7 @@ assert adapter_of(Momentum(parameters(0))) is adapter_of(parameters(0)[0])
 def ranks(code: str, np: int) -> Result:
     places = [str(HERE / "cupy_stand_in"), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(places), "HORO_LITE_NCCL_LIB": fake_nccl.compiled()}
-    # In a function, so that no array is left when Python ends, and the twin's streams with it.
+    # In a function, so that no array is left when Python ends, and its stream with it.
     code = f"def main():\n{indent(code, '    ')}\n\nmain()\nprint('done', rank)\n"
     return run_ranks(START + code, np, env=env, timeout_s=120).check()
 

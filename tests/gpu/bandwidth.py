@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from allreduce import resnet50_shapes
-from libraries import Torch, Twin
+from libraries import FakeDevice, Torch
 from ranks import join, use_nccl_alone
 from torch._utils import _flatten_dense_tensors as flatten
 from torch._utils import _unflatten_dense_tensors as unflatten
@@ -28,10 +28,10 @@ from torch._utils import _unflatten_dense_tensors as unflatten
 import horo_lite as hvd
 from horo_lite import _native, _testing, ops
 
-TWIN = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
-DEVICE = "cpu" if TWIN else "cuda"  # the twin's memory is the host's
-MIB = 2**10 if TWIN else 2**20
-ROUNDS = 2 if TWIN else 15
+FAKE = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
+DEVICE = "cpu" if FAKE else "cuda"  # the fake device's memory is the host's
+MIB = 2**10 if FAKE else 2**20
+ROUNDS = 2 if FAKE else 15
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 UNIT = 64  # bytes, at a multiple of which each tensor begins on the wire
 OF_A_COPY = 0.9
@@ -47,12 +47,12 @@ class Clock:
     def __init__(self, queue: _native.DeviceQueue, head_start_s: float) -> None:
         self._queue = queue
         self._cycles = int(head_start_s * 1.8e9)
-        if not TWIN:
+        if not FAKE:
             self._stream = torch.cuda.ExternalStream(queue.stream)
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def seconds(self, way: Way) -> float:
-        if TWIN:
+        if FAKE:
             began = time.perf_counter()
             way()
             self._queue.synchronize()
@@ -101,7 +101,7 @@ class Gradients:
             self.pieces[name] = [
                 (x.data_ptr(), n, i * units, i) for i, x in enumerate(self.tensors)
             ]
-        if not TWIN:
+        if not FAKE:
             torch.cuda.synchronize()
 
     def run(self, step: str, wire: str, **options: Any) -> None:
@@ -119,7 +119,7 @@ class Gradients:
     def restore(self) -> None:
         torch._foreach_copy_(self.tensors, list(self.originals.split(self.tensors[0].numel())))
         self.exponents.fill_(-0x7F7F7F80)
-        if not TWIN:
+        if not FAKE:
             torch.cuda.synchronize()
 
     def check(self, wire: str) -> None:
@@ -172,7 +172,7 @@ def of_a_copy(queue: _native.DeviceQueue, mib: int) -> None:
     for way in list(ways)[1:]:
         rate = moved[way] / times[way]
         text = f"{name}, {way}: {rate / copied:.0%} of the copy ({rate / 1e9:,.0f} GB/s)"
-        say(rate >= OF_A_COPY * copied or TWIN, text)
+        say(rate >= OF_A_COPY * copied or FAKE, text)
 
 
 def beside_others(queue: _native.DeviceQueue, n_tensors: int, n_bytes: int, judge: bool) -> None:
@@ -231,7 +231,7 @@ def beside_others(queue: _native.DeviceQueue, n_tensors: int, n_bytes: int, judg
         faster = others[best] / times["horo_lite"]
         text = f"{shape}, {direction} float16: {faster:.1f} times as fast as {best}"
         if judge:
-            say(faster >= TIMES_FASTER or TWIN, text)
+            say(faster >= TIMES_FASTER or FAKE, text)
         else:
             print(f"| {text}")
     if judge:
@@ -239,7 +239,7 @@ def beside_others(queue: _native.DeviceQueue, n_tensors: int, n_bytes: int, judg
 
 
 def one_launch(gradients: Gradients, shape: str) -> None:
-    if TWIN:
+    if FAKE:
         return
     from torch.profiler import ProfilerActivity, profile
 
@@ -258,14 +258,14 @@ def one_launch(gradients: Gradients, shape: str) -> None:
 
 
 def host_time(how: str) -> None:
-    library: Any = Twin() if TWIN else Torch()
+    library: Any = FakeDevice() if FAKE else Torch()
     world, _ = join()
     if how == "alone":
         use_nccl_alone(world)
     # Two ranks take turns on the GPU, and NCCL's sockets wait for each turn.
     rounds = 20 if world.size == 1 else 8
     shapes = resnet50_shapes()
-    if TWIN:
+    if FAKE:
         shapes = [tuple(max(1, n // 8) for n in shape) for shape in shapes]
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
         who = f"{world.size} rank{'s' * (world.size > 1)}"
@@ -304,7 +304,7 @@ def host_time(how: str) -> None:
             ops.barrier(group=world.group)
         if world.rank == 0:
             say(
-                all(busy) and (median(steps) < HOST_S or TWIN),
+                all(busy) and (median(steps) < HOST_S or FAKE),
                 f"{what}: {median(steps) * 1e6:.0f} µs of the host"
                 + ("" if all(busy) else ", and the call waited for the GPU"),
             )
@@ -317,8 +317,8 @@ def host_time(how: str) -> None:
 
 
 def library_stream(library: Any) -> int:
-    if isinstance(library, Twin):
-        return int(library.twin.stream().handle)
+    if isinstance(library, FakeDevice):
+        return int(library.fake.stream().handle)
     return int(torch.cuda.current_stream().cuda_stream)
 
 
@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     queue = _native.DeviceQueue(0)
     for mib in (64, 256, 1024):
         of_a_copy(queue, mib)
-        if not TWIN:
+        if not FAKE:
             torch.cuda.empty_cache()
     beside_others(queue, 32, 8 * MIB, judge=False)
     beside_others(queue, 1000, 4 * 2**10, judge=True)

@@ -6,7 +6,7 @@ with a time limit, so that a hang costs one step. A line says what passed, FAILE
 and why; the last one is `N passed, N failed`, and the exit status 0 only if none failed.
 
     OUT                   a file for the same lines
-    HORO_LITE_TEST_GPUS   "a": a dry run on the twin of a GPU, which proves these checks, no GPU
+    HORO_LITE_TEST_GPUS   "a": a dry run on the fake device, which proves these checks, no GPU
     HORO_LITE_CHECK_ONLY  parts of steps' names, separated by semicolons: only those
 """
 
@@ -36,8 +36,8 @@ PROJECT = TESTS.parent
 WORK = PROJECT / "build" / "gpu-check"
 PACKAGE = Path(os.environ.get("HORO_LITE_CHECK_PACKAGE") or WORK / "package")
 LIMIT_S = 480.0
-TWIN = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
-LIBRARIES = ["twin"] if TWIN else ["torch", "cupy", "jax"]
+FAKE = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
+LIBRARIES = ["fake device"] if FAKE else ["torch", "cupy", "jax"]
 
 # Two ranks on one GPU are told apart as if they were on two hosts, and meet on the loopback.
 NCCL_ON_ONE_GPU = {
@@ -69,7 +69,7 @@ class Step:
     counts: bool = False  # its exit status is the verdict
     expect: str = ""  # what its output must hold, then
     dies: Sequence[int] = ()  # ranks that are killed on purpose
-    dry: bool = True  # can be done on the twin as well
+    dry: bool = True  # can be done on the fake device as well
 
 
 class Table:
@@ -100,7 +100,7 @@ def python(script: str | Path, *args: str) -> list[str]:
 def steps() -> list[Step]:
     found = [
         Step(
-            "kernels against their twins",
+            "kernels against their host versions",
             [
                 *(sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(TESTS)),
                 *("-q", "--no-header", "--tb=short", "-p", "kernels", "-p", "no:cacheprovider"),
@@ -157,10 +157,10 @@ def steps() -> list[Step]:
 
 def missing(step: Step) -> str:
     """Why the step cannot run here."""
-    if TWIN and not step.dry:
+    if FAKE and not step.dry:
         return "a dry run, without a GPU"
     for need in step.needs:
-        if need == "twin" or importlib.util.find_spec(need) or program(need):
+        if need == "fake device" or importlib.util.find_spec(need) or program(need):
             continue
         return f"{need} is not installed"
     return ""
@@ -188,7 +188,7 @@ def environment(step: Step, rank: int, limit_s: float) -> dict[str, str]:
     env |= step.env
     if step.ranks > 1 and step.env:
         env["NCCL_HOSTID"] = f"horo_lite-check-{rank}"
-    if TWIN:
+    if FAKE:
         import fake_nccl
 
         env["HORO_LITE_NCCL_LIB"] = os.environ.get("HORO_LITE_NCCL_LIB") or fake_nccl.compiled()
@@ -376,7 +376,7 @@ def build(table: Table) -> bool:
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dnanobind_DIR={nanobind}",
         f"-DHORO_LITE_CUDA_ARCHITECTURES={generation}",
-        f"-DHORO_LITE_CUDA={0 if TWIN else 1}",
+        f"-DHORO_LITE_CUDA={0 if FAKE else 1}",
     ]
     cache = tree / "CMakeCache.txt"
     home = f"CMAKE_HOME_DIRECTORY:INTERNAL={PROJECT}/csrc\n"
@@ -401,7 +401,7 @@ def build(table: Table) -> bool:
     for module in ("_native", "_testing"):
         shutil.copy2(tree / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}", package)
     seconds = time.monotonic() - began
-    what = "without CUDA" if TWIN else f"for compute capability {capability or generation}"
+    what = "without CUDA" if FAKE else f"for compute capability {capability or generation}"
     table.verdict("passed" if seconds < 120 else "FAILED", f"built {what} in {seconds:.0f} s")
     return True
 
@@ -427,8 +427,8 @@ def main() -> int:
     began = time.monotonic()
     WORK.mkdir(parents=True, exist_ok=True)
     table = Table()
-    if TWIN:
-        table.line("a dry run on the twin of a GPU, in host memory: it proves the checks, no GPU")
+    if FAKE:
+        table.line("a dry run on the fake device, in host memory: it proves the checks, no GPU")
     else:
         if not output("nvidia-smi", "-L") and not Path("/dev/nvidiactl").exists():
             table.line(

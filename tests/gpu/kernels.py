@@ -1,4 +1,4 @@
-"""The kernels on a GPU against their twins on the CPU, bit for bit: see `make gpu-check`.
+"""The kernels on a GPU against their host versions, bit for bit: see `make gpu-check`.
 
 As a plug-in of pytest it has tests/csrc/test_gpu_kernels.py do all it does on the GPU as well: in
 memory that both can reach, every call is made on both, and every byte compared, those around the
@@ -90,7 +90,7 @@ def run(step: str, tensors: Any, **options: Any) -> None:
     for what, place, image in zip(["tensors", "wire", *shared], places, after, strict=True):
         wrong = np.flatnonzero(place != image)
         assert not wrong.size, (
-            f"{step}: {wrong.size} bytes of the {what} are not the twin's; the first is number "
+            f"{step}: {wrong.size} bytes of the {what} are not the host's; the first is number "
             f"{wrong[0]}: {place[wrong[0]]:#x} instead of {image[wrong[0]]:#x}"
         )
     for name, x in arrays.items():

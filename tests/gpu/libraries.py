@@ -1,6 +1,6 @@
 """How the checks make, change and read arrays on a GPU: one small class for each array library.
 
-`Twin` stands in for them where there is no GPU: see tests/support/twin.py.
+`FakeDevice` stands in for them where there is no GPU: see tests/support/fake_device.py.
 """
 
 from __future__ import annotations
@@ -197,23 +197,23 @@ class Jax(Library):
         return not late.is_ready()
 
 
-class Twin(Library):
-    name = "twin"
+class FakeDevice(Library):
+    name = "fake device"
     dtypes = (*FLOATS, *INTEGERS, "uint16", "uint32", "uint64", "bfloat16")
 
     def __init__(self) -> None:
-        import twin
+        import fake_device
 
-        self.twin = twin
+        self.fake = fake_device
 
     def make(self, values: Host) -> Any:
-        return self.twin.array(values)
+        return self.fake.array(values)
 
     def read(self, x: Any) -> Host:
         return x.numpy()
 
     def late(self, values: Host) -> Any:
-        return self.twin.array(values)
+        return self.fake.array(values)
 
     def is_busy(self, late: Any) -> bool:
         return True  # nobody knows
@@ -223,17 +223,17 @@ class Twin(Library):
 
     @contextlib.contextmanager
     def another_stream(self) -> Iterator[None]:
-        with self.twin.another_stream():
+        with self.fake.another_stream():
             yield
 
     def optimizer(self, values: Sequence[Host]) -> tuple[Any, list[Any]]:
-        class TwinDescent(Descent):
+        class FakeDescent(Descent):
             def step(self) -> None:
                 for param, grad in zip(self.params, self.grads, strict=True):
                     param.subtract(grad, 0.5)
 
         params = [self.make(x) for x in values]
-        return TwinDescent(params), params
+        return FakeDescent(params), params
 
 
-LIBRARIES = {library.name: library for library in (Torch, Cupy, Jax, Twin)}
+LIBRARIES = {library.name: library for library in (Torch, Cupy, Jax, FakeDevice)}

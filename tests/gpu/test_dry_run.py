@@ -1,4 +1,4 @@
-"""The checks of `make gpu-check`, tried on the twin of a GPU: they work when there is a GPU."""
+"""The checks of `make gpu-check`, tried on the fake device: they work when there is a GPU."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def check(only: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("only", ["twin, 1 rank;twin, 2 ranks", "a killed peer"])
-def test_on_the_twin(only: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("only", ["fake device, 1 rank;fake device, 2 ranks", "a killed peer"])
+def test_on_the_fake_device(only: str, tmp_path: Path) -> None:
     out = tmp_path / "table"
     ended = check(only, HORO_LITE_TEST_GPUS="a", OUT=str(out))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     passed, failed = ended.stdout.splitlines()[-1].removesuffix(" failed").split(" passed, ")
-    assert int(passed) == (38 if "twin" in only else 1)
+    assert int(passed) == (38 if "fake device" in only else 1)
     assert int(failed) == 0
     assert out.read_text() == ended.stdout
 
 
 def test_what_fails_is_counted_and_shown() -> None:
     """Here NCCL cannot be found, and no check of a world over it can pass."""
-    ended = check("twin, 1 rank", HORO_LITE_TEST_GPUS="a", HORO_LITE_NCCL_LIB="/nowhere")
+    ended = check("fake device, 1 rank", HORO_LITE_TEST_GPUS="a", HORO_LITE_NCCL_LIB="/nowhere")
     assert ended.returncode == 1
     assert "FAILED:" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "0 passed, 1 failed"

@@ -240,11 +240,11 @@ import numpy as np
 import fake_nccl
 rank = int(os.environ["RANK"])
 os.environ.update(HORO_LITE_TEST_GPUS=f"{rank}a", HORO_LITE_NCCL_LIB=fake_nccl.compiled())
-import twin
+import fake_device
 import horo_lite as hvd
 world = hvd.init()
 for group in (world.group, hvd.new_group([1, 0])):
-    mine = twin.array(np.full(10, rank + 1.0), np.float32)
+    mine = fake_device.array(np.full(10, rank + 1.0), np.float32)
     assert np.all(hvd.allreduce(mine, hvd.Sum, group=group).numpy() == 3)
 assert (str(world.device), world.transport) == ("cuda:0", "nccl")
 x = np.full(5000, float(rank))

@@ -1,6 +1,6 @@
 """What holds for arrays in GPU memory, in whatever world this is run; see checks.py for the host's.
 
-Arrays are the twin's, so this needs no GPU. Nothing here waits for a stream but `numpy()`.
+Arrays are the fake device's, so this needs no GPU. Nothing here waits for a stream but `numpy()`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fake_device
 import ml_dtypes
 import numpy as np
 import pytest
-import twin
 from oracle import allgather_reference, allreduce_reference, alltoall_reference, share_of
 
 import horo_lite as hvd
@@ -37,8 +37,8 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def on_gpu(values: Any, dtype: Any = None) -> twin.TwinArray:
-    return twin.array(values, dtype, DEVICE)
+def on_gpu(values: Any, dtype: Any = None) -> fake_device.FakeGpuArray:
+    return fake_device.array(values, dtype, DEVICE)
 
 
 def whole(rank: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -81,7 +81,7 @@ def check_order_with_the_current_stream(group: Group) -> None:
         x.fill(np.full(1000, group.rank + 1))  # late
         ops.allreduce_(x, Sum, group=group)
         y = ops.allreduce(x.add(1), Sum, group=group)
-        with twin.another_stream():
+        with fake_device.another_stream():
             z = ops.allreduce(y, Sum, group=group)
             z.add(1)
         assert np.all(z.numpy() == (total + 1) * group.size**2 + 1)
@@ -121,7 +121,9 @@ def check_layouts(group: Group) -> None:
         expected[cut] = total
         assert np.array_equal(base.numpy(), expected)
     values = everyone(group, (4, 6), np.dtype(np.float32))
-    fortran = twin.TwinArray(np.empty((6, 4), np.float32).T, DEVICE).fill(values[group.rank])
+    fortran = fake_device.FakeGpuArray(np.empty((6, 4), np.float32).T, DEVICE).fill(
+        values[group.rank]
+    )
     ops.allreduce_(fortran, Sum, group=group)
     assert np.array_equal(fortran.numpy(), allreduce_reference(values, "sum"))
 
@@ -200,7 +202,7 @@ def check_moving_data(group: Group) -> None:
     for dtype in (np.float32, np.int16):
         parts = [whole(r, (r + 1, 3), np.dtype(dtype)) for r in range(size)]
         got = ops.allgather(on_gpu(parts[rank]), group=group)
-        assert isinstance(got, twin.TwinArray)
+        assert isinstance(got, fake_device.FakeGpuArray)
         assert np.array_equal(got.numpy(), allgather_reference(parts))
     none = [np.zeros((0 if r == 0 else 2, 2), np.float32) + r for r in range(size)]
     assert np.array_equal(
@@ -262,7 +264,7 @@ def check_host_and_gpu_side_by_side(group: Group) -> None:
 
 def check_wrong_arguments_stay_here(group: Group) -> None:
     with pytest.raises(ValueError, match="one GPU"):
-        ops.allreduce(twin.array(np.ones(3), device=DEVICE + 7), group=group)
+        ops.allreduce(fake_device.array(np.ones(3), device=DEVICE + 7), group=group)
     x = Foreign(on_gpu(np.ones(3)))
     with pytest.raises(TypeError, match="register_adapter"):
         ops.allreduce(x, group=group)
@@ -329,7 +331,7 @@ def check_foreign_arrays(group: Group) -> None:
 class Foreign:
     """What exports through DLPack, and that is all."""
 
-    def __init__(self, array: twin.TwinArray) -> None:
+    def __init__(self, array: fake_device.FakeGpuArray) -> None:
         self._array = array
         self.shape, self.dtype = array.shape, array.dtype
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fake_device
 import numpy as np
 import pytest
-import twin
 from fake_nccl import SINCE_2_27, Call, compiled, read_log
 from oracle import allgather_reference, allreduce_reference, share_of
 
@@ -42,8 +42,8 @@ def start(**settings: str) -> Group:
     return hvd.init().group
 
 
-def on_gpu(values: Any, dtype: Any = np.float32) -> twin.TwinArray:
-    return twin.array(values, dtype)
+def on_gpu(values: Any, dtype: Any = np.float32) -> fake_device.FakeGpuArray:
+    return fake_device.array(values, dtype)
 
 
 def usable(group: Group) -> None:
@@ -197,7 +197,7 @@ def splits() -> None:
     tensors = _native.Tensors([x], stream=-1)
     for k in range(5):
         x.fill(np.full(5000, world.rank + k))  # late
-        queue.follow(twin.stream().handle)
+        queue.follow(fake_device.stream().handle)
         expected = np.full(n, np.arange(n) + k, dtype=float)
         whole.allreduce(tensors, "sum", "none", 1.0, 1.0, 1.0)
         expected[:] = expected.sum()
@@ -206,13 +206,13 @@ def splits() -> None:
         expected[[0, 3]] = expected[[0, 3]].sum()
         second.allreduce(tensors, "sum", "fp16", 1.0, 1.0, 1.0)
         whole.allreduce(tensors, "average", "none", 1.0, 1.0, float(n))
-        queue.lead(twin.stream().handle)
+        queue.lead(fake_device.stream().handle)
         got = x.numpy()
         assert np.allclose(got, expected.sum(), rtol=1e-3), (k, got, expected.sum())
     y = on_gpu(np.full(7, world.rank))
     y.numpy()
     second.broadcast(_native.Tensors([y], stream=-1), 0)
-    queue.lead(twin.stream().handle)
+    queue.lead(fake_device.stream().handle)
     assert np.all(y.numpy() == n - 1)
     del part, second, whole
     names = [call.name for call in log()]
@@ -606,7 +606,7 @@ def optimizers() -> None:
             holds(slots)
 
 
-class Values(twin.TwinAdapter):
+class Values(fake_device.FakeGpuAdapter):
     def value(self, parameter: Slot) -> Any:
         return parameter.value
 
@@ -671,7 +671,7 @@ def results_are_kept_for_late_readers(group: Group) -> None:
     parts = [np.full((5, 3), r + 1.0) for r in range(group.size)]
     handles = [ops.allgather_async(on_gpu(parts[group.rank]), group=group) for _ in range(3)]
     time.sleep(0.05)
-    twin.stream().call(lambda: time.sleep(0.2))
+    fake_device.stream().call(lambda: time.sleep(0.2))
     results = []
     while handles:
         results.append(group.synchronize(handles.pop()))
@@ -719,7 +719,7 @@ def sequences() -> None:
         reduced = allreduce_reference(each, op.value).astype(dtype)
         rtol = 1e-6 if op is Average else 0
         name = f"n{number}"
-        with twin.another_stream() if alike.random() < 0.2 else warnings.catch_warnings():
+        with fake_device.another_stream() if alike.random() < 0.2 else warnings.catch_warnings():
             if kind == "direct":
                 later(
                     ops.allreduce(on_gpu(each[rank], dtype), op, group=group), reduced, what, rtol

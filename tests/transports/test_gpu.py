@@ -1,4 +1,4 @@
-"""Arrays in GPU memory, without a GPU: the twin of one, and the stand-in for NCCL."""
+"""Arrays in GPU memory, without a GPU: the fake device, and the stand-in for NCCL."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_buckets_that_differ_are_told_before_the_gpus_wait_for_ever() -> None:
         rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
         os.environ["HORO_LITE_BUCKET_BYTES"] = str(65536 << int(rank))
         import numpy as np
-        import twin
+        import fake_device
         import horo_lite as hvd
         device = hvd.init().device.index
         try:
-            hvd.allreduce(twin.array(np.ones(100_000), device=device))
+            hvd.allreduce(fake_device.array(np.ones(100_000), device=device))
         except hvd.MismatchError as error:
             print("told:", error)
         """,

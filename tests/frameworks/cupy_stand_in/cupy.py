@@ -1,7 +1,7 @@
-"""What the adapter and an optimizer of one's own call of CuPy, on the twin of a GPU.
+"""What the adapter and an optimizer of one's own call of CuPy, on the fake device.
 
-Names and arguments are CuPy 14's; what they do is twin.py's: whoever reads or writes an array
-without an order to the current stream gets garbage.
+Names and arguments are CuPy 14's; what they do is fake_device.py's: whoever reads or writes an
+array without an order to the current stream gets garbage.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import fake_device
 import numpy as np
-import twin
 
 from horo_lite import adapters, world
 
-# The adapter for CuPy is meant, not the twin's own.
-adapters._registered[:] = [a for a in adapters._registered if type(a) is not twin.TwinAdapter]
+# The adapter for CuPy is meant, not the fake device's own.
+adapters._registered[:] = [
+    a for a in adapters._registered if type(a) is not fake_device.FakeGpuAdapter
+]
 
 
 class Device(int):
-    """A number for the twin, what CuPy has for others; and inside `with` it is the current one."""
+    """A number for the fake device, what CuPy has for others; inside `with` the current one."""
 
     @property
     def id(self) -> int:
@@ -46,7 +48,7 @@ def _current() -> Device:
     return Device(world().device.index if is_main else 0) if chosen is None else chosen
 
 
-class ndarray(twin.TwinArray):  # noqa: N801 (CuPy's name)
+class ndarray(fake_device.FakeGpuArray):  # noqa: N801 (CuPy's name)
     def get(self) -> np.ndarray:
         """In the host's memory."""
         return self.numpy()
@@ -57,7 +59,7 @@ class ndarray(twin.TwinArray):  # noqa: N801 (CuPy's name)
 
 def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
     memory = np.empty(shape, dtype)
-    twin.spoil(memory)
+    fake_device.spoil(memory)
     return ndarray(memory, _current())
 
 
@@ -80,6 +82,6 @@ def zeros_like(x: ndarray, order: str) -> ndarray:
 
 
 cuda = SimpleNamespace(
-    get_current_stream=lambda device: SimpleNamespace(ptr=twin.stream().handle),
+    get_current_stream=lambda device: SimpleNamespace(ptr=fake_device.stream().handle),
     ExternalStream=lambda stream, device: nullcontext(),
 )

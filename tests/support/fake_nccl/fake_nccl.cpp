@@ -1,6 +1,6 @@
 // A stand-in for NCCL: the same symbols over host memory, for real processes of one machine without a GPU.
 //
-// Streams are those of the twin (csrc/gpu/device.h): operations are queued on them and read their data when the stream
+// Streams are the fake device's (csrc/gpu/device.h): operations are queued on them and read their data when the stream
 // gets to them. Ranks meet in anonymous shared memory (memfd) that the process which made the unique id holds open, so
 // that nothing can be left behind. Where the real library has a hard edge, this one has it too:
 // - A communicator that is not ready answers ncclInvalidArgument.
@@ -51,7 +51,7 @@ using namespace horo;
 
 namespace {
 
-// The beginning of every stream of the twin, as csrc/gpu/device.h has it.
+// The beginning of every stream of the fake device, as csrc/gpu/device.h has it.
 struct FakeStreamHead {
   void (*enqueue)(FakeStreamHead* stream, void (*work)(void*), void* argument);
 };
@@ -577,7 +577,7 @@ NcclResult check(const CommPtr& comm, const Op& op, const void* stream) {
   if (op.n > 0 && ((reads && op.from == nullptr) || (op.kind != Kind::kSend && op.to == nullptr))) {
     return refuse(kNcclInvalidArgument, "a null buffer");
   }
-  if (reinterpret_cast<uintptr_t>(stream) <= 2) return refuse(kNcclInvalidUsage, "the twin has no default stream");
+  if (reinterpret_cast<uintptr_t>(stream) <= 2) return refuse(kNcclInvalidUsage, "the device has no default stream");
   return kNcclSuccess;
 }
 

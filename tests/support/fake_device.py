@@ -1,4 +1,4 @@
-"""An array library on the twin of a GPU (HORO_LITE_TEST_GPUS): what CuPy is on the real one.
+"""An array library on the fake device (HORO_LITE_TEST_GPUS): what CuPy is on the real one.
 
 Work is queued on a stream and done by a thread, some of it late; memory that nobody refers to any
 more is spoiled in the order of the stream it was made for, as an allocator would reuse it. Whoever
@@ -40,7 +40,7 @@ def stream() -> _testing.FakeStream:
 @atexit.register
 def end() -> None:
     """The streams' threads are gone before the interpreter is, whose calls they make."""
-    TwinArray.alive = False
+    FakeGpuArray.alive = False
     vars(_local).clear()
     _streams.clear()
 
@@ -58,12 +58,14 @@ def another_stream() -> Iterator[None]:
         _local.stream = outer
 
 
-class TwinArray:
+class FakeGpuArray:
     """NumPy's memory, reached only through a stream. `device` is what cuda:N would be."""
 
     alive = True
 
-    def __init__(self, memory: np.ndarray, device: int = 0, owner: TwinArray | None = None) -> None:
+    def __init__(
+        self, memory: np.ndarray, device: int = 0, owner: FakeGpuArray | None = None
+    ) -> None:
         self._memory = memory
         self._owner = owner  # of whose memory this is a view
         self._stream = stream()
@@ -88,7 +90,7 @@ class TwinArray:
         address = memory.__array_interface__["data"][0]
         return _native.dlpack_capsule(address, self.shape, name, self.device, self, strides)
 
-    def queue(self, work: Callable[[np.ndarray], object], *, late: bool = False) -> TwinArray:
+    def queue(self, work: Callable[[np.ndarray], object], *, late: bool = False) -> FakeGpuArray:
         memory = self._memory
 
         def run() -> None:
@@ -99,33 +101,33 @@ class TwinArray:
         stream().call(run)
         return self
 
-    def fill(self, values: Any) -> TwinArray:
+    def fill(self, values: Any) -> FakeGpuArray:
         """Late, so that whoever does not wait for it misses it."""
         values = np.array(values)
         return self.queue(lambda memory: np.copyto(memory, values, casting="unsafe"), late=True)
 
-    def add(self, number: float) -> TwinArray:
+    def add(self, number: float) -> FakeGpuArray:
         return self.queue(lambda memory: np.add(memory, number, out=memory, casting="unsafe"))
 
-    def subtract(self, other: TwinArray, factor: float) -> TwinArray:
+    def subtract(self, other: FakeGpuArray, factor: float) -> FakeGpuArray:
         theirs = other._memory
         return self.queue(lambda memory: np.subtract(memory, factor * theirs, out=memory))
 
-    def copy(self) -> TwinArray:
+    def copy(self) -> FakeGpuArray:
         return empty(self.shape, self.dtype, self.device)._take(self)
 
-    def _take(self, other: TwinArray) -> TwinArray:
+    def _take(self, other: FakeGpuArray) -> FakeGpuArray:
         theirs = other._memory
         return self.queue(lambda memory: np.copyto(memory, theirs))
 
-    def reshape(self, shape: tuple[int, ...]) -> TwinArray:
-        return TwinArray(self._memory.reshape(shape), self.device, self._owner or self)
+    def reshape(self, shape: tuple[int, ...]) -> FakeGpuArray:
+        return FakeGpuArray(self._memory.reshape(shape), self.device, self._owner or self)
 
-    def __getitem__(self, key: Any) -> TwinArray:
-        return TwinArray(self._memory[key], self.device, self._owner or self)
+    def __getitem__(self, key: Any) -> FakeGpuArray:
+        return FakeGpuArray(self._memory[key], self.device, self._owner or self)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(value, TwinArray):
+        if isinstance(value, FakeGpuArray):
             self[key]._take(value)
         else:
             self[key].queue(lambda memory: np.copyto(memory, value, casting="unsafe"))
@@ -147,25 +149,25 @@ def spoil(memory: np.ndarray) -> None:
     memory[...] = np.frombuffer(b"\xa5" * memory.itemsize, memory.dtype)[0]
 
 
-def empty(shape: Any, dtype: Any, device: int = 0) -> TwinArray:
+def empty(shape: Any, dtype: Any, device: int = 0) -> FakeGpuArray:
     memory = np.empty(shape, dtype)
     spoil(memory)
-    return TwinArray(memory, device)
+    return FakeGpuArray(memory, device)
 
 
-def array(values: Any, dtype: Any = None, device: int = 0) -> TwinArray:
+def array(values: Any, dtype: Any = None, device: int = 0) -> FakeGpuArray:
     """Holds `values`, soon."""
     values = np.asarray(values, dtype)
     return empty(values.shape, values.dtype, device).fill(values)
 
 
-class TwinAdapter(NumpyAdapter):
+class FakeGpuAdapter(NumpyAdapter):
     """What the adapter for CuPy is to CuPy."""
 
-    array = TwinArray
+    array = FakeGpuArray
 
     def matches(self, obj: object) -> bool:
-        return isinstance(obj, TwinArray) or super().matches(obj)
+        return isinstance(obj, FakeGpuArray) or super().matches(obj)
 
     def stream(self, x: Any) -> int | None:
         return stream().handle
@@ -177,9 +179,9 @@ class TwinAdapter(NumpyAdapter):
         return empty(tuple(shape), x.dtype, x.device)
 
     def from_numpy(self, array: Any, like: Any) -> Any:
-        if isinstance(array, TwinArray):
+        if isinstance(array, FakeGpuArray):
             return array
         return empty(array.shape, array.dtype, like.device).fill(array)
 
 
-register_adapter(TwinAdapter())
+register_adapter(FakeGpuAdapter())
