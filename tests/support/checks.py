@@ -743,7 +743,7 @@ def check_waiting_beside_the_training_thread(group: Group) -> None:
 
     def work(beside: bool) -> None:
         if last:
-            time.sleep(1.0)  # far longer than it takes to find a mismatch
+            time.sleep(0.4)  # far longer than it takes to find a mismatch
         handle = ops.allreduce_async(np.ones(2), Sum, name="beside", group=group)
         results.append(group.synchronize(handle, beside=beside))
 
