@@ -173,6 +173,34 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
+# How long a launcher may take to end once all that it started has ended.
+LAUNCHER_S = 10.0
+
+
+class LauncherWatch:
+    """Notices a launcher that does not end, although every process that it started has."""
+
+    def __init__(self, launcher: int) -> None:
+        self._launcher = launcher
+        self._has_started_some = False
+        self._next = 0.0
+        self._since: float | None = None
+
+    def for_too_long(self, processes: Callable[[], list[int]]) -> bool:
+        """Tell whether only the launcher is left of the job's `processes`, for LAUNCHER_S."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + 1
+        left = processes()
+        self._has_started_some = self._has_started_some or len(left) > 1
+        if not (self._has_started_some and left == [self._launcher]):
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        return self._since is not None and now >= self._since + LAUNCHER_S
+
+
 class Job:
     """A launcher and all that it starts on this host; its output goes where this process's does.
 
@@ -218,6 +246,11 @@ class Job:
                     target.write(text)
                     target.flush()
 
+    def _print_error(self, text: str) -> None:
+        with self._printed:
+            self.tail += text
+        sys.stderr.write(text)
+
     def wait(self, has_failed: Callable[[], bool] = lambda: False) -> int:
         """Wait for the job, and leave nothing of one that failed running.
 
@@ -228,6 +261,7 @@ class Job:
             The exit code; of a launcher that was killed by a signal, the negative number of that.
         """
         failed_at = None
+        alone = LauncherWatch(self._launcher.pid)
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -236,6 +270,13 @@ class Job:
                 if failed_at is None and has_failed():
                     failed_at = time.monotonic()
                 if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
+                    break
+                if alone.for_too_long(self._processes):
+                    self._print_error(
+                        f"[horo_lite] the launcher (pid {self._launcher.pid}) is killed: it has "
+                        f"not ended in {LAUNCHER_S:.0f} s, although every process that it started "
+                        "has. Open MPI's can block itself when a rank ends early\n"
+                    )
                     break
         finally:
             if self._launcher.poll() != 0:

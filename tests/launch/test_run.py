@@ -443,3 +443,26 @@ def test_a_job_takes_no_outer_launchers_variables_for_its_own(
     assert not env.keys() & gone
     assert kept.items() <= env.items()
     assert env["MORE"] == "2"
+
+
+def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As Open MPI's, which can block itself when a rank ends early; not while a rank runs."""
+    monkeypatch.setattr(jobs, "LAUNCHER_S", 2.0)
+    began = time.monotonic()
+    job = jobs.Job(["sh", "-c", "sleep 4 & wait; echo ranks ended; exec sleep 600"], os.environ)
+    assert job.wait() == -signal.SIGTERM
+    out, err = capfd.readouterr()
+    assert out == "ranks ended\n"
+    assert "every process that it started has" in err
+    assert "every process that it started has" in job.tail
+    assert time.monotonic() - began < 300
+
+
+def test_a_launcher_may_take_its_time_before_it_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs, "LAUNCHER_S", 0.5)
+    job = jobs.Job(["sh", "-c", "exec sleep 3"], os.environ)
+    assert job.wait() == 0

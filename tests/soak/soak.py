@@ -212,7 +212,7 @@ def _training(rng: random.Random) -> Watch:
 
 def _end_of(job: Job, told: str) -> Result:
     try:
-        job.launcher.wait(LIMIT_S)
+        job.wait_for_launcher(LIMIT_S)
     except subprocess.TimeoutExpired:
         for pid in job.ranks().values():  # faulthandler shows where they are
             with contextlib.suppress(ProcessLookupError):

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from horo_lite.launch.jobs import LauncherWatch
+
 if TYPE_CHECKING:
     from horo_lite._native import StallDetector
     from horo_lite.collectives.group import Group
@@ -225,13 +227,32 @@ class Job:
     def wait(self, timeout_s: float = 30) -> Result:
         """How the job ended. LaunchTimeoutError, with both streams, where it has not by then."""
         try:
-            self.launcher.wait(PATIENCE * timeout_s)
+            self.wait_for_launcher(PATIENCE * timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise LaunchTimeoutError(
                 f"still running after {PATIENCE * timeout_s} s:\n{self.result()}"
             ) from None
         return self.result()
+
+    def wait_for_launcher(self, timeout_s: float) -> None:
+        """Return when the launcher has ended; subprocess.TimeoutExpired where it does not.
+
+        Open MPI 5.0.11's can block itself in its PMIx library when a rank has ended early. Nothing
+        of the package runs any more then: it is killed, and its exit code is not 0.
+        """
+        until = time.monotonic() + timeout_s
+        watch = LauncherWatch(self.launcher.pid)
+        is_mpiexec = any(Path(word).name == "mpiexec" for word in shlex.split(self.command))
+        while True:
+            try:
+                self.launcher.wait(0.5)
+                return
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > until:
+                    raise
+            if is_mpiexec and watch.for_too_long(lambda: list(self.processes())):
+                self.kill()
 
     def result(self) -> Result:
         """How the job stands, or has ended; -999 is the exit code of one that still runs."""
