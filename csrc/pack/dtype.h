@@ -36,6 +36,14 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// An element of a caller's array, which may lie at any address (a field of a packed record in NumPy): read and written
+// through this, the compiler takes no alignment for granted. Vector loads and stores do not either, so it costs
+// nothing.
+template <class T>
+struct [[gnu::packed, gnu::may_alias]] Packed {
+  T value;
+};
+
 static inline size_t item_bytes(DType dtype) {
   switch (dtype) {
     case DType::kBool:

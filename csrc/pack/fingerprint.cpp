@@ -72,14 +72,14 @@ NonFinite non_finite(const void* memory, size_t n_elements) {
   constexpr Bits kSign = Bits{1} << (8 * sizeof(Bits) - 1);
   constexpr Bits kOne = Bits{1} << kMantissaBits;
   constexpr Bits kExponent = kSign - kOne;
-  const Bits* bits = static_cast<const Bits*>(memory);
+  const auto* bits = static_cast<const Packed<Bits>*>(memory);
   Bits carried = 0;
   // One more than the largest exponent carries into the sign.
-  for (size_t i = 0; i < n_elements; ++i) carried |= static_cast<Bits>((bits[i] & kExponent) + kOne);
+  for (size_t i = 0; i < n_elements; ++i) carried |= static_cast<Bits>((bits[i].value & kExponent) + kOne);
   NonFinite found;
   if ((carried & kSign) == 0) return found;
   for (size_t i = 0; i < n_elements; ++i) {
-    const Bits magnitude = bits[i] & static_cast<Bits>(~kSign);
+    const Bits magnitude = bits[i].value & static_cast<Bits>(~kSign);
     found.n_nan += magnitude > kExponent;
     found.n_inf += magnitude == kExponent;
   }
@@ -95,16 +95,16 @@ double value_of(T x) {
 
 template <class T>
 Difference between(const void* mine, const void* theirs, size_t n_elements) {
-  const T* a = static_cast<const T*>(mine);
-  const T* b = static_cast<const T*>(theirs);
+  const auto* a = static_cast<const Packed<T>*>(mine);
+  const auto* b = static_cast<const Packed<T>*>(theirs);
   constexpr size_t kMeant = std::is_same_v<T, long double> && std::numeric_limits<T>::digits == 64 ? 10 : sizeof(T);
   Difference found;
   for (size_t i = 0; i < n_elements; ++i) {
-    const double x = value_of(a[i]);
+    const double x = value_of(a[i].value);
     if (std::isfinite(x)) found.magnitude = std::max(found.magnitude, std::fabs(x));
     if (std::memcmp(&a[i], &b[i], kMeant) == 0) continue;
     ++found.n_elements;
-    const double apart = std::fabs(x - value_of(b[i]));
+    const double apart = std::fabs(x - value_of(b[i].value));
     if (std::isfinite(apart)) found.largest = std::max(found.largest, apart);
   }
   return found;
@@ -130,10 +130,10 @@ NonFinite count_non_finite(const TensorRef& tensor) {
       return non_finite<uint64_t, 52>(tensor.address, tensor.n_elements);
     case DType::kLongDouble: {
       NonFinite found;
-      const auto* values = static_cast<const long double*>(tensor.address);
+      const auto* values = static_cast<const Packed<long double>*>(tensor.address);
       for (size_t i = 0; i < tensor.n_elements; ++i) {
-        found.n_nan += std::isnan(values[i]);
-        found.n_inf += std::isinf(values[i]);
+        found.n_nan += std::isnan(values[i].value);
+        found.n_inf += std::isinf(values[i].value);
       }
       return found;
     }

@@ -24,8 +24,8 @@ namespace {
 using Lanes = __m512;
 constexpr size_t kLanes = 16;
 inline Lanes lanes_of(float x) { return _mm512_set1_ps(x); }
-inline Lanes load(const float* p) { return _mm512_loadu_ps(p); }
-inline void store(float* p, Lanes x) { _mm512_storeu_ps(p, x); }
+inline Lanes load(const void* p) { return _mm512_loadu_ps(p); }
+inline void store(void* p, Lanes x) { _mm512_storeu_ps(p, x); }
 inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
 inline Lanes add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
 inline Lanes div(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
@@ -39,8 +39,8 @@ inline void store_half(uint16_t* p, Lanes x) {
 using Lanes = __m256;
 constexpr size_t kLanes = 8;
 inline Lanes lanes_of(float x) { return _mm256_set1_ps(x); }
-inline Lanes load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Lanes x) { _mm256_storeu_ps(p, x); }
+inline Lanes load(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
+inline void store(void* p, Lanes x) { _mm256_storeu_ps(static_cast<float*>(p), x); }
 inline Lanes mul(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
 inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
 inline Lanes div(Lanes a, Lanes b) { return _mm256_div_ps(a, b); }
@@ -54,8 +54,8 @@ inline void store_half(uint16_t* p, Lanes x) {
 using Lanes = float;
 constexpr size_t kLanes = 1;
 inline Lanes lanes_of(float x) { return x; }
-inline Lanes load(const float* p) { return *p; }
-inline void store(float* p, Lanes x) { *p = x; }
+inline Lanes load(const void* p) { return static_cast<const Packed<float>*>(p)->value; }
+inline void store(void* p, Lanes x) { static_cast<Packed<float>*>(p)->value = x; }
 inline Lanes mul(Lanes a, Lanes b) { return a * b; }
 inline Lanes add(Lanes a, Lanes b) { return a + b; }
 inline Lanes div(Lanes a, Lanes b) { return a / b; }
@@ -116,6 +116,13 @@ inline A combine(A a, A b) {
   }
 }
 
+// Cut towards zero, and wrapped round as all integers here are; NaN and infinities give 0, as do the multiples of 2^75
+// from 2^127 on. The plain cast of a number that does not fit is undefined, and instruction sets differ in it.
+template <class A>
+inline A cut(double x) {
+  return std::fabs(x) < 0x1p127 ? static_cast<A>(static_cast<__int128>(x)) : A{0};
+}
+
 // Weighted averages of integers are exact where numbers of samples are: weights below 1 count in units of 2^-30, for
 // which the sum has room.
 constexpr double kFixedPoint = 1 << 30;
@@ -128,7 +135,7 @@ inline auto multiplier(double weight) {
     const auto least = static_cast<double>(std::numeric_limits<A>::min());
     return static_cast<A>(weight == 0.0 || std::fabs(weight) >= least ? weight : std::copysign(least, weight));
   } else if constexpr (op == Op::kWeightedAverage) {
-    return static_cast<A>(std::nearbyint(weight * kFixedPoint));
+    return cut<A>(std::nearbyint(weight * kFixedPoint));
   } else {
     return weight;
   }
@@ -138,7 +145,7 @@ inline auto multiplier(double weight) {
 template <class A, class M>
 inline A multiplied(A value, M multiplier) {
   if constexpr (kIsInteger<A> && std::is_same_v<M, double>) {
-    return static_cast<A>(static_cast<double>(value) * multiplier);
+    return cut<A>(static_cast<double>(value) * multiplier);
   } else if constexpr (kIsInteger<A>) {
     return static_cast<A>(static_cast<Wrapping<A>>(value) * static_cast<Wrapping<A>>(multiplier));
   } else {
@@ -164,10 +171,10 @@ inline A finished(A value, const Factor& factor) {
     return finished<Op::kSum>(value, {factor.scale, std::nearbyint(factor.divisor * kFixedPoint)});
   } else if constexpr (kIsInteger<A>) {
     if (factor.scale == 1.0) {
-      const auto divisor = static_cast<A>(factor.divisor);
+      const auto divisor = cut<A>(factor.divisor);
       if (static_cast<double>(divisor) == factor.divisor) return divisor == 1 ? value : value / divisor;
     }
-    return static_cast<A>(static_cast<double>(value) * factor.scale / factor.divisor);
+    return cut<A>(static_cast<double>(value) * factor.scale / factor.divisor);
   } else {
     return value * static_cast<A>(factor.scale) / static_cast<A>(factor.divisor);
   }
@@ -190,8 +197,8 @@ struct Plain {
       std::memcpy(wire, source, n * sizeof(W));
     } else {
       auto* out = reinterpret_cast<W*>(wire);
-      const auto* in = static_cast<const T*>(source);
-      for (size_t i = 0; i < n; ++i) out[i] = narrow<W>(widen<A>(in[i]));
+      const auto* in = static_cast<const Packed<T>*>(source);
+      for (size_t i = 0; i < n; ++i) out[i] = narrow<W>(widen<A>(in[i].value));
     }
   }
 
@@ -200,29 +207,30 @@ struct Plain {
       std::memcpy(destination, wire, n * sizeof(T));
     } else {
       const auto* in = reinterpret_cast<const W*>(wire);
-      auto* out = static_cast<T*>(destination);
-      for (size_t i = 0; i < n; ++i) out[i] = narrow<T>(widen<A>(in[i]));
+      auto* out = static_cast<Packed<T>*>(destination);
+      for (size_t i = 0; i < n; ++i) out[i].value = narrow<T>(widen<A>(in[i]));
     }
   }
 
   // Two contributors, nothing to convert: the usual case on one host, in one pass over the bytes.
-  static void reduce_pair(const W* a, const W* b, size_t n, const Factor& factor, W* wire, T* destination) {
+  static void reduce_pair(const Packed<W>* a, const Packed<W>* b, size_t n, const Factor& factor, Packed<W>* wire,
+                          Packed<T>* destination) {
     if constexpr (kIdentity && std::is_same_v<W, A>) {
-      T* second = destination == nullptr ? reinterpret_cast<T*>(wire) : destination;
+      Packed<T>* second = destination == nullptr ? reinterpret_cast<Packed<T>*>(wire) : destination;
       if (factor.divisor == 1.0 && !kIsInteger<A>) {
         const A scale = static_cast<A>(factor.scale);
 #pragma GCC ivdep
         for (size_t i = 0; i < n; ++i) {
-          const A value = combine<op>(a[i], b[i]) * scale;
-          wire[i] = value;
-          second[i] = value;
+          const A value = combine<op>(a[i].value, b[i].value) * scale;
+          wire[i].value = value;
+          second[i].value = value;
         }
       } else {
 #pragma GCC ivdep
         for (size_t i = 0; i < n; ++i) {
-          const A value = finished<op>(combine<op>(a[i], b[i]), factor);
-          wire[i] = value;
-          second[i] = value;
+          const A value = finished<op>(combine<op>(a[i].value, b[i].value), factor);
+          wire[i].value = value;
+          second[i].value = value;
         }
       }
     }
@@ -235,22 +243,23 @@ struct Plain {
     const Factor factor = simplified<A>(args.factor);
     for (size_t first = 0; first < args.n_elements; first += kBlockElements) {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
-      const T* source = static_cast<const T*>(args.source) + first;
-      auto* destination = static_cast<T*>(args.destination);
+      const auto* source = static_cast<const Packed<T>*>(args.source) + first;
+      auto* destination = static_cast<Packed<T>*>(args.destination);
       if (destination != nullptr) destination += first;
-      auto* wire = reinterpret_cast<W*>(args.wire) + first;
+      auto* wire = reinterpret_cast<Packed<W>*>(args.wire) + first;
       if (args.own >= 0 && !kIdentity) encode(source, n, reinterpret_cast<uint8_t*>(own_wire));
-      auto contribution = [&](int r) -> const W* {
-        if (args.weights != nullptr && args.weights[r] == 0.0) return zeros;
-        if (r != args.own) return reinterpret_cast<const W*>(args.wires[r]) + first;
-        return kIdentity ? reinterpret_cast<const W*>(source) : own_wire;
+      auto contribution = [&](int r) {
+        const void* from = kIdentity ? static_cast<const void*>(source) : own_wire;
+        if (args.weights != nullptr && args.weights[r] == 0.0) from = zeros;
+        else if (r != args.own) from = reinterpret_cast<const Packed<W>*>(args.wires[r]) + first;
+        return static_cast<const Packed<W>*>(from);
       };
       if (kIdentity && std::is_same_v<W, A> && args.n_contributors == 2 && args.weights == nullptr) {
         reduce_pair(contribution(0), contribution(1), n, factor, wire, destination);
         continue;
       }
       for (int r = 0; r < args.n_contributors; ++r) {
-        const W* next = contribution(r);
+        const Packed<W>* next = contribution(r);
         if (args.weights == nullptr) {
           accumulate(next, n, r == 0, sum, [](A value) { return value; });
         } else {
@@ -259,20 +268,20 @@ struct Plain {
         }
       }
       if (factor.scale == 1.0 && factor.divisor == 1.0) {
-        for (size_t i = 0; i < n; ++i) wire[i] = narrow<W>(sum[i]);
+        for (size_t i = 0; i < n; ++i) wire[i].value = narrow<W>(sum[i]);
       } else {
-        for (size_t i = 0; i < n; ++i) wire[i] = narrow<W>(finished<op>(sum[i], factor));
+        for (size_t i = 0; i < n; ++i) wire[i].value = narrow<W>(finished<op>(sum[i], factor));
       }
       if (destination != nullptr) decode(reinterpret_cast<const uint8_t*>(wire), n, destination);
     }
   }
 
   template <class Weigh>
-  static void accumulate(const W* in, size_t n, bool is_first, A* sum, Weigh weigh) {
+  static void accumulate(const Packed<W>* in, size_t n, bool is_first, A* sum, Weigh weigh) {
     if (is_first) {
-      for (size_t i = 0; i < n; ++i) sum[i] = weigh(widen<A>(in[i]));
+      for (size_t i = 0; i < n; ++i) sum[i] = weigh(widen<A>(in[i].value));
     } else {
-      for (size_t i = 0; i < n; ++i) sum[i] = combine<op>(sum[i], weigh(widen<A>(in[i])));
+      for (size_t i = 0; i < n; ++i) sum[i] = combine<op>(sum[i], weigh(widen<A>(in[i].value)));
     }
   }
 };
@@ -315,16 +324,15 @@ struct ScaledHalf {
   static void set_exponent(uint8_t* block, int k) { *reinterpret_cast<BlockHeader*>(block) = {k, {0, 0, 0}}; }
 
   // The k for a block: from its largest finite magnitude, whose exponent field is all that matters.
-  static int scale_exponent(const Real* x, size_t n) {
+  static int scale_exponent(const Packed<Real>* x, size_t n) {
     using Integer = std::conditional_t<std::is_same_v<Real, double>, int64_t, int32_t>;
-    using Bits [[gnu::may_alias]] = Integer;
     constexpr int kMantissa = std::is_same_v<Real, double> ? 52 : 23;
     constexpr int kBias = std::is_same_v<Real, double> ? 1023 : 127;
     constexpr Integer kInfinity = Integer{2 * kBias + 1} << kMantissa;
-    const auto* raw = reinterpret_cast<const Bits*>(x);
+    const auto* raw = reinterpret_cast<const Packed<Integer>*>(x);
     Integer largest = 0;
     for (size_t i = 0; i < n; ++i) {
-      Integer finite = raw[i] & std::numeric_limits<Integer>::max();
+      Integer finite = raw[i].value & std::numeric_limits<Integer>::max();
       finite &= -static_cast<Integer>(finite < kInfinity);  // this way round the compiler vectorises it
       largest = finite > largest ? finite : largest;
     }
@@ -333,13 +341,13 @@ struct ScaledHalf {
   }
 
   static void encode_block(const void* source, size_t n, uint8_t* block) {
-    alignas(64) Real tile[kBlockElements];
-    const Real* x = tile;
+    alignas(64) Packed<Real> tile[kBlockElements];
+    const Packed<Real>* x = tile;
     if constexpr (std::is_same_v<T, Real>) {
-      x = static_cast<const Real*>(source);
+      x = static_cast<const Packed<Real>*>(source);
     } else {
-      const auto* in = static_cast<const T*>(source);
-      for (size_t i = 0; i < n; ++i) tile[i] = widen<Real>(in[i]);
+      const auto* in = static_cast<const Packed<T>*>(source);
+      for (size_t i = 0; i < n; ++i) tile[i].value = widen<Real>(in[i].value);
     }
     const int k = scale_exponent(x, n);
     set_exponent(block, k);
@@ -349,10 +357,10 @@ struct ScaledHalf {
     if constexpr (std::is_same_v<Real, float>) {
       for (; i + kLanes <= n; i += kLanes) store_half(out + i, mul(load(x + i), lanes_of(scale)));
     }
-    for (; i < n; ++i) out[i] = half_bits(static_cast<float>(x[i] * scale));
+    for (; i < n; ++i) out[i] = half_bits(static_cast<float>(x[i].value * scale));
   }
 
-  static void decode_block(const uint8_t* block, size_t n, T* destination) {
+  static void decode_block(const uint8_t* block, size_t n, Packed<T>* destination) {
     const int k = exponent(block);
     const uint16_t* in = elements(block);
     if (std::is_same_v<Real, double> || k > 126 || k < -127) {
@@ -360,7 +368,7 @@ struct ScaledHalf {
       const double half_way = std::ldexp(1.0, -k / 2);
       const double rest = std::ldexp(1.0, -k - (-k / 2));
       for (size_t i = 0; i < n; ++i) {
-        destination[i] = narrow<T>(static_cast<double>(float_of_half(in[i])) * half_way * rest);
+        destination[i].value = narrow<T>(static_cast<double>(float_of_half(in[i])) * half_way * rest);
       }
       return;
     }
@@ -368,22 +376,22 @@ struct ScaledHalf {
     if constexpr (std::is_same_v<T, float>) {
       size_t i = 0;
       for (; i + kLanes <= n; i += kLanes) store(destination + i, mul(load_half(in + i), lanes_of(scale)));
-      for (; i < n; ++i) destination[i] = float_of_half(in[i]) * scale;
+      for (; i < n; ++i) destination[i].value = float_of_half(in[i]) * scale;
     } else {
-      for (size_t i = 0; i < n; ++i) destination[i] = narrow<T>(float_of_half(in[i]) * scale);
+      for (size_t i = 0; i < n; ++i) destination[i].value = narrow<T>(float_of_half(in[i]) * scale);
     }
   }
 
   static void encode(const void* source, size_t n_elements, uint8_t* wire) {
     for (size_t first = 0; first < n_elements; first += kBlockElements, wire += kBlockBytes) {
-      const auto* x = static_cast<const T*>(source) + first;
+      const auto* x = static_cast<const Packed<T>*>(source) + first;
       encode_block(x, std::min(kBlockElements, n_elements - first), wire);
     }
   }
 
   static void decode(const uint8_t* wire, size_t n_elements, void* destination) {
     for (size_t first = 0; first < n_elements; first += kBlockElements, wire += kBlockBytes) {
-      decode_block(wire, std::min(kBlockElements, n_elements - first), static_cast<T*>(destination) + first);
+      decode_block(wire, std::min(kBlockElements, n_elements - first), static_cast<Packed<T>*>(destination) + first);
     }
   }
 
@@ -395,7 +403,7 @@ struct ScaledHalf {
     const auto weight_of = [&](int r) { return args.weights == nullptr ? 1.0 : args.weights[r]; };
     for (size_t first = 0, offset = 0; first < args.n_elements; first += kBlockElements, offset += kBlockBytes) {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
-      const T* source = static_cast<const T*>(args.source) + first;
+      const auto* source = static_cast<const Packed<T>*>(args.source) + first;
       if (args.own >= 0) encode_block(source, n, own_block);
       auto contribution = [&](int r) -> const uint8_t* { return r == args.own ? own_block : args.wires[r] + offset; };
       int unit = kMaxScale;
@@ -431,7 +439,7 @@ struct ScaledHalf {
         const float value = sum[i] * scale;
         out[i] = half_bits(divisor != 1.0f ? value / divisor : value);
       }
-      if (args.destination != nullptr) decode_block(wire, n, static_cast<T*>(args.destination) + first);
+      if (args.destination != nullptr) decode_block(wire, n, static_cast<Packed<T>*>(args.destination) + first);
     }
   }
 
