@@ -12,10 +12,12 @@
 #   MINUTES   of `make soak`: how long; its JOBS are how many run at once
 #   JOBS      how many test files run at once; JOBS=0: one after the other, as a debugger needs it
 #   OUT       of `make gpu-check`: a file for what it prints
+#   ROUNDS    of `make sanitize`: how often, each time with another seed
 PYTHON ?= python3
 NP ?= 2
 JOBS ?= 2
 MINUTES ?= 30
+ROUNDS ?= 1
 TORCH ?= torch==2.13.0
 
 ifdef MPIEXEC
@@ -64,7 +66,7 @@ EDITABLE := $(PIP) --no-build-isolation --editable
 # oldest, whose PTX every newer GPU could run. It is for this directory's environments only.
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 CUDA_FOR := $(if $(HORO_LITE_CUDA_ARCHITECTURES)$(GPU_HERE),,HORO_LITE_CUDA_ARCHITECTURES=75)
-CORE_CXX = $(wildcard $(foreach kind,cpp h cu,csrc/*.$(kind) csrc/*/*.$(kind)))
+CORE_CXX = $(wildcard $(foreach kind,cpp h cu,csrc/*.$(kind) csrc/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind)))
 PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmarks)
 
 .DEFAULT_GOAL := help
@@ -79,7 +81,7 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo build debug test test-frameworks check fix bench soak examples wheel gpu-check clean
+.PHONY: help demo build debug test test-frameworks sanitize check fix bench soak examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -131,6 +133,32 @@ $(addprefix framework-,$(filter-out $(KNOWN_FRAMEWORKS),$(FRAMEWORKS))):
 
 $(addprefix framework-,$(UNTESTABLE)): framework-%:
 	@echo "==> NOT TESTED: $*. It needs a Python 3.10, and none was found: make PYTHON310=/path/to/python3.10"
+
+sanitize: $(VENV)/.made ## the C++ core for the host under ASan, UBSan and TSan, with ranks as threads (2 minutes)
+	@$(MAKE) -j2 -k --output-sync=target --no-print-directory sanitize-memory sanitize-threads
+	@echo "sanitize: no findings"
+
+# Two builds, since ASan and TSan exclude each other. Races are looked for in one instruction set's
+# kernels: they are the same templates.
+sanitize-memory: FLAGS := address,undefined,float-cast-overflow
+sanitize-threads: FLAGS := thread
+sanitize-threads: KERNELS := -DHORO_LITE_PORTABLE=ON
+# TSan of GCC 13 and earlier cannot cope with the address randomization of some kernels. Where that
+# cannot be turned off, as in some containers, it may still work.
+FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+sanitize-memory sanitize-threads: sanitize-%:
+	@echo 'int main() {}' | $${CXX:-c++} -x c++ -fsanitize=$(FLAGS) -o /dev/null - || \
+	  { echo "==> NOT CHECKED: this compiler lacks -fsanitize=$(FLAGS)"; exit 1; }
+	@echo "==> building for -fsanitize=$(FLAGS)"
+	@grep -qs "CMAKE_HOME_DIRECTORY:INTERNAL=$(CURDIR)/csrc$$" build/sanitize-$*/CMakeCache.txt || \
+	  rm -rf build/sanitize-$*
+	@mkdir -p build/sanitize-$* && cd build/sanitize-$* && { \
+	  cmake -S ../../csrc -B . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DHORO_LITE_SANITIZE=$(FLAGS) $(KERNELS) \
+	    -DHORO_LITE_CUDA=0 -DPython_EXECUTABLE=$(abspath $(PY)) -Dnanobind_DIR=$$($(abspath $(PY)) -m nanobind --cmake_dir) && \
+	  MAKEFLAGS= cmake --build . --target sanitized; } >build.log || { cat build.log; exit 1; }
+	@cd build/sanitize-$* && { UBSAN_OPTIONS=print_stacktrace=1 $(FIXED_ADDRESSES) ./sanitized $(ROUNDS) 2>errors.log || \
+	  { cat errors.log; exit 1; }; }
 
 check: $(VENV)/.test ## lint, format, types and layers; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)

@@ -15,46 +15,13 @@
 #include "bindings/stall_detector.h"
 #include "bindings/tensors.h"
 #include "engine/engine.h"
+#include "engine/shm_channel.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace horo {
 namespace {
-
-// The engines of one host's ranks.
-class ShmChannel : public Channel {
- public:
-  explicit ShmChannel(std::shared_ptr<PyShmGroup> group) : group_(std::move(group)) {
-    group_->shm.on_idle = nullptr;  // signals are seen by the training thread
-  }
-  int rank() const override { return group_->shm.rank(); }
-  int size() const override { return group_->shm.size(); }
-  std::vector<std::string> exchange(const std::string& mine, const std::string& label) override {
-    ShmGroup& shm = group_->shm;
-    const auto headers = shm.agree(label, {0, static_cast<int64_t>(mine.size()), 0}, true);
-    std::vector<std::string> all(size());
-    std::vector<size_t> sizes(size());
-    std::vector<Wanted> wanted;
-    for (int r = 0; r < size(); ++r) {
-      sizes[r] = static_cast<size_t>(headers[r].count);
-      all[r].resize(sizes[r]);
-      if (r == rank()) all[r] = mine;
-      else wanted.push_back({r, 0, {{reinterpret_cast<uint8_t*>(all[r].data()), sizes[r]}}});
-    }
-    shm.exchange({{reinterpret_cast<uint8_t*>(const_cast<char*>(mine.data())), mine.size()}}, sizes, wanted);
-    return all;
-  }
-  void wait(double timeout_s) override { group_->shm.wait_for_wake_up(timeout_s); }
-  void wake() override { group_->shm.wake(rank()); }
-  void stop() override { wake(); }
-  bool peer_is_ahead() override { return group_->shm.peer_is_ahead(); }
-  void check(int rank, const std::string& name) override { group_->shm.check_peers(rank, name); }
-  void abandon(const std::string& reason) override { group_->shm.abandon(reason); }
-
- private:
-  std::shared_ptr<PyShmGroup> group_;
-};
 
 // Whether every rank's part of one operation raises this, at one place, so that the next operation can follow.
 bool is_raised_by_all(const nb::python_error& error) {
@@ -234,7 +201,9 @@ void bind_engine(nb::module_& m) {
             const auto direct_waits = [direct] {
               return Engine::DirectWait{direct->shm.n_waits(), direct->shm.waiting_thread()};
             };
-            return new_engine(std::make_unique<ShmChannel>(std::move(group)), std::move(ranks), explain, direct_waits);
+            group->shm.on_idle = nullptr;  // signals are seen by the training thread
+            auto channel = std::make_unique<ShmChannel>(std::shared_ptr<ShmGroup>(group, &group->shm));
+            return new_engine(std::move(channel), std::move(ranks), explain, direct_waits);
           },
           "group"_a, "direct"_a, "ranks"_a, "explain"_a)
       .def_static(
