@@ -1,0 +1,331 @@
+"""How operations on torch tensors are submitted, and what their handles give."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from horo_lite import _native, ops
+from horo_lite.adapters.object import NO_ORDER
+from horo_lite.collectives import compression as core
+from horo_lite.collectives.calls import Part
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.handle import Handle as Submitted
+from horo_lite.collectives.reductions import AllReduce, Average, Op, ReduceScatter, Sum
+from horo_lite.torch.adasum import AdasumOp, adasum_async_
+from horo_lite.torch.compression import Compression
+from horo_lite.torch.process_sets import ProcessSet, group_of, root_in
+
+Set: TypeAlias = "ProcessSet | Group | None"
+AnyOp: TypeAlias = "Op | AdasumOp"
+
+
+class Handle:
+    """An operation in flight: `synchronize` takes it once, `poll` any number of times before."""
+
+    __slots__ = ("__weakref__", "_finish", "_group", "_parts", "kind", "name")
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        group: Group,
+        parts: Sequence[Submitted],
+        finish: Callable[[list[Any]], Any],
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self._group = group
+        self._parts = parts
+        self._finish: Callable[[list[Any]], Any] | None = finish
+
+    def __call__(self) -> Any:
+        return synchronize(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{'synchronized' if self._finish is None else 'operation'} {self.kind} {self.name!r}>"
+        )
+
+
+def synchronize(handle: Handle) -> Any:
+    """The operation is complete, and its result is returned; or what went wrong is raised.
+
+    ValueError where the handle has been synchronized before.
+    """
+    finish = _unfinished(handle)
+    results, errors = [], []
+    for part in handle._parts:  # all of them: none may still be writing afterwards
+        try:
+            results.append(handle._group.synchronize(part))
+        except Exception as error:
+            errors.append(error)
+    parts, handle._parts, handle._finish = handle._parts, (), None
+    if errors:
+        raise errors[0]
+    try:
+        return finish(results)
+    finally:
+        del parts  # what they hold was in use until now
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize(handle)` would not have to wait."""
+    _unfinished(handle)
+    return all(handle._group.poll(part) for part in handle._parts)
+
+
+def _unfinished(handle: Handle) -> Callable[[list[Any]], Any]:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"{handle!r} is not a handle of an asynchronous operation")
+    if handle._finish is None:
+        raise ValueError(f"the handle of {handle.kind} {handle.name!r} was synchronized already")
+    return handle._finish
+
+
+def submit_reduction(
+    kind: str,
+    tensors: Sequence[Tensor],
+    op: AnyOp,
+    name: str | None,
+    compression: Any,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: Set,
+    *,
+    in_place: bool = False,
+    single: bool = False,
+) -> Handle:
+    group = group_of(process_set)
+    sources = checked(tensors)
+    scatters = kind == "reducescatter"
+    if scatters and any(source.dim() == 0 for source in sources):
+        raise ValueError("reducescatter needs tensors with at least one dimension")
+    wire, compress, decompress = _compression(compression)
+    contexts: list[Any] = []
+    work = []
+    for source in sources:
+        if compress is not None:
+            small, context = compress(source)
+            contexts.append(context)
+            source = small.clone() if small.data_ptr() == source.data_ptr() else small.contiguous()
+        elif not (in_place and _is_plain(source)):
+            source = _copy(source)
+        work.append(source)
+    _check_reducible(work, op)
+    name = name_of(group, kind, name)
+    with submitting(group, kind, name):
+        if isinstance(op, AdasumOp):
+            part = adasum_async_(group, work, (), name, prescale_factor, postscale_factor, kind)
+        else:
+            call = (ReduceScatter if scatters else AllReduce)(
+                name, op, wire, prescale_factor, postscale_factor
+            )
+            part = group.submit(call, Part(group.memory(work, asynchronous=True)), lambda _: work)
+
+    def finish(_: list[Any]) -> Any:
+        results = list(work)
+        if decompress is not None:
+            results = [decompress(x, c) for x, c in zip(results, contexts, strict=True)]
+        if scatters:
+            results = [x[_part_of(group, len(x))].clone() for x in results]
+        if in_place:
+            results = _written(tensors, results)
+        return results[0] if single else results
+
+    return Handle(kind, name, group, [part], finish)
+
+
+def submit_allgather(
+    tensors: Sequence[Tensor], name: str | None, process_set: Set, *, single: bool = False
+) -> Handle:
+    group = group_of(process_set)
+    sources = checked(tensors)
+    name = name_of(group, "allgather", name)
+    several = len(sources) > 1
+    with submitting(group, "allgather", name):
+        parts = [
+            ops.allgather_async(
+                x.resolve_neg(), name=f"{name}[{i}]" if several else name, group=group
+            )
+            for i, x in enumerate(sources)
+        ]
+    return Handle(
+        "allgather", name, group, parts, lambda results: results[0] if single else results
+    )
+
+
+def submit_broadcast(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: Set, *, in_place: bool
+) -> Handle:
+    group = group_of(process_set)
+    (source,) = checked([tensor])
+    root = root_in(group, root_rank)
+    if in_place and _is_plain(source):
+        work = source
+    elif group.rank == root:
+        work = _copy(source)
+    else:
+        work = torch.empty_like(source, memory_format=torch.contiguous_format)
+    name = name_of(group, "broadcast", name)
+    with submitting(group, "broadcast", name):
+        part = ops.broadcast_async_(work, root, name=name, group=group)
+
+    def finish(_: list[Any]) -> Tensor:
+        return _written([tensor], [work])[0] if in_place else work
+
+    return Handle("broadcast", name, group, [part], finish)
+
+
+def op_of(average: bool | None, op: AnyOp | None) -> AnyOp:
+    if average is not None:
+        if op is not None:
+            raise ValueError("average and op are two names for one thing: give op alone")
+        warnings.warn(
+            "average= is Horovod's old name: say op=hvd.Average or op=hvd.Sum",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if not isinstance(op, (Op, AdasumOp)):
+        raise ValueError(
+            f"op is hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product, not {op!r}"
+        )
+    return op
+
+
+def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors without their history. ValueError says what cannot be sent, and why."""
+    if isinstance(tensors, Tensor):
+        raise ValueError("a grouped operation takes a list of tensors, not one tensor")
+    for i, tensor in enumerate(tensors):
+        which = f"tensor {i}: " if len(tensors) > 1 else ""
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{which}operations take torch tensors, not {tensor!r}: wrap numbers in "
+                "torch.tensor(), and send other objects with broadcast_object or allgather_object"
+            )
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{which}it is sparse ({tensor.layout}): use sparse_allreduce_async or .to_dense()"
+            )
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"{which}it lies on {tensor.device}, and tensor 0 on {tensors[0].device}: the "
+                "tensors of one call lie on one device"
+            )
+    return [tensor.detach() for tensor in tensors]
+
+
+def _check_reducible(tensors: Sequence[Tensor], op: AnyOp) -> None:
+    with _value_errors():
+        native = _native.Tensors(tensors, stream=NO_ORDER)
+        if isinstance(op, Op):
+            _native.check_reducible(native, op.value)
+
+
+_UNNAMED = "noname."  # Horovod's, before the number
+
+
+@contextmanager
+def submitting(group: Group, kind: str, name: str) -> Iterator[None]:
+    """What cannot be submitted is a ValueError, and its number is not used up."""
+    try:
+        with _value_errors():
+            yield
+    except ValueError:
+        unnamed = name.removeprefix(_UNNAMED)
+        if unnamed != name and unnamed.partition(" ")[0].isdigit():
+            group.give_back(kind, unnamed)
+        raise
+
+
+@contextmanager
+def _value_errors() -> Iterator[None]:
+    """A dtype or a kind of memory that cannot be used is a wrong argument in this face."""
+    try:
+        yield
+    except (TypeError, BufferError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _compression(given: Any) -> tuple[core.Compressor, Any, Any]:
+    """The core's compressor, or what to call before and after."""
+    if isinstance(given, core.Compressor):
+        return given, None, None
+    if callable(getattr(given, "compress", None)) and callable(getattr(given, "decompress", None)):
+        return Compression.none, given.compress, given.decompress
+    raise ValueError(
+        "compression is hvd.Compression.none, .fp16, .bf16, or has compress() and decompress(), "
+        f"not {given!r}"
+    )
+
+
+def submit_alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: Set
+) -> Handle:
+    group = group_of(process_set)
+    (source,) = checked([tensor])
+    if source.dim() == 0:
+        raise ValueError("alltoall needs a tensor with at least one dimension")
+    counts = _splits(splits)
+    if counts is None and len(source) % group.size == 0:  # otherwise the call says what is wrong
+        counts = [len(source) // group.size] * group.size
+    name = name_of(group, "alltoall", name)
+    with submitting(group, "alltoall", name):
+        part = ops.alltoall_async(source.resolve_neg(), counts, name=name, group=group)
+
+    def finish(parts: list[Any]) -> Any:
+        result, received = parts[0]
+        where = splits.device if isinstance(splits, Tensor) else "cpu"
+        return result, torch.tensor(received.tolist(), dtype=torch.int32, device=where)
+
+    return Handle("alltoall", name, group, [part], finish)
+
+
+def _splits(splits: Tensor | Sequence[int] | None) -> list[int] | None:
+    if splits is None:
+        return None
+    counts = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+    if not isinstance(counts, list) or not all(
+        hasattr(n, "__index__") and not isinstance(n, bool) for n in counts
+    ):
+        raise ValueError(f"splits are numbers of rows, one a rank, not {splits!r}")
+    return [int(n) for n in counts]
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether the memory is what the numbers are, in C order, as other ranks' will be."""
+    return x.is_contiguous() and not x.is_neg()
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _written(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
+    """The caller's tensors, which hold the results; autograd knows that they have changed."""
+    for tensor, result in zip(tensors, results, strict=True):
+        own = tensor.detach()
+        if own.data_ptr() != result.data_ptr() or not _is_plain(own):
+            own.copy_(result)
+        elif not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    return list(tensors)
+
+
+def _part_of(group: Group, n_rows: int) -> slice:
+    rows, more = divmod(n_rows, group.size)
+    begin = group.rank * rows + min(group.rank, more)
+    return slice(begin, begin + rows + (group.rank < more))
+
+
+def name_of(group: Group, kind: str, name: str | None) -> str:
+    return f"{_UNNAMED}{group.unnamed(kind)}" if name is None else str(name)
