@@ -200,7 +200,8 @@ def name_leaves(tree: Any, place: str) -> Named:
     """The leaves of nested dicts, lists and tuples, each with a name that says where it is.
 
     A dict's keys stand for themselves ("conv.weight"), positions look like "params[3]"; a list of
-    (name, leaf) pairs is read as a dict.
+    (name, leaf) pairs is read as a dict. They come in the owner's order, which is that of a plan,
+    and in every step; `state.trees.Tree` sorts dicts, and can rebuild what it walked.
     """
 
     def leaves(tree: Any, path: str) -> Named:

@@ -10,16 +10,20 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from horo_lite import timeline
-from horo_lite._native import Tensors, count_non_finite
-from horo_lite.adapters.object import NO_ORDER
-from horo_lite.collectives.arrays import HOST, copy_of, gpu_of
+from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError
+from horo_lite.training.gradient_memory import (
+    NONE,
+    Finding,
+    find_non_finite,
+    gradients_of,
+    in_words,
+    tensors_of,
+)
 from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, Entry, Plan, hash63, merge, who_has
 from horo_lite.transports.agreement import (
     Report,
@@ -48,15 +52,6 @@ class Offer(NamedTuple):
     attempt: int
     note: str
     finding: Finding | None
-
-
-class Finding(NamedTuple):
-    """What is not finite among a rank's own gradients: the first that leaves, and how many."""
-
-    name: str
-    n_nan: int
-    n_inf: int
-    n_tensors: int
 
 
 class Reducer:
@@ -141,7 +136,6 @@ class Reducer:
         self._parameters: list[tuple[str, Any]] = []
         self._handles: list[Handle] = []
         self._place: int | None = None
-        self._overlaps: list[tuple[int, int, int, bool]] = []
         self.bind(parameters)
         group.counting.add(self)
 
@@ -260,7 +254,7 @@ class Reducer:
             self._handles = []
             self._attempt = 1
             if any(self._findings.values()):
-                self._tell_findings()
+                self._report_findings()
         except (PeerLostError, StallError):
             raise  # nothing of this world can be used further
         except BaseException:
@@ -271,7 +265,8 @@ class Reducer:
 
     def _finish(self) -> None:
         self.notes = [self.note] * self.group.size
-        arrays, copied = self._look()
+        self._own = gradients_of(self._adapter, self._parameters)
+        arrays, copied = self._own.arrays, self._own.copied
         if self._check_finite:
             begun = len(self._handles)
             here = [i for i in range(len(arrays)) if self._bucket_of.get(i, begun) >= begun]
@@ -335,44 +330,6 @@ class Reducer:
 
     # What this rank has.
 
-    def _look(self) -> tuple[list[Any], dict[int, Any]]:
-        """Every gradient as memory that can be written, and those that are copies to put back."""
-        self._adapter.compute([parameter for _, parameter in self._parameters])
-        arrays: list[Any] = []
-        for name, parameter in self._parameters:
-            try:
-                arrays.append(self._adapter.gradient(parameter))
-            except TypeError as error:
-                raise TypeError(f"the gradient of {name!r}: {error}") from error
-        copied: dict[int, Any] = {}
-        self._tensors = self._writable(arrays, copied)
-        self._overlaps = self._tensors.overlaps()
-        here = [i for i, array in enumerate(arrays) if array is not None]
-        crowded = [here[first] for first, second, *_ in self._overlaps if first == second]
-        if crowded:  # expanded, for instance: the result needs memory for each of its elements
-            for i in crowded:
-                arrays[i] = copied[i] = copy_of(arrays[i])
-            self._tensors = self._writable(arrays, copied)
-            self._overlaps = self._tensors.overlaps()
-        return arrays, copied
-
-    def _writable(self, arrays: list[Any], copied: dict[int, Any]) -> Tensors:
-        try:
-            return _tensors(arrays)
-        except (TypeError, ValueError, BufferError):
-            pass  # one by one, to find the names
-        for i, array in enumerate(arrays):
-            if array is None:
-                continue
-            try:
-                _tensors([array])
-            except (ValueError, BufferError):
-                arrays[i] = copied[i] = np.array(array)
-            except TypeError as error:
-                text = str(error).removeprefix("array 0: ")
-                raise TypeError(f"the gradient of {self._parameters[i][0]!r}: {text}") from error
-        return _tensors(arrays)
-
     def _describe(self, arrays: list[Any]) -> Plan:
         present = tuple(array is not None for array in arrays)
         options = (
@@ -380,7 +337,7 @@ class Reducer:
             ("weighted", str(self._weight is not None)),
             ("memory", "host" if self._gpu() is None else "GPU"),
         )
-        key = (present, self._tensors.signature, tuple(self._overlaps), options)
+        key = (present, self._own.tensors.signature, tuple(self._own.overlaps), options)
         if key not in self._plans:
             if len(self._plans) == 8:  # which gradients there are changes all the time
                 self._plans.clear()
@@ -390,32 +347,13 @@ class Reducer:
                     for (name, _), array in zip(self._parameters, arrays, strict=True)
                 ),
                 present=present,
-                owners=self._owners(arrays),
+                owners=self._own.owners(self._parameters),
                 bucket_bytes=self._bucket_bytes,
                 wire=self._compression.wire,
                 options=options,
                 together=self._together,
             )
         return self._plans[key]
-
-    def _owners(self, arrays: list[Any]) -> tuple[int, ...]:
-        """Gradients that are one tensor (of tied weights) travel once; others lie apart."""
-        owners = list(range(len(arrays)))
-        here = [i for i, array in enumerate(arrays) if array is not None]
-        for first, second, _, same in self._overlaps:
-            i, k = here[first], here[second]
-            if not same:
-                (a, a_look), (b, b_look) = (
-                    (self._parameters[here[at]][0], self._tensors.describe(at))
-                    for at in (first, second)
-                )
-                raise ValueError(
-                    f"the gradients of {a!r} ({a_look}) and {b!r} ({b_look}) overlap in memory, "
-                    "and what they share would be averaged twice: give each memory of its own, or "
-                    "both the same (tied weights)"
-                )
-            owners[k] = min(owners[k], i)
-        return tuple(owners)
 
     def _fill(self, plan: Plan, arrays: list[Any], copied: dict[int, Any]) -> None:
         """Zeros where `plan` has a gradient and this rank has none."""
@@ -434,37 +372,13 @@ class Reducer:
     # What is not finite.
 
     def _scan(self, chosen: Sequence[int], arrays: Sequence[Any]) -> None:
-        """Remembers which of these gradients, still this rank's own, are not finite.
+        """Remembers whether these gradients are finite; arrays[k] is that of chosen[k]."""
+        names = [self._parameters[i][0] for i in chosen]
+        named = list(zip(names, arrays, strict=True))
+        self._finding = find_non_finite(named, self._finding)
 
-        arrays[k] is that of parameter chosen[k].
-        """
-        here = [i for i, array in zip(chosen, arrays, strict=True) if array is not None]
-        tensors = _tensors(arrays)
-        if tensors.device != HOST:
-            raise ValueError(
-                "check_finite looks at gradients in the host's memory, and these are on a GPU: "
-                "leave it out, and look at them there before step()"
-            )
-        if tensors.strided:
-            tensors = _tensors([None if array is None else copy_of(array) for array in arrays])
-        for i, (n_nan, n_inf) in zip(here, count_non_finite(tensors), strict=True):
-            if n_nan or n_inf:
-                found = self._finding or Finding(self._parameters[i][0], n_nan, n_inf, 0)
-                self._finding = found._replace(n_tensors=found.n_tensors + 1)
-
-    def _tell_findings(self) -> None:
-        found = {rank: one for rank, one in self._findings.items() if one}
-        rank, first = next(iter(found.items()))
-        counts = ((first.n_nan, "NaN"), (first.n_inf, "inf"))
-        what = " and ".join(f"{n:,} {name}" for n, name in counts if n)
-        more = f", one of {first.n_tensors} such there" if first.n_tensors > 1 else ""
-        others = [str(other) for other in found if other != rank]
-        also = f" Ranks with such gradients, too: {', '.join(others)}." if others else ""
-        text = (
-            f"the gradient of {first.name!r} has {what} on rank {rank}, before averaging{more} "
-            f"({self._label}).{also} Look at that rank's samples of this step, at divisions by 0 "
-            "and logarithms of it, and at the learning rate."
-        )
+    def _report_findings(self) -> None:
+        text = in_words(self._findings, self._label)
         if self._check_finite == "raise":
             raise NonFiniteError(text)
         if self.group.rank == 0:
@@ -478,8 +392,8 @@ class Reducer:
 
     def _gpu(self) -> int | None:
         """Where the gradients lie; None for the host's memory."""
-        if len(self._tensors):
-            self._place = self._tensors.device
+        if len(self._own.tensors):
+            self._place = self._own.tensors.device
         elif self._place is None:  # no gradient so far: it would lie where its parameter does
             gpu = gpu_of(self._adapter.value(self._parameters[0][1])) if self._parameters else None
             self._place = HOST if gpu is None else gpu
@@ -628,7 +542,7 @@ class Reducer:
         # A gradient that is not what was agreed on waits for finish(), and all after it: there,
         # ranks find out whether it changed on all of them.
         try:
-            tensors = _tensors(arrays)
+            tensors = tensors_of(arrays)
             self._changed = tensors.signature != self._signatures[number] or bool(
                 tensors.overlaps()
             )
@@ -683,7 +597,7 @@ class Reducer:
         if self._agreed == plan:
             return
         self._agreed = plan
-        self._signatures = [_tensors([arrays[i] for i in b]).signature for b in plan.buckets]
+        self._signatures = [tensors_of([arrays[i] for i in b]).signature for b in plan.buckets]
         # Memory shared by several parameters is complete when all of them are ready.
         of_owner = {i: number for number, bucket in enumerate(plan.buckets) for i in bucket}
         self._bucket_of = {
@@ -700,8 +614,7 @@ class Reducer:
         self._changed = False
         self._relabel()  # another rank's may have been completed
         self._handles = []
-        self._tensors = _NOTHING  # gradients that the caller drops are dropped
-        self._overlaps = []
+        self._own = NONE  # gradients that the caller drops are dropped
         self._n_ready = [0] * len(self._parameters)
         self._n_awaited = list(self._n_members)
 
@@ -714,14 +627,6 @@ def _some_of(names: Sequence[str]) -> str:
     return (
         ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
     )
-
-
-_NOTHING = Tensors([])
-
-
-def _tensors(arrays: Sequence[Any]) -> Tensors:
-    """Those that are there, to be looked at: nobody's stream waits for another's."""
-    return Tensors([array for array in arrays if array is not None], stream=NO_ORDER)
 
 
 def _entry(name: str, array: Any) -> Entry:
