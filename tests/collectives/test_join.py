@@ -134,14 +134,16 @@ def test_what_needs_every_rank_is_an_error_and_no_hang() -> None:
 def test_the_last_rank_is_the_same_everywhere(between: str) -> None:
     """Whatever the others still do when some have joined: two epochs, in another order each."""
     orders = [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
+    about_to_join = {(epoch, rank): threading.Event() for epoch in range(3) for rank in range(3)}
 
     def rank(group: Group) -> list[int]:
         lasts = []
-        for order in orders:
+        for epoch, order in enumerate(orders):
             for turn in range(order.index(group.rank)):
                 here = 3 - turn - 1
                 if between == "nothing":
-                    time.sleep(0.15)
+                    assert about_to_join[epoch, order[turn]].wait(60)
+                    time.sleep(0.15)  # until it has
                     continue
                 add = (
                     partial(ops.allreduce, group=group)
@@ -149,6 +151,7 @@ def test_the_last_rank_is_the_same_everywhere(between: str) -> None:
                     else awaited(group, "allreduce")
                 )
                 assert add(np.ones(1), Sum)[0] >= here
+            about_to_join[epoch, group.rank].set()
             lasts.append(group.join())
         return lasts
 

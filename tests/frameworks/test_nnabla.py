@@ -626,7 +626,7 @@ def reduce():
     assert w.g.tolist() == [1, 1]
 
 if comm.rank == 1:
-    time.sleep(2)
+    time.sleep(3)
 comm.barrier()  # waits for as long as it takes
 reduce()
 print("reduced", flush=True)
@@ -639,7 +639,7 @@ print("went on", flush=True)
 
 @pytest.mark.parametrize("call", ["all_reduce", "all_reduce_callback"])
 def test_the_watch_dog_ends_a_reduction_that_takes_too_long(call: str) -> None:
-    env = {"NNABLA_MPI_WATCH_DOG_ENABLE": "1", "NNABLA_MPI_WATCH_DOG_TIMEOUT": "1"}
+    env = {"NNABLA_MPI_WATCH_DOG_ENABLE": "1", "NNABLA_MPI_WATCH_DOG_TIMEOUT": "2"}
     result = run_ranks(WATCH_DOG, 2, args=[call], env=env, timeout_s=LIMIT_S)
     assert result.returncode != 0, str(result)
     assert result.stdout.count("reduced") == 2, str(result)

@@ -21,7 +21,7 @@ def check(only: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(HERE / "check.py")],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=330,
         env={**os.environ, **given},
     )
 

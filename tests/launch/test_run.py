@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from launch import Job, environment, mpi_name
+from launch import PATIENCE, Job, environment, mpi_name
 
 import horo_lite as hvd
 from horo_lite.launch import doctor, jobs
@@ -55,9 +55,9 @@ def started(*command: str, **env: str) -> Iterator[Job]:
 
 def ended(job: Job, timeout_s: float = 5) -> None:
     """No process is left, within that time."""
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + PATIENCE * timeout_s
     while job.processes():
-        assert time.monotonic() < until, f"left after {timeout_s} s: {job.processes()}"
+        assert time.monotonic() < until, f"left after {PATIENCE * timeout_s} s: {job.processes()}"
         time.sleep(0.02)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 import sys
@@ -9,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ sys.exit(max(rank.wait() != 0 for rank in ranks))
 
 
 def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Below those that the kernel gives to outgoing connections, which may take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 @contextmanager

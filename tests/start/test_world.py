@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from launch import Result, environment, mpi_name, mpiexec_path, run_ranks
+from launch import PATIENCE, Result, environment, mpi_name, mpiexec_path, run_ranks
 
 import horo_lite as hvd
 from horo_lite.start import cores, launcher
@@ -411,7 +411,7 @@ def started_by(
         cwd=os.sep,  # with -c, Python looks here first
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE * 30,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -538,7 +538,6 @@ def test_the_traceback_is_headed_by_the_rank_and_comes_first(over: str) -> None:
     end = lines.index("[rank 1] last")
     assert all(line.startswith("[rank 1] ") for line in lines[1 : end + 1])
     assert lines[end - 1] == "[rank 1] " + 100_000 * "x"
-    assert result.elapsed_s < 20
 
 
 @pytest.mark.mpi

@@ -81,7 +81,7 @@ class Result:
 def _kind_of(mpiexec: str) -> str:
     try:
         shown = subprocess.run(
-            [mpiexec, "--version"], capture_output=True, text=True, timeout=20, check=False
+            [mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False
         )
     except OSError as error:
         raise RuntimeError(

@@ -29,7 +29,7 @@ def launch(size: int, folder: Path, *checks: str, **environment: str) -> None:
         for rank in range(size)
     ]
     try:
-        output = [rank.communicate(timeout=60)[0] for rank in ranks]
+        output = [rank.communicate(timeout=180)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

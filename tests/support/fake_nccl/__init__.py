@@ -48,7 +48,7 @@ def compiled(without: Sequence[str] = ()) -> str:
         if not path.exists():
             unfinished = folder / "unfinished"
             command = [*compiler, *flags, str(SOURCE), "-o", str(unfinished)]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if ended.returncode != 0:
                 raise RuntimeError(f"{shlex.join(command)}\n{ended.stderr}")
             unfinished.rename(path)
