@@ -1,0 +1,153 @@
+"""What each rank does in a job of test_go_on.py."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import horo_lite as hvd
+
+which = sys.argv[1]
+
+
+def init():
+    world = hvd.init(device="cpu", stall_warn_s=20, stall_abort_s=25)
+    return world.rank, world.size
+
+
+class Parameter:
+    def __init__(self, data):
+        self.data, self.grad = np.array(data, np.float64), None
+
+
+class Sgd:
+    def __init__(self, params):
+        self.params = params
+
+    def zero_grad(self):
+        for p in self.params.values():
+            p.grad = None
+
+    def step(self):
+        for p in self.params.values():
+            p.data -= 0.25 * p.grad
+
+
+class NumpyModel:
+    def __init__(self):
+        self.params = {"w": Parameter(np.arange(6.0)), "b": Parameter([1.0, -1.0])}
+        self.optimizer = Sgd(self.params)
+
+    def distribute(self):
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer)
+
+    def step(self, c):  # gradients that depend on the parameters and on c
+        self.optimizer.zero_grad()
+        for p in self.params.values():
+            p.grad = p.data * c
+        self.optimizer.step()
+
+    def broadcast(self):
+        hvd.broadcast_parameters(self.params, root_rank=0)
+
+    def values(self):
+        return np.concatenate([p.data for p in self.params.values()])
+
+
+class TorchModel:
+    def __init__(self):
+        import torch
+
+        self.layer = torch.nn.Linear(2, 2).double()
+        with torch.no_grad():
+            for p in self.layer.parameters():
+                p.copy_(torch.arange(p.numel(), dtype=torch.float64).reshape(p.shape))
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.25)
+
+    def distribute(self):
+        from horo_lite.torch import DistributedOptimizer
+
+        self.optimizer = DistributedOptimizer(self.optimizer, self.layer.named_parameters())
+
+    def step(self, c):
+        self.optimizer.zero_grad()
+        sum(0.5 * c * (p * p).sum() for p in self.layer.parameters()).backward()
+        self.optimizer.step()
+
+    def broadcast(self):
+        import horo_lite.torch
+
+        horo_lite.torch.broadcast_parameters(self.layer.state_dict(), root_rank=0)
+
+    def values(self):
+        return np.concatenate([p.detach().numpy().ravel() for p in self.layer.parameters()])
+
+
+Model = {"numpy": NumpyModel, "torch": TorchModel}[which]
+rank, size = init()
+model, alone = Model(), Model()
+model.distribute()
+mean = (size + 1) / 2
+
+
+def steps():
+    for k in (1, 2):
+        model.step((rank + 1) / k / 8)
+        alone.step(mean / k / 8)
+    np.testing.assert_allclose(model.values(), alone.values(), rtol=1e-12)
+
+
+def interrupt_inside():
+    # Once the main thread waits for the others in an operation, which it cannot finish.
+    transport, has_begun = hvd.world().group.transport, threading.Event()
+    real = transport.agree
+
+    def agree(*args, **options):
+        has_begun.set()
+        return real(*args, **options)
+
+    def interrupt():
+        has_begun.wait()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    transport.agree = agree
+    threading.Thread(target=interrupt, daemon=True).start()
+
+
+operations = {"broadcast_parameters": model.broadcast, "step": lambda: model.step(1.0)}
+if which == "numpy":
+    operations |= {"barrier": hvd.barrier, "allreduce": lambda: hvd.allreduce(np.ones(4))}
+steps()
+for name, operation in operations.items():
+    before = model.values().copy()
+    if rank == 0:
+        # The last rank never comes: it waits for this one's message.
+        interrupt_inside()
+    try:
+        if rank < size - 1:
+            operation()
+        else:
+            hvd.recv(np.zeros(1), 0)
+    except KeyboardInterrupt:
+        assert rank == 0
+        try:
+            operation()
+        except hvd.PeerLostError as error:
+            assert "can no longer be used" in str(error), error
+            assert "call shutdown() and then init() on every rank" in str(error), error
+        else:
+            raise AssertionError(f"{name} went on")
+    except hvd.PeerLostError as error:
+        assert rank != 0 and "rank 0" in str(error) and "interrupted" in str(error), error
+    else:
+        raise AssertionError(f"{name} did not end")
+    np.testing.assert_array_equal(model.values(), before)
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    assert init() == (rank, size)
+    steps()
+print("as one process", flush=True)
