@@ -165,6 +165,7 @@ check: $(VENV)/.test ## lint, format, types and layers; changes nothing
 	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
 	  { echo "not formatted as it should be: make fix"; exit 1; }
 	@$(PY) -m mypy --no-error-summary
+	@$(if $(wildcard .venv-jax/.ready),$(PY) -m mypy --no-error-summary --python-executable .venv-jax/bin/python)
 	@found=$$($(VENV)/bin/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format --dry-run -Werror $(CORE_CXX))
 	@echo "check: all is well"

@@ -63,6 +63,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             name=name,
             group=options.group,
         )
-        return inner.update(updates, state, params, **extra)  # type: ignore[no-any-return]
+        return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

@@ -90,14 +90,14 @@ def _through_callback(call: Call, *xs: Array) -> Sequence[Array]:
     def run(*arrays: Any) -> list[Any]:
         return call.run([np.array(x) if call.in_place else np.asarray(x) for x in arrays])
 
-    return io_callback(run, call.results(xs), *xs, ordered=True)  # type: ignore[no-any-return]
+    return io_callback(run, call.results(xs), *xs, ordered=True)
 
 
 # JAX has no public name for the effect that keeps calls in order, but it shows it.
 (_IN_ORDER,) = jax.make_jaxpr(lambda: io_callback(print, None, ordered=True))().effects
 
 
-@_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator]
+@_primitive.def_effectful_abstract_eval
 def _results(*xs: Any, call: Call) -> Any:
     for i, x in enumerate(xs):
         if not (x.dtype == jnp.bfloat16 or getattr(x.dtype, "kind", "") in "biuf"):
@@ -128,7 +128,8 @@ _numbers: dict[_Traced, int] = {}
 
 def _lower_to_xla(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
     """A call of XLA's, with the program's own memory; the token keeps it in its place."""
-    shapes = [tuple((x.shape, x.dtype) for x in xs) for xs in (ctx.avals_in, ctx.avals_out)]
+    avals: tuple[Any, Any] = ctx.avals_in, ctx.avals_out
+    shapes = [tuple((x.shape, x.dtype) for x in xs) for xs in avals]
     traced = _Traced(call, *shapes)
     if traced not in _numbers:
         _numbers[traced] = len(_traced)

@@ -15,7 +15,7 @@ from horo_lite.ops import grouped_allreduce
 from horo_lite.state.broadcast import broadcast_parameters
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Training starts from the weights and the optimizer's state of rank `root_rank`.
 
     On every rank. A model that has no weights before its first batch (on TensorFlow, one without an
@@ -75,7 +75,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._is_done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(keras.callbacks.Callback):
     """At the end of an epoch everything in `logs` is the mean over all ranks.
 
     On every rank, with the same metrics. It belongs before callbacks that look at them
@@ -110,7 +110,7 @@ def _number(name: str, value: Any) -> np.ndarray[Any, Any]:
         ) from None
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(keras.callbacks.Callback):
     """From `start_epoch` until before `end_epoch`, the learning rate follows a schedule.
 
     It is, as in Horovod since 0.23,

@@ -89,7 +89,7 @@ def _check_linear(op: AnyOp) -> None:
         )
 
 
-class _Allreduce(torch.autograd.Function):  # type: ignore[misc]
+class _Allreduce(torch.autograd.Function):
     """What every rank gets depends on every rank's tensor: gradients are reduced likewise."""
 
     @staticmethod
@@ -113,7 +113,7 @@ class _Allreduce(torch.autograd.Function):  # type: ignore[misc]
         return None, *reduced(grads, op, name, compression, prescale, postscale, group)
 
 
-class _Reducescatter(torch.autograd.Function):  # type: ignore[misc]
+class _Reducescatter(torch.autograd.Function):
     """Every rank's tensor gets the gradients of all parts, N times as large if op is Sum."""
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Reducescatter(torch.autograd.Function):  # type: ignore[misc]
         return None, *(grad * factor for grad in gathered(grads, name, group))
 
 
-class _Allgather(torch.autograd.Function):  # type: ignore[misc]
+class _Allgather(torch.autograd.Function):
     """A rank's rows are seen by all: their gradients are averaged."""
 
     @staticmethod
@@ -166,7 +166,7 @@ class _Allgather(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
+class _Broadcast(torch.autograd.Function):
     """The root's tensor is seen by all: the gradients are averaged there."""
 
     @staticmethod
@@ -188,7 +188,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
         return mean if group.rank == root else torch.zeros_like(mean), None, None, None
 
 
-class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
+class _Alltoall(torch.autograd.Function):
     """Gradients go back where the rows came from."""
 
     @staticmethod

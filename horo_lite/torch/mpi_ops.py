@@ -316,7 +316,8 @@ def sparse_allreduce_async(
     elements, and different ranks may have different numbers of them.
     """
     op = op_of(None, op)
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
+    given: Any = tensor
+    if not isinstance(given, Tensor) or given.layout is not torch.sparse_coo:
         raise ValueError("sparse_allreduce_async takes a sparse COO tensor: see Tensor.to_sparse")
     if op not in (Sum, Average):
         raise ValueError(f"sparse tensors are reduced with hvd.Sum or hvd.Average, not {op!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from horo_lite.torch.exchange import Exchange
 
 graph_task = torch._C._current_graph_task_id
-_evaluating = torch._C._current_autograd_node
+_evaluating: Callable[[], Any] = torch._C._current_autograd_node  # None between nodes
 
 _passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
 

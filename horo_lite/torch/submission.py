@@ -203,7 +203,8 @@ def op_of(average: bool | None, op: AnyOp | None) -> AnyOp:
 
 def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors without their history. ValueError says what cannot be sent, and why."""
-    if isinstance(tensors, Tensor):
+    given: Any = tensors
+    if isinstance(given, Tensor):
         raise ValueError("a grouped operation takes a list of tensors, not one tensor")
     for i, tensor in enumerate(tensors):
         which = f"tensor {i}: " if len(tensors) > 1 else ""
@@ -293,7 +294,7 @@ def submit_alltoall(
 def _splits(splits: Tensor | Sequence[int] | None) -> list[int] | None:
     if splits is None:
         return None
-    counts = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+    counts: Any = splits.tolist() if isinstance(splits, Tensor) else list(splits)
     if not isinstance(counts, list) or not all(
         hasattr(n, "__index__") and not isinstance(n, bool) for n in counts
     ):

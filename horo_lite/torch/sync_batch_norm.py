@@ -14,7 +14,7 @@ from horo_lite.collectives.reductions import Sum
 from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
 
 
-class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
+class SyncBatchNorm(_BatchNorm):
     """What BatchNorm1d to BatchNorm3d are on one process, on the whole batch of all ranks.
 
     Collective while training: every rank of `process_set` calls the layer equally often, in one
@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         return self._over_ranks(input, group)
 
     # Which call of which layer this is, is known to Python only.
-    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo
     def _over_ranks(self, input: torch.Tensor, group: Group) -> torch.Tensor:
         call = _Call(self, input, group)
         with torch.no_grad():
@@ -170,7 +170,7 @@ def _statistics(x: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tenso
     return count, mean, variance
 
 
-class _Normalize(torch.autograd.Function):  # type: ignore[misc]
+class _Normalize(torch.autograd.Function):
     """BatchNorm with given statistics, which gradients flow through nevertheless."""
 
     @staticmethod
@@ -195,7 +195,7 @@ class _Normalize(torch.autograd.Function):  # type: ignore[misc]
         )
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, count, mean, invstd = ctx.saved_tensors
         shape = (1, -1) + (1,) * (x.dim() - 2)
