@@ -100,7 +100,7 @@ def opened(tree: Any, path: str) -> Node | None:
     """What a module or optimizer contains, for `Tree`; None for anything else."""
     if isinstance(tree, (list, tuple, str, *NUMBERS)) or type(tree) is dict:
         return None
-    if tree is None or is_array(tree) or (isinstance(tree, Mapping) and not isinstance(tree, dict)):
+    if isinstance(tree, Mapping) and not isinstance(tree, dict):
         return None
     if (flattened := adapter_of(tree).flattened(tree)) is not None:
         named, rebuilt = flattened

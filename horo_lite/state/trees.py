@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from horo_lite.adapters.object import join, keyed
+from horo_lite.adapters.object import is_array, join, keyed
 
 NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -32,10 +31,7 @@ class Node(NamedTuple):
     """What it holds, each with its whole name."""
 
     other: Callable[[list[Any]], Any]
-    """Makes another one of the same kind that holds these."""
-
-    write: Callable[[list[Any]], Any] | None = None
-    """Puts these into the container itself, and returns it; None where that cannot be."""
+    """Makes another one of the same kind that holds these; or, if it has to, changes itself."""
 
 
 class Tree:
@@ -46,7 +42,7 @@ class Tree:
             one of these nor opened by `opened`, and None, is a leaf.
         root: The name of a tree that is a leaf, and what the names in a list begin with.
         opened: Asked before anything else what an object with that name contains; None: it is to
-            be looked at as usual.
+            be looked at as usual. Not asked about arrays, which are leaves.
         join: The name of a dict's item, by the dict's and the key.
     """
 
@@ -71,10 +67,11 @@ class Tree:
         return self._rebuilt(iter(leaves), True)
 
     def _walk(self, tree: Any, path: str) -> Callable[[Iterator[Any], bool], Any]:
-        node = self._opened(tree, path) or self._node(tree, path)
+        is_leaf = tree is None or is_array(tree)
+        node = None if is_leaf else self._opened(tree, path) or self._node(tree, path)
         if node is None:
             self.named.append((path or self._root, tree))
-            return lambda leaves, in_place: next(leaves)
+            return _next
         parts = [self._walk(child, name) for name, child in node.children]
 
         def rebuilt(leaves: Iterator[Any], in_place: bool) -> Any:
@@ -83,17 +80,16 @@ class Tree:
                 return node.other(new)
             if all(x is child for x, (_, child) in zip(new, node.children, strict=True)):
                 return tree
-            return (node.write or node.other)(new)
+            return _assigned(tree, node.other(new))
 
         return rebuilt
 
     def _node(self, tree: Any, path: str) -> Node | None:
-        if isinstance(tree, Mapping):
+        if isinstance(tree, (dict, Mapping)):  # the first is quick to see
             keys = sorted(tree, key=str)
             return Node(
                 [(self._join(path, key), tree[key]) for key in keys],
                 lambda new: _mapping_like(tree, dict(zip(keys, new, strict=True))),
-                partial(_assign, tree, keys) if isinstance(tree, MutableMapping) else None,
             )
         if not isinstance(tree, (list, tuple)):
             return None
@@ -102,33 +98,35 @@ class Tree:
                 [(self._join(path, key), x) for key, x in zip(tree._fields, tree, strict=True)],
                 tree._make,  # type: ignore[union-attr]
             )
-        if (pairs := keyed(tree)) is not None:
-            named = [(self._join(path, key), x) for key, x in pairs]
-        else:
-            named = [(f"{path or self._root}[{i}]", x) for i, x in enumerate(tree)]
-
-        def items(new: list[Any]) -> list[Any]:
-            if pairs is None:
-                return new
-            return [(key, x) for (key, _), x in zip(pairs, new, strict=True)]
-
-        def write(new: list[Any]) -> Any:
-            tree[:] = items(new)  # type: ignore[index]
-            return tree
-
-        other = lambda new: type(tree)(items(new))  # noqa: E731
-        return Node(named, other, write if isinstance(tree, list) else None)
+        if (pairs := keyed(tree)) is None:
+            here = path or self._root
+            return Node([(f"{here}[{i}]", x) for i, x in enumerate(tree)], type(tree))
+        keys = [key for key, _ in pairs]
+        return Node(
+            [(self._join(path, key), x) for key, x in pairs],
+            lambda new: type(tree)(zip(keys, new, strict=True)),
+        )
 
 
-def _assign(tree: MutableMapping[Any, Any], keys: list[Any], new: list[Any]) -> Any:
-    for key, x in zip(keys, new, strict=True):
-        if tree[key] is not x:
-            tree[key] = x
+def _next(leaves: Iterator[Any], in_place: bool) -> Any:
+    return next(leaves)
+
+
+def _assigned(tree: Any, other: Any) -> Any:
+    """`tree`, which now holds what `other`, of its kind, does; `other` where it cannot."""
+    if isinstance(tree, list):
+        tree[:] = other
+    elif isinstance(tree, MutableMapping):
+        for key in tree:
+            if tree[key] is not other[key]:
+                tree[key] = other[key]
+    else:
+        return other
     return tree
 
 
 def _mapping_like(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if not isinstance(tree, MutableMapping):
+    if not isinstance(tree, (dict, MutableMapping)):
         return type(tree)({key: items[key] for key in tree})  # type: ignore[call-arg]
     other = copy.copy(tree)  # and so in the same order
     other.update(items)

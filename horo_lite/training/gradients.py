@@ -10,7 +10,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from horo_lite.adapters.object import is_array, join
+from horo_lite.adapters.object import join
 from horo_lite.collectives.arrays import like
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
@@ -143,7 +143,7 @@ def _transform(options: Options, names: list[str], name: str | None) -> Transfor
 
 def _opened(tree: Any, path: str) -> Node | None:
     """What else holds gradients: a class that JAX was told of, or a dataclass."""
-    if tree is None or is_array(tree) or isinstance(tree, (Mapping, list, tuple)):
+    if isinstance(tree, (dict, list, tuple, Mapping)):
         return None
     util = sys.modules.get("jax.tree_util")
     if util is not None and not util.all_leaves([tree]):
