@@ -144,7 +144,7 @@ sanitize-memory: FLAGS := address,undefined,float-cast-overflow
 sanitize-threads: FLAGS := thread
 sanitize-threads: KERNELS := -DHORO_LITE_PORTABLE=ON
 # TSan of GCC 13 and earlier cannot cope with the address randomization of some kernels. Where that
-# cannot be turned off, as in some containers, it may still work.
+# cannot be turned off, as in some containers, it may still work; where it does not, it says so.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 sanitize-memory sanitize-threads: sanitize-%:
@@ -158,7 +158,8 @@ sanitize-memory sanitize-threads: sanitize-%:
 	    -DHORO_LITE_CUDA=0 -DPython_EXECUTABLE=$(abspath $(PY)) -Dnanobind_DIR=$$($(abspath $(PY)) -m nanobind --cmake_dir) && \
 	  MAKEFLAGS= cmake --build . --target sanitized; } >build.log || { cat build.log; exit 1; }
 	@cd build/sanitize-$* && { UBSAN_OPTIONS=print_stacktrace=1 $(FIXED_ADDRESSES) ./sanitized $(ROUNDS) 2>errors.log || \
-	  { cat errors.log; exit 1; }; }
+	  { cat errors.log; grep -q "ThreadSanitizer: unexpected memory mapping" errors.log && \
+	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; }
 
 check: $(VENV)/.test ## lint, format, types and layers; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
