@@ -339,7 +339,7 @@ print("came through", flush=True)
         job.wait_for("FAULT")
         result = job.wait(20)
         told = reports(job)
-        until = time.monotonic() + 1
+        until = time.monotonic() + PATIENCE * 1
         while job.processes() and time.monotonic() < until:
             time.sleep(0.01)
         assert not job.processes(), str(result)
@@ -347,7 +347,9 @@ print("came through", flush=True)
     assert "came through" not in result.stdout
     assert len(told) == 1, str(result)
     assert "rank 1 is late" in told[0]
-    assert "in allreduce 'loss'" in told[0]
+    # Woken by a peer, an engine may begin to wait before its own rank has submitted anything.
+    in_ = "allreduce 'loss'" if waiting == "direct" else "(allreduce 'loss'|the matching of asyn)"
+    assert re.search(f"in {in_}", told[0]), told[0]
     assert "SIGSTOP" in told[0]
     assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not come", result.stderr)
 
