@@ -728,12 +728,27 @@ def grouped_broadcast_(
     names: Sequence[str] = (),
     group: Group | None = None,
 ) -> list[Array]:
-    """`xs` themselves hold what they are on rank `root_rank`; `names`, if given, are alike.
+    """Send several arrays of one rank to all, into the arrays that these pass.
 
-    Some may share memory (tied weights), if they do so alike on all ranks.
+    Every rank calls it, in the same order as its other direct calls.
 
     Args:
+        xs: Writable arrays, as many on every rank, of the same shapes and dtypes there. Some may
+            share memory (tied weights), if they do so alike on all ranks.
+        root_rank: The rank whose values all receive, 0 to size - 1.
+        names: Names of the arrays for messages; the same on every rank.
         group: The ranks that take part; all of the world by default.
+
+    Returns:
+        The arrays that were passed, in a list.
+
+    Raises:
+        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
+            rank, and the next call may be made.
+        PeerLostError: A rank died, left or failed. The group is of no more use.
+        TypeError: An item is a number or a list: use the call without the underscore.
+        ValueError: Memory is read-only: pass a writable copy, or use the call without the
+            underscore.
     """
     ranks = ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
@@ -748,10 +763,23 @@ def grouped_broadcast(
     names: Sequence[str] = (),
     group: Group | None = None,
 ) -> list[Array]:
-    """New arrays of what `xs` are on rank `root_rank`; `names`, if given, are alike.
+    """Send several arrays of one rank to all, into new ones.
+
+    Every rank calls it, in the same order as its other direct calls.
 
     Args:
+        xs: Arrays, as many on every rank, of the same shapes and dtypes there.
+        root_rank: The rank whose values all receive, 0 to size - 1.
+        names: Names of the arrays for messages; the same on every rank.
         group: The ranks that take part; all of the world by default.
+
+    Returns:
+        New arrays, like `xs`.
+
+    Raises:
+        MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
+            rank, and the next call may be made.
+        PeerLostError: A rank died, left or failed. The group is of no more use.
     """
     ranks = ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)

@@ -239,6 +239,7 @@ def _places(path: str, n: int) -> tuple[str, ...]:
 
 
 def join(path: str, key: object) -> str:
+    """Return the path of what an object holds under `key`."""
     return f"{path}.{key}" if path else str(key)
 
 
@@ -247,6 +248,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
+    """Whether it is an array that memory can be shared with: NumPy's, or by DLPack."""
     return isinstance(x, np.ndarray) or hasattr(x, "__dlpack__")
 
 

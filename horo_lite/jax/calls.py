@@ -22,6 +22,7 @@ Array = Any  # jax.Array, traced or not; NumPy's where it is said
 
 
 def ranks_of(group: Group | None) -> Group:
+    """The group, or all of the world as it is at the time."""
     return world().group if group is None else group
 
 
@@ -80,6 +81,8 @@ class Call(ABC):
 
 @dataclass(frozen=True)
 class Allreduce(Call):
+    """What `allreduce` in jit does; see `horo_lite.ops` for the attributes."""
+
     op: Op = Average
     compression: Compressor = Compression.none
     prescale_factor: float = 1.0
@@ -127,6 +130,8 @@ class Allreduce(Call):
 
 @dataclass(frozen=True)
 class Broadcast(Call):
+    """What `broadcast` in jit does."""
+
     root_rank: int
 
     in_place = True
@@ -146,6 +151,8 @@ class Broadcast(Call):
 
 @dataclass(frozen=True)
 class Allgather(Call):
+    """What `allgather` in jit does, with as many rows on every rank."""
+
     in_place = False
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
@@ -170,6 +177,8 @@ class Allgather(Call):
 
 @dataclass(frozen=True)
 class Alltoall(Call):
+    """What `alltoall` in jit does."""
+
     in_place = False
 
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:

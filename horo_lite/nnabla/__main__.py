@@ -10,6 +10,7 @@ from horo_lite.nnabla import install
 
 
 def main() -> None:
+    """Run a script of NNabla's with this package in the place of its communicator."""
     if len(sys.argv) < 2:
         raise SystemExit("mpiexec -n 2 python -m horo_lite.nnabla train.py [its arguments]")
     install()

@@ -125,6 +125,7 @@ def _value(name: str, leaf: Any) -> Any:
 
 
 def is_writable(value: Any) -> bool:
+    """Whether a received value can be written into it."""
     try:
         Tensors([value], stream=NO_ORDER)
     except (ValueError, BufferError):

@@ -37,6 +37,7 @@ def reduced(
     postscale_factor: float,
     process_set: Set,
 ) -> list[Tensor]:
+    """The tensors' op over all ranks; gradients flow through it where they are needed."""
     options = op, name, compression, prescale_factor, postscale_factor, process_set
     if _differentiable(tensors):
         return list(_Allreduce.apply(options, *tensors))
@@ -53,6 +54,7 @@ def scattered(tensors: Sequence[Tensor], *options: Any) -> list[Tensor]:
 
 
 def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> list[Tensor]:
+    """All ranks' rows of each tensor; gradients flow through it where they are needed."""
     if _differentiable(tensors):
         return list(_Allgather.apply(name, process_set, *tensors))
     results: list[Tensor] = synchronize(submit_allgather(tensors, name, process_set))
@@ -60,6 +62,7 @@ def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> l
 
 
 def sent_from_root(tensor: Tensor, root_rank: int, name: str | None, process_set: Set) -> Tensor:
+    """The root's tensor; gradients flow through it where they are needed."""
     if _differentiable([tensor]):
         result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
         return result

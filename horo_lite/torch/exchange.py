@@ -592,7 +592,7 @@ def _loss_like(value: np.ndarray[Any, Any], loss: Any) -> Any:
 
 
 def nobody() -> None:
-    return None
+    """No optimizer: what a weak reference to one that is gone returns."""
 
 
 def _group_of(process_set: ProcessSet | Group | None) -> Group | None:

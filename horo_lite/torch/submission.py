@@ -101,6 +101,7 @@ def submit_reduction(
     in_place: bool = False,
     single: bool = False,
 ) -> Handle:
+    """Submit an all-reduce or a reduce-scatter, `kind`, of all tensors together."""
     group = group_of(process_set)
     sources = checked(tensors)
     scatters = kind == "reducescatter"
@@ -144,6 +145,7 @@ def submit_reduction(
 def submit_allgather(
     tensors: Sequence[Tensor], name: str | None, process_set: Set, *, single: bool = False
 ) -> Handle:
+    """Submit the gathering of all ranks' rows; the result is a list unless `single`."""
     group = group_of(process_set)
     sources = checked(tensors)
     name = name_of(group, "allgather", name)
@@ -163,6 +165,7 @@ def submit_allgather(
 def submit_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: Set, *, in_place: bool
 ) -> Handle:
+    """Submit sending the root's tensor to all, into a new tensor unless `in_place`."""
     group = group_of(process_set)
     (source,) = checked([tensor])
     root = root_in(group, root_rank)
@@ -183,6 +186,7 @@ def submit_broadcast(
 
 
 def op_of(average: bool | None, op: AnyOp | None) -> AnyOp:
+    """The op that Horovod's `average=` and `op=` ask for; Average where neither is given."""
     if average is not None:
         if op is not None:
             raise ValueError("average and op are two names for one thing: give op alone")
@@ -272,6 +276,7 @@ def _compression(given: Any) -> tuple[core.Compressor, Any, Any]:
 def submit_alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: Set
 ) -> Handle:
+    """Submit an exchange of rows; with `splits` the result has the numbers received, too."""
     group = group_of(process_set)
     (source,) = checked([tensor])
     if source.dim() == 0:
@@ -329,4 +334,5 @@ def _part_of(group: Group, n_rows: int) -> slice:
 
 
 def name_of(group: Group, kind: str, name: str | None) -> str:
+    """The operation's name; as Horovod's, with a number, where none is given."""
     return f"{_UNNAMED}{group.unnamed(kind)}" if name is None else str(name)

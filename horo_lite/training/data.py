@@ -228,6 +228,7 @@ def partition_dataset(
 
 
 def sample_order(n: int, shuffle: bool, seed: int, epoch: int) -> Indices:
+    """The indices of n samples: in order, or in that of an epoch, alike on all ranks."""
     if not shuffle:
         return np.arange(n, dtype=np.intp)
     # A sequence seeds every (seed, epoch) apart; a sum would make (0, 1) and (1, 0) the same.
@@ -235,6 +236,7 @@ def sample_order(n: int, shuffle: bool, seed: int, epoch: int) -> Indices:
 
 
 def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Both as given, or those of the world; ValueError where they make no sense."""
     if rank is None and size is None:
         here = context.world()
         return here.rank, here.size
@@ -303,6 +305,7 @@ def _map_fields(f: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def length_of(dataset_or_n: Any) -> int:
+    """The number of samples of a dataset, or the number itself."""
     try:
         n = len(dataset_or_n)
     except TypeError:
@@ -322,6 +325,7 @@ def _samples(n: int) -> str:
 
 
 def non_negative(name: str, value: int) -> int:
+    """The value as an int; ValueError below 0."""
     value = operator.index(value)
     if value < 0:
         raise ValueError(f"{name} must not be negative, but is {value}")
