@@ -99,6 +99,12 @@ def plan_of(seed: int, *, elastic: bool, torch: bool) -> Plan:
             after_ms = rng.choice([0, 1, 5, 30]) * rng.random() if how in BY_SIGNAL else None
             troubles.append(Trouble(rank, rng.randrange(N_STEPS - 1), how, after_ms))
     calls = [rng.choice(kinds) for _ in range(N_STEPS)]
+    for trouble in troubles:
+        # What has no name is matched by its place: nobody could tell the next one of the same kind
+        # from the one that a rank has left out.
+        if trouble.how == "skip" and calls[trouble.step] == calls[trouble.step + 1]:
+            others = [kind for kind in kinds if kind != calls[trouble.step]]
+            calls[trouble.step + 1] = rng.choice(others)
     return Plan(seed, n, hosts, elastic, calls, troubles)
 
 
