@@ -136,7 +136,7 @@ $(addprefix framework-,$(UNTESTABLE)): framework-%:
 
 sanitize: $(VENV)/.made ## the C++ core for the host under ASan, UBSan and TSan, with ranks as threads (2 minutes)
 	@$(MAKE) -j2 -k --output-sync=target --no-print-directory sanitize-memory sanitize-threads
-	@echo "sanitize: no findings"
+	@echo "sanitize: no findings in what was checked"
 
 # Two builds, since ASan and TSan exclude each other. Races are looked for in one instruction set's
 # kernels: they are the same templates.

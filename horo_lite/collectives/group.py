@@ -134,17 +134,22 @@ class Group:
             A handle for `synchronize` and `poll`.
         """
         self.check_usable()
-        if part.memory.stream is None or self._watchdog is None or self._engine is None:
-            return self._submit(call, part, result)
-        with self._watchdog.submitting() as submitted:
-            handle = self._submit(call, part, result)
+        is_numbered = not part.label and call.name is None
+        part.label = part.label or call.label
+        watchdog = None if part.memory.stream is None else self._watchdog
+        if watchdog is not None:
+            watchdog.check()
+        call.prepare(part)
+        if watchdog is None or self._engine is None:
+            return self._submit(call, part, is_numbered, result)
+        with watchdog.submitting() as submitted:
+            handle = self._submit(call, part, is_numbered, result)
             submitted.add(handle)
         return handle
 
-    def _submit(self, call: Call[T], part: Part, result: Callable[[T], Any]) -> Handle:
-        is_numbered = not part.label and call.name is None
-        part.label = part.label or call.label
-        call.prepare(part)
+    def _submit(
+        self, call: Call[T], part: Part, is_numbered: bool, result: Callable[[T], Any]
+    ) -> Handle:
         if is_numbered:
             part.label = f"{call.kind} number {self.unnamed('')}"
         transport = self._async_transport

@@ -18,8 +18,27 @@ class Handle:
         self.name = name
         self._job = job
         self._finish = finish
-        self.is_void = False
+        self._is_void = [False]  # shared by the handles of one operation
+
+    @property
+    def is_void(self) -> bool:
         """Whether it was withdrawn because a GPU has failed, which all ranks raise."""
+        return self._is_void[0]
+
+    @is_void.setter
+    def is_void(self, is_void: bool) -> None:
+        self._is_void[0] = is_void
+
+    def then(self, finish: Callable[[], Any]) -> Handle:
+        """Another handle of the same operation: what it returns is made by `finish`."""
+
+        def both() -> Any:
+            self._finish()
+            return finish()
+
+        other = Handle(self.name, self._job, both)
+        other._is_void = self._is_void
+        return other
 
     def done(self) -> bool:
         return self._job is None or self._job.done()

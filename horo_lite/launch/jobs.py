@@ -178,27 +178,47 @@ LAUNCHER_S = 10.0
 
 
 class LauncherWatch:
-    """Notices a launcher that does not end, although every process that it started has."""
+    """Notices a launcher of Open MPI's that does not end, although every rank has ended.
+
+    Nothing is concluded unless every rank of the job was seen as a child of the launcher: on other
+    hosts ranks run that cannot be seen here.
+    """
 
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
-        self._has_started_some = False
+        self._ranks: set[str] = set()
+        self._size = ""
         self._next = 0.0
         self._since: float | None = None
 
-    def for_too_long(self, processes: Callable[[], list[int]]) -> bool:
-        """Tell whether only the launcher is left of the job's `processes`, for LAUNCHER_S."""
+    def is_left_alone(self) -> bool:
+        """Tell whether all ranks were children of the launcher, which has had none for a while."""
         now = time.monotonic()
         if now < self._next:
             return False
-        self._next = now + 1
-        left = processes()
-        self._has_started_some = self._has_started_some or len(left) > 1
-        if not (self._has_started_some and left == [self._launcher]):
+        self._next = now + 0.5
+        children = self._children()
+        if children or not self._size or len(self._ranks) < int(self._size):
             self._since = None
         elif self._since is None:
             self._since = now
         return self._since is not None and now >= self._since + LAUNCHER_S
+
+    def _children(self) -> list[int]:
+        """Return the launcher's children that have not ended, and note which ranks they are."""
+        children = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if int(parent) != self._launcher or state in "ZX":
+                    continue
+                children.append(int(entry.name))
+                items = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                env = dict(item.split("=", 1) for item in items if "=" in item)
+                if "OMPI_COMM_WORLD_RANK" in env:
+                    self._ranks.add(env["OMPI_COMM_WORLD_RANK"])
+                    self._size = env.get("OMPI_COMM_WORLD_SIZE", "")
+        return children
 
 
 class Job:
@@ -261,7 +281,7 @@ class Job:
             The exit code; of a launcher that was killed by a signal, the negative number of that.
         """
         failed_at = None
-        alone = LauncherWatch(self._launcher.pid)
+        launcher = LauncherWatch(self._launcher.pid)
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -271,11 +291,11 @@ class Job:
                     failed_at = time.monotonic()
                 if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
                     break
-                if alone.for_too_long(self._processes):
+                if launcher.is_left_alone():
                     self._print_error(
                         f"[horo_lite] the launcher (pid {self._launcher.pid}) is killed: it has "
-                        f"not ended in {LAUNCHER_S:.0f} s, although every process that it started "
-                        "has. Open MPI's can block itself when a rank ends early\n"
+                        f"not ended in {LAUNCHER_S:.0f} s, although every rank has. Open MPI's can "
+                        "block itself when a rank ends early\n"
                     )
                     break
         finally:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ class Node(NamedTuple):
 
     other: Callable[[list[Any]], Any]
     """Makes another one of the same kind that holds these; or, if it has to, changes itself."""
+
+    hold: Callable[[list[Any]], None] | None = None
+    """Makes this one hold these; None where only another one can."""
 
 
 class Tree:
@@ -80,16 +84,26 @@ class Tree:
                 return node.other(new)
             if all(x is child for x, (_, child) in zip(new, node.children, strict=True)):
                 return tree
-            return _assigned(tree, node.other(new))
+            if node.hold is None:
+                return node.other(new)
+            node.hold(new)
+            return tree
 
         return rebuilt
 
     def _node(self, tree: Any, path: str) -> Node | None:
         if isinstance(tree, (dict, Mapping)):  # the first is quick to see
             keys = sorted(tree, key=str)
+
+            def assign(new: list[Any]) -> None:
+                for key, x in zip(keys, new, strict=True):
+                    if tree[key] is not x:
+                        tree[key] = x  # type: ignore[index]
+
             return Node(
                 [(self._join(path, key), tree[key]) for key in keys],
                 lambda new: _mapping_like(tree, dict(zip(keys, new, strict=True))),
+                assign if isinstance(tree, (dict, MutableMapping)) else None,
             )
         if not isinstance(tree, (list, tuple)):
             return None
@@ -100,29 +114,25 @@ class Tree:
             )
         if (pairs := keyed(tree)) is None:
             here = path or self._root
-            return Node([(f"{here}[{i}]", x) for i, x in enumerate(tree)], type(tree))
+            return Node(
+                [(f"{here}[{i}]", x) for i, x in enumerate(tree)],
+                type(tree),
+                partial(tree.__setitem__, slice(None)) if isinstance(tree, list) else None,
+            )
         keys = [key for key, _ in pairs]
+
+        def assign_pairs(new: list[Any]) -> None:
+            tree[:] = zip(keys, new, strict=True)  # type: ignore[index]
+
         return Node(
             [(self._join(path, key), x) for key, x in pairs],
             lambda new: type(tree)(zip(keys, new, strict=True)),
+            assign_pairs if isinstance(tree, list) else None,
         )
 
 
 def _next(leaves: Iterator[Any], in_place: bool) -> Any:
     return next(leaves)
-
-
-def _assigned(tree: Any, other: Any) -> Any:
-    """`tree`, which now holds what `other`, of its kind, does; `other` where it cannot."""
-    if isinstance(tree, list):
-        tree[:] = other
-    elif isinstance(tree, MutableMapping):
-        for key in tree:
-            if tree[key] is not other[key]:
-                tree[key] = other[key]
-    else:
-        return other
-    return tree
 
 
 def _mapping_like(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -180,4 +190,9 @@ def overwritten(
 
 
 def _tuple_like(tree: tuple[Any, ...], items: list[Any]) -> Any:
-    return tree._make(items) if hasattr(tree, "_make") else tuple(items)
+    if hasattr(tree, "_make"):
+        return tree._make(items)
+    try:
+        return type(tree)(items)
+    except TypeError:  # a class of its own, which holds other things, or is made otherwise
+        return tuple(items)

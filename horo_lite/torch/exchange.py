@@ -401,8 +401,14 @@ class Exchange:
             return closure()
 
         assert self.group is not None
-        op, weight = Sum if self.op is Sum else Average, self._weight
-        return averaging(begun, self.flush, group=self.group, op=op, weight=weight, like=_loss_like)
+        return averaging(
+            begun,
+            self.flush,
+            group=self.group,
+            op=Sum if self.op is Sum else Average,
+            weight=lambda: self._weight,  # the closure may have set it
+            like=_loss_like,
+        )
 
     def _look_for_unhooked(self) -> None:
         """Gradients that no hook can announce, such as those of a master copy of the weights."""

@@ -58,11 +58,10 @@ class _Compressing(_GroupView):
         handle = self.group().exchange_async(small, **options)
 
         def finish() -> None:
-            handle.wait()
             for array, tensor, (_, context) in zip(arrays, small, pairs, strict=True):
                 array.copy_(self._compressor.decompress(tensor, context))
 
-        return Handle(handle.name, handle._job, finish)
+        return handle.then(finish)
 
 
 def group_for(group: Group, op: Op | AdasumOp, compression: Any) -> Any:

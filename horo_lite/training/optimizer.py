@@ -468,7 +468,9 @@ class _Own:
             self.exchange(weight)
 
         options = self.options
-        return averaging(closure, exchange, group=options.ranks, op=options.op, weight=weight)
+        return averaging(
+            closure, exchange, group=options.ranks, op=options.op, weight=lambda: weight
+        )
 
     def copied(self, **changes: Any) -> _Own:
         """The same for a copy of the inner optimizer, which nobody has synchronized yet."""

@@ -6,6 +6,7 @@ them and type checkers see typos, and makes one `Options` of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -54,8 +55,9 @@ class Options:
     def __post_init__(self) -> None:
         self._check_reduction()
         passes: Any = self.backward_passes_per_step
-        if not isinstance(passes, int) or passes < 1:
+        if not hasattr(passes, "__index__") or operator.index(passes) < 1:
             raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
+        object.__setattr__(self, "backward_passes_per_step", operator.index(passes))
         check_reaction(self.on_drift)
         if self.check_finite not in (None, "raise", "warn"):
             raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
@@ -98,7 +100,7 @@ def averaging(
     *,
     group: Group,
     op: Op,
-    weight: float | None,
+    weight: Callable[[], float | None],
     like: Callable[[Any, Any], Any] = from_numpy,
 ) -> Callable[..., Any]:
     """`closure`, after which gradients and loss are those of all ranks.
@@ -109,7 +111,8 @@ def averaging(
         exchange: It averages the gradients.
         group: The ranks.
         op: Average or Sum, for the loss as for the gradients.
-        weight: This rank's number of samples, or None on every rank.
+        weight: It returns this rank's number of samples, or None on every rank, as used by
+            `exchange`.
         like: It makes an object like the second argument, a loss, of a float64 array.
     """
 
@@ -125,7 +128,7 @@ def averaging(
         except (TypeError, ValueError):
             return loss
         name = "the closure's loss"
-        group.exchange([value], names=[name], label=name, op=op, weight=weight)
+        group.exchange([value], names=[name], label=name, op=op, weight=weight())
         return like(value, loss)
 
     return averaged

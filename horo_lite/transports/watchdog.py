@@ -99,7 +99,8 @@ class Watchdog:
         self._streams = streams
         self._error: Exception | None = None
         self._stopped = threading.Event()  # there is an error
-        self._submitting = threading.Lock()
+        self._raising = threading.RLock()
+        self._submitting = threading.RLock()  # again where a finalizer submits, too
         self._submitted: WeakSet[Withdrawable] = WeakSet()
         self._is_stopping = False  # nothing is submitted any more until the error was raised
         self._awaited = 0  # the direct call in which a rank waits for those that are elsewhere
@@ -158,7 +159,11 @@ class Watchdog:
                 if not self._is_stopping:
                     yield self._submitted
                     return
-            self._serve_until(self._stopped.wait)
+            self._serve_until(self._stopped_or_raised)
+
+    def _stopped_or_raised(self, timeout_s: float) -> bool:
+        """Whether the error is there, or another thread has raised it already."""
+        return self._stopped.wait(timeout_s) or not self._is_stopping
 
     @property
     def generation(self) -> int:
@@ -174,19 +179,22 @@ class Watchdog:
         """Raise what the comparison of earlier notices led to, or StallError."""
         if self._stall_detector is not None:
             self._stall_detector.check()
-        error = self._error
-        if error is None:
+        if not self._stopped.is_set():
             return
-        if isinstance(error, (MismatchError, DeviceError)):
-            if self._direct.n_agreed < self._awaited:
-                self._direct.pass_by()
-            for stream in self._streams:
-                if stream.failure():  # not what has been connected since
-                    stream.reset()
-            self._generation += 1
-            self._is_stopping = False
-            self._stopped.clear()
-            self._error = None
+        with self._raising:  # one thread raises it, once
+            error = self._error
+            if error is None:
+                return
+            if isinstance(error, (MismatchError, DeviceError)):
+                if self._direct.n_agreed < self._awaited:
+                    self._direct.pass_by()
+                for stream in self._streams:
+                    if stream.failure():  # not what has been connected since
+                        stream.reset()
+                self._generation += 1
+                self._is_stopping = False
+                self._stopped.clear()
+                self._error = None
         raise error
 
     def raise_common(self) -> None:
@@ -198,7 +206,7 @@ class Watchdog:
     def raise_what_voided(self) -> None:
         """Raise the error for which an operation was withdrawn, unless that was raised before."""
         if self._is_stopping:
-            self._serve_until(self._stopped.wait)
+            self._serve_until(self._stopped_or_raised)
         self.check()
 
     def raise_elsewhere(self) -> None:
@@ -363,9 +371,16 @@ class Watchdog:
             self._is_stopping = True
             submitted = list(self._submitted)
             self._submitted.clear()
-        for handle in submitted:
-            handle.is_void = True  # before the program can see that it is withdrawn
-            handle.is_void = handle.withdraw(beside=True)
+
+        def withdraw() -> None:
+            for handle in submitted:
+                handle.is_void = True  # before the program can see that it is withdrawn
+                handle.is_void = handle.withdraw(beside=True)
+
+        # Not for ever, as in _abort: the engine may be in a call of NCCL's.
+        thread = threading.Thread(target=withdraw, daemon=True)
+        thread.start()
+        thread.join(ABORT_S)
 
     def _abort(self, error: Exception) -> None:
         # All at once: aborting one may wait for memory that a stuck kernel of another keeps. Not

@@ -638,6 +638,29 @@ def test_weights_last_for_a_step_and_come_before_it() -> None:
     run_threads(2, rank)
 
 
+def test_a_weight_that_the_closure_sets_is_also_that_of_the_loss() -> None:
+    def rank(group: Group) -> None:
+        w = torch.nn.Parameter(torch.zeros(2))
+        optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1.0), group=group)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            optimizer.set_weight(1 + 2 * group.rank)
+            loss = w.sum() * (group.rank * 4.0) + group.rank * 8.0
+            loss.backward()
+            return loss
+
+        for before in None, 7:  # the closure's counts
+            if before is not None:
+                optimizer.set_weight(before)
+            with torch.no_grad():
+                w.zero_()
+            assert float(optimizer.step(closure)) == 6  # (1 * 0 + 3 * 8) / 4
+            assert w.grad[0] == 3
+
+    run_threads(2, rank)
+
+
 def test_a_weight_is_for_one_step() -> None:
     """Used up by the step, by one that raises, and with the gradients that zero_grad() drops."""
 

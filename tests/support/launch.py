@@ -243,7 +243,6 @@ class Job:
         """
         until = time.monotonic() + timeout_s
         watch = LauncherWatch(self.launcher.pid)
-        is_mpiexec = any(Path(word).name == "mpiexec" for word in shlex.split(self.command))
         while True:
             try:
                 self.launcher.wait(0.5)
@@ -251,7 +250,7 @@ class Job:
             except subprocess.TimeoutExpired:
                 if time.monotonic() > until:
                     raise
-            if is_mpiexec and watch.for_too_long(lambda: list(self.processes())):
+            if watch.is_left_alone():
                 self.kill()
 
     def result(self) -> Result:

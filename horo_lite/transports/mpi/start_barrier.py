@@ -113,6 +113,7 @@ class StartBarrier:
             StallError: It took longer than `abort_s`.
         """
         if not self._is_here:  # else init() was interrupted, and called again
+            _kept[:] = [one for one in _kept if not one[0].Test()]
             self._send(b"", Tag.ARRIVED)
             self._is_here = True
             self._round += 1
@@ -151,6 +152,7 @@ class StartBarrier:
     def _raise_if_dead(self, missing: list[int]) -> None:
         for peer in missing:
             if peer in self._here and not lives(self._here[peer]) and peer in self._missing():
+                self._raise_if_left()  # its last words may have come meanwhile
                 raise PeerLostError(
                     f"rank {peer} died (killed, out of memory, or os._exit) while rank "
                     f"{self._comm.rank} waited for it in init()"
@@ -188,8 +190,8 @@ class StartBarrier:
 
     def _send(self, text: bytes, tag: Tag) -> None:
         data = np.frombuffer(text, np.uint8)
-        with suppress(self._mpi.Exception):  # some are dead
-            for peer in range(self._comm.size):
-                if peer != self._comm.rank:
+        for peer in range(self._comm.size):
+            if peer != self._comm.rank:
+                with suppress(self._mpi.Exception):  # it is dead
                     request = self._comm.Isend([data, self._mpi.BYTE], peer, tag)
                     _kept.append((request, data))
