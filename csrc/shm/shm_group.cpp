@@ -16,7 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iterator>
+#include <sstream>
 
 #include "shm/text.h"
 
@@ -94,7 +94,9 @@ int exit_status(int pidfd) {
 // Also while its parent has not asked for it: then /proc shows it.
 int exit_status(int pid, int pidfd) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text(std::istreambuf_iterator<char>(file), {});
+  std::ostringstream all;
+  all << file.rdbuf();  // an iterator would throw where the process vanishes meanwhile
+  const std::string text = all.str();
   const size_t name_end = text.rfind(')');
   if (name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0) {
     return std::atoi(text.c_str() + text.rfind(' '));

@@ -123,10 +123,12 @@ def connect(
         if isinstance(host, str):
             raise OSError(f"horo_lite needs shared memory, and there is none: {host}")
     if not over_mpi:
-        if pipes is not None:
-            pipes.connect(host.inboxes, token)
         detector = host.stall_detector
         shm = {role: ShmTransport(host.group(role), ranks, detector) for role in roles}
+        if pipes is not None:
+            pipes.connect(host.inboxes, token)
+            # Before that none may close its inbox in shutdown(): another file could get its number.
+            shm[Role.DIRECT].agree(0, label="init()")
         return Links(shm[Role.DIRECT], shm[Role.ENGINE], shm.get(Role.WATCHDOG), pipes)
     assert not isinstance(comm, ObjectCommunicator)
     if pipes is not None:

@@ -161,3 +161,31 @@ print("went on", flush=True)
     if mpi_name() == "mpich":  # Open MPI's launcher ends the others at once
         assert result.stdout.count("missed") == 2, str(result)
     assert "went on" not in result.stdout, str(result)
+
+
+def test_a_world_may_be_left_at_once() -> None:
+    """Rank 1 is slow to look at rank 0's inbox, which must not be another file by then."""
+    script = """\
+import time
+import horo_lite as hvd
+from horo_lite.transports.pipes import Pipes
+
+connect = Pipes.connect
+
+
+def slowly(*args):
+    time.sleep(0.5)
+    connect(*args)
+
+
+files = []
+for i in range(3):
+    if i and rank == 1:
+        Pipes.connect = slowly
+    rank = hvd.init(device="cpu").rank
+    hvd.shutdown()
+    files += [open("/dev/null") for _ in range(20)]
+print("went on", flush=True)
+"""
+    result = run_ranks(script, 2).check()
+    assert result.stdout.count("went on") == 2, str(result)

@@ -420,7 +420,7 @@ def without_nccl() -> None:
 
     install = ["go through the host's memory", "on rank 0", "pip install", "HORO_LITE_NCCL_LIB"]
     good = os.environ["HORO_LITE_NCCL_LIB"]
-    travels(["use the CPU"], DEVICE="cpu")
+    travels(["given to init() is the CPU"], DEVICE="cpu")
     os.environ["HORO_LITE_DEVICE"] = ""
     travels([*install, "/nowhere/libnccl.so.2", "not there"], NCCL_LIB="/nowhere/libnccl.so.2")
     travels([*install, good, "2.17.1", "2.18"], NCCL_LIB=good, FAKE_NCCL_VERSION="21701")
