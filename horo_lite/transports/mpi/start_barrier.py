@@ -67,7 +67,10 @@ def wait_for_first(comm: MPI.Comm, warn_s: float, abort_s: float) -> None:
     patience = Patience(comm.rank, warn_s, abort_s)
     try:
         while not request.Test():
-            patience.pause("ranks that do not report the same: they have not called init() yet")
+            patience.pause(
+                "ranks that do not report the same: they have not called init() yet. Look there "
+                "for a slow import, data that is still being loaded, or an error"
+            )
     except BaseException:
         _first.append((comm, request))  # init() may be called again
         raise
@@ -122,7 +125,9 @@ class StartBarrier:
             self._raise_if_left()
             self._raise_if_dead(missing)
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            patience.pause(f"{who}, which did not call init() again after shutdown()")
+            patience.pause(
+                f"{who}, which did not call init() again after shutdown(): every rank does, or none"
+            )
         self._is_here = False
 
     def _missing(self) -> list[int]:
