@@ -33,6 +33,7 @@ class Layout {
   Layout(std::vector<TensorRef> tensors, Op op, Wire wire, size_t chunk_bytes, int n_shares)
       : tensors_(std::move(tensors)), n_shares_(n_shares) {
     kernels_.reserve(tensors_.size());
+    pieces_.reserve(tensors_.size());
     for (const TensorRef& tensor : tensors_) kernels_.push_back(&select_kernels(tensor.dtype, wire, op));
     std::vector<Piece> runs;
     size_t chunk_size = 0;
