@@ -1,15 +1,24 @@
-"""Time the exchange of gradients in a PyTorch training step, next to its yardsticks.
+"""Time training steps with PyTorch, and what their exchange of gradients adds to a local step.
 
 `python benchmarks/torch_step.py` (or `make bench`) starts mpiexec jobs itself and prints one table
-per model and number of ranks. Within a job all contenders take turns, so that other load on the
-machine affects them equally. A step is zero_grad, forward, backward and the optimizer's step, timed
-on the slowest rank; its exchange time is the additional time over the step without communication in
-the same turn. Figures are medians over the turns. After each turn every rank compares all gradients
-with the average over the ranks: a wrong result ends the benchmark.
+per model, optimizer and number of ranks. Within a job all contenders take turns, so that other load
+on the machine affects them equally. A step is zero_grad, forward, backward and the optimizer's
+step, timed on the slowest rank, after one that is not timed; its exchange time is the additional
+time over the step without communication in the same turn. Figures are medians over the turns. After
+each turn every rank compares all gradients with the average over the ranks: a wrong result ends the
+benchmark.
 
-With gradients in shared memory, three operations are also timed separately: the in-place reduction,
-moving gradients there (as the hooks do during backward()), and filling them with zeros (which
-zero_grad(set_to_none=False) would do instead).
+The models:
+
+    sums         ResNet-50's parameters, whose gradients cost no more than writing them
+    waiting      the same, but backward() waits before each, as for an accelerator, three times as
+                 long as the exchange alone: cores are free for the exchange
+    resnet50     ResNet-50, on images that are so small that backward() takes a few exchanges
+    transformer  that of examples/torch/language_model.py
+
+"alone" is the same exchange of gradients that are all there, beside no backward(). "hidden" is the
+share of it that a step does not take longer: 1 - exchange / alone. What the exchange computes can
+hide only where cores are free: with as many ranks as cores, all busy, it cannot.
 
 The yardstick is one memcpy of the gradients by one rank while the others sleep. Memory is measured
 in separate jobs, one per contender: the peak resident size of a process during five steps, minus
@@ -27,55 +36,125 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from allreduce import MEMCPY, launch, machine, resnet50_shapes, rest
+from allreduce import BUCKET_BYTES, MEMCPY, launch, machine, resnet50_shapes, rest
 from torch import nn
 
 HERE = Path(__file__).resolve()
 LOCAL = "no communication"
 SHARED = "horo_lite fp32, shared"
-TURNS = {"resnet50": 15, "transformer": 10}
+TURNS = {"sums": 12, "waiting": 6, "resnet50": 8, "transformer": 8}
+BACKWARD_PER_EXCHANGE = 3  # of "waiting"
 
 
 # --- what is trained --------------------------------------------------------------------------
+
+
+class Wait(torch.autograd.Function):
+    """The identity, whose backward() takes a time in which this rank computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient, None
 
 
 class Sums(nn.Module):
     """Parameters of given shapes, whose gradients cost little more than writing them.
 
     Each parameter's gradient is a vector of this rank's numbers; backward() produces them one by
-    one, from the last to the first, as in a network.
+    one, from the last to the first, as in a network. It waits `seconds` in all.
     """
+
+    seconds = 0.0
 
     def __init__(self, parameters: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        # The same memory for all contenders: only parameters that are trained need their own.
         self.parts = nn.ParameterList([nn.Parameter(p) for p in parameters])
         self.numbers = list(numbers)
 
     def forward(self) -> torch.Tensor:
         total = torch.zeros(())
+        per_element = self.seconds / sum(numbers.numel() for numbers in self.numbers)
         for p, numbers in zip(self.parts, self.numbers, strict=True):
-            total = total + torch.dot(p.view(-1), numbers)
+            product = torch.dot(p.view(-1), numbers)
+            seconds = per_element * numbers.numel()
+            if seconds > 1e-4:  # shorter sleeps take longer than they should
+                product = Wait.apply(product, seconds)
+            total = total + product
         return total
 
 
+class Bottleneck(nn.Module):
+    """A block of ResNet-50."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            *_convolution(inputs, width, 1),
+            nn.ReLU(),
+            *_convolution(width, width, 3, stride),
+            nn.ReLU(),
+            *_convolution(width, 4 * width, 1),
+        )
+        self.shortcut = (
+            nn.Sequential(*_convolution(inputs, 4 * width, 1, stride))
+            if inputs != 4 * width
+            else nn.Identity()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.convolutions(x) + self.shortcut(x))
+
+
+def _convolution(inputs: int, outputs: int, side: int, stride: int = 1) -> list[nn.Module]:
+    return [
+        nn.Conv2d(inputs, outputs, side, stride, side // 2, bias=False),
+        nn.BatchNorm2d(outputs),
+    ]
+
+
+def resnet50_network() -> nn.Module:
+    """Make ResNet-50, whose parameters have the order of torchvision's."""
+    blocks = []
+    inputs = 64
+    for width, n_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(n_blocks):
+            blocks.append(Bottleneck(inputs, width, 2 if block == 0 and width > 64 else 1))
+            inputs = 4 * width
+    network = nn.Sequential(
+        *_convolution(3, 64, 7, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(inputs, 1000),
+    )
+    assert [tuple(p.shape) for p in network.parameters()] == resnet50_shapes()
+    return network
+
+
 class Model(NamedTuple):
-    """How to make a set of parameters, its optimizer and loss, and the exact result."""
+    """How to make a set of parameters and their loss, and the exact result."""
 
     make: Callable[[], nn.Module]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
     loss: Callable[[nn.Module], torch.Tensor]
     averages: list[torch.Tensor]
     exact: bool
 
 
-def resnet50(comm: Any) -> Model:
+def sums(comm: Any, options: argparse.Namespace) -> Model:
     """The shapes of ResNet-50's 161 parameters, and gradients that are exact in half precision."""
     shapes = resnet50_shapes()
     sizes = [math.prod(shape) for shape in shapes]
@@ -84,10 +163,9 @@ def resnet50(comm: Any) -> Model:
     ]
     mine = torch.from_numpy(of_rank[comm.rank].astype(np.float32))
     average = torch.from_numpy(sum(n.astype(np.float32) for n in of_rank) / np.float32(comm.size))
-    parameters = [torch.zeros(shape) for shape in shapes]
+    parameters = [torch.zeros(shape) for shape in shapes]  # the same memory for all contenders
     return Model(
         make=lambda: Sums(parameters, mine.split(sizes)),
-        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0),  # leaves the parameters unchanged
         loss=lambda module: module(),
         averages=[
             part.view(shape) for part, shape in zip(average.split(sizes), shapes, strict=True)
@@ -96,7 +174,19 @@ def resnet50(comm: Any) -> Model:
     )
 
 
-def transformer(comm: Any) -> Model:
+def resnet50(comm: Any, options: argparse.Namespace) -> Model:
+    """ResNet-50 itself."""
+    numbers = torch.Generator().manual_seed(comm.rank)
+    images = torch.randn(2, 3, options.image, options.image, generator=numbers)
+    classes = torch.randint(1000, (2,), generator=numbers)
+    return _computed(
+        resnet50_network,
+        lambda module: nn.functional.cross_entropy(module(images), classes),
+        comm,
+    )
+
+
+def transformer(comm: Any, options: argparse.Namespace) -> Model:
     """The transformer of examples/torch/language_model.py, 4 layers of 256."""
     path = HERE.parent.parent / "examples/torch/language_model.py"
     spec = importlib.util.spec_from_file_location("language_model", path)
@@ -104,66 +194,84 @@ def transformer(comm: Any) -> Model:
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        module: nn.Module = example.Transformer(layers=4, width=256, heads=4, context=128)
-        return module
-
     numbers = torch.Generator().manual_seed(comm.rank)
     text = torch.randint(256, (4, 129), generator=numbers)
-
-    def loss(module: nn.Module) -> torch.Tensor:
-        return nn.functional.cross_entropy(
+    return _computed(
+        lambda: example.Transformer(layers=4, width=256, heads=4, context=128),
+        lambda module: nn.functional.cross_entropy(
             module(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()
-        )
+        ),
+        comm,
+    )
 
-    module = make()
+
+def _computed(
+    make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor], comm: Any
+) -> Model:
+    """A model of which only running it tells the gradients."""
+    from mpi4py import MPI
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return make()
+
+    module = made()
     loss(module).backward()
     averages = []
     for p in module.parameters():
         assert p.grad is not None
         average = p.grad.double().numpy()
-        comm.Allreduce(_in_place(), average)
+        comm.Allreduce(MPI.IN_PLACE, average)
         averages.append(torch.from_numpy(average / comm.size))
-    return Model(
-        make=make,
-        optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.0),
-        loss=loss,
-        averages=averages,
-        exact=False,
-    )
+    return Model(made, loss, averages, exact=False)
 
 
-def _in_place() -> Any:
-    from mpi4py import MPI
+MODELS: dict[str, Callable[[Any, argparse.Namespace], Model]] = {
+    "sums": sums,
+    "waiting": sums,
+    "resnet50": resnet50,
+    "transformer": transformer,
+}
 
-    return MPI.IN_PLACE
-
-
-MODELS: dict[str, Callable[[Any], Model]] = {"resnet50": resnet50, "transformer": transformer}
+# They read and write as much as any, and leave the parameters unchanged.
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.0),
+}
 
 
 # --- inside a rank ----------------------------------------------------------------------------
 
 
 class Contender:
-    """One way of exchanging gradients, with its own parameters."""
+    """One way of exchanging gradients, with its own gradients."""
 
-    def __init__(self, name: str, model: Model, wire_eps: float) -> None:
+    def __init__(self, name: str, model: Model, optimizer: str, wire_eps: float) -> None:
         self.name = name
         self.model = model
         # Relative to the largest element: one rounding per rank's contribution, one of the sum.
         self.tolerance = 4 * wire_eps
         self.module = model.make()
-        self.optimizer: Any = model.optimizer(self.module.parameters())
+        self.optimizer: Any = OPTIMIZERS[optimizer](self.module.parameters())
         self.call: nn.Module = self.module  # the module that forward calls
-        self.times: list[float] = []
+        self.exchange: Callable[[], None] | None = None  # of gradients that are all there
 
-    def step(self) -> None:
+    def share_memory(self, other: Contender) -> None:
+        """Use the other's parameters and state, after a step of it."""
+        for p, q in zip(self.module.parameters(), other.module.parameters(), strict=True):
+            p.data = q.data
+            self.optimizer.state[p] = other.optimizer.state[q]
+
+    def step(self) -> tuple[float, float]:
+        """Take a step; return the seconds that it, and its backward(), took."""
+        began = time.perf_counter()
         self.optimizer.zero_grad()
-        self.model.loss(self.call).backward()
+        loss = self.model.loss(self.call)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
         self.optimizer.step()
+        return time.perf_counter() - began, backward - forward
 
     def check(self) -> None:
         """Check that its gradients are the average over the ranks."""
@@ -181,8 +289,18 @@ class Contender:
 
     def forget(self) -> None:
         """Free its gradients while others have their turns."""
+        self.optimizer.zero_grad()
+
+    def time_exchange(self) -> float:
+        """Return the seconds that the exchange alone takes."""
+        assert self.exchange is not None
         for p in self.module.parameters():
-            p.grad = None
+            p.grad = torch.ones_like(p)
+        began = time.perf_counter()
+        self.exchange()
+        elapsed = time.perf_counter() - began
+        self.forget()
+        return elapsed
 
 
 def horo_lite(compression: str, **options: Any) -> Callable[[Contender], None]:
@@ -195,11 +313,12 @@ def horo_lite(compression: str, **options: Any) -> Callable[[Contender], None]:
             compression=getattr(hvd.Compression, compression),
             **options,
         )
+        contender.exchange = contender.optimizer.synchronize
 
     return wrap
 
 
-def ddp(hook: str | None) -> Callable[[Contender], None]:
+def ddp(hook: str | None, dtype: torch.dtype) -> Callable[[Contender], None]:
     def wrap(contender: Contender) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -207,8 +326,33 @@ def ddp(hook: str | None) -> Callable[[Contender], None]:
         if hook is not None:
             wrapped.register_comm_hook(None, getattr(default_hooks, hook))
         contender.call = wrapped
+        parameters = list(contender.module.parameters())[::-1]
+        contender.exchange = lambda: _all_reduce(parameters, dtype)
 
     return wrap
+
+
+def _all_reduce(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    """Average gradients in buckets, as DistributedDataParallel does."""
+    import torch.distributed as dist
+
+    buckets: list[list[torch.Tensor]] = [[]]
+    for p in parameters:
+        assert p.grad is not None
+        if sum(gradient.numel() for gradient in buckets[-1]) * 4 >= BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(p.grad)
+    flats, works = [], []
+    for bucket in buckets:
+        flat = torch.cat([gradient.view(-1) for gradient in bucket]).to(dtype)
+        flat.div_(dist.get_world_size())
+        flats.append(flat)
+        works.append(dist.all_reduce(flat, async_op=True))
+    for bucket, flat, pending in zip(buckets, flats, works, strict=True):
+        pending.wait()
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.view(-1).copy_(part)
 
 
 # Name, wire dtype, and how to wrap a plain module and optimizer.
@@ -217,8 +361,8 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     SHARED: (torch.float32, horo_lite("none", gradient_as_bucket_view=True)),
     "horo_lite fp16": (torch.float16, horo_lite("fp16")),
     "horo_lite bf16": (torch.bfloat16, horo_lite("bf16")),
-    "DDP gloo": (torch.float32, ddp(None)),
-    "DDP gloo, fp16 hook": (torch.float16, ddp("fp16_compress_hook")),
+    "DDP gloo": (torch.float32, ddp(None, torch.float32)),
+    "DDP gloo, fp16 hook": (torch.float16, ddp("fp16_compress_hook", torch.float16)),
 }
 
 
@@ -232,109 +376,75 @@ def connect(store: str, comm: Any) -> None:
     )
 
 
-def contender(name: str, model: Model) -> Contender:
+def contender(name: str, model: Model, optimizer: str) -> Contender:
     if name == LOCAL:
-        return Contender(name, model, 0.0)
+        return Contender(name, model, optimizer, 0.0)
     dtype, wrap = FIELD[name]
     # A float32 sum in another order than the reference's differs in the last digits too.
-    made = Contender(name, model, max(torch.finfo(dtype).eps, 1e-6))
+    made = Contender(name, model, optimizer, max(torch.finfo(dtype).eps, 1e-5))
     wrap(made)
     return made
 
 
-def time_alone(one: Contender, comm: Any) -> dict[str, float]:
-    """Return the slowest rank's milliseconds for the operations on gradients in shared memory."""
-    from horo_lite.context import world
-
-    one.step()
-    homes = [p.grad for p in one.module.parameters()][::-1]
-    names = [str(i) for i in range(len(homes))]
-    # Like autograd's: as large, and in cache because just written.
-    fresh = torch.zeros(max(home.numel() for home in homes))
-    shared = one.optimizer._exchange.reducer.shared
-    assert shared is not None
-
-    def move() -> None:
-        for home in homes:
-            home.copy_(fresh[: home.numel()].fill_(1.0).view(home.shape))
-
-    def fill() -> None:
-        for home in homes:
-            fresh[: home.numel()].fill_(1.0)
-
-    def zero() -> None:
-        for home in homes:
-            home.zero_()
-
-    def reduce() -> None:
-        world().group.exchange(homes, names=names, label="alone", shared=shared)
-
-    found = {}
-    for what in (reduce, zero, move, fill):
-        rest(comm)
-        comm.Barrier()
-        began = time.perf_counter()
-        what()
-        found[what.__name__] = 1e3 * max(comm.allgather(time.perf_counter() - began))
-    found["move"] -= found.pop("fill")
-    one.forget()
-    return found
-
-
-def measure(which: str, turns: int, comm: Any) -> dict[str, Any]:
-    """Return the times of every contender with one model, the same on every rank."""
-    model = MODELS[which](comm)
+def measure(options: argparse.Namespace, which: str, optimizer: str, comm: Any) -> dict[str, Any]:
+    """Return every turn's times with one model and optimizer, the same on every rank."""
+    model = MODELS[which](comm, options)
     # With one rank there is nothing to exchange: this measures the cost of wrapping.
-    names = list(FIELD) if comm.size > 1 else ["horo_lite fp32"]
-    field = [contender(name, model) for name in [LOCAL, *names]]
+    names = options.contenders if comm.size > 1 else ["horo_lite fp32"]
+    plain = contender(LOCAL, model, optimizer)
+    plain.step()
+    field = [plain]
+    for name in names:
+        field.append(contender(name, model, optimizer))
+        field[-1].share_memory(plain)
     sources = [average.float() for average in model.averages]
     copies = [torch.zeros_like(source) for source in sources]
-    memcpys: list[float] = []
-    alone: list[dict[str, float]] = []
-    for turn in range(-2, turns):  # the first two make and agree on plans
+
+    def together(timed: Callable[[], Any]) -> list[Any]:
+        """Call it on all ranks at once; return what each rank returned."""
         rest(comm)
+        comm.Barrier()
+        found = timed()
+        rest(comm)
+        everyone: list[Any] = comm.allgather(found)
+        return everyone
+
+    def copy() -> float:
         began = time.perf_counter()
         if comm.rank == 0:
-            for copy, source in zip(copies, sources, strict=True):
-                np.copyto(copy.numpy(), source.numpy())
-        elapsed = time.perf_counter() - began
+            for to, source in zip(copies, sources, strict=True):
+                np.copyto(to.numpy(), source.numpy())
+        return time.perf_counter() - began
+
+    def take(one: Contender) -> dict[str, float]:
+        times = {}
+        if one.exchange is not None and comm.size > 1:
+            times["alone"] = max(together(one.time_exchange))
+        together(one.step)  # what it frees, and finds in cache, are its own
+        everyone = together(one.step)
+        times["step"] = max(step for step, _ in everyone)
+        times["backward"] = max(backward for _, backward in everyone)
+        if one is not plain:
+            one.check()
+        one.forget()
+        return times
+
+    turns: list[dict[str, Any]] = []
+    n_turns = options.repeats or TURNS[which]
+    for turn in range(-2, n_turns):  # the first two make and agree on plans
+        times: dict[str, Any] = {MEMCPY: max(together(copy))}
+        times |= {one.name: take(one) for one in field}
+        if which == "waiting" and turn < 0 and comm.size > 1:
+            for one in field:
+                one.module.seconds = BACKWARD_PER_EXCHANGE * times[names[0]]["alone"]
         if turn >= 0:
-            memcpys.append(1e3 * max(comm.allgather(elapsed)))
-        for one in field:
-            rest(comm)
-            comm.Barrier()
-            began = time.perf_counter()
-            one.step()
-            elapsed = time.perf_counter() - began
-            rest(comm)
-            if one.name != LOCAL:
-                one.check()
-            one.forget()
-            slowest = max(comm.allgather(elapsed))
-            if turn >= 0:
-                one.times.append(1e3 * slowest)
-                if one.name == SHARED:
-                    alone.append(time_alone(one, comm))
-    local = field[0].times
+            turns.append(times)
     return {
         "model": which,
+        "optimizer": optimizer,
         "parameters": len(sources),
         "bytes": sum(source.numel() * 4 for source in sources),
-        "memcpy": statistics.median(memcpys),
-        "memcpy_quartiles": np.quantile(memcpys, [0.25, 0.75]).tolist(),
-        "step": {one.name: statistics.median(one.times) for one in field},
-        "step_quartiles": {
-            one.name: np.quantile(one.times, [0.25, 0.75]).tolist() for one in field
-        },
-        "exchange": {
-            one.name: statistics.median(
-                with_it - without for with_it, without in zip(one.times, local, strict=True)
-            )
-            for one in field[1:]
-        },
-        "alone": {what: statistics.median(one[what] for one in alone) for what in alone[0]}
-        if alone
-        else {},
+        "turns": turns,
     }
 
 
@@ -349,17 +459,18 @@ def peak_bytes() -> int:
     return sizes["VmHWM"] - (sizes["Rss"] - sizes["Pss"])
 
 
-def measure_memory(which: str, name: str, comm: Any) -> int:
+def measure_memory(options: argparse.Namespace, name: str, comm: Any) -> int:
     """Return a contender's peak memory beyond that of local steps, on the worst rank."""
-    model = MODELS[which](comm)
-    plain = contender(LOCAL, model)
+    model = MODELS["sums"](comm, options)
+    plain = contender(LOCAL, model, "sgd")
     for _ in range(3):
         plain.step()
     before = peak_bytes()
     plain.forget()
     if name == SHARED:  # otherwise the allocator may reuse this memory for the others' gradients
         ctypes.CDLL(None).malloc_trim(0)
-    wrapped = contender(name, model)
+    wrapped = contender(name, model, "sgd")
+    wrapped.share_memory(plain)
     for _ in range(5):
         wrapped.step()
     wrapped.check()
@@ -374,13 +485,17 @@ def work(options: argparse.Namespace) -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    if options.memory is None or options.memory.startswith("DDP"):
+    if options.memory_of is None or options.memory_of.startswith("DDP"):
         connect(f"{options.output}.store", comm)
     found: Any
-    if options.memory is not None:
-        found = measure_memory(options.models[0], options.memory, comm)
+    if options.memory_of is not None:
+        found = measure_memory(options, options.memory_of, comm)
     else:
-        found = [measure(which, options.repeats or TURNS[which], comm) for which in options.models]
+        found = [
+            measure(options, which, optimizer, comm)
+            for which in options.models
+            for optimizer in options.optimizers or [usual_optimizer(which)]
+        ]
     if comm.rank == 0:
         options.output.write_text(
             json.dumps({"ranks": comm.size, "threads": torch.get_num_threads(), "results": found})
@@ -393,31 +508,57 @@ def work(options: argparse.Namespace) -> None:
 # --- the driver -------------------------------------------------------------------------------
 
 
+def usual_optimizer(model: str) -> str:
+    """Return the optimizer that trains such a model, as a rule."""
+    return "adam" if model == "transformer" else "sgd"
+
+
 def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -> str:
     """Format the table of one model on one number of ranks."""
-    width = max(map(len, [MEMCPY, *FIELD]))
-    unit = result["memcpy"]
+    turns = result["turns"]
+    memcpys = [1e3 * turn[MEMCPY] for turn in turns]
+    unit = statistics.median(memcpys)
+
+    def median(name: str, what: str) -> float:
+        return statistics.median(1e3 * turn[name][what] for turn in turns)
+
+    names = [name for name in turns[0] if name != MEMCPY]
+    width = max(map(len, [MEMCPY, *names]))
     lines = [
-        f"{result['model']}: {result['parameters']} float32 parameters, "
+        f"{result['model']}, {result['optimizer']}: {result['parameters']} float32 parameters, "
         f"{result['bytes'] / 2**20:.1f} MiB, {job['ranks']} rank(s) of {job['threads']} thread(s)",
         " " * width
-        + f"{'step ms':>10}{'exchange ms':>13}{'memcpys':>9}{'of step':>9}{'MiB more':>10}",
+        + f"{'step ms':>10}{'exchange ms':>13}{'memcpys':>9}{'of step':>9}{'alone':>8}{'hidden':>8}"
+        + (f"{'MiB more':>10}" if memory else ""),
         f"{MEMCPY:<{width}}{'':>10}{unit:>13.2f}{1:>9.2f}",
     ]
-    for name, step in result["step"].items():
+    for name in names:
+        step = median(name, "step")
         line = f"{name:<{width}}{step:>10.2f}"
-        if name in result["exchange"]:
-            exchange = result["exchange"][name]
+        if name != LOCAL:
+            exchange = statistics.median(
+                1e3 * (turn[name]["step"] - turn[LOCAL]["step"]) for turn in turns
+            )
             line += f"{exchange:>13.2f}{exchange / unit:>9.2f}{exchange / step:>9.1%}"
-            line += f"{memory[name] / 2**20:>10.1f}" if name in memory else ""
+            if "alone" in turns[0][name]:
+                alone = median(name, "alone")
+                line += f"{alone / unit:>8.2f}{1 - exchange / alone:>8.0%}"
+        line += f"{memory[name] / 2**20:>10.1f}" if name in memory else ""
         lines.append(line)
-    if result["alone"]:
-        parts = [f"{what} {ms:.2f} ms ({ms / unit:.2f})" for what, ms in result["alone"].items()]
-        lines.append(f"{SHARED}, in memcpys: " + ", ".join(parts))
+    backward = f"backward() without communication: {median(LOCAL, 'backward'):.2f} ms"
+    if "alone" in turns[0][names[-1]]:
+        times = median(LOCAL, "backward") / median(names[1], "alone")
+        backward += f", {times:.1f} times the exchange alone of {names[1]}"
+    lines.append(backward)
     # Other load on the machine shows here first.
-    spreads = {MEMCPY: result["memcpy_quartiles"], LOCAL: result["step_quartiles"][LOCAL]}
+    steps = [1e3 * turn[LOCAL]["step"] for turn in turns]
+    spreads = {MEMCPY: memcpys, LOCAL: steps}
     lines.append(
-        "quartiles: " + ", ".join(f"{name} {a:.2f}-{b:.2f} ms" for name, (a, b) in spreads.items())
+        "quartiles: "
+        + ", ".join(
+            "{} {:.2f}-{:.2f} ms".format(name, *np.quantile(times, [0.25, 0.75]))
+            for name, times in spreads.items()
+        )
     )
     return "\n".join(lines)
 
@@ -432,36 +573,49 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train"
     )
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=OPTIMIZERS,
+        help="if not adam for the transformer and sgd, with momentum, for the others",
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", choices=FIELD, default=list(FIELD), help="with several ranks"
+    )
+    parser.add_argument(
+        "--image", type=int, default=64, help="side of resnet50's images: how much it computes"
+    )
     parser.add_argument("--repeats", type=int, help=f"turns, if not {TURNS}")
-    parser.add_argument("--no-memory", action="store_true", help="skip the memory measurements")
+    parser.add_argument("--memory", action="store_true", help="measure memory, too (sums)")
     parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work(options)
         return
 
-    def start(ranks: int, arguments: Sequence[str]) -> Any:
+    def start(ranks: int, *arguments: str) -> Any:
         return launch(sys.executable, ranks, ["--work", *arguments], 1200, HERE)
 
     here = machine() | {"torch": torch.__version__}
     print("  ".join(f"{name}: {value}" for name, value in here.items()))
-    repeats = ["--repeats", str(options.repeats)] if options.repeats else []
+    chosen = ["--contenders", *options.contenders, "--image", str(options.image)]
+    chosen += ["--repeats", str(options.repeats)] if options.repeats else []
+    chosen += ["--optimizers", *options.optimizers] if options.optimizers else []
     jobs = []
     for ranks in options.ranks:
-        job = start(ranks, ["--models", *options.models, *repeats])
-        job["memory"] = {
-            which: {
-                name: start(ranks, ["--models", which, "--memory", name])["results"]
-                for name in FIELD
+        models = [which for which in options.models if ranks > 1 or which != "waiting"]
+        job = start(ranks, "--models", *models, *chosen)
+        job["memory"] = {}
+        if options.memory and ranks > 1 and "sums" in models:
+            job["memory"] = {
+                name: start(ranks, "--memory-of", name)["results"] for name in options.contenders
             }
-            for which in options.models
-            if which == "resnet50" and ranks > 1 and not options.no_memory
-        }
         jobs.append(job)
         for result in job["results"]:
-            print(f"\n{table(job, result, job['memory'].get(result['model'], {}))}", flush=True)
+            memory = job["memory"] if result["model"] == "sums" else {}
+            print(f"\n{table(job, result, memory)}", flush=True)
     if options.output:
         options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
 
