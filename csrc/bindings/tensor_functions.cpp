@@ -69,7 +69,13 @@ void bind_tensors(nb::module_& m) {
       .def(
           "outline", [](const Tensors& t) { return std::make_unique<Tensors>(t, 0, t.refs().size()); },
           "The same without the memory, which it does not keep alive: to be described.")
-      .def("shape", &Tensors::shape, "index"_a)
+      .def(
+          "shape",
+          [](const Tensors& t, size_t index) {
+            const Axes shape = t.shape(index);
+            return std::vector<int64_t>(shape.begin(), shape.end());
+          },
+          "index"_a)
       .def(
           "itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
       .def(

@@ -82,7 +82,7 @@ bool dtype_of_dlpack(nb::dlpack::dtype type, DType* dtype) {
 }
 
 // Whether the memory is dense and in C order.
-bool in_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t item) {
+bool in_order(Axes dims, Axes strides, size_t item) {
   auto expected = static_cast<int64_t>(item);
   for (size_t axis = dims.size(); axis-- > 0;) {
     if (dims[axis] != 1 && strides[axis] != expected) return false;
@@ -93,7 +93,7 @@ bool in_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& stri
 
 // Whether it is dense in some order of the axes, each stride being the product of the extents within. Tells two such
 // orders apart by a number that is not 0.
-bool find_order(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t item, uint64_t* order) {
+bool find_order(Axes dims, Axes strides, size_t item, uint64_t* order) {
   std::vector<size_t> axes;
   for (size_t axis = dims.size(); axis-- > 0;) {
     if (dims[axis] != 1) axes.push_back(axis);
@@ -155,6 +155,7 @@ Tensors::Tensors(const Tensors& like, size_t first, size_t last)
     : refs_(like.refs_.begin() + static_cast<ptrdiff_t>(first), like.refs_.begin() + static_cast<ptrdiff_t>(last)),
       shapes_(like.shapes_.begin() + static_cast<ptrdiff_t>(first),
               like.shapes_.begin() + static_cast<ptrdiff_t>(last)),
+      axes_(like.axes_),
       device_(kCpu) {}
 
 void Tensors::move_to(uint8_t* memory) {
@@ -165,18 +166,19 @@ void Tensors::move_to(uint8_t* memory) {
 }
 
 Tensors::Tensors(const Tensors& whole, nb::object owner, int64_t begin, int64_t end) : device_(whole.device_) {
-  if (whole.refs_.size() != 1 || whole.shapes_[0].dims.empty() || whole.shapes_[0].order != 0) {
+  if (whole.refs_.size() != 1 || whole.shape(0).empty() || whole.shapes_[0].order != 0) {
     throw nb::value_error("rows are of one array in C order, with at least one dimension");
   }
-  Shape shape = whole.shapes_[0];
-  if (begin < 0 || end < begin || end > shape.dims[0]) throw nb::index_error("no such rows");
+  const int64_t n_rows = whole.shape(0)[0];
+  if (begin < 0 || end < begin || end > n_rows) throw nb::index_error("no such rows");
   TensorRef ref = whole.refs_[0];
-  const size_t row = shape.dims[0] == 0 ? 0 : ref.n_elements / static_cast<size_t>(shape.dims[0]);
+  const size_t row = n_rows == 0 ? 0 : ref.n_elements / static_cast<size_t>(n_rows);
   ref.address = static_cast<uint8_t*>(ref.address) + static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
   ref.n_elements = static_cast<size_t>(end - begin) * row;
-  shape.dims[0] = end - begin;
   refs_.push_back(ref);
-  shapes_.push_back(std::move(shape));
+  shapes_ = whole.shapes_;
+  axes_ = whole.axes_;
+  axes_[shapes_[0].first_axis] = end - begin;
   objects_.push_back(std::move(owner));
 }
 
@@ -265,9 +267,8 @@ bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
   views_.push_back(view);
   set_device(index, kCpu);
   const Py_buffer& held = views_.back();
-  std::vector<int64_t> dims(held.shape, held.shape + held.ndim);
-  std::vector<int64_t> strides(held.strides, held.strides + held.ndim);
-  add(held.buf, dtype, std::move(dims), strides);
+  const auto n_axes = static_cast<size_t>(held.ndim);
+  add(held.buf, dtype, {held.shape, n_axes}, {held.strides, n_axes});
   return true;
 }
 
@@ -375,7 +376,7 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
                              .c_str());
   }
   const auto item = static_cast<int64_t>(item_bytes(dtype));
-  std::vector<int64_t> dims(tensor.shape, tensor.shape + tensor.ndim);
+  const Axes dims(tensor.shape, static_cast<size_t>(tensor.ndim));
   std::vector<int64_t> strides(dims.size());
   int64_t dense = item;
   for (size_t d = dims.size(); d-- > 0; dense *= dims[d]) {
@@ -386,10 +387,10 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
                                       "pass what is inside, x.to_local()")
                              .c_str());
   }
-  add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, std::move(dims), strides);
+  add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, dims, strides);
 }
 
-void Tensors::add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides) {
+void Tensors::add(void* address, DType dtype, Axes dims, Axes strides) {
   const size_t item = item_bytes(dtype);
   size_t n_elements = 1;
   for (int64_t dim : dims) n_elements *= static_cast<size_t>(dim);
@@ -402,7 +403,9 @@ void Tensors::add(void* address, DType dtype, std::vector<int64_t> dims, const s
     dense = dense && find_order(dims, strides, item, &order);
   }
   refs_.push_back({address, n_elements, dtype});
-  shapes_.push_back({std::move(dims), order, dense, dense ? std::vector<int64_t>() : strides});
+  shapes_.push_back({axes_.size(), dims.size(), order, dense});
+  axes_.insert(axes_.end(), dims.begin(), dims.end());
+  if (!dense) axes_.insert(axes_.end(), strides.begin(), strides.end());
 }
 
 std::vector<Buffer> Tensors::buffers() const {
@@ -429,20 +432,17 @@ size_t Tensors::n_bytes() const {
 uint64_t Tensors::signature() const {
   uint64_t hash = refs_.size();
   for (size_t i = 0; i < refs_.size(); ++i) {
-    hash = mixed(hash, static_cast<uint64_t>(refs_[i].dtype) << 32 | shapes_[i].dims.size());
-    for (int64_t dim : shapes_[i].dims) hash = mixed(hash, static_cast<uint64_t>(dim));
+    hash = mixed(hash, static_cast<uint64_t>(refs_[i].dtype) << 32 | shapes_[i].n_axes);
+    for (int64_t dim : shape(i)) hash = mixed(hash, static_cast<uint64_t>(dim));
   }
   return digest_of(hash);
 }
 
 uint64_t Tensors::layout() const {
+  if (std::all_of(shapes_.begin(), shapes_.end(), [](const Shape& shape) { return shape.order == 0; })) return 0;
   uint64_t hash = 0;
-  bool c_order = true;
-  for (const Shape& shape : shapes_) {
-    hash = mixed(hash, shape.order);
-    c_order = c_order && shape.order == 0;
-  }
-  return c_order ? 0 : digest_of(hash);
+  for (const Shape& shape : shapes_) hash = mixed(hash, shape.order);
+  return digest_of(hash);
 }
 
 std::vector<size_t> Tensors::strided() const {
@@ -465,8 +465,7 @@ namespace {
 
 // visit(offset) for each element, in C order, with its distance in bytes from the first.
 template <class Visit>
-void each_element(const std::vector<int64_t>& dims, const std::vector<int64_t>& strides, size_t axis, int64_t offset,
-                  const Visit& visit) {
+void each_element(Axes dims, Axes strides, size_t axis, int64_t offset, const Visit& visit) {
   if (axis == dims.size()) return visit(offset);
   for (int64_t i = 0; i < dims[axis]; ++i) each_element(dims, strides, axis + 1, offset + i * strides[axis], visit);
 }
@@ -478,10 +477,11 @@ void Tensors::add_extents(std::vector<Extent>& extents, bool is_other) const {
     if (refs_[i].n_elements == 0) continue;  // the address of nothing means nothing
     const auto item = static_cast<int64_t>(item_bytes(refs_[i].dtype));
     const auto begin = reinterpret_cast<intptr_t>(refs_[i].address);
-    Extent extent{begin, begin + item, &refs_[i], &shapes_[i], i, is_other};
-    if (shapes_[i].strides.empty()) extent.end = begin + item * static_cast<int64_t>(refs_[i].n_elements);
-    for (size_t axis = 0; axis < shapes_[i].strides.size(); ++axis) {
-      const int64_t reach = (shapes_[i].dims[axis] - 1) * shapes_[i].strides[axis];
+    Extent extent{begin, begin + item, this, static_cast<uint32_t>(i), is_other};
+    const Axes dims = shape(i), steps = strides(i);
+    if (shapes_[i].dense) extent.end = begin + item * static_cast<int64_t>(refs_[i].n_elements);
+    for (size_t axis = 0; axis < steps.size(); ++axis) {
+      const int64_t reach = (dims[axis] - 1) * steps[axis];
       (reach < 0 ? extent.begin : extent.end) += reach;
     }
     extents.push_back(extent);
@@ -490,19 +490,19 @@ void Tensors::add_extents(std::vector<Extent>& extents, bool is_other) const {
 
 // Of two whose extents overlap. Views with gaps may lie between each other, as x[::2] and x[1::2] do.
 bool Tensors::have_common_elements(const Extent& a, const Extent& b) {
-  if (a.shape->strides.empty() && b.shape->strides.empty()) return true;
+  if (a.strides().empty() && b.strides().empty()) return true;
   const intptr_t begin = std::max(a.begin, b.begin), end = std::min(a.end, b.end);
   std::vector<bool> taken(static_cast<size_t>(end - begin));
   bool found = false;
   const auto each_byte = [&](const Extent& extent, const auto& visit) {
-    const auto item = static_cast<int64_t>(item_bytes(extent.ref->dtype));
-    const auto start = reinterpret_cast<intptr_t>(extent.ref->address);
+    const auto item = static_cast<int64_t>(item_bytes(extent.ref().dtype));
+    const auto start = reinterpret_cast<intptr_t>(extent.ref().address);
     const auto element = [&](int64_t offset) {
       for (intptr_t at = std::max(start + offset, begin); at < std::min(start + offset + item, end); ++at) {
         visit(static_cast<size_t>(at - begin));
       }
     };
-    if (!extent.shape->strides.empty()) return each_element(extent.shape->dims, extent.shape->strides, 0, 0, element);
+    if (!extent.strides().empty()) return each_element(extent.dims(), extent.strides(), 0, 0, element);
     for (intptr_t at = begin; at < end; ++at) visit(static_cast<size_t>(at - begin));
   };
   each_byte(a, [&](size_t at) { taken[at] = true; });
@@ -511,24 +511,26 @@ bool Tensors::have_common_elements(const Extent& a, const Extent& b) {
 }
 
 // Whether elements follow each other at the same distances. An axis of extent 1 takes no step, whatever its stride is.
-bool Tensors::same_steps(const Shape& a, const Shape& b) {
-  if (a.dims != b.dims || a.order != b.order || a.strides.size() != b.strides.size()) return false;
-  for (size_t axis = 0; axis < a.strides.size(); ++axis) {
-    if (a.dims[axis] > 1 && a.strides[axis] != b.strides[axis]) return false;
+bool Tensors::same_steps(const Extent& a, const Extent& b) {
+  const Axes dims = a.dims(), a_strides = a.strides(), b_strides = b.strides();
+  if (!std::ranges::equal(dims, b.dims()) || a.order() != b.order() || a_strides.size() != b_strides.size()) {
+    return false;
+  }
+  for (size_t axis = 0; axis < a_strides.size(); ++axis) {
+    if (dims[axis] > 1 && a_strides[axis] != b_strides[axis]) return false;
   }
   return true;
 }
 
 bool Tensors::overlaps_itself(const Extent& extent) {
-  if (extent.shape->strides.empty()) return false;
+  const Axes dims = extent.dims(), strides = extent.strides();
+  if (strides.empty()) return false;
   std::vector<std::pair<int64_t, int64_t>> axes;  // stride and extent
-  for (size_t axis = 0; axis < extent.shape->dims.size(); ++axis) {
-    if (extent.shape->dims[axis] > 1) {
-      axes.emplace_back(std::abs(extent.shape->strides[axis]), extent.shape->dims[axis]);
-    }
+  for (size_t axis = 0; axis < dims.size(); ++axis) {
+    if (dims[axis] > 1) axes.emplace_back(std::abs(strides[axis]), dims[axis]);
   }
   std::sort(axes.begin(), axes.end());
-  auto inside = static_cast<int64_t>(item_bytes(extent.ref->dtype));  // bytes that what is within an axis spans
+  auto inside = static_cast<int64_t>(item_bytes(extent.ref().dtype));  // bytes that what is within an axis spans
   bool apart = true;
   for (const auto& [stride, n] : axes) {
     apart = apart && stride >= inside;
@@ -536,16 +538,17 @@ bool Tensors::overlaps_itself(const Extent& extent) {
   }
   if (apart) return false;
   std::vector<int64_t> offsets;
-  offsets.reserve(extent.ref->n_elements);
-  each_element(extent.shape->dims, extent.shape->strides, 0, 0, [&](int64_t offset) { offsets.push_back(offset); });
+  offsets.reserve(extent.ref().n_elements);
+  each_element(dims, strides, 0, 0, [&](int64_t offset) { offsets.push_back(offset); });
   std::sort(offsets.begin(), offsets.end());
-  const auto item = static_cast<int64_t>(item_bytes(extent.ref->dtype));
+  const auto item = static_cast<int64_t>(item_bytes(extent.ref().dtype));
   return std::adjacent_find(offsets.begin(), offsets.end(), [&](int64_t a, int64_t b) { return b - a < item; }) !=
          offsets.end();
 }
 
 std::vector<Overlap> Tensors::overlaps(const Tensors* other) const {
   std::vector<Extent> extents;
+  extents.reserve(refs_.size() + (other == nullptr ? 0 : other->refs_.size()));
   add_extents(extents, false);
   if (other != nullptr) other->add_extents(extents, true);
   std::vector<Overlap> found;
@@ -556,20 +559,21 @@ std::vector<Overlap> Tensors::overlaps(const Tensors* other) const {
   } else if (device() != other->device()) {
     return found;
   }
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  const auto by_begin = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(extents.begin(), extents.end(), by_begin)) std::sort(extents.begin(), extents.end(), by_begin);
   std::vector<const Extent*> open;  // those that reach beyond the begin of the next
   for (const Extent& next : extents) {
-    open.erase(std::remove_if(open.begin(), open.end(), [&](const Extent* e) { return e->end <= next.begin; }),
-               open.end());
+    std::erase_if(open, [&](const Extent* e) { return e->end <= next.begin; });
     for (const Extent* earlier : open) {
       if (other != nullptr && earlier->is_other == next.is_other) continue;
       const bool in_order = other != nullptr ? next.is_other : earlier->index < next.index;
       const Extent& first = in_order ? *earlier : next;
       const Extent& second = in_order ? next : *earlier;
-      const bool same = first.ref->address == second.ref->address && first.ref->dtype == second.ref->dtype &&
-                        same_steps(*first.shape, *second.shape);
+      const bool same = first.ref().address == second.ref().address && first.ref().dtype == second.ref().dtype &&
+                        same_steps(first, second);
       if (!same && !have_common_elements(first, second)) continue;
-      const ptrdiff_t distance = static_cast<uint8_t*>(second.ref->address) - static_cast<uint8_t*>(first.ref->address);
+      const ptrdiff_t distance =
+          static_cast<uint8_t*>(second.ref().address) - static_cast<uint8_t*>(first.ref().address);
       found.push_back({first.index, second.index, distance, same});
     }
     open.push_back(&next);
@@ -582,7 +586,7 @@ std::vector<Overlap> Tensors::overlaps(const Tensors* other) const {
 
 std::string Tensors::describe(size_t index) const {
   std::string text = std::string(dtype_name(refs_.at(index).dtype)) + "[";
-  const auto& dims = shapes_[index].dims;
+  const Axes dims = shape(index);
   for (size_t d = 0; d < dims.size(); ++d) text += (d != 0 ? ", " : "") + std::to_string(dims[d]);
   return text + "]";
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ uint64_t mixed(uint64_t hash, uint64_t value);
 uint64_t digest_of(uint64_t hash);
 
 inline constexpr int kCpu = -1;
+
+// A number for each axis of an array.
+using Axes = std::span<const int64_t>;
 
 // Two tensors with elements in common, by their indices; twice the same index is one whose own elements share memory.
 struct Overlap {
@@ -61,36 +65,48 @@ class Tensors {
   // All pairs with elements in common, in order. With `other`, the first of a pair is of these and the second of those.
   std::vector<Overlap> overlaps(const Tensors* other = nullptr) const;
   std::string describe(size_t index) const;
-  const std::vector<int64_t>& shape(size_t index) const { return shapes_.at(index).dims; }
+  Axes shape(size_t index) const {
+    const Shape& shape = shapes_.at(index);
+    return {axes_.data() + shape.first_axis, shape.n_axes};
+  }
 
  private:
   struct Shape {
-    std::vector<int64_t> dims;
+    size_t first_axis;  // in `axes_`
+    size_t n_axes;
     uint64_t order;  // 0: C-contiguous
     bool dense;
-    std::vector<int64_t> strides;  // in bytes; of what is not dense
   };
   // Where a tensor lies: its elements are in [begin, end), and fill it where it is dense.
   struct Extent {
     intptr_t begin, end;
-    const TensorRef* ref;
-    const Shape* shape;
-    size_t index;
+    const Tensors* tensors;
+    uint32_t index;
     bool is_other;
+    const TensorRef& ref() const { return tensors->refs_[index]; }
+    Axes dims() const { return tensors->shape(index); }
+    Axes strides() const { return tensors->strides(index); }
+    uint64_t order() const { return tensors->shapes_[index].order; }
   };
   void add_extents(std::vector<Extent>& extents, bool is_other) const;
   static bool have_common_elements(const Extent& a, const Extent& b);
   static bool overlaps_itself(const Extent& extent);
-  static bool same_steps(const Shape& a, const Shape& b);
+  static bool same_steps(const Extent& a, const Extent& b);
+  // In bytes; empty if it is dense.
+  Axes strides(size_t index) const {
+    const Shape& shape = shapes_.at(index);
+    return {axes_.data() + shape.first_axis + shape.n_axes, shape.dense ? 0 : shape.n_axes};
+  }
   bool add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
   bool add_exchanged(size_t index, nanobind::handle array, bool may_be_on_device);
   void add_dlpack(size_t index, nanobind::handle array, bool writable, std::optional<intptr_t> stream);
   void add_tensor(size_t index, const nanobind::dlpack::dltensor& tensor, bool may_be_on_device);
   void set_device(size_t index, int device);
-  void add(void* address, DType dtype, std::vector<int64_t> dims, const std::vector<int64_t>& strides_bytes);
+  void add(void* address, DType dtype, Axes dims, Axes strides_bytes);
 
   std::vector<TensorRef> refs_;
   std::vector<Shape> shapes_;
+  std::vector<int64_t> axes_;  // every tensor's extents, and its strides if it is not dense: one allocation for all
   std::vector<Py_buffer> views_;
   std::vector<nanobind::object> objects_;
   std::vector<nanobind::ndarray<>> dlpacks_;

@@ -54,11 +54,11 @@ class HostArrays:
         self.fresh = fresh
         self.arrays = list(arrays)
         self._originals: dict[int, NDArray[Any]] = {}
-        if not fresh:
-            check_writable(self.arrays)
         try:
             self.tensors = _native.Tensors(self.arrays)
-        except (TypeError, BufferError):  # something that needs its adapter, or is wrong
+        except (TypeError, ValueError, BufferError):  # something that needs its adapter, or is wrong
+            if not fresh:
+                check_changeable(self.arrays)
             self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
         if not fresh:
             self.overlaps = self.tensors.overlaps()
@@ -267,17 +267,12 @@ def described(tensors: _native.Tensors, names: Sequence[str]) -> list[str]:
 # The host's arrays as NumPy has them.
 
 
-_UNCHANGEABLE = (list, tuple, bool, int, float, complex, np.generic)
-
-
-def check_writable(arrays: Sequence[Array]) -> None:
+def check_changeable(arrays: Sequence[Array]) -> None:
     """TypeError for numbers and lists, of which only a copy could be changed.
 
-    Of arrays, the core finds out whether they are read-only.
+    None of them is memory that can be written, so the core has refused them already, and it is only
+    said here what to do.
     """
-    # Each kind once: a thousand arrays looked at one by one would take half of an exchange's time.
-    if not any(issubclass(kind, _UNCHANGEABLE) for kind in set(map(type, arrays))):
-        return
     for i, x in enumerate(arrays):
         if isinstance(x, (list, tuple)):
             remedy = "for a list of arrays, call grouped_allreduce_ or broadcast_parameters"
@@ -287,7 +282,7 @@ def check_writable(arrays: Sequence[Array]) -> None:
             continue
         raise TypeError(
             f"array {i} is a {type(x).__name__}, which cannot be changed in place: {remedy}"
-        )
+        ) from None
 
 
 def check_apart(memory: HostArrays | GpuArrays, names: Sequence[str], label: str) -> None:
