@@ -321,6 +321,23 @@ def gpus() -> tuple[int, list[str], str]:
 def cuda_runtime_version() -> int:
     """Of the CUDA runtime that was built in; 0 where none was."""
 
+class ReusedMemory:
+    """Memory that is used again once no array refers to it.
+
+    As much is kept as makes up for what was in use at one time, lately; none of small arrays.
+    """
+
+    def __init__(self) -> None: ...
+    def arrays(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Arrays of so many bytes each, aligned as XLA has it, with any contents."""
+
+    def clear(self) -> None:
+        """Free what no array refers to."""
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes that arrays refer to, and bytes that are kept for others."""
+
 def xla_handler(
     run: Callable[[int, list[memoryview], list[memoryview]], str | None],
     version: tuple[int, int],

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import arguments, context
-from horo_lite.collectives.arrays import Array, array_of, copy_of
+from horo_lite.collectives.arrays import Array, array_of, copies_of, copy_of
 from horo_lite.collectives.calls import (
     AllGather,
     AllGatherBytes,
@@ -980,10 +980,10 @@ def _reduced(
 ) -> list[Array]:
     """New arrays."""
     ranks = ranks_of(group)
-    copies = [copy_of(x) for x in xs]
+    copies = copies_of(xs)
     memory = ranks.memory(copies, fresh=True)
     ranks.run(call, Part(memory, weight))
-    return [memory.result(copy, x) for copy, x in zip(copies, xs, strict=True)]
+    return memory.results(copies, xs)
 
 
 def _begin_reduced(
@@ -994,11 +994,11 @@ def _begin_reduced(
     weight: float | None = None,
 ) -> Handle:
     ranks = ranks_of(group)
-    copies = [copy_of(x) for x in xs]
+    copies = copies_of(xs)
     memory = ranks.memory(copies, fresh=True, asynchronous=True)
 
     def results(_: bool) -> Any:
-        return result([memory.result(copy, x) for copy, x in zip(copies, xs, strict=True)])
+        return result(memory.results(copies, xs))
 
     return ranks.submit(call, Part(memory, weight), results)
 

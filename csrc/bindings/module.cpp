@@ -76,4 +76,5 @@ NB_MODULE(_native, m) {
   bind_device(m);
   bind_nccl(m);
   bind_xla(m);
+  bind_reused_memory(m);
 }

@@ -158,6 +158,17 @@ class Adapter:
     def set_state(self, optimizer: Any, state: Any) -> None:
         """The optimizer goes on as the one whose `state()` this is."""
 
+    makes_copies: bool = False
+    """Whether it has `host_copies` and `from_copies`, because NumPy's memory will not do."""
+
+    def host_copies(self, xs: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
+        """New NumPy arrays that hold what `xs` hold, all of them in the host's memory."""
+        raise NotImplementedError
+
+    def from_copies(self, copies: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
+        """Arrays of this framework's over the memory of `host_copies`, which nobody else writes."""
+        raise NotImplementedError
+
     # Arrays in a GPU's memory.
 
     def zeros_like(self, x: Array) -> Array:

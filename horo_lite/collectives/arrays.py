@@ -127,6 +127,10 @@ class HostArrays:
         """`array`, new and filled, in the type of `x`."""
         return like(array, x)
 
+    def results(self, arrays: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
+        """The same for `copies_of(xs)`."""
+        return results_like(arrays, xs)
+
     def part(self, array: Array, rows: slice, x: Array) -> Array:
         """The same for some of its rows."""
         return like(array[rows].copy(), x)
@@ -252,6 +256,9 @@ class GpuArrays:
         self._queue.hold(result, stream)
         return copy
 
+    def results(self, arrays: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
+        return [self.result(array, x) for array, x in zip(arrays, xs, strict=True)]
+
     def part(self, array: Array, rows: slice, x: Array) -> Array:
         return adapters.adapter_of(x).copy(self.result(array, x)[rows])
 
@@ -346,6 +353,29 @@ def copy_of(x: Array) -> Array:
     if hasattr(host, "clone"):  # torch, where NumPy has no such dtype
         return host.clone(memory_format=sys.modules["torch"].contiguous_format)
     return np.array(view(host), order="C")
+
+
+def copies_of(xs: Sequence[Array]) -> list[Array]:
+    """`copy_of` each, to be given back through `results_like`."""
+    adapter = _that_makes_copies(xs)
+    return [copy_of(x) for x in xs] if adapter is None else adapter.host_copies(xs)
+
+
+def results_like(results: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
+    """Each of the results, `copies_of(xs)`, as the caller who gave `xs` expects it."""
+    adapter = _that_makes_copies(xs)
+    if adapter is None:
+        return [like(result, x) for result, x in zip(results, xs, strict=True)]
+    return adapter.from_copies(results)
+
+
+def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:
+    """The one adapter of all of `xs`, if it makes copies in the host's memory."""
+    kinds = set(map(type, xs))
+    if len(kinds) != 1 or np.ndarray in kinds:
+        return None
+    adapter = adapters.adapter_of(xs[0])
+    return adapter if adapter.makes_copies and all(gpu_of(x) is None for x in xs) else None
 
 
 def like(result: Array, x: Array) -> Array:

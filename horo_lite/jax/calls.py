@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from horo_lite import ops
+from horo_lite.adapters.jax import MEMORY
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, Sum
-from horo_lite.context import on_renewed, world
+from horo_lite.context import on_ended, on_renewed, world
 from horo_lite.jax.primitive import bind, raised
 
 Array = Any  # jax.Array, traced or not; NumPy's where it is said
@@ -28,6 +29,7 @@ def ranks_of(group: Group | None) -> Group:
 
 # What was compiled knows how many ranks there were.
 on_renewed(jax.clear_caches)
+on_ended(MEMORY.clear)
 
 
 @dataclass(frozen=True)

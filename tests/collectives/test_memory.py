@@ -10,7 +10,7 @@ import pytest
 from launch import run_ranks, run_threads
 
 import horo_lite as hvd
-from horo_lite import ops
+from horo_lite import _native, ops
 from horo_lite.collectives import arrays
 
 MIB = 1 << 20
@@ -168,3 +168,44 @@ def test_bytes_per_rank_in_shared_memory_do_not_grow_with_the_arrays() -> None:
     assert ShmGroup.memory_bytes(2) <= 8 * MIB
     assert ShmGroup.memory_bytes(64) <= 64 * 4 * MIB
     assert os.sysconf("SC_PAGE_SIZE") <= ShmGroup.memory_bytes(1)
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
+    memory = _native.ReusedMemory()
+
+    def address(x: np.ndarray) -> int:
+        return int(x.ctypes.data)
+
+    first, other = memory.arrays([MIB, MIB])
+    places = {address(first), address(other)}
+    part = first[5:].view(np.int8)  # NumPy refers to the owner of the memory, not to `first`
+    first[...] = 7
+    del first
+    assert memory.bytes == (2 * MIB, 0)
+    del other
+    again, new = memory.arrays([MIB, MIB])
+    again[...] = new[...] = 3
+    assert address(again) in places
+    assert address(new) not in places
+    assert (part == 7).all(), "memory that is referred to was given away"
+    del part, again, new
+    assert memory.bytes == (0, 3 * MIB)
+
+
+def test_memory_that_is_kept_is_bounded() -> None:
+    memory = _native.ReusedMemory()
+    # Whatever the sizes, no more is held than was in use at one time.
+    for n in range(1, 100):
+        held = memory.arrays([n * MIB // 8, MIB])
+        most = sum(x.nbytes for x in held)
+        assert sum(memory.bytes) == most
+        del held
+        assert memory.bytes == (0, most)
+    # What was in use long ago does not count.
+    for _ in range(2000):
+        memory.arrays([MIB])
+    assert memory.bytes == (0, MIB)
+    memory.arrays([1] * 100)
+    assert memory.bytes == (0, MIB), "small memory is nothing to keep"
+    memory.clear()
+    assert memory.bytes == (0, 0)

@@ -172,6 +172,74 @@ assert _native.xla_handler(primitive._run, (0, 4)) is None
     )
 
 
+def test_results_outside_jit_use_memory_again_but_none_that_is_referred_to() -> None:
+    ranks(
+        """
+import resource
+import horo_lite
+from horo_lite.adapters.jax import MEMORY
+
+shapes = [(300, 1000), (7, 5), (1 << 20,), ()]
+average = (size - 1) / 2
+
+def reduced(step, call=hvd.grouped_allreduce):
+    return call([jnp.full(shape, 10.0 * step + rank, jnp.float32) for shape in shapes])
+
+def check(results, step):
+    assert all((np.asarray(x) == 10 * step + average).all() for x in results), step
+
+def place(x):
+    return x.unsafe_buffer_pointer()
+
+# Results that are dropped before the next call, then those of a loop that keeps the last ones.
+places, faults = [], []
+for step in range(20):
+    results = None
+    results = reduced(step)
+    check(results, step)
+    places.append({place(x) for x in results if x.nbytes > 1 << 16})
+assert len(set.union(*places)) == 2, places
+for step in range(20):
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    results = reduced(step)
+    check(results, step)
+    places.append({place(x) for x in results if x.nbytes > 1 << 16})
+assert len(set.union(*places)) == 4, places
+sizes = [x.nbytes for x in results if x.nbytes > 1 << 16]
+assert sum(MEMORY.bytes) <= 2 * sum(sizes) + 256, MEMORY.bytes
+
+# What is still referred to stays as it is: results, NumPy's views of dropped ones, what a compiled
+# function has got, also as its own, and what it returns as it is.
+kept = [reduced(0), reduced(1, horo_lite.grouped_allreduce)]
+views = [np.asarray(x)[..., 3:] if x.ndim else np.asarray(x) for x in reduced(2)]
+same = jax.jit(lambda xs: xs)(reduced(3))
+doubled = jax.jit(lambda xs: [2 * x for x in xs], donate_argnums=0)(reduced(4.5))
+parts = jax.jit(lambda xs: [x[..., :2] if x.ndim else x for x in xs])(reduced(5))
+single = hvd.allreduce(jnp.full((1 << 16,), 60.0 + rank, jnp.float32))
+later = horo_lite.allreduce_async(jnp.full((1 << 16,), 70.0 + rank, jnp.bfloat16))
+for step in range(20, 30):
+    check(reduced(step), step)
+    check([hvd.allreduce(jnp.full((1 << 16,), 10.0 * step + rank, jnp.float32))], step)
+check(kept[0], 0)
+check(kept[1], 1)
+check(views, 2)
+check(same, 3)
+assert all((np.asarray(x) == 90 + 2 * average).all() for x in doubled)
+check(parts, 5)
+check([single], 6)
+later = horo_lite.synchronize(later)
+assert later.dtype == jnp.bfloat16 and (later == 70 + average).all()
+
+# With the world ends what is kept for its next results.
+del kept, views, same, doubled, parts, single, later, results
+assert MEMORY.bytes[1]
+hvd.shutdown()
+assert MEMORY.bytes[1] == 0, MEMORY.bytes
+""",
+        2,
+    )
+
+
 @pytest.mark.parametrize(("np", "way", "hosts"), [(3, "xla", "2,1"), (2, "callback", "")])
 def test_every_operation(np: int, way: str, hosts: str) -> None:
     ranks(
