@@ -77,10 +77,11 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
         own.streams, own.reducer = True, None
 
     def begin() -> dict[NdArray, int]:
+        named = own.named()
         if not own.has_begun:
             own.forget()  # the last pass' gradients, if the solver looked at them and did not step
-            own.begin(weight)
-        return {parameter.grad: i for i, (_, parameter) in enumerate(own.named())}
+            own.begin(named, weight)
+        return {parameter.grad: i for i, (_, parameter) in enumerate(named)}
 
     def ready(i: int) -> None:
         assert own.reducer is not None

@@ -62,11 +62,11 @@ def gradients_of(adapter: Adapter, parameters: Named) -> Gradients:
     copied: dict[int, Any] = {}
     tensors = _writable(parameters, arrays, copied)
     overlaps = tensors.overlaps()
-    here = [i for i, array in enumerate(arrays) if array is not None]
-    crowded = [here[first] for first, second, *_ in overlaps if first == second]
+    crowded = [first for first, second, *_ in overlaps if first == second]
     if crowded:  # expanded, for instance: the result needs memory for each of its elements
+        here = [i for i, array in enumerate(arrays) if array is not None]
         for i in crowded:
-            arrays[i] = copied[i] = copy_of(arrays[i])
+            arrays[here[i]] = copied[here[i]] = copy_of(arrays[here[i]])
         tensors = _writable(parameters, arrays, copied)
         overlaps = tensors.overlaps()
     return Gradients(arrays, copied, tensors, overlaps)

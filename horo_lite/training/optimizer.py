@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from horo_lite._native import Tensors, fingerprints
 from horo_lite.adapters import Adapter, adapter_of
-from horo_lite.adapters.object import name_leaves
+from horo_lite.adapters.object import Named, name_leaves
 from horo_lite.collectives.arrays import Array, copy_of, exportable, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
@@ -171,7 +171,7 @@ class DistributedOptimizer(Wrapper):
 
         `weight` as for `step()`.
         """
-        self._own.exchange(weight)
+        self._own.exchange(self._own.named(), weight)
         self._own.is_synchronized = True
 
     @contextmanager
@@ -200,6 +200,7 @@ class DistributedOptimizer(Wrapper):
                 "give the number of samples to synchronize(weight=…), and step inside "
                 "skip_synchronize()"
             )
+        named = own.named()
         if own.is_skipping or own.has_looked:
             own.check_unchanged(name)
             if weight is not None:
@@ -207,7 +208,7 @@ class DistributedOptimizer(Wrapper):
                 raise TypeError(f"{where} the weight belongs to synchronize()")
             if own.has_looked:
                 own.forget()
-            return own.counted(step(*args, **kwargs))
+            return own.counted(step(*args, **kwargs), named)
         if own.is_synchronized:
             raise RuntimeError(
                 f"{name}() after synchronize() would exchange the gradients a second time: write "
@@ -215,22 +216,20 @@ class DistributedOptimizer(Wrapper):
                 "of another step, call synchronize() for them, too, or zero_grad() in between"
             )
         if not own.finder.takes_closure:
-            own.check_own(name)
-            own.exchange(weight)
+            own.average(named, name, weight)
         elif callable(kwargs.get("closure")):
             kwargs = {**kwargs, "closure": own.averaging(kwargs["closure"], weight)}
         elif args and callable(args[0]):
             args = (own.averaging(args[0], weight), *args[1:])
         else:
-            own.check_own(name)
-            own.exchange(weight)
-        return own.counted(step(*args, **kwargs))
+            own.average(named, name, weight)
+        return own.counted(step(*args, **kwargs), named)
 
     def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self._own
         own.check_unchanged(name)
         if not own.is_synchronized:
-            own.exchange(None)
+            own.exchange(own.named(), None)
             own.is_synchronized = own.has_looked = True
         result = getattr(own.inner, name)(*args, **kwargs)
         if own.has_looked:
@@ -369,7 +368,7 @@ class _Own:
     def step_names(self) -> list[str]:
         return [name for name in self.finder.steps if callable(getattr(self.inner, name, None))]
 
-    def named(self) -> list[tuple[str, Any]]:
+    def named(self) -> Named:
         """The named parameters as they are now: groups may have been added."""
         parameters = self.parameters() if callable(self.parameters) else self.parameters
         if parameters is not None:
@@ -381,7 +380,7 @@ class _Own:
             return found or self.named_parameters
         return [(names.get(id(parameter), name), parameter) for name, parameter in found]
 
-    def begin(self, weight: float | None) -> Reducer:
+    def begin(self, named: Named, weight: float | None) -> Reducer:
         """The reducer of this step, which takes gradients from here on."""
         group = self.options.ranks
         if self.reducer is None or self.reducer.group is not group:
@@ -389,21 +388,26 @@ class _Own:
             group.counting.add(self.drift)
             self.reducer = self.options.reducer(
                 self.adapter,
-                self.named(),
+                named,
                 streams=self.streams,
                 options=self.options.on_parameters,
             )
         else:
-            self.reducer.bind(self.named())
+            self.reducer.bind(named)
         self.reducer.weight = weight
         self.has_begun = True
         return self.reducer
 
-    def exchange(self, weight: float | None) -> None:
+    def average(self, named: Named, name: str, weight: float | None) -> None:
+        """The gradients are those of all ranks, for `name`, which is about to use them."""
+        self.check_own(named, name)
+        self.exchange(named, weight)
+
+    def exchange(self, named: Named, weight: float | None) -> None:
         """The gradients are those of all ranks."""
         if self.has_begun and weight is not None:
             raise TypeError("gradients have left during backward: give the weight before that")
-        reducer = self.reducer if self.has_begun and self.reducer else self.begin(weight)
+        reducer = self.reducer if self.has_begun and self.reducer else self.begin(named, weight)
         self.has_begun = False
         try:
             reducer.finish()
@@ -411,9 +415,9 @@ class _Own:
             self.drift.reset_counts()  # they may have been in different steps
             raise
 
-    def check_own(self, name: str) -> None:
+    def check_own(self, named: Named, name: str) -> None:
         """RuntimeError before gradients are averaged that each rank has changed by itself."""
-        for parameter_name, parameter in self.named():
+        for parameter_name, parameter in named:
             if self.adapter.changed_by_hand(parameter):
                 raise RuntimeError(
                     f"the gradient of {parameter_name!r} has been changed since backward() (was it "
@@ -423,9 +427,9 @@ class _Own:
                     "optimizer.skip_synchronize():`"
                 )
 
-    def forget_marks(self) -> None:
+    def forget_marks(self, named: Named) -> None:
         """Changes of the gradients as they are now are nobody's concern."""
-        self.adapter.forget_marks([parameter for _, parameter in self.named()])
+        self.adapter.forget_marks([parameter for _, parameter in named])
 
     def check_unchanged(self, name: str) -> None:
         """RuntimeError before `name` uses gradients that are no longer the averages they were."""
@@ -441,22 +445,23 @@ class _Own:
 
     def digest(self) -> list[int | None]:
         """A hash of each gradient; of one in a GPU's memory only whether it is there."""
-        self.adapter.compute([parameter for _, parameter in self.named()])
-        gradients = [self.adapter.gradient(parameter) for _, parameter in self.named()]
+        parameters = [parameter for _, parameter in self.named()]
+        self.adapter.compute(parameters)
+        gradients = [self.adapter.gradient(parameter) for parameter in parameters]
         return [None if g is None else 0 if gpu_of(g) is not None else _hash(g) for g in gradients]
 
     def forget(self) -> None:
         """The next gradients are those of another step."""
-        self.forget_marks()
+        self.forget_marks(self.named())
         self.is_synchronized = self.has_looked = False
         self.changed = None
         if self.has_begun and self.reducer is not None:
             self.has_begun = False
             self.reducer.abandon()
 
-    def counted(self, result: T) -> T:
+    def counted(self, result: T, named: Named) -> T:
         """The result of a step that is now done, and after which a comparison may be due."""
-        self.forget_marks()
+        self.forget_marks(named)
         self.drift.stepped(self.named, self.options.ranks)
         return result
 
@@ -464,8 +469,7 @@ class _Own:
         """`closure`, after which gradients and loss are those of all ranks."""
 
         def exchange() -> None:
-            self.check_own("the closure")
-            self.exchange(weight)
+            self.average(self.named(), "the closure", weight)
 
         options = self.options
         return averaging(

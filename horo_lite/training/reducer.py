@@ -331,7 +331,7 @@ class Reducer:
     # What this rank has.
 
     def _describe(self, arrays: list[Any]) -> Plan:
-        present = tuple(array is not None for array in arrays)
+        present = tuple([array is not None for array in arrays])
         options = (
             *self.options.items(),
             ("weighted", str(self._weight is not None)),
