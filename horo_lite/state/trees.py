@@ -16,13 +16,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from horo_lite.adapters.object import is_array, join, keyed
 
 NUMBERS = (bool, int, float, complex, np.generic)
+
+
+Rebuild: TypeAlias = Callable[[Iterator[Any], bool], Any]
+"""Makes a tree of the next leaves; True: in place, where that can be."""
 
 
 class Node(NamedTuple):
@@ -60,7 +65,7 @@ class Tree:
     ) -> None:
         self.named: list[tuple[str, Any]] = []
         self._root, self._opened, self._join = root, opened, join
-        self._rebuilt = self._walk(tree, "")
+        self._rebuilt = self._walk(tree, "") or _next
 
     def copied(self, leaves: Iterable[Any]) -> Any:
         """Another tree of these leaves, in containers of the same kinds."""
@@ -70,40 +75,22 @@ class Tree:
         """The tree itself holds these leaves; what cannot be written is made anew around them."""
         return self._rebuilt(iter(leaves), True)
 
-    def _walk(self, tree: Any, path: str) -> Callable[[Iterator[Any], bool], Any]:
+    def _walk(self, tree: Any, path: str) -> Rebuild | None:
+        """Name the leaves; return what makes the tree from others, or None for a leaf."""
         is_leaf = tree is None or is_array(tree)
         node = None if is_leaf else self._opened(tree, path) or self._node(tree, path)
         if node is None:
             self.named.append((path or self._root, tree))
-            return _next
-        parts = [self._walk(child, name) for name, child in node.children]
-
-        def rebuilt(leaves: Iterator[Any], in_place: bool) -> Any:
-            new = [part(leaves, in_place) for part in parts]
-            if not in_place:
-                return node.other(new)
-            if all(x is child for x, (_, child) in zip(new, node.children, strict=True)):
-                return tree
-            if node.hold is None:
-                return node.other(new)
-            node.hold(new)
-            return tree
-
-        return rebuilt
+            return None
+        return partial(_rebuilt, tree, node, [self._walk(x, name) for name, x in node.children])
 
     def _node(self, tree: Any, path: str) -> Node | None:
         if isinstance(tree, (dict, Mapping)):  # the first is quick to see
             keys = sorted(tree, key=str)
-
-            def assign(new: list[Any]) -> None:
-                for key, x in zip(keys, new, strict=True):
-                    if tree[key] is not x:
-                        tree[key] = x  # type: ignore[index]
-
             return Node(
                 [(self._join(path, key), tree[key]) for key in keys],
-                lambda new: _mapping_like(tree, dict(zip(keys, new, strict=True))),
-                assign if isinstance(tree, (dict, MutableMapping)) else None,
+                partial(_mapping_like, tree, keys),
+                partial(_assign, tree, keys) if isinstance(tree, (dict, MutableMapping)) else None,
             )
         if not isinstance(tree, (list, tuple)):
             return None
@@ -120,22 +107,47 @@ class Tree:
                 partial(tree.__setitem__, slice(None)) if isinstance(tree, list) else None,
             )
         keys = [key for key, _ in pairs]
-
-        def assign_pairs(new: list[Any]) -> None:
-            tree[:] = zip(keys, new, strict=True)  # type: ignore[index]
-
         return Node(
             [(self._join(path, key), x) for key, x in pairs],
             lambda new: type(tree)(zip(keys, new, strict=True)),
-            assign_pairs if isinstance(tree, list) else None,
+            partial(_assign_pairs, tree, keys) if isinstance(tree, list) else None,
         )
+
+
+# What rebuilds nodes: partial() holds its arguments in fewer objects for the garbage collector to
+# visit than a closure does, and there are several for each node.
+
+
+def _rebuilt(
+    tree: Any, node: Node, parts: list[Rebuild | None], leaves: Iterator[Any], in_place: bool
+) -> Any:
+    new = [part(leaves, in_place) if part else next(leaves) for part in parts]
+    if not in_place:
+        return node.other(new)
+    if all(map(is_, new, [child for _, child in node.children])):
+        return tree
+    if node.hold is None:
+        return node.other(new)
+    node.hold(new)
+    return tree
 
 
 def _next(leaves: Iterator[Any], in_place: bool) -> Any:
     return next(leaves)
 
 
-def _mapping_like(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _assign(tree: MutableMapping[Any, Any], keys: list[Any], new: list[Any]) -> None:
+    for key, x in zip(keys, new, strict=True):
+        if tree[key] is not x:
+            tree[key] = x
+
+
+def _assign_pairs(tree: list[Any], keys: list[Any], new: list[Any]) -> None:
+    tree[:] = zip(keys, new, strict=True)
+
+
+def _mapping_like(tree: Mapping[Any, Any], keys: list[Any], new: list[Any]) -> Any:
+    items = dict(zip(keys, new, strict=True))
     if not isinstance(tree, (dict, MutableMapping)):
         return type(tree)({key: items[key] for key in tree})  # type: ignore[call-arg]
     other = copy.copy(tree)  # and so in the same order
