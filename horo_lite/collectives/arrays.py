@@ -56,7 +56,11 @@ class HostArrays:
         self._originals: dict[int, NDArray[Any]] = {}
         try:
             self.tensors = _native.Tensors(self.arrays)
-        except (TypeError, ValueError, BufferError):  # it needs its adapter, or is wrong
+        except ValueError:  # it is memory, and cannot be used
+            if not fresh:
+                check_changeable(self.arrays)
+            raise
+        except (TypeError, BufferError):  # something that needs its adapter, or is wrong
             if not fresh:
                 check_changeable(self.arrays)
             self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
