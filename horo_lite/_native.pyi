@@ -47,8 +47,8 @@ class Tensors:
     def outline(self) -> Tensors: ...
     def shape(self, index: int) -> list[int]: ...
     def itemsize(self, index: int) -> int: ...
-    def copy_to(self, other: Tensors) -> None:
-        """The host's memory only."""
+    def copy_to(self, other: Tensors, streaming: bool = False) -> None:
+        """The host's memory only. Streaming, past the caches."""
 
 def check_reducible(tensors: Tensors, op: str) -> None:
     """Raises ValueError for a dtype for which the op has no meaning."""

@@ -14,6 +14,7 @@
 #include "bindings/tensors.h"
 #include "pack/fingerprint.h"
 #include "pack/layout.h"
+#include "pack/streaming_copy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -80,16 +81,17 @@ void bind_tensors(nb::module_& m) {
           "itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
       .def(
           "copy_to",
-          [](const Tensors& from, const Tensors& to) {
+          [](const Tensors& from, const Tensors& to, bool streaming) {
             const WithoutGil release;
             const std::vector<Buffer> source = from.buffers();
             const std::vector<Buffer> target = to.buffers();
             for (size_t i = 0; i < source.size(); ++i) {
               if (source[i].n_bytes != target.at(i).n_bytes) throw std::invalid_argument("the sizes differ");
-              if (source[i].n_bytes != 0) std::memcpy(target[i].data, source[i].data, source[i].n_bytes);
+              if (streaming) streaming_copy(target[i].data, source[i].data, source[i].n_bytes);
+              else if (source[i].n_bytes != 0) std::memcpy(target[i].data, source[i].data, source[i].n_bytes);
             }
           },
-          "other"_a, "The host's memory only.");
+          "other"_a, "streaming"_a = false, "The host's memory only. Streaming, past the caches.");
 
   m.def(
       "check_reducible",

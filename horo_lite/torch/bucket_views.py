@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horo_lite._native import Tensors
 from horo_lite.transports.shm import SharedMemory
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
 
 _ALIGNMENT = 64  # bytes
+# Gradients this large are moved past the caches: when their bucket is reduced, a bucket's worth of
+# others has been written since.
+STREAMED_BYTES = 64 << 10
 
 
 def can_share(group: Group) -> bool:
@@ -66,3 +70,19 @@ def fits(gradient: Any, home: Any) -> bool:
         and gradient.shape == home.shape
         and gradient.device == home.device
     )
+
+
+def move(gradient: Any, home: Any) -> None:
+    """Copy `gradient` to `home`, which it fits.
+
+    Best where the gradient has just been computed: it is in cache, and the memory that autograd
+    took for it, dropped then, serves for the next one.
+    """
+    if home.nbytes >= STREAMED_BYTES:
+        source = Tensors([gradient.resolve_neg()])
+        target = Tensors([home])
+        if source.layout == target.layout and not source.strided:
+            source.copy_to(target, streaming=True)
+            torch.autograd.graph.increment_version(home)
+            return
+    home.copy_(gradient)

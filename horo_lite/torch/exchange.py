@@ -223,7 +223,9 @@ class Exchange:
             task = graph_task()
             if task not in self.tasks and not self.enter(task):
                 return
-            gradient = self._densify(slot)
+            gradient = slot.parameter.grad
+            if self.options.sparse_as_dense:
+                gradient = self._densify(slot)
             if slot.passed == self._pass:  # a second time, by another pass inside of this one
                 self.is_nested = True
                 if slot.travels and not self.reducer.hold(slot.index):
@@ -239,30 +241,31 @@ class Exchange:
             slot.passed = self._pass
             slot.passes += 1
             slot.touched = True
-            if slot.passes > self.passes:
-                slot.passes = self.passes
+            passes = self.options.backward_passes_per_step
+            if slot.passes > passes:
+                slot.passes = passes
                 raise RuntimeError(
-                    f"the gradient of {slot.name!r} was computed {self.passes + 1} times before "
-                    f"step(): with backward_passes_per_step={self.passes}, call step(), or "
-                    f"zero_grad() to begin anew, after every {self.passes} backward passes; or "
+                    f"the gradient of {slot.name!r} was computed {passes + 1} times before "
+                    f"step(): with backward_passes_per_step={passes}, call step(), or "
+                    f"zero_grad() to begin anew, after every {passes} backward passes; or "
                     "raise backward_passes_per_step"
                 )
             if slot.exchanged and self.op is not Average:
                 raise RuntimeError(
-                    f"the gradient of {slot.name!r} was exchanged before its {self.passes} passes "
+                    f"the gradient of {slot.name!r} was exchanged before its {passes} passes "
                     f"were complete, because others' were, and with op={self.op.name} it cannot be "
                     "exchanged again: let all passes touch the same parameters, or use op=Average"
                 )
             gradient = slot.move_to_shared_memory()
             setattr(gradient, _MARK, slot.passes)
-            if slot.passes == self.passes and not self.is_nested:
+            if slot.passes == passes and not self.is_nested:
                 slot.travels = True
                 self.reducer.ready(slot.index)
 
     def _densify(self, slot: Slot) -> Any:
-        """The gradient, which is dense from now on if that was asked for."""
+        """The gradient, which is dense from now on."""
         gradient = slot.parameter.grad
-        if self.options.sparse_as_dense and is_sparse(gradient):
+        if is_sparse(gradient):
             slot.parameter.grad = gradient = gradient.to_dense()
         return gradient
 
@@ -424,7 +427,11 @@ class Exchange:
 
     def exchange(self) -> None:
         reducer = self.reducer
-        sparse = [s for s in self.slots if s.touched and is_sparse(self._densify(s))]
+        sparse = [slot for slot in self.slots if slot.touched and is_sparse(slot.parameter.grad)]
+        if self.options.sparse_as_dense:
+            for slot in sparse:
+                self._densify(slot)
+            sparse = []
         reducer.note = ";".join(map(sparse_note, sparse))
         for slot in self.slots:
             if slot.touched and not slot.travels:

@@ -41,10 +41,11 @@ class Slot:
         self.is_away = False
         if home is None or gradient is home or not bucket_views.fits(gradient, home):
             return gradient
-        home.copy_(gradient.detach())
         if gradient.requires_grad:  # of backward(create_graph=True): its history is not to be lost
+            bucket_views.move(gradient.detach(), home)
             self.is_away = True
             return gradient
+        bucket_views.move(gradient, home)
         self.parameter.grad = home
         return home
 

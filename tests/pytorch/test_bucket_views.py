@@ -25,7 +25,7 @@ from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Exchange, Sum  # noqa: E402
 from horo_lite.collectives.shared_memory import share  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
-from horo_lite.torch import Compression  # noqa: E402
+from horo_lite.torch import Compression, bucket_views  # noqa: E402
 from horo_lite.torch.adasum import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 from horo_lite.transports import Reduction  # noqa: E402
@@ -94,10 +94,12 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize(("kind", "size"), [("sgd", 2), ("adam", 3)])
+@pytest.mark.parametrize(("kind", "size", "streamed"), [("sgd", 2, 0), ("adam", 3, 1 << 20)])
 def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
-    kind: str, size: int, passes: int, in_place: Any
+    kind: str, size: int, passes: int, streamed: int, in_place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bucket_views, "STREAMED_BYTES", streamed)
+
     def train(net: Any, optimizer: Any, rank: int, size: int, step: int) -> None:
         # All three ways to begin anew.
         (optimizer, net)[step % 2].zero_grad(set_to_none=step % 3 != 2)
@@ -202,6 +204,7 @@ def test_keeps_the_ordinary_optimizers_promises(
 ) -> None:
     views = functools.partial(DistributedOptimizer, gradient_as_bucket_view=True)
     monkeypatch.setattr(ordinary, "DistributedOptimizer", views)
+    monkeypatch.setattr(bucket_views, "STREAMED_BYTES", 0)
     SAME[promise](watched)
     assert True in ways(in_place)
 
@@ -236,6 +239,41 @@ def test_what_takes_the_place_of_a_gradient_travels_and_the_kept_one_is_the_home
     average = (torch.arange(5.0) + 0.5).tolist()
     expected = [average, [2 * x for x in average], average, average, average]
     assert run_threads(2, rank) == [expected, expected]
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 4095, 4096, 4097, 3 * 4096 + 17])
+def test_streaming_copies_are_exact_at_every_alignment_and_touch_nothing_else(n: int) -> None:
+    source = np.random.default_rng(n).integers(1, 256, n + 64, np.uint8)
+    for begin in range(0, 64, 7):
+        for first in (0, 1, 16, 63):
+            target = np.zeros(n + 192, np.uint8)
+            parts = source[first : first + n], target[64 + begin : 64 + begin + n]
+            _native.Tensors([parts[0]]).copy_to(_native.Tensors([parts[1]]), streaming=True)
+            assert np.array_equal(*parts)
+            assert np.count_nonzero(target) == n
+
+
+@pytest.mark.parametrize("streamed", [0, 1 << 30])
+def test_any_gradient_is_moved_and_graphs_notice(
+    streamed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_views, "STREAMED_BYTES", streamed)
+    x = torch.randn(70, 33, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    gradients = {
+        "another layout": torch.arange(70.0 * 33).view(33, 70).t(),
+        "strided": torch.arange(140.0 * 33).view(140, 33)[::2],
+        "one element": torch.tensor(3.0).expand(70, 33),
+        "yet to be negated": x.conj().imag,
+    }
+    assert gradients["yet to be negated"].is_neg()
+    for what, gradient in gradients.items():
+        home = torch.zeros(70, 33)
+        scale = torch.ones(70, 33, requires_grad=True)
+        loss = (scale * home).sum()
+        bucket_views.move(gradient, home)
+        assert torch.equal(home, gradient), what
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("n_steps", [(0, 3), (5, 2)])
