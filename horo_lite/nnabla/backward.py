@@ -18,7 +18,8 @@ class Backward:
     A gradient is complete when all functions that add to it have run, and a parameter may be in
     several. Which functions a pass will run is read off the graph at its first one, which made the
     loss: nothing else marks where a pass begins or ends. `begin` gives the gradients and their
-    numbers; a pass that writes none of them is none that ends.
+    numbers; a pass that writes none of them is none that ends. Where there are none, nothing is
+    read off, and this is for one pass only.
     """
 
     def __init__(
@@ -30,14 +31,15 @@ class Backward:
         self._on_begin, self._on_ready, self._on_end = begin, ready, end
         self._left: dict[Function, set[int]] = {}  # what will run, and which gradients it writes
         self._uses: Counter[int] = Counter()
+        self._is_idle = False
 
     @property
     def is_running(self) -> bool:
         return bool(self._left)
 
     def __call__(self, function: Function) -> None:
-        if function not in self._left:
-            self._begin(function)
+        if function not in self._left and not self._begin(function):
+            return
         for number in self._left.pop(function):
             self._uses[number] -= 1
             if not self._uses[number]:
@@ -45,8 +47,13 @@ class Backward:
         if not self._left and self._uses:
             self._on_end()
 
-    def _begin(self, last: Function) -> None:
+    def _begin(self, last: Function) -> bool:
+        if self._is_idle:
+            return False
         numbers = self._on_begin()
+        self._is_idle = not numbers
+        if self._is_idle:
+            return False
         self._left = {}
         found = [last]
         while found:
@@ -57,6 +64,7 @@ class Backward:
             parents = [variable.parent for variable in inputs]
             found += [parent for parent in parents if parent is not None and parent.need_grad]
         self._uses = Counter(i for written in self._left.values() for i in written)
+        return True
 
 
 def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], None]:
@@ -68,7 +76,9 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
     `solver` is a DistributedOptimizer; made and given anew for each pass, on every rank. A bucket
     (`bucket_bytes`) leaves as soon as its gradients are complete, the first time in the second
     step, when all ranks know the plan; results are there when the solver next looks at gradients,
-    and they are not to be touched before. `weight` as for `update()`, which takes none then.
+    and they are not to be touched before. The last bucket, before which nothing is left to compute,
+    leaves when the solver looks: a model whose gradients fit into one has nothing to overlap, and
+    its backward() runs as without this. `weight` as for `update()`, which takes none then.
     """
     if type(solver) is not DistributedOptimizer:
         raise TypeError(f"overlap() takes a DistributedOptimizer, not {type(solver).__name__}")
@@ -81,7 +91,8 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
         if not own.has_begun:
             own.forget()  # the last pass' gradients, if the solver looked at them and did not step
             own.begin(named, weight)
-        return {parameter.grad: i for i, (_, parameter) in enumerate(named)}
+        assert own.reducer is not None
+        return {named[i][1].grad: i for i in own.reducer.early()}
 
     def ready(i: int) -> None:
         assert own.reducer is not None

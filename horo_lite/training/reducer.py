@@ -234,6 +234,14 @@ class Reducer:
         ):
             self._leave_early()
 
+    def early(self) -> list[int]:
+        """The parameters whose gradients `ready()` may send before all are there.
+
+        None of the last bucket, for which `finish()` needs no engine: in that one, all are there.
+        """
+        last = len(self._n_members) - 1
+        return [i for i, bucket in self._bucket_of.items() if bucket < last] if last > 0 else []
+
     def hold(self, i: int) -> bool:
         """Parameter i's gradient changes after it was ready: nothing leaves before `finish()`.
 
