@@ -144,6 +144,16 @@ class ShmGroup:
     def size(self) -> int: ...
     @property
     def label(self) -> str: ...
+    slot_stores: str
+    """"auto", "cached" or "streaming"."""
+    @property
+    def stores(self) -> str:
+        """"cached" or "streaming", as the latest operation wrote slots."""
+
+    @property
+    def round_trip_ns(self) -> float:
+        """Between this core and the next rank's, at the latest large operation; 0 before one."""
+
     def watched_by(self, detector: StallDetector, ranks: Sequence[int], direct: bool) -> None:
         """`ranks` are the numbers of the group's ranks in the world."""
 

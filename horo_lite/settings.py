@@ -25,6 +25,7 @@ class Settings:
         device: "cpu", "cuda" or like "cuda:1"; None for a GPU where there is one.
         threads: Threads of BLAS and OpenMP; None for this rank's share of the host's cores.
         binding: "auto" or "keep".
+        slot_stores: "auto", "cached" or "streaming".
         test_hosts: Sizes of simulated hosts; None for the real ones.
         stall_warn_s: Seconds after which a wait is reported; 0 for never.
         stall_abort_s: Seconds after which a wait is a StallError; 0 for never.
@@ -40,6 +41,7 @@ class Settings:
     device: str | None = None
     threads: int | None = None
     binding: str = "auto"
+    slot_stores: str = "auto"
     test_hosts: tuple[int, ...] | None = None
     stall_warn_s: float = 30.0
     stall_abort_s: float = 0.0
@@ -85,6 +87,8 @@ class Settings:
 _PREFIX = "HORO_LITE_"
 _ARGUMENTS = [each.name for each in fields(Settings) if each.name not in ("timeline", "problem")]
 
+SLOT_STORES = ("auto", "cached", "streaming")
+
 # As `fits` takes it, for settings that another rank has written.
 FORM = {
     "rank": [None, int],
@@ -94,6 +98,7 @@ FORM = {
     "device": [None, str],
     "threads": [None, int],
     "binding": str,
+    "slot_stores": str,
     "test_hosts": [None, (range(1 << 20), ...)],
     "stall_warn_s": float,
     "stall_abort_s": float,
@@ -114,6 +119,8 @@ def _read(name: str, given: object) -> object:
         return int(str(given))
     if name == "binding" and given not in ("auto", "keep"):
         raise ValueError(f"binding must be 'auto' or 'keep', not {given!r}")
+    if name == "slot_stores" and given not in SLOT_STORES:
+        raise ValueError(f"slot_stores must be 'auto', 'cached' or 'streaming', not {given!r}")
     if name == "test_hosts":
         return _test_hosts(given)
     if name == "device":
@@ -258,6 +265,14 @@ VARIABLES = (
         "`init(binding=)`",
         "`auto` undoes Open MPI's own core binding if that is narrower than a fair share;"
         " `keep` never does",
+        "`auto`",
+    ),
+    Variable(
+        ("HORO_LITE_SLOT_STORES",),
+        "`init(slot_stores=)`",
+        "how ranks of a host write memory that the others read: `cached`, `streaming` (past the "
+        "caches), or `auto`, by a measured core-to-core round trip "
+        "([performance.md](docs/performance.md#ranks-that-share-no-cache))",
         "`auto`",
     ),
     Variable(

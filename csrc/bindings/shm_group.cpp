@@ -21,6 +21,15 @@ namespace {
 
 using HeaderTuple = std::tuple<uint64_t, int64_t, double>;
 
+constexpr const char* kSlotStores[] = {"auto", "cached", "streaming"};
+
+SlotStores slot_stores_of(const std::string& how) {
+  for (int i = 0; i < 3; ++i) {
+    if (how == kSlotStores[i]) return static_cast<SlotStores>(i);
+  }
+  throw std::invalid_argument("slot stores are 'auto', 'cached' or 'streaming', not '" + how + "'");
+}
+
 size_t total_bytes(const std::vector<TensorRef>& refs) {
   size_t total = 0;
   for (const TensorRef& ref : refs) total += ref.n_elements * item_bytes(ref.dtype);
@@ -49,6 +58,11 @@ void bind_shm_group(nb::module_& m) {
       .def_prop_ro("rank", [](const PyShmGroup& g) { return g.shm.rank(); })
       .def_prop_ro("size", [](const PyShmGroup& g) { return g.shm.size(); })
       .def_prop_ro("label", [](const PyShmGroup& g) { return g.shm.label(); })
+      .def_prop_rw(
+          "slot_stores", [](const PyShmGroup& g) { return kSlotStores[static_cast<int>(g.shm.slot_stores.load())]; },
+          [](PyShmGroup& g, const std::string& how) { g.shm.slot_stores = slot_stores_of(how); })
+      .def_prop_ro("stores", [](const PyShmGroup& g) { return kSlotStores[1 + static_cast<int>(g.shm.stores())]; })
+      .def_prop_ro("round_trip_ns", [](const PyShmGroup& g) { return g.shm.round_trip_ns(); })
       .def(
           "watched_by",
           [](PyShmGroup& g, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks, bool direct) {

@@ -70,10 +70,11 @@ class Layout {
   size_t share_end(size_t chunk, int share) const { return share_offsets_[chunk * (n_shares_ + 1) + share + 1]; }
 
   // `image` is the start of the whole chunk's wire image in each of these.
-  void encode(size_t chunk, int share, uint8_t* image) const {
+  void encode(size_t chunk, int share, uint8_t* image, Stores stores = Stores::kCached) const {
     for (const Piece& piece : pieces(chunk, share)) {
-      kernels_[piece.tensor]->encode(source(piece), piece.n_elements, image + piece.offset);
+      kernels_[piece.tensor]->encode(source(piece), piece.n_elements, image + piece.offset, stores);
     }
+    finish_stores(stores);
   }
 
   void decode(size_t chunk, int share, const uint8_t* image) const {
@@ -85,7 +86,8 @@ class Layout {
   // The contributors' images in rank order -> the result's, and into the tensors where `to_tensors`. The contribution
   // of `own` (or of nobody: -1) is taken from the tensors themselves. There are as many weights, or none.
   void reduce(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
-              const std::vector<double>& weights, Factor factor, uint8_t* image, bool to_tensors) const {
+              const std::vector<double>& weights, Factor factor, uint8_t* image, bool to_tensors,
+              Stores stores = Stores::kCached) const {
     std::vector<const uint8_t*> wires(images.size());
     if (!weights.empty() && weights.size() != images.size()) {
       throw std::invalid_argument(std::to_string(images.size()) + " contributions, but " +
@@ -98,8 +100,9 @@ class Layout {
       void* address = source(piece);
       kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, address,
                                       weights.empty() ? nullptr : weights.data(), piece.n_elements, factor,
-                                      image + piece.offset, to_tensors ? address : nullptr});
+                                      image + piece.offset, to_tensors ? address : nullptr, stores});
     }
+    finish_stores(stores);
   }
 
   // The same where every rank's tensors lie alike in memory that all see: `distances[r]` is how far rank r's are from

@@ -7,26 +7,32 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace horo {
 namespace {
 
 struct InstructionSet {
   const char* name;
   SelectKernels select;
+  CopyBytes copy_bytes;
   bool available;
 };
 
 const InstructionSet* instruction_sets() {
 #if HORO_LITE_X86
   static const InstructionSet sets[] = {
-      {"avx512", avx512::select,
+      {"avx512", avx512::select, avx512::copy_bytes,
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl")},
-      {"avx2", avx2::select, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
-      {"portable", portable::select, true},
-      {nullptr, nullptr, false}};
+      {"avx2", avx2::select, avx2::copy_bytes, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
+      {"portable", portable::select, portable::copy_bytes, true},
+      {nullptr, nullptr, nullptr, false}};
 #else
-  static const InstructionSet sets[] = {{"portable", portable::select, true}, {nullptr, nullptr, false}};
+  static const InstructionSet sets[] = {{"portable", portable::select, portable::copy_bytes, true},
+                                        {nullptr, nullptr, nullptr, false}};
 #endif
   return sets;
 }
@@ -51,6 +57,18 @@ const Kernels& select_kernels(DType dtype, Wire wire, Op op) {
                                 " has no meaning: use Sum (any), Product (all), Min or Max");
   }
   return *kernels;
+}
+
+void copy_bytes(void* to, const void* from, size_t n_bytes, Stores stores) {
+  chosen().load()->copy_bytes(to, from, n_bytes, stores);
+}
+
+void finish_stores(Stores stores) {
+#if defined(__x86_64__)
+  if (stores == Stores::kStreaming) _mm_sfence();
+#else
+  static_cast<void>(stores);
+#endif
 }
 
 Weighting weighting(Op op, const std::vector<double>& weights) {

@@ -7,10 +7,11 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 #include "pack/pack.h"
 
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -18,49 +19,96 @@ namespace horo {
 namespace HORO_LITE_ISA {
 namespace {
 
-// --- float lanes: the one place where instruction sets differ -------------------------------------------------
+// --- vectors: the one place where instruction sets differ -------------------------------------------------------
 
 #if defined(__AVX512F__)
-using Lanes = __m512;
-constexpr size_t kLanes = 16;
-inline Lanes lanes_of(float x) { return _mm512_set1_ps(x); }
-inline Lanes load(const void* p) { return _mm512_loadu_ps(p); }
-inline void store(void* p, Lanes x) { _mm512_storeu_ps(p, x); }
-inline Lanes mul(Lanes a, Lanes b) { return _mm512_mul_ps(a, b); }
-inline Lanes add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
-inline Lanes div(Lanes a, Lanes b) { return _mm512_div_ps(a, b); }
-inline Lanes load_half(const uint16_t* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+constexpr size_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr size_t kVectorBytes = 32;
+#else
+constexpr size_t kVectorBytes = 16;
+#endif
+
+template <class A>
+constexpr bool kHasVectors = std::is_arithmetic_v<A> && !std::is_same_v<A, long double>;
+
+// Of as many elements of type A as an instruction handles; one, where instructions handle one. Unaligned<A> is the same
+// at any address.
+template <class A, bool = kHasVectors<A>>
+struct VectorOf {
+  typedef A Type;
+  typedef A Unaligned __attribute__((aligned(1), may_alias));
+};
+template <class A>
+struct VectorOf<A, true> {
+  typedef A Type __attribute__((vector_size(kVectorBytes)));
+  typedef A Unaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
+};
+template <class A>
+using Vector = typename VectorOf<A>::Type;
+template <class A>
+using Unaligned = typename VectorOf<A>::Unaligned;
+template <class A>
+constexpr size_t kLanes = sizeof(Vector<A>) / sizeof(A);
+
+// As many 16-bit elements as a vector has of 32 bits.
+typedef uint16_t NarrowVector __attribute__((vector_size(kVectorBytes / 2), aligned(1), may_alias));
+
+#if defined(__AVX512F__)
+inline Vector<float> load_halves(const Packed<Half>* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
-inline void store_half(uint16_t* p, Lanes x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+inline void store_halves(Packed<Half>* to, Vector<float> x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 #elif defined(__AVX2__)
-using Lanes = __m256;
-constexpr size_t kLanes = 8;
-inline Lanes lanes_of(float x) { return _mm256_set1_ps(x); }
-inline Lanes load(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
-inline void store(void* p, Lanes x) { _mm256_storeu_ps(static_cast<float*>(p), x); }
-inline Lanes mul(Lanes a, Lanes b) { return _mm256_mul_ps(a, b); }
-inline Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
-inline Lanes div(Lanes a, Lanes b) { return _mm256_div_ps(a, b); }
-inline Lanes load_half(const uint16_t* p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+inline Vector<float> load_halves(const Packed<Half>* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
-inline void store_half(uint16_t* p, Lanes x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+inline void store_halves(Packed<Half>* to, Vector<float> x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-using Lanes = float;
-constexpr size_t kLanes = 1;
-inline Lanes lanes_of(float x) { return x; }
-inline Lanes load(const void* p) { return static_cast<const Packed<float>*>(p)->value; }
-inline void store(void* p, Lanes x) { static_cast<Packed<float>*>(p)->value = x; }
-inline Lanes mul(Lanes a, Lanes b) { return a * b; }
-inline Lanes add(Lanes a, Lanes b) { return a + b; }
-inline Lanes div(Lanes a, Lanes b) { return a / b; }
-inline Lanes load_half(const uint16_t* p) { return float_of_half(*p); }
-inline void store_half(uint16_t* p, Lanes x) { *p = half_bits(x); }
+inline Vector<float> load_halves(const Packed<Half>* from) {
+  Vector<float> x;
+  for (size_t i = 0; i < kLanes<float>; ++i) x[i] = float_of_half(from[i].value.bits);
+  return x;
+}
+inline void store_halves(Packed<Half>* to, Vector<float> x) {
+  for (size_t i = 0; i < kLanes<float>; ++i) to[i].value = Half{half_bits(x[i])};
+}
+#endif
+
+inline Vector<float> load_bfloat16s(const Packed<BFloat16>* from) {
+  const auto bits = *reinterpret_cast<const NarrowVector*>(from);
+  return reinterpret_cast<Vector<float>>(__builtin_convertvector(bits, Vector<uint32_t>) << 16);
+}
+
+// float_of_bfloat16() of bfloat16_bits(): what is left of x, in its upper halves.
+inline Vector<uint32_t> bfloat16_rounded(Vector<float> x) {
+  const auto bits = reinterpret_cast<Vector<uint32_t>>(x);
+  const Vector<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  const Vector<uint32_t> quiet = (bits & 0xffff0000u) | 0x400000u;
+  return x != x ? quiet : rounded;
+}
+
+inline void store_bfloat16s(Packed<BFloat16>* to, Vector<float> x) {
+  *reinterpret_cast<NarrowVector*>(to) = __builtin_convertvector(bfloat16_rounded(x) >> 16, NarrowVector);
+}
+
+#if defined(__x86_64__)
+// Past the caches. `to` is aligned to the vector.
+template <class V>
+inline void stream(void* to, V x) {
+  static_assert(sizeof(V) == kVectorBytes);
+#if defined(__AVX512F__)
+  _mm512_stream_ps(static_cast<float*>(to), reinterpret_cast<__m512>(x));
+#elif defined(__AVX2__)
+  _mm256_stream_ps(static_cast<float*>(to), reinterpret_cast<__m256>(x));
+#else
+  _mm_stream_ps(static_cast<float*>(to), reinterpret_cast<__m128>(x));
+#endif
+}
 #endif
 
 // --- scalars ----------------------------------------------------------------------------------------------------
@@ -93,26 +141,6 @@ inline T narrow(A value) {
     return BFloat16{bfloat16_bits(static_cast<float>(value))};
   } else {
     return static_cast<T>(value);
-  }
-}
-
-// NaN wins in Min and Max, as in NumPy.
-template <Op op, class A>
-inline A combine(A a, A b) {
-  if constexpr (op == Op::kMin) {
-    return (b < a || b != b) ? b : a;
-  } else if constexpr (op == Op::kMax) {
-    return (b > a || b != b) ? b : a;
-  } else if constexpr (op == Op::kProduct) {
-    if constexpr (kIsInteger<A>) {
-      return static_cast<A>(static_cast<Wrapping<A>>(a) * static_cast<Wrapping<A>>(b));
-    } else {
-      return a * b;
-    }
-  } else if constexpr (kIsInteger<A>) {
-    return static_cast<A>(static_cast<Wrapping<A>>(a) + static_cast<Wrapping<A>>(b));
-  } else {
-    return a + b;
   }
 }
 
@@ -182,6 +210,181 @@ inline A finished(A value, const Factor& factor) {
 
 constexpr size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
+// --- tiles: what a loop reads before it writes ----------------------------------------------------------------------
+//
+// A processor compares a load with the stores before it by the lowest 12 bits of their addresses, and where these
+// overlap without being equal it waits for the store ("4K aliasing"). NumPy's large arrays begin 16 bytes into a page,
+// slots at a page: loops that read one vector and write one would wait at every step. These read eight before they
+// write the first.
+
+constexpr size_t kTileVectors = 8;
+
+template <class A>
+struct Tile {
+  Vector<A> vectors[kTileVectors];
+};
+template <class A>
+constexpr size_t kTileElements = kTileVectors * kLanes<A>;
+
+// body(first element, how many) for all tiles of n elements; the last one may be smaller.
+template <class A, class Body>
+inline void for_tiles(size_t n, Body body) {
+  for (size_t first = 0; first < n; first += kTileElements<A>) body(first, std::min(kTileElements<A>, n - first));
+}
+
+template <class A, class W>
+inline Tile<A> load(const Packed<W>* from) {
+  Tile<A> tile;
+  if constexpr (std::is_same_v<A, W>) {
+    for (size_t v = 0; v < kTileVectors; ++v) tile.vectors[v] = reinterpret_cast<const Unaligned<A>*>(from)[v];
+  } else if constexpr (std::is_same_v<A, float> && std::is_same_v<W, Half>) {
+    for (size_t v = 0; v < kTileVectors; ++v) tile.vectors[v] = load_halves(from + v * kLanes<A>);
+  } else if constexpr (std::is_same_v<A, float> && std::is_same_v<W, BFloat16>) {
+    for (size_t v = 0; v < kTileVectors; ++v) tile.vectors[v] = load_bfloat16s(from + v * kLanes<A>);
+  } else {
+    alignas(64) A values[kTileElements<A>];
+    for (size_t i = 0; i < kTileElements<A>; ++i) values[i] = widen<A>(from[i].value);
+    std::memcpy(&tile, values, sizeof(tile));
+  }
+  return tile;
+}
+
+template <class T, class A>
+inline void store(Packed<T>* to, const Tile<A>& tile) {
+  if constexpr (std::is_same_v<A, T>) {
+    for (size_t v = 0; v < kTileVectors; ++v) reinterpret_cast<Unaligned<A>*>(to)[v] = tile.vectors[v];
+  } else if constexpr (std::is_same_v<A, float> && std::is_same_v<T, Half>) {
+    for (size_t v = 0; v < kTileVectors; ++v) store_halves(to + v * kLanes<A>, tile.vectors[v]);
+  } else if constexpr (std::is_same_v<A, float> && std::is_same_v<T, BFloat16>) {
+    for (size_t v = 0; v < kTileVectors; ++v) store_bfloat16s(to + v * kLanes<A>, tile.vectors[v]);
+  } else {
+    alignas(64) A values[kTileElements<A>];
+    std::memcpy(values, &tile, sizeof(tile));
+    for (size_t i = 0; i < kTileElements<A>; ++i) to[i].value = narrow<T>(values[i]);
+  }
+}
+
+// The first n elements of a tile. Out of line, so that whole tiles stay in registers.
+template <class A, class W>
+[[gnu::noinline, gnu::cold]] Tile<A> load_part(const Packed<W>* from, size_t n) {
+  Packed<W> padded[kTileElements<A>] = {};
+  std::memcpy(padded, from, n * sizeof(W));
+  return load<A>(padded);
+}
+template <class T, class A>
+[[gnu::noinline, gnu::cold]] void store_part(Packed<T>* to, Tile<A> tile, size_t n) {
+  Packed<T> padded[kTileElements<A>];
+  store(padded, tile);
+  std::memcpy(to, padded, n * sizeof(T));
+}
+
+template <class A, class W>
+inline Tile<A> load(const Packed<W>* from, size_t n) {
+  return n == kTileElements<A> ? load<A>(from) : load_part<A>(from, n);
+}
+template <class T, class A>
+inline void store(Packed<T>* to, const Tile<A>& tile, size_t n) {
+  if (n == kTileElements<A>) store(to, tile);
+  else store_part(to, Tile<A>(tile), n);
+}
+
+// What is left of values that travel as W.
+template <class W, class A>
+inline void round_to(Tile<A>& tile) {
+  if constexpr (std::is_same_v<W, BFloat16>) {
+    for (auto& x : tile.vectors) x = reinterpret_cast<Vector<float>>(bfloat16_rounded(x));
+  }
+}
+
+// Integers wrap round, as NumPy's do, without undefined behaviour.
+template <class A, class V, class F>
+inline V wrapping(V a, V b, F f) {
+  if constexpr (!kIsInteger<A>) return f(a, b);
+  else if constexpr (kHasVectors<A>) {
+    using Bits = Vector<std::make_unsigned_t<A>>;
+    return reinterpret_cast<V>(f(reinterpret_cast<Bits>(a), reinterpret_cast<Bits>(b)));
+  } else {
+    return static_cast<V>(f(static_cast<Wrapping<A>>(a), static_cast<Wrapping<A>>(b)));
+  }
+}
+
+// NaN wins in Min and Max, as in NumPy.
+template <Op op, class A>
+inline void combine(Tile<A>& sum, const Tile<A>& next) {
+  for (size_t v = 0; v < kTileVectors; ++v) {
+    const Vector<A> a = sum.vectors[v], b = next.vectors[v];
+    if constexpr (op == Op::kMin) sum.vectors[v] = (b < a) | (b != b) ? b : a;
+    else if constexpr (op == Op::kMax) sum.vectors[v] = (b > a) | (b != b) ? b : a;
+    else if constexpr (op == Op::kProduct) sum.vectors[v] = wrapping<A>(a, b, [](auto x, auto y) { return x * y; });
+    else sum.vectors[v] = wrapping<A>(a, b, [](auto x, auto y) { return x + y; });
+  }
+}
+
+// For what instructions do to one element at a time.
+template <class A, class F>
+inline void for_each(Tile<A>& tile, F f) {
+  alignas(64) A values[kTileElements<A>];
+  std::memcpy(values, &tile, sizeof(tile));
+  for (A& value : values) value = f(value);
+  std::memcpy(&tile, values, sizeof(tile));
+}
+
+template <class A>
+inline void multiply(Tile<A>& tile, A factor) {
+  for (auto& x : tile.vectors) x *= factor;
+}
+
+template <class A>
+inline void divide(Tile<A>& tile, A divisor) {
+  for (auto& x : tile.vectors) x /= divisor;
+}
+
+// --- bytes ----------------------------------------------------------------------------------------------------------
+
+using Bytes = Packed<uint8_t>;
+
+void copy(void* to, const void* from, size_t n) {
+  auto* target = static_cast<Bytes*>(to);
+  const auto* source = static_cast<const Bytes*>(from);
+  const size_t whole = n - n % kTileElements<uint8_t>;
+  for (size_t i = 0; i < whole; i += kTileElements<uint8_t>) store(target + i, load<uint8_t>(source + i));
+  std::memcpy(target + whole, source + whole, n - whole);
+}
+
+#if defined(__x86_64__)
+// The same with stores that go past the caches, except for the bytes before and after lines of 16.
+void copy_streaming(void* to, const void* from, size_t n) {
+  auto* target = static_cast<Bytes*>(to);
+  const auto* source = static_cast<const Bytes*>(from);
+  const auto* const end = target + n;
+  const auto is_aligned = [&](size_t unit) { return reinterpret_cast<uintptr_t>(target) % unit == 0; };
+  const auto left = [&] { return static_cast<size_t>(end - target); };
+  const auto advance = [&](size_t bytes) {
+    target += bytes;
+    source += bytes;
+  };
+  for (; left() > 0 && !is_aligned(16); advance(1)) *target = *source;
+  const auto by_sixteen = [&] {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target), _mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
+    advance(16);
+  };
+  while (left() >= 16 && !is_aligned(64)) by_sixteen();
+  for (; left() >= kTileElements<uint8_t>; advance(kTileElements<uint8_t>)) {
+    const auto tile = load<uint8_t>(source);
+    for (size_t v = 0; v < kTileVectors; ++v) stream(target + v * kVectorBytes, tile.vectors[v]);
+  }
+  while (left() >= 16) by_sixteen();
+  for (; left() > 0; advance(1)) *target = *source;
+}
+#else
+void copy_streaming(void* to, const void* from, size_t n) { copy(to, from, n); }
+#endif
+
+void write(void* to, const void* from, size_t n, Stores stores) {
+  if (stores == Stores::kStreaming) copy_streaming(to, from, n);
+  else copy(to, from, n);
+}
+
 // --- Plain: the wire holds elements of type W, sums are kept in A ----------------------------------------------------
 
 template <class T, class W, class A, Op op>
@@ -192,96 +395,81 @@ struct Plain {
 
   static size_t wire_bytes(size_t n) { return rounded_up(n * sizeof(W), kWireAlignment); }
 
-  static void encode(const void* source, size_t n, uint8_t* wire) {
+  static void encode(const void* source, size_t n, uint8_t* wire, Stores stores) {
     if constexpr (kIdentity) {
-      std::memcpy(wire, source, n * sizeof(W));
+      write(wire, source, n * sizeof(W), stores);
     } else {
-      auto* out = reinterpret_cast<W*>(wire);
       const auto* in = static_cast<const Packed<T>*>(source);
-      for (size_t i = 0; i < n; ++i) out[i] = narrow<W>(widen<A>(in[i].value));
+      auto* out = reinterpret_cast<Packed<W>*>(wire);
+      for_tiles<A>(n, [&](size_t first, size_t count) {
+        store_to_wire(out + first, load<A>(in + first, count), count, stores);
+      });
     }
   }
 
   static void decode(const uint8_t* wire, size_t n, void* destination) {
     if constexpr (kIdentity) {
-      std::memcpy(destination, wire, n * sizeof(T));
+      copy(destination, wire, n * sizeof(T));
     } else {
-      const auto* in = reinterpret_cast<const W*>(wire);
+      const auto* in = reinterpret_cast<const Packed<W>*>(wire);
       auto* out = static_cast<Packed<T>*>(destination);
-      for (size_t i = 0; i < n; ++i) out[i].value = narrow<T>(widen<A>(in[i]));
-    }
-  }
-
-  // Two contributors, nothing to convert: the usual case on one host, in one pass over the bytes.
-  static void reduce_pair(const Packed<W>* a, const Packed<W>* b, size_t n, const Factor& factor, Packed<W>* wire,
-                          Packed<T>* destination) {
-    if constexpr (kIdentity && std::is_same_v<W, A>) {
-      Packed<T>* second = destination == nullptr ? reinterpret_cast<Packed<T>*>(wire) : destination;
-      if (factor.divisor == 1.0 && !kIsInteger<A>) {
-        const A scale = static_cast<A>(factor.scale);
-#pragma GCC ivdep
-        for (size_t i = 0; i < n; ++i) {
-          const A value = combine<op>(a[i].value, b[i].value) * scale;
-          wire[i].value = value;
-          second[i].value = value;
-        }
-      } else {
-#pragma GCC ivdep
-        for (size_t i = 0; i < n; ++i) {
-          const A value = finished<op>(combine<op>(a[i].value, b[i].value), factor);
-          wire[i].value = value;
-          second[i].value = value;
-        }
-      }
+      for_tiles<A>(n, [&](size_t first, size_t count) { store(out + first, load<A>(in + first, count), count); });
     }
   }
 
   static void reduce(const ReduceArgs& args) {
-    alignas(64) A sum[kBlockElements];
-    alignas(64) W own_wire[kBlockElements];
-    alignas(64) static const W zeros[kBlockElements] = {};
     const Factor factor = simplified<A>(args.factor);
-    for (size_t first = 0; first < args.n_elements; first += kBlockElements) {
-      const size_t n = std::min(kBlockElements, args.n_elements - first);
-      const auto* source = static_cast<const Packed<T>*>(args.source) + first;
-      auto* destination = static_cast<Packed<T>*>(args.destination);
-      if (destination != nullptr) destination += first;
-      auto* wire = reinterpret_cast<Packed<W>*>(args.wire) + first;
-      if (args.own >= 0 && !kIdentity) encode(source, n, reinterpret_cast<uint8_t*>(own_wire));
-      auto contribution = [&](int r) {
-        const void* from = kIdentity ? static_cast<const void*>(source) : own_wire;
-        if (args.weights != nullptr && args.weights[r] == 0.0) from = zeros;
-        else if (r != args.own) from = reinterpret_cast<const Packed<W>*>(args.wires[r]) + first;
-        return static_cast<const Packed<W>*>(from);
+    const auto* source = static_cast<const Packed<T>*>(args.source);
+    auto* destination = static_cast<Packed<T>*>(args.destination);
+    auto* wire = reinterpret_cast<Packed<W>*>(args.wire);
+    for_tiles<A>(args.n_elements, [&](size_t first, size_t count) {
+      const auto contribution = [&](int r) {
+        if (args.weights != nullptr && args.weights[r] == 0.0) return Tile<A>{};
+        if (r != args.own) return load<A>(reinterpret_cast<const Packed<W>*>(args.wires[r]) + first, count);
+        auto own = load<A>(source + first, count);
+        round_to<W>(own);
+        return own;
       };
-      if (kIdentity && std::is_same_v<W, A> && args.n_contributors == 2 && args.weights == nullptr) {
-        reduce_pair(contribution(0), contribution(1), n, factor, wire, destination);
-        continue;
+      Tile<A> sum = contribution(0);
+      weigh(sum, args, 0);
+      for (int r = 1; r < args.n_contributors; ++r) {
+        Tile<A> next = contribution(r);
+        weigh(next, args, r);
+        combine<op>(sum, next);
       }
-      for (int r = 0; r < args.n_contributors; ++r) {
-        const Packed<W>* next = contribution(r);
-        if (args.weights == nullptr) {
-          accumulate(next, n, r == 0, sum, [](A value) { return value; });
-        } else {
-          const auto weight = multiplier<op, A>(args.weights[r]);
-          accumulate(next, n, r == 0, sum, [weight](A value) { return multiplied(value, weight); });
-        }
+      finish(sum, factor);
+      round_to<W>(sum);
+      store_to_wire(wire + first, sum, count, args.stores);
+      if (destination != nullptr) store(destination + first, sum, count);
+    });
+  }
+
+ private:
+  static void weigh(Tile<A>& tile, const ReduceArgs& args, int r) {
+    if (args.weights == nullptr) return;
+    const auto weight = multiplier<op, A>(args.weights[r]);
+    if constexpr (kIsInteger<A>) for_each(tile, [weight](A value) { return multiplied(value, weight); });
+    else multiply(tile, weight);
+  }
+
+  static void finish(Tile<A>& tile, const Factor& factor) {
+    if constexpr (kIsInteger<A>) {
+      if (op == Op::kWeightedAverage || factor.scale != 1.0 || factor.divisor != 1.0) {
+        for_each(tile, [&factor](A value) { return finished<op>(value, factor); });
       }
-      if (factor.scale == 1.0 && factor.divisor == 1.0) {
-        for (size_t i = 0; i < n; ++i) wire[i].value = narrow<W>(sum[i]);
-      } else {
-        for (size_t i = 0; i < n; ++i) wire[i].value = narrow<W>(finished<op>(sum[i], factor));
-      }
-      if (destination != nullptr) decode(reinterpret_cast<const uint8_t*>(wire), n, destination);
+    } else {
+      if (factor.scale != 1.0) multiply(tile, static_cast<A>(factor.scale));
+      if (factor.divisor != 1.0) divide(tile, static_cast<A>(factor.divisor));
     }
   }
 
-  template <class Weigh>
-  static void accumulate(const Packed<W>* in, size_t n, bool is_first, A* sum, Weigh weigh) {
-    if (is_first) {
-      for (size_t i = 0; i < n; ++i) sum[i] = weigh(widen<A>(in[i].value));
+  static void store_to_wire(Packed<W>* to, const Tile<A>& tile, size_t n, Stores stores) {
+    if (stores == Stores::kCached) {
+      store(to, tile, n);
     } else {
-      for (size_t i = 0; i < n; ++i) sum[i] = combine<op>(sum[i], weigh(widen<A>(in[i].value)));
+      alignas(64) Packed<W> values[kTileElements<A>];
+      store(values, tile);
+      copy_streaming(to, values, n * sizeof(W));
     }
   }
 };
@@ -306,19 +494,19 @@ struct ScaledHalf {
   static constexpr int kMaxScale = std::is_same_v<T, double> ? 1022 : 126;  // 2^k must be a normal number
 
   static constexpr size_t kItemBytes = sizeof(T);
-  static constexpr size_t kBlockBytes = sizeof(BlockHeader) + kBlockElements * sizeof(uint16_t);
+  static constexpr size_t kBlockBytes = sizeof(BlockHeader) + kBlockElements * sizeof(Half);
 
   static size_t block_wire_bytes(size_t n) {
-    return sizeof(BlockHeader) + rounded_up(n * sizeof(uint16_t), sizeof(BlockHeader));
+    return sizeof(BlockHeader) + rounded_up(n * sizeof(Half), sizeof(BlockHeader));
   }
   static size_t wire_bytes(size_t n) {
     const size_t tail = n % kBlockElements;
     return n / kBlockElements * kBlockBytes + (tail != 0 ? block_wire_bytes(tail) : 0);
   }
 
-  static uint16_t* elements(uint8_t* block) { return reinterpret_cast<uint16_t*>(block + sizeof(BlockHeader)); }
-  static const uint16_t* elements(const uint8_t* block) {
-    return reinterpret_cast<const uint16_t*>(block + sizeof(BlockHeader));
+  static Packed<Half>* elements(uint8_t* block) { return reinterpret_cast<Packed<Half>*>(block + sizeof(BlockHeader)); }
+  static const Packed<Half>* elements(const uint8_t* block) {
+    return reinterpret_cast<const Packed<Half>*>(block + sizeof(BlockHeader));
   }
   static int exponent(const uint8_t* block) { return reinterpret_cast<const BlockHeader*>(block)->exponent; }
   static void set_exponent(uint8_t* block, int k) { *reinterpret_cast<BlockHeader*>(block) = {k, {0, 0, 0}}; }
@@ -330,62 +518,66 @@ struct ScaledHalf {
     constexpr int kBias = std::is_same_v<Real, double> ? 1023 : 127;
     constexpr Integer kInfinity = Integer{2 * kBias + 1} << kMantissa;
     const auto* raw = reinterpret_cast<const Packed<Integer>*>(x);
+    const auto magnitude = [raw](size_t i) { return raw[i].value & std::numeric_limits<Integer>::max(); };
     Integer largest = 0;
-    for (size_t i = 0; i < n; ++i) {
-      Integer finite = raw[i].value & std::numeric_limits<Integer>::max();
-      finite &= -static_cast<Integer>(finite < kInfinity);  // this way round the compiler vectorises it
-      largest = finite > largest ? finite : largest;
+    for (size_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(i));
+    if (largest >= kInfinity) {  // again, without what is not finite
+      largest = 0;
+      for (size_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(i) < kInfinity ? magnitude(i) : 0);
     }
     if (largest == 0) return kMaxScale;  // zeros fit any scale: let the other ranks' decide
     return std::min(kMaxScale, kTopExponent - (static_cast<int>(largest >> kMantissa) - kBias));
   }
 
-  static void encode_block(const void* source, size_t n, uint8_t* block) {
-    alignas(64) Packed<Real> tile[kBlockElements];
-    const Packed<Real>* x = tile;
+  static void encode_block(const Packed<T>* source, size_t n, uint8_t* block) {
+    alignas(64) Packed<Real> converted[kBlockElements];
+    const Packed<Real>* x = converted;
     if constexpr (std::is_same_v<T, Real>) {
-      x = static_cast<const Packed<Real>*>(source);
+      x = source;
     } else {
-      const auto* in = static_cast<const Packed<T>*>(source);
-      for (size_t i = 0; i < n; ++i) tile[i].value = widen<Real>(in[i].value);
+      for_tiles<Real>(
+          n, [&](size_t first, size_t count) { store(converted + first, load<Real>(source + first, count), count); });
     }
     const int k = scale_exponent(x, n);
     set_exponent(block, k);
     const Real scale = std::ldexp(Real{1}, k);
-    uint16_t* out = elements(block);
-    size_t i = 0;
-    if constexpr (std::is_same_v<Real, float>) {
-      for (; i + kLanes <= n; i += kLanes) store_half(out + i, mul(load(x + i), lanes_of(scale)));
-    }
-    for (; i < n; ++i) out[i] = half_bits(static_cast<float>(x[i].value * scale));
+    Packed<Half>* out = elements(block);
+    for_tiles<Real>(n, [&](size_t first, size_t count) {
+      auto tile = load<Real>(x + first, count);
+      multiply(tile, scale);
+      store(out + first, tile, count);
+    });
   }
 
   static void decode_block(const uint8_t* block, size_t n, Packed<T>* destination) {
     const int k = exponent(block);
-    const uint16_t* in = elements(block);
+    const Packed<Half>* in = elements(block);
     if (std::is_same_v<Real, double> || k > 126 || k < -127) {
       // Two factors, each a normal number, reach every scale there is.
       const double half_way = std::ldexp(1.0, -k / 2);
       const double rest = std::ldexp(1.0, -k - (-k / 2));
-      for (size_t i = 0; i < n; ++i) {
-        destination[i].value = narrow<T>(static_cast<double>(float_of_half(in[i])) * half_way * rest);
-      }
+      for_tiles<double>(n, [&](size_t first, size_t count) {
+        auto tile = load<double>(in + first, count);
+        multiply(tile, half_way);
+        multiply(tile, rest);
+        store(destination + first, tile, count);
+      });
       return;
     }
     const float scale = std::ldexp(1.0f, -k);
-    if constexpr (std::is_same_v<T, float>) {
-      size_t i = 0;
-      for (; i + kLanes <= n; i += kLanes) store(destination + i, mul(load_half(in + i), lanes_of(scale)));
-      for (; i < n; ++i) destination[i].value = float_of_half(in[i]) * scale;
-    } else {
-      for (size_t i = 0; i < n; ++i) destination[i].value = narrow<T>(float_of_half(in[i]) * scale);
-    }
+    for_tiles<float>(n, [&](size_t first, size_t count) {
+      auto tile = load<float>(in + first, count);
+      multiply(tile, scale);
+      store(destination + first, tile, count);
+    });
   }
 
-  static void encode(const void* source, size_t n_elements, uint8_t* wire) {
+  static void encode(const void* source, size_t n_elements, uint8_t* wire, Stores stores) {
+    alignas(64) uint8_t block[kBlockBytes];
     for (size_t first = 0; first < n_elements; first += kBlockElements, wire += kBlockBytes) {
-      const auto* x = static_cast<const Packed<T>*>(source) + first;
-      encode_block(x, std::min(kBlockElements, n_elements - first), wire);
+      const size_t n = std::min(kBlockElements, n_elements - first);
+      encode_block(static_cast<const Packed<T>*>(source) + first, n, stores == Stores::kCached ? wire : block);
+      if (stores == Stores::kStreaming) copy_streaming(wire, block, sizeof(BlockHeader) + n * sizeof(Half));
     }
   }
 
@@ -396,66 +588,62 @@ struct ScaledHalf {
   }
 
   static void reduce(const ReduceArgs& args) {
-    alignas(64) float sum[kBlockElements];
     alignas(64) uint8_t own_block[kBlockBytes];
-    alignas(64) static const uint16_t zeros[kBlockElements] = {};
-    const Factor factor = simplified<float>(args.factor);
+    alignas(64) uint8_t result[kBlockBytes];
+    alignas(64) static const Packed<Half> zeros[kBlockElements] = {};
     const auto weight_of = [&](int r) { return args.weights == nullptr ? 1.0 : args.weights[r]; };
+    struct Contribution {
+      const Packed<Half>* elements;
+      float factor;
+    };
+    std::vector<Contribution> contributions(args.n_contributors);
     for (size_t first = 0, offset = 0; first < args.n_elements; first += kBlockElements, offset += kBlockBytes) {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
-      const auto* source = static_cast<const Packed<T>*>(args.source) + first;
-      if (args.own >= 0) encode_block(source, n, own_block);
-      auto contribution = [&](int r) -> const uint8_t* { return r == args.own ? own_block : args.wires[r] + offset; };
+      if (args.own >= 0) encode_block(static_cast<const Packed<T>*>(args.source) + first, n, own_block);
+      const auto block = [&](int r) -> const uint8_t* { return r == args.own ? own_block : args.wires[r] + offset; };
       int unit = kMaxScale;
       for (int r = 0; r < args.n_contributors; ++r) {
         if (const double weight = weight_of(r); weight != 0.0) {
-          unit = std::min(unit, exponent(contribution(r)) - std::ilogb(weight));
+          unit = std::min(unit, exponent(block(r)) - std::ilogb(weight));
         }
       }
       double largest = 0.0;  // that a result may be before `factor`, where the largest of a block is 1
       for (int r = 0; r < args.n_contributors; ++r) {
-        const double weight = std::ldexp(weight_of(r), unit - exponent(contribution(r)));
+        const double weight = std::ldexp(weight_of(r), unit - exponent(block(r)));
         largest = op == Op::kSum ? largest + std::fabs(weight) : std::max(largest, std::fabs(weight));
-        const uint16_t* in = weight_of(r) == 0.0 ? zeros : elements(contribution(r));
-        accumulate(in, n, multiplier<op, float>(weight_of(r) == 0.0 ? 0.0 : weight), r == 0, sum);
+        contributions[r] = weight_of(r) == 0.0 ? Contribution{zeros, 0.0f}
+                                               : Contribution{elements(block(r)), multiplier<op, float>(weight)};
       }
       const double growth = largest * std::fabs(args.factor.scale / args.factor.divisor);
       int shift = 0;  // ceil(log2(growth)): by how much the result may be larger than the largest contribution
       if (growth > 0.0 && std::isfinite(growth)) {
         if (std::frexp(growth, &shift) == 0.5) --shift;
       }
-      uint8_t* wire = args.wire + offset;
-      set_exponent(wire, unit - shift);
-      const auto scale = static_cast<float>(std::ldexp(factor.scale, -shift));
-      const auto divisor = static_cast<float>(factor.divisor);
-      uint16_t* out = elements(wire);
-      size_t i = 0;
-      for (; i + kLanes <= n; i += kLanes) {
-        Lanes value = mul(load(sum + i), lanes_of(scale));
-        if (divisor != 1.0f) value = div(value, lanes_of(divisor));
-        store_half(out + i, value);
-      }
-      for (; i < n; ++i) {
-        const float value = sum[i] * scale;
-        out[i] = half_bits(divisor != 1.0f ? value / divisor : value);
-      }
-      if (args.destination != nullptr) decode_block(wire, n, static_cast<Packed<T>*>(args.destination) + first);
+      set_exponent(result, unit - shift);
+      add_up(contributions, n, simplified<float>({std::ldexp(args.factor.scale, -shift), args.factor.divisor}),
+             elements(result));
+      // From the nearest cache: the wire may be a line that another core holds.
+      if (args.destination != nullptr) decode_block(result, n, static_cast<Packed<T>*>(args.destination) + first);
+      write(args.wire + offset, result, sizeof(BlockHeader) + n * sizeof(Half), args.stores);
     }
   }
 
-  static void accumulate(const uint16_t* in, size_t n, float scale, bool is_first, float* sum) {
-    size_t i = 0;
-    if (is_first) {
-      for (; i + kLanes <= n; i += kLanes) store(sum + i, mul(load_half(in + i), lanes_of(scale)));
-      for (; i < n; ++i) sum[i] = float_of_half(in[i]) * scale;
-    } else if constexpr (op == Op::kSum) {
-      for (; i + kLanes <= n; i += kLanes) {
-        store(sum + i, add(load(sum + i), mul(load_half(in + i), lanes_of(scale))));
+  template <class Contributions>
+  static void add_up(const Contributions& contributions, size_t n, const Factor& factor, Packed<Half>* result) {
+    const auto scale = static_cast<float>(factor.scale);
+    const auto divisor = static_cast<float>(factor.divisor);
+    for_tiles<float>(n, [&](size_t first, size_t count) {
+      Tile<float> sum = load<float>(contributions[0].elements + first, count);
+      multiply(sum, contributions[0].factor);
+      for (size_t r = 1; r < contributions.size(); ++r) {
+        Tile<float> next = load<float>(contributions[r].elements + first, count);
+        multiply(next, contributions[r].factor);
+        combine<op>(sum, next);
       }
-      for (; i < n; ++i) sum[i] = sum[i] + float_of_half(in[i]) * scale;
-    } else {
-      for (; i < n; ++i) sum[i] = combine<op>(sum[i], float_of_half(in[i]) * scale);
-    }
+      multiply(sum, scale);
+      if (divisor != 1.0f) divide(sum, divisor);
+      store(result + first, sum, count);
+    });
   }
 };
 
@@ -552,6 +740,8 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
   }
   return nullptr;
 }
+
+void copy_bytes(void* to, const void* from, size_t n_bytes, Stores stores) { write(to, from, n_bytes, stores); }
 
 }  // namespace HORO_LITE_ISA
 }  // namespace horo

@@ -36,6 +36,11 @@ constexpr size_t kAhead = 2;
 // Enough that nobody overwrites what a peer may still read: see allreduce().
 constexpr size_t kSlots = kAhead + 4;
 
+// From so many chunks on it is worth a few microseconds to measure how far the ranks are from each other; where they
+// share cores an answer may not come, and those are lost.
+constexpr size_t kSomeChunks = 4;
+constexpr size_t kManyChunks = 64;
+
 constexpr size_t kTextBytes = 480;
 constexpr double kIdleSeconds = 0.05;
 constexpr auto kSpin = std::chrono::microseconds(100);
@@ -189,6 +194,7 @@ class Cursor {
 struct alignas(64) ShmGroup::Flag {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> n_sleepers;
+  std::atomic<int> cpu;  // where the rank ran when it advanced this last
 };
 
 struct alignas(4096) ShmGroup::RankBlock {
@@ -200,17 +206,29 @@ struct alignas(4096) ShmGroup::RankBlock {
   SharedText<kTextBytes> label;   // what this rank does or did last
   SharedText<kTextBytes> reason;  // why it gave up or left
   std::atomic<uint32_t> claimed;  // rank 0's: whether some rank of the host reports why the job ends
+  Distance::Shared distance;
   // Two, because a fast rank may enter the next handshake while a slow one still reads this one's headers.
   Header headers[2];
   int64_t entered_ns[2];
 };
+
+std::vector<Distance::Shared*> ShmGroup::distances(uint8_t* memory, int size) {
+  std::vector<Distance::Shared*> all;
+  for (int r = 0; r < size; ++r) all.push_back(&reinterpret_cast<RankBlock*>(memory)[r].distance);
+  return all;
+}
 
 size_t ShmGroup::memory_bytes(int size) {
   return static_cast<size_t>(size) * (sizeof(RankBlock) + kSlots * kSlotBytes);
 }
 
 ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, std::vector<std::string> names)
-    : memory_(memory), rank_(rank), size_(size), pids_(std::move(pids)), names_(std::move(names)) {
+    : memory_(memory),
+      rank_(rank),
+      size_(size),
+      pids_(std::move(pids)),
+      names_(std::move(names)),
+      distance_(distances(memory, size), rank) {
   cpu_set_t cpus;
   const bool known = sched_getaffinity(0, sizeof(cpus), &cpus) == 0;
   const long n_cpus = std::max(known ? CPU_COUNT(&cpus) : 0L, sysconf(_SC_NPROCESSORS_ONLN));
@@ -246,22 +264,26 @@ uint8_t* ShmGroup::slot(int rank, size_t chunk) const {
 // ----------------------------------------------------------------------------------------------------------
 
 void ShmGroup::signal(Flag& flag, uint32_t value) {
+  flag.cpu.store(sched_getcpu(), std::memory_order_relaxed);
   flag.value.store(value, std::memory_order_seq_cst);
   if (flag.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(flag.value);
 }
 
 void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
   Flag& flag = block(rank).*which;
+  const auto is_there = [&] { return reached(flag.value.load(std::memory_order_acquire), value); };
+  if (is_there()) return;
   // Going to sleep and being woken takes longer than a chunk, and makes the others sleep, too: spin a while. But a
-  // waiter that spins where there are more ranks than cores keeps the rank it waits for from running.
+  // waiter that spins where there are more ranks than cores keeps the rank it waits for from running, and on that
+  // rank's own core it waits for nothing.
   const auto until = std::chrono::steady_clock::now() + (oversubscribed_ ? kShortSpin : kSpin);
-  do {
+  while (flag.cpu.load(std::memory_order_relaxed) != sched_getcpu() && std::chrono::steady_clock::now() < until) {
     for (int i = 0; i < 20; ++i) {
-      if (reached(flag.value.load(std::memory_order_acquire), value)) return;
+      if (is_there()) return;
       pause_briefly();
     }
     if (oversubscribed_) sched_yield();
-  } while (std::chrono::steady_clock::now() < until);
+  }
   awaited_ = &flag;
   awaited_value_ = value;
   waiting_thread_ = static_cast<int>(syscall(SYS_gettid));
@@ -272,7 +294,6 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
     if (!reached(seen, value)) futex_wait(flag.value, seen, kIdleSeconds);
     flag.n_sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    const auto is_there = [&] { return reached(flag.value.load(std::memory_order_acquire), value); };
     std::string cause;
     if (!is_there()) {
       report_wait(wait, which, value);
@@ -513,6 +534,12 @@ size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
   return std::clamp(total_bytes / 16, kSmallestChunk, oversubscribed_ ? kSlotBytes / 2 : kSlotBytes);
 }
 
+Stores ShmGroup::stores_for(size_t n_chunks) {
+  const bool pays = size_ > 1 && n_chunks >= (oversubscribed_ ? kManyChunks : kSomeChunks);
+  if (pays && slot_stores == SlotStores::kAuto && kCanStream) distance_.measure();
+  return stores();
+}
+
 // Per chunk: everyone packs what the others own into its slot; the owner of a share sums it over all slots in rank
 // order, its own contribution read where it lies, and leaves the result in its tensors and in its slot; everyone
 // unpacks what the others own. Three chunks are under way at any time.
@@ -526,19 +553,21 @@ void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weight
   const size_t n_chunks = layout.n_chunks();
   const uint32_t packed = packed_;
   const uint32_t reduced = reduced_;
+  Stores stores = distance_.stores(slot_stores);
   std::vector<const uint8_t*> images(size_);
   size_t next = 0;
   for (size_t chunk = 0; chunk <= n_chunks; ++chunk) {
     for (; next < std::min(n_chunks, chunk + kAhead + 1); ++next) {
       for (int share = 0; share < size_; ++share) {
-        if (share != rank_) layout.encode(next, share, slot(rank_, next));
+        if (share != rank_) layout.encode(next, share, slot(rank_, next), stores);
       }
       signal(own.packed, ++packed_);
     }
     if (chunk < n_chunks) {
       wait_for_all(&RankBlock::packed, packed + static_cast<uint32_t>(chunk) + 1);
+      if (chunk == 0) stores = stores_for(n_chunks);  // now that all are here
       for (int r = 0; r < size_; ++r) images[r] = slot(r, chunk);
-      layout.reduce(chunk, rank_, images, rank_, weights, factor, slot(rank_, chunk), true);
+      layout.reduce(chunk, rank_, images, rank_, weights, factor, slot(rank_, chunk), true, stores);
       signal(own.reduced, ++reduced_);
     }
     if (chunk > 0) {
@@ -570,6 +599,7 @@ void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<siz
   const size_t n_rounds = (longest + kSlotBytes - 1) / kSlotBytes;
   const uint32_t packed = packed_;
   const uint32_t reduced = reduced_;
+  const Stores stores = stores_for(n_rounds);
   Cursor out(stream);
   std::vector<Cursor> in;
   in.reserve(wanted.size());
@@ -587,7 +617,8 @@ void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<siz
       const size_t begin = std::min(stream_bytes[rank_], next * kSlotBytes);
       const size_t end = std::min(stream_bytes[rank_], begin + kSlotBytes);
       uint8_t* target = slot(rank_, next);
-      out.step(end - begin, [&](uint8_t* data, size_t at, size_t n) { std::memcpy(target + at, data, n); });
+      out.step(end - begin, [&](uint8_t* data, size_t at, size_t n) { copy_bytes(target + at, data, n, stores); });
+      finish_stores(stores);
       signal(own.packed, ++packed_);
     }
     for (size_t w = 0; w < wanted.size(); ++w) {
@@ -597,7 +628,8 @@ void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<siz
       if (begin >= end) continue;
       wait_for(part.source, &RankBlock::packed, packed + static_cast<uint32_t>(round) + 1);
       const uint8_t* from = slot(part.source, round) + (begin - round * kSlotBytes);
-      in[w].step(end - begin, [&](uint8_t* data, size_t at, size_t n) { std::memcpy(data, from + at, n); });
+      in[w].step(end - begin,
+                 [&](uint8_t* data, size_t at, size_t n) { copy_bytes(data, from + at, n, Stores::kCached); });
     }
     signal(own.reduced, ++reduced_);
   }

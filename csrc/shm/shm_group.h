@@ -14,6 +14,7 @@
 
 #include "group.h"
 #include "pack/layout.h"
+#include "shm/distance.h"
 #include "shm/stall_detector.h"
 
 namespace horo {
@@ -58,6 +59,11 @@ class ShmGroup {
   void reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor);
   // How large chunks should be for this many bytes in all.
   size_t chunk_bytes(size_t total_bytes) const;
+  // How slots are written; each rank decides for itself, and results do not depend on it.
+  std::atomic<SlotStores> slot_stores{SlotStores::kAuto};
+  // What the latest large operation found: see Distance.
+  Stores stores() const { return distance_.stores(slot_stores); }
+  double round_trip_ns() const { return distance_.round_trip_ns(); }
 
   // Every rank puts out a stream of bytes (stream_bytes[r] long, known to all) and takes what it wants of the others'.
   void exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
@@ -105,8 +111,11 @@ class ShmGroup {
   struct Flag;
   struct RankBlock;
 
+  static std::vector<Distance::Shared*> distances(uint8_t* memory, int size);
   RankBlock& block(int rank) const;
   uint8_t* slot(int rank, size_t chunk) const;
+  // For an operation of so many chunks: measures the distance if that is little beside them.
+  Stores stores_for(size_t n_chunks);
   void signal(Flag& flag, uint32_t value);
   void wait_for(int rank, Flag RankBlock::* flag, uint32_t value);
   void wait_for_all(Flag RankBlock::* flag, uint32_t value);
@@ -127,6 +136,7 @@ class ShmGroup {
   std::vector<int> pids_;
   std::vector<int> pidfds_;
   std::vector<std::string> names_;
+  Distance distance_;
   std::string broken_;  // why this group can no longer be used
   bool oversubscribed_;
   long n_oom_kills_;  // when this began

@@ -153,14 +153,16 @@ def _packages(*names: str) -> _Found:
 
 def _two_ranks() -> _Found:
     began = time.monotonic()
-    how, wanted, step_ms = run(_allreduce, np=2)[0]
+    how, wanted, step_ms, cores = run(_allreduce, np=2)[0]
     took_s = time.monotonic() - began
     if not wanted:
         return _Found("wrong sums", "an all-reduce of two ranks gave wrong sums: please report it")
-    return _Found(f"add up 1 MiB through {how} in {step_ms:.2f} ms; the job took {took_s:.1f} s")
+    return _Found(
+        f"add up 1 MiB through {how} in {step_ms:.2f} ms; the job took {took_s:.1f} s{cores}"
+    )
 
 
-def _allreduce() -> tuple[str, bool, float]:
+def _allreduce() -> tuple[str, bool, float, str]:
     world = horo_lite.init(device="cpu")
     x = np.full(_SIZE // 4, world.rank + 1, np.float32)
     times = []
@@ -168,4 +170,8 @@ def _allreduce() -> tuple[str, bool, float]:
         began = time.perf_counter()
         total = horo_lite.allreduce(x, op=horo_lite.Sum)
         times.append(time.perf_counter() - began)
-    return world.transport, bool(np.all(total == 3)), min(times) * 1e3
+    native = world.group.transport.native_group
+    cores = ""
+    if native is not None and native.round_trip_ns:
+        cores = f"\ncore-to-core round trip {native.round_trip_ns:.0f} ns: {native.stores} stores"
+    return world.transport, bool(np.all(total == 3)), min(times) * 1e3, cores

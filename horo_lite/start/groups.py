@@ -55,6 +55,7 @@ def new_group(ranks: Sequence[int]) -> Group | None:
         ranks=ranks,
         beside=world.group.transport,
     )
+    links.write_slots(here.settings.slot_stores)
     ending.watch(links.transports())
     group = Group(links.direct, links.engine, links.watchdog)
     if comm is not None:

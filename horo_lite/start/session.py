@@ -75,6 +75,7 @@ def init(
     device: str | None = None,
     threads: int | str | None = None,
     binding: str | None = None,
+    slot_stores: str | None = None,
     test_hosts: str | Sequence[int] | None = None,
     stall_warn_s: float | None = None,
     stall_abort_s: float | None = None,
@@ -106,6 +107,9 @@ def init(
             unless OMP_NUM_THREADS or the like is set or the world is of one.
         binding: "keep" stays on the cores where Open MPI put this rank; "auto", the default, leaves
             them where they are too few and nobody asked for it.
+        slot_stores: How this rank writes memory that the host's other ranks read: "cached",
+            "streaming" (past the caches, which pays where cores share no L3 cache), or "auto", the
+            default, as a measured core-to-core round trip suggests. Results do not depend on it.
         test_hosts: Sizes of simulated hosts, "2,1", for tests.
         stall_warn_s: Seconds that a rank may wait for another before one of those that wait reports
             who is late, and where; by default 30, and 0 for never.
@@ -131,6 +135,7 @@ def init(
         "device": device,
         "threads": threads,
         "binding": binding,
+        "slot_stores": slot_stores,
         "test_hosts": test_hosts,
         "stall_warn_s": stall_warn_s,
         "stall_abort_s": stall_abort_s,
@@ -274,6 +279,7 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
         )
     token = everyone[0].token
     links = connect(comm, host_of_rank, token=token, watchdog=on_gpus)
+    links.write_slots(settings.slot_stores)
     stall_detector = links.direct.stall_detector
     if stall_detector is not None:
         stall_detector.set_limits(settings.stall_warn_s, settings.stall_abort_s)

@@ -62,6 +62,7 @@ def init(
     device: str | None = None,
     threads: int | str | None = None,
     binding: str | None = None,
+    slot_stores: str | None = None,
     test_hosts: str | Sequence[int] | None = None,
     stall_warn_s: float | None = None,
     stall_abort_s: float | None = None,
@@ -83,6 +84,7 @@ def init(
         device: "cpu", "cuda" or "cuda:1".
         threads: Threads of BLAS and OpenMP.
         binding: "auto" or "keep".
+        slot_stores: "auto", "cached" or "streaming".
         test_hosts: Sizes of simulated hosts, for tests.
         stall_warn_s: Seconds after which a wait for another rank is reported.
         stall_abort_s: Seconds after which a wait is a StallError.
@@ -118,6 +120,7 @@ def init(
         device=device,
         threads=threads,
         binding=binding,
+        slot_stores=slot_stores,
         test_hosts=test_hosts,
         stall_warn_s=stall_warn_s,
         stall_abort_s=stall_abort_s,

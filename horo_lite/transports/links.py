@@ -43,6 +43,16 @@ class Links:
         """All of them."""
         return [self.direct, self.engine, *([] if self.watchdog is None else [self.watchdog])]
 
+    def write_slots(self, stores: str) -> None:
+        """Choose how memory is written that other ranks of this host read, where there is some.
+
+        Args:
+            stores: "auto", "cached" or "streaming".
+        """
+        for transport in self.transports():
+            if transport.native_group is not None:
+                transport.native_group.slot_stores = stores
+
 
 def connect(
     comm: MPI.Comm | ObjectCommunicator | None,

@@ -1,0 +1,136 @@
+"""Where tensors and slots lie, and how slots are written, changes no bit of a result."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from launch import run_ranks, run_threads
+
+from horo_lite import Average, Compression, Group, Min, ops
+
+PAGE = 4096
+# Every residue modulo 64, on both sides of a page's beginning: where slots begin.
+OFFSETS = [*range(64), *range(PAGE - 64, PAGE)]
+WIRES = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+KINDS = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
+}
+
+
+def at(offset: int, numbers: np.ndarray) -> np.ndarray:
+    """A copy of an array that begins `offset` bytes into a page."""
+    memory = np.empty(numbers.nbytes + 2 * PAGE, np.uint8)
+    begin = -memory.ctypes.data % PAGE + offset
+    array = memory[begin : begin + numbers.nbytes].view(numbers.dtype)
+    array[:] = numbers
+    assert array.ctypes.data % PAGE == offset
+    return array
+
+
+def inputs(kind: np.dtype, n_ranks: int) -> list[np.ndarray]:
+    n = 5000  # several blocks, and a tail that fills no vector
+    numbers = [np.random.default_rng(r).standard_normal(n) * 40 for r in range(n_ranks)]
+    return [each.astype(kind) for each in numbers]
+
+
+COMBINATIONS = [
+    (kind, wire)
+    for kind, wire in itertools.product(KINDS, WIRES)
+    if wire == "none" or kind.startswith("float")
+]
+
+
+@pytest.mark.parametrize("stores", ["cached", "streaming"])
+@pytest.mark.parametrize(("kind", "wire"), COMBINATIONS)
+def test_addresses_and_stores_change_no_bit(kind: str, wire: str, stores: str) -> None:
+    """An all-reduce of three ranks, each array of which begins somewhere else."""
+    numbers = inputs(KINDS[kind], 3)
+
+    def average(group: Group) -> list[bytes]:
+        native = group.transport.native_group
+        assert native is not None
+        results = []
+
+        def reduce(offset: int) -> None:
+            x = at(offset, numbers[group.rank])
+            ops.allreduce_(x, op=Average, compression=WIRES[wire], group=group)
+            results.append(x.tobytes())
+
+        native.slot_stores = "cached"
+        reduce(64)
+        native.slot_stores = stores
+        for i in range(len(OFFSETS)):
+            reduce(OFFSETS[(i + 40 * group.rank) % len(OFFSETS)])
+        return results
+
+    by_rank = run_threads(3, average)
+    expected = by_rank[0][0]
+    assert expected != numbers[0].tobytes()
+    for rank, results in enumerate(by_rank):
+        for result in results:
+            assert result == expected, f"rank {rank}"
+
+
+@pytest.mark.parametrize("stores", ["cached", "streaming"])
+def test_moved_bytes_arrive_at_any_address(stores: str) -> None:
+    """Broadcasts and all-gathers, longer than a slot."""
+    n = (1 << 20) + 77
+
+    def move(group: Group) -> None:
+        native = group.transport.native_group
+        assert native is not None
+        native.slot_stores = stores
+        for offset in OFFSETS[::9]:
+            mine = np.random.default_rng(group.rank).integers(0, 256, n, np.uint8)
+            root = np.random.default_rng(1).integers(0, 256, n, np.uint8)
+            x = at((offset + group.rank) % PAGE, mine)
+            gathered = ops.allgather(x, group=group)
+            assert np.array_equal(gathered[n * group.rank : n * (group.rank + 1)], mine)
+            assert np.array_equal(gathered[n : 2 * n], root)
+            ops.broadcast_(x, 1, group=group)
+            assert np.array_equal(x, root)
+
+    run_threads(2, move)
+
+
+def test_auto_follows_the_measured_round_trip() -> None:
+    """Of all ranks: one that is far from its neighbour is enough."""
+    code = """
+                import numpy as np
+        import horo_lite as hvd
+
+        world = hvd.init()
+        native = world.group.transport.native_group
+        assert (native.slot_stores, native.stores, native.round_trip_ns) == ("auto", "cached", 0)
+        x = np.ones(1 << 20, np.float32)
+        until = time.monotonic() + 60
+        # A rank that does not run at that moment answers nobody.
+        while not hvd.allreduce(np.array(native.round_trip_ns > 0), op=hvd.Min):
+            hvd.allreduce_(x)
+            assert time.monotonic() < until, "no rank had an answer within 60 s"
+        farthest = hvd.allreduce(np.array(native.round_trip_ns), op=hvd.Max)
+        assert native.stores == ("streaming" if farthest > 320 else "cached"), farthest
+        native.slot_stores = "streaming"
+        assert native.stores == "streaming"
+    """
+    run_ranks(code, 2, timeout_s=80).check()
+
+
+def test_what_stores_there_are() -> None:
+    def choose(group: Group) -> None:
+        native = group.transport.native_group
+        assert native is not None
+        native.slot_stores = "streaming"
+        assert native.stores == "streaming"
+        with pytest.raises(ValueError, match="not 'fast'"):
+            native.slot_stores = "fast"
+        assert native.slot_stores == "streaming"
+
+    run_threads(1, choose)
