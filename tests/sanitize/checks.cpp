@@ -17,6 +17,7 @@ int main(int argc, char** argv) {
   } checks[] = {{"kernels", kernels},
                 {"replicas", replicas},
                 {"collectives", collectives},
+                {"distances", distances},
                 {"losses", losses},
                 {"asynchronous", asynchronous},
                 {"withdrawals", withdrawals},

@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "ranks.h"
@@ -97,9 +98,47 @@ void collectives(unsigned seed) {
         }
       });
       Random random(seed + static_cast<unsigned>(size));
-      for (int i = 0; i < 25; ++i) one_collective(me, random, i % 8 == 0 ? 70000 : 3000);
+      Random own(seed + static_cast<unsigned>(me.rank));
+      for (int i = 0; i < 25; ++i) {
+        me.direct.slot_stores = static_cast<SlotStores>(own() % 3);
+        one_collective(me, random, i % 8 == 0 ? 70000 : 3000);
+      }
       me.leave();
     });
+  }
+}
+
+// Ranks come at any time; those that find no answer go on without one.
+void distances(unsigned seed) {
+  for (int size = 2; size <= 4; ++size) {
+    std::vector<Distance::Shared> shared(static_cast<size_t>(size));
+    std::vector<Distance::Shared*> all;
+    for (Distance::Shared& one : shared) all.push_back(&one);
+    std::atomic<int> n_measured{0};
+    std::vector<std::jthread> threads;
+    for (int r = 0; r < size; ++r) {
+      threads.emplace_back([&, r] {
+        Random random(seed + static_cast<unsigned>(r));
+        Distance distance(all, r);
+        bool measured = false;
+        // At least once each; until alarm() ends the program.
+        for (int i = 0; i < 200 || n_measured != size; ++i) {
+          if (random() % 8 == 0) std::this_thread::yield();
+          distance.measure();
+          const double ns = distance.round_trip_ns();
+          if (ns > 0.0 && !measured) n_measured += measured = true;
+          const bool is_far = shared[static_cast<size_t>(r)].is_far != 0;
+          expect(is_far == (ns > 320.0), "who is far: " + std::to_string(ns) + " ns");
+          expect(!(is_far && kCanStream) || distance.stores(SlotStores::kAuto) == Stores::kStreaming, "far: streaming");
+          expect(distance.stores(SlotStores::kCached) == Stores::kCached, "what is wanted");
+          expect(distance.stores(SlotStores::kStreaming) == Stores::kStreaming, "what is wanted");
+        }
+      });
+    }
+    threads.clear();
+    Distance first(all, 0);
+    const bool any_far = std::any_of(shared.begin(), shared.end(), [](const auto& one) { return one.is_far != 0; });
+    expect((first.stores(SlotStores::kAuto) == Stores::kStreaming) == (any_far && kCanStream), "one that is far");
   }
 }
 

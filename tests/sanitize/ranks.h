@@ -30,6 +30,7 @@ using Random = std::mt19937;
 void kernels(unsigned seed);
 void replicas(unsigned seed);
 void collectives(unsigned seed);
+void distances(unsigned seed);
 void losses(unsigned seed);
 void asynchronous(unsigned seed);
 void withdrawals(unsigned seed);
