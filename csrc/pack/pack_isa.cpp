@@ -92,8 +92,8 @@ inline Vector<uint32_t> bfloat16_rounded(Vector<float> x) {
   return x != x ? quiet : rounded;
 }
 
-inline void store_bfloat16s(Packed<BFloat16>* to, Vector<float> x) {
-  *reinterpret_cast<NarrowVector*>(to) = __builtin_convertvector(bfloat16_rounded(x) >> 16, NarrowVector);
+inline void store_bfloat16s(Packed<BFloat16>* to, Vector<uint32_t> rounded) {
+  *reinterpret_cast<NarrowVector*>(to) = __builtin_convertvector(rounded >> 16, NarrowVector);
 }
 
 #if defined(__x86_64__)
@@ -217,6 +217,9 @@ constexpr size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / uni
 // slots at a page: loops that read one vector and write one would wait at every step. These read eight before they
 // write the first.
 
+// Tiles live in registers: left to itself the compiler calls functions that pass them through memory.
+#define HORO_INLINE [[gnu::always_inline]] inline
+
 constexpr size_t kTileVectors = 8;
 
 template <class A>
@@ -226,14 +229,22 @@ struct Tile {
 template <class A>
 constexpr size_t kTileElements = kTileVectors * kLanes<A>;
 
-// body(first element, how many) for all tiles of n elements; the last one may be smaller.
+// How many elements of a tile there are: all, which the compiler knows, or at the end of an array fewer.
+struct Whole {};
+struct Part {
+  size_t n;
+};
+
+// body(first element, Whole or Part) for all tiles of n elements.
 template <class A, class Body>
-inline void for_tiles(size_t n, Body body) {
-  for (size_t first = 0; first < n; first += kTileElements<A>) body(first, std::min(kTileElements<A>, n - first));
+HORO_INLINE void for_tiles(size_t n, Body body) {
+  size_t first = 0;
+  for (; first + kTileElements<A> <= n; first += kTileElements<A>) body(first, Whole{});
+  if (first < n) body(first, Part{n - first});
 }
 
 template <class A, class W>
-inline Tile<A> load(const Packed<W>* from) {
+HORO_INLINE Tile<A> load(const Packed<W>* from, Whole) {
   Tile<A> tile;
   if constexpr (std::is_same_v<A, W>) {
     for (size_t v = 0; v < kTileVectors; ++v) tile.vectors[v] = reinterpret_cast<const Unaligned<A>*>(from)[v];
@@ -250,13 +261,13 @@ inline Tile<A> load(const Packed<W>* from) {
 }
 
 template <class T, class A>
-inline void store(Packed<T>* to, const Tile<A>& tile) {
+HORO_INLINE void store(Packed<T>* to, const Tile<A>& tile, Whole) {
   if constexpr (std::is_same_v<A, T>) {
     for (size_t v = 0; v < kTileVectors; ++v) reinterpret_cast<Unaligned<A>*>(to)[v] = tile.vectors[v];
   } else if constexpr (std::is_same_v<A, float> && std::is_same_v<T, Half>) {
     for (size_t v = 0; v < kTileVectors; ++v) store_halves(to + v * kLanes<A>, tile.vectors[v]);
   } else if constexpr (std::is_same_v<A, float> && std::is_same_v<T, BFloat16>) {
-    for (size_t v = 0; v < kTileVectors; ++v) store_bfloat16s(to + v * kLanes<A>, tile.vectors[v]);
+    for (size_t v = 0; v < kTileVectors; ++v) store_bfloat16s(to + v * kLanes<A>, bfloat16_rounded(tile.vectors[v]));
   } else {
     alignas(64) A values[kTileElements<A>];
     std::memcpy(values, &tile, sizeof(tile));
@@ -264,33 +275,23 @@ inline void store(Packed<T>* to, const Tile<A>& tile) {
   }
 }
 
-// The first n elements of a tile. Out of line, so that whole tiles stay in registers.
 template <class A, class W>
-[[gnu::noinline, gnu::cold]] Tile<A> load_part(const Packed<W>* from, size_t n) {
+HORO_INLINE Tile<A> load(const Packed<W>* from, Part part) {
   Packed<W> padded[kTileElements<A>] = {};
-  std::memcpy(padded, from, n * sizeof(W));
-  return load<A>(padded);
-}
-template <class T, class A>
-[[gnu::noinline, gnu::cold]] void store_part(Packed<T>* to, Tile<A> tile, size_t n) {
-  Packed<T> padded[kTileElements<A>];
-  store(padded, tile);
-  std::memcpy(to, padded, n * sizeof(T));
+  std::memcpy(padded, from, part.n * sizeof(W));
+  return load<A>(padded, Whole{});
 }
 
-template <class A, class W>
-inline Tile<A> load(const Packed<W>* from, size_t n) {
-  return n == kTileElements<A> ? load<A>(from) : load_part<A>(from, n);
-}
 template <class T, class A>
-inline void store(Packed<T>* to, const Tile<A>& tile, size_t n) {
-  if (n == kTileElements<A>) store(to, tile);
-  else store_part(to, Tile<A>(tile), n);
+HORO_INLINE void store(Packed<T>* to, const Tile<A>& tile, Part part) {
+  Packed<T> padded[kTileElements<A>];
+  store(padded, tile, Whole{});
+  std::memcpy(to, padded, part.n * sizeof(T));
 }
 
 // What is left of values that travel as W.
 template <class W, class A>
-inline void round_to(Tile<A>& tile) {
+HORO_INLINE void round_to(Tile<A>& tile) {
   if constexpr (std::is_same_v<W, BFloat16>) {
     for (auto& x : tile.vectors) x = reinterpret_cast<Vector<float>>(bfloat16_rounded(x));
   }
@@ -298,7 +299,7 @@ inline void round_to(Tile<A>& tile) {
 
 // Integers wrap round, as NumPy's do, without undefined behaviour.
 template <class A, class V, class F>
-inline V wrapping(V a, V b, F f) {
+HORO_INLINE V wrapping(V a, V b, F f) {
   if constexpr (!kIsInteger<A>) return f(a, b);
   else if constexpr (kHasVectors<A>) {
     using Bits = Vector<std::make_unsigned_t<A>>;
@@ -310,7 +311,7 @@ inline V wrapping(V a, V b, F f) {
 
 // NaN wins in Min and Max, as in NumPy.
 template <Op op, class A>
-inline void combine(Tile<A>& sum, const Tile<A>& next) {
+HORO_INLINE void combine(Tile<A>& sum, const Tile<A>& next) {
   for (size_t v = 0; v < kTileVectors; ++v) {
     const Vector<A> a = sum.vectors[v], b = next.vectors[v];
     if constexpr (op == Op::kMin) sum.vectors[v] = (b < a) | (b != b) ? b : a;
@@ -330,12 +331,12 @@ inline void for_each(Tile<A>& tile, F f) {
 }
 
 template <class A>
-inline void multiply(Tile<A>& tile, A factor) {
+HORO_INLINE void multiply(Tile<A>& tile, A factor) {
   for (auto& x : tile.vectors) x *= factor;
 }
 
 template <class A>
-inline void divide(Tile<A>& tile, A divisor) {
+HORO_INLINE void divide(Tile<A>& tile, A divisor) {
   for (auto& x : tile.vectors) x /= divisor;
 }
 
@@ -347,7 +348,8 @@ void copy(void* to, const void* from, size_t n) {
   auto* target = static_cast<Bytes*>(to);
   const auto* source = static_cast<const Bytes*>(from);
   const size_t whole = n - n % kTileElements<uint8_t>;
-  for (size_t i = 0; i < whole; i += kTileElements<uint8_t>) store(target + i, load<uint8_t>(source + i));
+  for (size_t i = 0; i < whole; i += kTileElements<uint8_t>)
+    store(target + i, load<uint8_t>(source + i, Whole{}), Whole{});
   std::memcpy(target + whole, source + whole, n - whole);
 }
 
@@ -370,7 +372,7 @@ void copy_streaming(void* to, const void* from, size_t n) {
   };
   while (left() >= 16 && !is_aligned(64)) by_sixteen();
   for (; left() >= kTileElements<uint8_t>; advance(kTileElements<uint8_t>)) {
-    const auto tile = load<uint8_t>(source);
+    const auto tile = load<uint8_t>(source, Whole{});
     for (size_t v = 0; v < kTileVectors; ++v) stream(target + v * kVectorBytes, tile.vectors[v]);
   }
   while (left() >= 16) by_sixteen();
@@ -401,8 +403,8 @@ struct Plain {
     } else {
       const auto* in = static_cast<const Packed<T>*>(source);
       auto* out = reinterpret_cast<Packed<W>*>(wire);
-      for_tiles<A>(n, [&](size_t first, size_t count) {
-        store_to_wire(out + first, load<A>(in + first, count), count, stores);
+      for_tiles<A>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
+        store_to_wire(out + first, load<A>(in + first, extent), extent, stores);
       });
     }
   }
@@ -413,7 +415,8 @@ struct Plain {
     } else {
       const auto* in = reinterpret_cast<const Packed<W>*>(wire);
       auto* out = static_cast<Packed<T>*>(destination);
-      for_tiles<A>(n, [&](size_t first, size_t count) { store(out + first, load<A>(in + first, count), count); });
+      for_tiles<A>(n, [&](size_t first, auto extent)
+                          __attribute__((always_inline)) { store(out + first, load<A>(in + first, extent), extent); });
     }
   }
 
@@ -422,12 +425,12 @@ struct Plain {
     const auto* source = static_cast<const Packed<T>*>(args.source);
     auto* destination = static_cast<Packed<T>*>(args.destination);
     auto* wire = reinterpret_cast<Packed<W>*>(args.wire);
-    for_tiles<A>(args.n_elements, [&](size_t first, size_t count) {
-      const auto contribution = [&](int r) {
+    for_tiles<A>(args.n_elements, [&](size_t first, auto extent) __attribute__((always_inline)) {
+      const auto contribution = [&](int r) __attribute__((always_inline)) {
         if (args.weights != nullptr && args.weights[r] == 0.0) return Tile<A>{};
-        if (r != args.own) return load<A>(reinterpret_cast<const Packed<W>*>(args.wires[r]) + first, count);
-        auto own = load<A>(source + first, count);
-        round_to<W>(own);
+        if (r != args.own) return load<A>(reinterpret_cast<const Packed<W>*>(args.wires[r]) + first, extent);
+        auto own = load<A>(source + first, extent);
+        if constexpr (!kIdentity) round_to<W>(own);
         return own;
       };
       Tile<A> sum = contribution(0);
@@ -438,21 +441,22 @@ struct Plain {
         combine<op>(sum, next);
       }
       finish(sum, factor);
-      round_to<W>(sum);
-      store_to_wire(wire + first, sum, count, args.stores);
-      if (destination != nullptr) store(destination + first, sum, count);
+      store_to_wire(wire + first, sum, extent, args.stores);
+      if (destination == nullptr) return;
+      if constexpr (!kIdentity) round_to<W>(sum);
+      store(destination + first, sum, extent);
     });
   }
 
  private:
-  static void weigh(Tile<A>& tile, const ReduceArgs& args, int r) {
+  HORO_INLINE static void weigh(Tile<A>& tile, const ReduceArgs& args, int r) {
     if (args.weights == nullptr) return;
     const auto weight = multiplier<op, A>(args.weights[r]);
     if constexpr (kIsInteger<A>) for_each(tile, [weight](A value) { return multiplied(value, weight); });
     else multiply(tile, weight);
   }
 
-  static void finish(Tile<A>& tile, const Factor& factor) {
+  HORO_INLINE static void finish(Tile<A>& tile, const Factor& factor) {
     if constexpr (kIsInteger<A>) {
       if (op == Op::kWeightedAverage || factor.scale != 1.0 || factor.divisor != 1.0) {
         for_each(tile, [&factor](A value) { return finished<op>(value, factor); });
@@ -463,13 +467,14 @@ struct Plain {
     }
   }
 
-  static void store_to_wire(Packed<W>* to, const Tile<A>& tile, size_t n, Stores stores) {
-    if (stores == Stores::kCached) {
-      store(to, tile, n);
+  template <class Extent>
+  HORO_INLINE static void store_to_wire(Packed<W>* to, const Tile<A>& tile, Extent extent, Stores stores) {
+    if (stores == Stores::kCached || std::is_same_v<Extent, Part>) {
+      store(to, tile, extent);
     } else {
       alignas(64) Packed<W> values[kTileElements<A>];
-      store(values, tile);
-      copy_streaming(to, values, n * sizeof(W));
+      store(values, tile, Whole{});
+      copy_streaming(to, values, sizeof(values));
     }
   }
 };
@@ -535,17 +540,18 @@ struct ScaledHalf {
     if constexpr (std::is_same_v<T, Real>) {
       x = source;
     } else {
-      for_tiles<Real>(
-          n, [&](size_t first, size_t count) { store(converted + first, load<Real>(source + first, count), count); });
+      for_tiles<Real>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
+        store(converted + first, load<Real>(source + first, extent), extent);
+      });
     }
     const int k = scale_exponent(x, n);
     set_exponent(block, k);
     const Real scale = std::ldexp(Real{1}, k);
     Packed<Half>* out = elements(block);
-    for_tiles<Real>(n, [&](size_t first, size_t count) {
-      auto tile = load<Real>(x + first, count);
+    for_tiles<Real>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
+      auto tile = load<Real>(x + first, extent);
       multiply(tile, scale);
-      store(out + first, tile, count);
+      store(out + first, tile, extent);
     });
   }
 
@@ -556,19 +562,19 @@ struct ScaledHalf {
       // Two factors, each a normal number, reach every scale there is.
       const double half_way = std::ldexp(1.0, -k / 2);
       const double rest = std::ldexp(1.0, -k - (-k / 2));
-      for_tiles<double>(n, [&](size_t first, size_t count) {
-        auto tile = load<double>(in + first, count);
+      for_tiles<double>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
+        auto tile = load<double>(in + first, extent);
         multiply(tile, half_way);
         multiply(tile, rest);
-        store(destination + first, tile, count);
+        store(destination + first, tile, extent);
       });
       return;
     }
     const float scale = std::ldexp(1.0f, -k);
-    for_tiles<float>(n, [&](size_t first, size_t count) {
-      auto tile = load<float>(in + first, count);
+    for_tiles<float>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
+      auto tile = load<float>(in + first, extent);
       multiply(tile, scale);
-      store(destination + first, tile, count);
+      store(destination + first, tile, extent);
     });
   }
 
@@ -632,17 +638,17 @@ struct ScaledHalf {
   static void add_up(const Contributions& contributions, size_t n, const Factor& factor, Packed<Half>* result) {
     const auto scale = static_cast<float>(factor.scale);
     const auto divisor = static_cast<float>(factor.divisor);
-    for_tiles<float>(n, [&](size_t first, size_t count) {
-      Tile<float> sum = load<float>(contributions[0].elements + first, count);
+    for_tiles<float>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
+      Tile<float> sum = load<float>(contributions[0].elements + first, extent);
       multiply(sum, contributions[0].factor);
       for (size_t r = 1; r < contributions.size(); ++r) {
-        Tile<float> next = load<float>(contributions[r].elements + first, count);
+        Tile<float> next = load<float>(contributions[r].elements + first, extent);
         multiply(next, contributions[r].factor);
         combine<op>(sum, next);
       }
       multiply(sum, scale);
       if (divisor != 1.0f) divide(sum, divisor);
-      store(result + first, sum, count);
+      store(result + first, sum, extent);
     });
   }
 };
