@@ -145,7 +145,7 @@ class ShmGroup:
     @property
     def label(self) -> str: ...
     slot_stores: str
-    """"auto", "cached" or "streaming"."""
+    """How slots are to be written: "auto", "cached" or "streaming"."""
     @property
     def stores(self) -> str:
         """"cached" or "streaming", as the latest operation wrote slots."""
