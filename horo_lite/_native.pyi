@@ -145,10 +145,9 @@ class ShmGroup:
     @property
     def label(self) -> str: ...
     slot_stores: str
-    """How slots are to be written: "auto", "cached" or "streaming"."""
     @property
     def stores(self) -> str:
-        """"cached" or "streaming", as the latest operation wrote slots."""
+        """How the latest operation wrote slots: "cached" or "streaming"."""
 
     @property
     def round_trip_ns(self) -> float:
