@@ -14,7 +14,6 @@
 #include "bindings/tensors.h"
 #include "pack/fingerprint.h"
 #include "pack/layout.h"
-#include "pack/streaming_copy.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -83,13 +82,14 @@ void bind_tensors(nb::module_& m) {
           "copy_to",
           [](const Tensors& from, const Tensors& to, bool streaming) {
             const WithoutGil release;
+            const Stores stores = streaming ? Stores::kStreaming : Stores::kCached;
             const std::vector<Buffer> source = from.buffers();
             const std::vector<Buffer> target = to.buffers();
             for (size_t i = 0; i < source.size(); ++i) {
               if (source[i].n_bytes != target.at(i).n_bytes) throw std::invalid_argument("the sizes differ");
-              if (streaming) streaming_copy(target[i].data, source[i].data, source[i].n_bytes);
-              else if (source[i].n_bytes != 0) std::memcpy(target[i].data, source[i].data, source[i].n_bytes);
+              copy_bytes(target[i].data, source[i].data, source[i].n_bytes, stores);
             }
+            finish_stores(stores);
           },
           "other"_a, "streaming"_a = false, "The host's memory only. Streaming, past the caches.");
 

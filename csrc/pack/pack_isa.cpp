@@ -340,6 +340,14 @@ HORO_INLINE void divide(Tile<A>& tile, A divisor) {
   for (auto& x : tile.vectors) x /= divisor;
 }
 
+// The first access to a page looks it up, and starts the prefetcher anew: done two pages ahead, both are ready in time.
+// For every tile, the first byte of which is the n-th of its array.
+constexpr size_t kPageBytes = 4096;
+
+HORO_INLINE void touch_ahead(const void* tile, size_t n) {
+  if (n % kPageBytes == 0) __builtin_prefetch(static_cast<const uint8_t*>(tile) + 2 * kPageBytes);
+}
+
 // --- bytes ----------------------------------------------------------------------------------------------------------
 
 using Bytes = Packed<uint8_t>;
@@ -348,12 +356,16 @@ void copy(void* to, const void* from, size_t n) {
   auto* target = static_cast<Bytes*>(to);
   const auto* source = static_cast<const Bytes*>(from);
   const size_t whole = n - n % kTileElements<uint8_t>;
-  for (size_t i = 0; i < whole; i += kTileElements<uint8_t>)
+  for (size_t i = 0; i < whole; i += kTileElements<uint8_t>) {
+    touch_ahead(target + i, i);
+    touch_ahead(source + i, i);
     store(target + i, load<uint8_t>(source + i, Whole{}), Whole{});
+  }
   std::memcpy(target + whole, source + whole, n - whole);
 }
 
 #if defined(__x86_64__)
+
 // The same with stores that go past the caches, except for the bytes before and after lines of 16.
 void copy_streaming(void* to, const void* from, size_t n) {
   auto* target = static_cast<Bytes*>(to);
@@ -372,6 +384,8 @@ void copy_streaming(void* to, const void* from, size_t n) {
   };
   while (left() >= 16 && !is_aligned(64)) by_sixteen();
   for (; left() >= kTileElements<uint8_t>; advance(kTileElements<uint8_t>)) {
+    touch_ahead(target, reinterpret_cast<uintptr_t>(target));
+    touch_ahead(source, reinterpret_cast<uintptr_t>(target));
     const auto tile = load<uint8_t>(source, Whole{});
     for (size_t v = 0; v < kTileVectors; ++v) stream(target + v * kVectorBytes, tile.vectors[v]);
   }
@@ -426,6 +440,7 @@ struct Plain {
     auto* destination = static_cast<Packed<T>*>(args.destination);
     auto* wire = reinterpret_cast<Packed<W>*>(args.wire);
     for_tiles<A>(args.n_elements, [&](size_t first, auto extent) __attribute__((always_inline)) {
+      touch_ahead(source + first, first * sizeof(T));
       const auto contribution = [&](int r) __attribute__((always_inline)) {
         if (args.weights != nullptr && args.weights[r] == 0.0) return Tile<A>{};
         if (r != args.own) return load<A>(reinterpret_cast<const Packed<W>*>(args.wires[r]) + first, extent);
