@@ -220,7 +220,7 @@ constexpr size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / uni
 // Tiles live in registers: left to itself the compiler calls functions that pass them through memory.
 #define HORO_INLINE [[gnu::always_inline]] inline
 
-constexpr size_t kTileVectors = 8;
+constexpr size_t kTileVectors = kVectorBytes == 64 ? 4 : 8;  // 256 bytes: measured best
 
 template <class A>
 struct Tile {
