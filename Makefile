@@ -176,7 +176,7 @@ fix: $(VENV)/.test ## format, and mend what the linters can mend
 	@$(PY) -m ruff format --quiet $(PYTHON_FILES)
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format -i $(CORE_CXX))
 
-bench: $(TEST_READY) .venv-jax/.ready ## time the all-reduce, the guards, PyTorch's steps and JAX's, next to memcpy, MPI and gloo
+bench: $(TEST_READY) .venv-jax/.ready ## time the collectives, the guards, PyTorch's steps and JAX's, next to memcpy, MPI and gloo
 	@$(PY) benchmarks/allreduce.py $(ARGS)
 	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))

@@ -1,13 +1,20 @@
-"""Time averaging gradients among the ranks of one host, next to its yardsticks.
+"""Time averaging gradients, and moving arrays, among the ranks of one host, next to yardsticks.
 
 `python benchmarks/allreduce.py` (or `make bench`) starts mpiexec jobs itself and prints one table
-per set of gradients. Within a job all contenders take turns, so that other load on the machine
-affects them equally; a figure is the median over the turns of the slowest rank's time. Before each
-turn every rank fills its gradients with its own numbers, and afterwards compares all of them with
+per set of arrays and number of ranks. Within a job all contenders take turns, so that other load on
+the machine affects them equally; a figure is the median over the turns of the slowest rank's time.
+Before each turn every rank fills its arrays with its own numbers, and afterwards compares them with
 the exact result: a wrong result ends the benchmark.
 
-The yardstick is one memcpy of the same bytes by one rank while the others sleep. The MPI rows only
-sum; the others also divide.
+Cores share an L3 cache or not, and virtual ones change that within seconds. So a core-to-core round
+trip is measured before and after each turn: both at most 320 ns, and the turn is "near"; both more,
+"far"; anything else, and it is not counted. The cores are those of as many ranks as there are
+cores, while the others sleep: a rank that waits for a core cannot answer. Turns go on until each
+contender has enough of both kinds, or the time is over.
+
+The yardstick is one memcpy of the same bytes by one rank while the others sleep. The MPI rows of
+the all-reduce only sum; the others also divide. Arrays are as NumPy makes them, if no row says
+otherwise: large ones begin 16 bytes into a page.
 """
 
 from __future__ import annotations
@@ -34,6 +41,11 @@ Array = npt.NDArray[Any]
 HERE = Path(__file__).resolve()
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
 MEMCPY = "memcpy, one rank"
+NEAR, FAR, UNCLEAR = "near", "far", "unclear"
+FAR_NS = 320.0  # as in csrc/shm/distance.cpp
+PAGE_BYTES = 4096
+MAPPED_BYTES = 128 << 10  # from here on, malloc gives an array pages of its own
+COLLECTIVES = "collectives"
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -98,32 +110,123 @@ class Gradients:
         for array, filling in zip(arrays, self.fillings, strict=True):
             np.copyto(array.reshape(-1), filling)
 
-    def check(self, contender: Contender) -> None:
-        """Check that its arrays hold exactly the sum, or the average, over the ranks."""
-        exact = self.averages if contender.divides else self.sums
-        for index, (array, expected) in enumerate(zip(contender.arrays, exact, strict=True)):
-            if not np.array_equal(array.reshape(-1), expected):
-                raise SystemExit(f"{contender.name} is wrong in array {index}")
+
+class Transfers:
+    """Numbers that differ in the whole job, and what each rank has after the other collectives."""
+
+    N_BYTES = 64 << 20  # that every rank has in the end
+
+    def __init__(self, rank: int, size: int) -> None:
+        n = self.N_BYTES // 4 // size * size
+        of_rank = [np.arange(r * n, (r + 1) * n, dtype=np.int32) for r in range(size)]
+        self.own = of_rank[rank]
+        self.part = slice(0, n // size)
+        self.broadcast = of_rank[0]
+        self.gathered = np.concatenate([numbers[self.part] for numbers in of_rank])
+        self.exchanged = np.concatenate([numbers.reshape(size, -1)[rank] for numbers in of_rank])
+
+    def fill(self, arrays: Sequence[Array]) -> None:
+        """Write the first of this rank's own numbers into each array."""
+        for array in arrays:
+            np.copyto(array, self.own[: array.size])
 
 
 class Contender:
-    """One way of averaging: the timed function, and the arrays it reads and writes."""
+    """One way of reducing or moving arrays: the timed function, and what it must compute.
+
+    Args:
+        name: The row's title.
+        run: The timed function. It returns a list of results, or None if they are in `arrays`.
+        arrays: What is filled before each turn.
+        exact: The results.
+        alone: Only rank 0 runs it; the others sleep.
+    """
 
     def __init__(
         self,
         name: str,
-        run: Callable[[], object],
+        run: Callable[[], Any],
         arrays: Sequence[Array] = (),
+        exact: Sequence[Array] = (),
         *,
-        divides: bool = False,
         alone: bool = False,
     ) -> None:
         self.name, self.run, self.arrays = name, run, arrays
-        self.divides, self.alone = divides, alone
-        self.times: list[float] = []
+        self.exact, self.alone = exact, alone
+        self.times: list[float] = []  # milliseconds
+        self.distances: list[str] = []  # of these turns: NEAR, FAR or UNCLEAR
+
+    def check(self, results: Sequence[Array]) -> None:
+        """Check the results of a turn."""
+        for index, (array, expected) in enumerate(zip(results, self.exact, strict=True)):
+            if not np.array_equal(array.reshape(-1), expected):
+                raise SystemExit(f"{self.name} is wrong in array {index}")
 
 
-def contenders(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
+class Cores:
+    """How far from each other the cores are on which the ranks of this job run."""
+
+    N_ATTEMPTS = 5
+    N_OPERATIONS = 5  # of an attempt
+
+    def __init__(self, comm: Any) -> None:
+        import horo_lite as hvd
+
+        self.comm = comm
+        self.allowed = os.sched_getaffinity(0)
+        cores = sorted(set().union(*comm.allgather(self.allowed)))
+        self.group = hvd.new_group(range(min(comm.size, len(cores))))
+        # With more ranks than cores, those that measure must not wait for the same core.
+        self.only = {cores[comm.rank]} if self.group and comm.size > len(cores) else self.allowed
+        self.native = None if self.group is None else self.group.transport.native_group
+        if self.native is not None:
+            self.native.slot_stores = "auto"  # otherwise nothing is measured
+        self.array = np.zeros(1 << 18, np.float32)  # in so many chunks that it is worth measuring
+
+    def round_trip_ns(self) -> float:
+        """Return the largest between neighbours at present; 0 if no rank has an answer."""
+        for _ in range(self.N_ATTEMPTS):
+            everyone: list[tuple[float, bool]] = self.comm.allgather(self._attempt())
+            if any(is_new for _, is_new in everyone):
+                return max(ns for ns, _ in everyone)
+        return 0.0
+
+    def _attempt(self) -> tuple[float, bool]:
+        """Return this rank's last answer, and whether there was one in this attempt."""
+        import horo_lite as hvd
+
+        rest(self.comm)
+        ns, is_new = 0.0, False
+        if self.native is not None:
+            # An operation without an answer, since a peer does not run just then, leaves the last.
+            os.sched_setaffinity(0, self.only)
+            last = self.native.round_trip_ns
+            for _ in range(self.N_OPERATIONS):
+                hvd.allreduce_(self.array, group=self.group)
+                ns = self.native.round_trip_ns
+                is_new = is_new or ns != last
+            os.sched_setaffinity(0, self.allowed)
+        rest(self.comm)
+        return ns, is_new
+
+
+def distance(*round_trips_ns: float) -> str:
+    """Return what the round trips before and after a turn say about it: NEAR, FAR or UNCLEAR."""
+    kinds = {UNCLEAR if ns == 0 else NEAR if ns <= FAR_NS else FAR for ns in round_trips_ns}
+    return kinds.pop() if len(kinds) == 1 else UNCLEAR
+
+
+def at_a_page(shape: tuple[int, ...]) -> Array:
+    """Return a new array that begins at a page, if it is one of the large ones."""
+    n = math.prod(shape)
+    if n * 4 < MAPPED_BYTES:
+        return np.empty(shape, np.float32)
+    memory = np.empty(n + PAGE_BYTES // 4, np.float32)
+    skip = -memory.ctypes.data % PAGE_BYTES // 4
+    return memory[skip : skip + n].reshape(shape)
+
+
+def averaging(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
     """Return all ways of averaging that this environment supports."""
     from mpi4py import MPI
 
@@ -149,20 +252,55 @@ def contenders(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
         for view, array in zip(views, arrays, strict=True):
             np.copyto(array, view)
 
-    def horo_lite(compression: Any) -> Callable[[], object]:
-        return lambda: hvd.grouped_allreduce_(arrays, op=hvd.Average, compression=compression)
+    def horo_lite(
+        name: str, compression: Any = hvd.Compression.none, arrays: Sequence[Array] = arrays
+    ) -> Contender:
+        def run() -> None:
+            hvd.grouped_allreduce_(arrays, op=hvd.Average, compression=compression)
 
-    return [
+        return Contender(f"horo_lite {name}", run, arrays, gradients.averages)
+
+    field = [
         Contender(MEMCPY, copy, alone=True),
         Contender("memcpy, every rank at once", copy),
-        Contender("horo_lite fp32", horo_lite(hvd.Compression.none), arrays, divides=True),
-        Contender("horo_lite fp16", horo_lite(hvd.Compression.fp16), arrays, divides=True),
-        Contender("horo_lite bf16", horo_lite(hvd.Compression.bf16), arrays, divides=True),
-        Contender("MPI, one call per array", mpi_each, arrays),
-        Contender("MPI, one flat buffer", mpi_flat, views),
-        Contender("MPI, one flat buffer, packed", mpi_packed, arrays),
+        horo_lite("fp32"),
+    ]
+    if any(array.nbytes >= MAPPED_BYTES for array in arrays):
+        aligned = [at_a_page(array.shape) for array in arrays]
+        field.append(horo_lite("fp32, arrays at a page", arrays=aligned))
+    return [
+        *field,
+        *in_shared_memory(gradients),
+        horo_lite("fp16", hvd.Compression.fp16),
+        horo_lite("bf16", hvd.Compression.bf16),
+        Contender("MPI, one call per array", mpi_each, arrays, gradients.sums),
+        Contender("MPI, one flat buffer", mpi_flat, views, gradients.sums),
+        Contender("MPI, one flat buffer, packed", mpi_packed, arrays, gradients.sums),
         *gloo(gradients, comm, store),
     ]
+
+
+def in_shared_memory(gradients: Gradients) -> list[Contender]:
+    """Average in place, as PyTorch's optimizer with gradient_as_bucket_view=True does."""
+    import horo_lite as hvd
+    from horo_lite.collectives.shared_memory import share
+    from horo_lite.transports.shm import SharedMemory
+
+    group = hvd.world().group
+    begins = np.cumsum([0, *(-(-array.nbytes // 64) * 64 for array in gradients.arrays)]).tolist()
+    memory = SharedMemory(begins[-1])
+    if not share(group, memory):
+        return []
+    arrays = [
+        memory.array(begin, array.nbytes).view(np.float32)
+        for begin, array in zip(begins, gradients.arrays, strict=False)
+    ]
+    names = [str(index) for index in range(len(arrays))]
+
+    def run() -> None:
+        group.exchange(arrays, names=names, label="gradients", shared=memory)
+
+    return [Contender("horo_lite fp32, shared memory", run, arrays, gradients.averages)]
 
 
 def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
@@ -200,7 +338,47 @@ def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
             work.wait()
             torch._foreach_copy_(bucket, view)
 
-    return [Contender("torch gloo, 25 MiB buckets", run, gradients.arrays, divides=True)]
+    arrays, averages = gradients.arrays, gradients.averages
+    return [Contender("torch gloo, 25 MiB buckets", run, arrays, averages)]
+
+
+def moving(transfers: Transfers, comm: Any) -> list[Contender]:
+    """Return the other collectives.
+
+    Those of horo_lite return new arrays, whose memory the system clears; MPI's receive into arrays
+    that exist, so they have a row with new ones, too.
+    """
+    import horo_lite as hvd
+
+    x = np.empty_like(transfers.own)
+    to = np.empty_like(x)
+    part = x[transfers.part]
+
+    def copy() -> None:
+        np.copyto(to, x)
+
+    def mpi(name: str, send: Array, exact: Array) -> list[Contender]:
+        def run(new: bool) -> list[Array]:
+            received = np.empty_like(to) if new else to
+            getattr(comm, name)(send, received)
+            return [received]
+
+        return [
+            Contender(f"MPI {name}", lambda: run(False), [x, to], [exact]),
+            Contender(f"MPI {name}, new array", lambda: run(True), [x], [exact]),
+        ]
+
+    return [
+        Contender(MEMCPY, copy, alone=True),
+        Contender(
+            "horo_lite broadcast", lambda: [hvd.broadcast_(x, 0)], [x], [transfers.broadcast]
+        ),
+        Contender("MPI Bcast", lambda: comm.Bcast(x, 0), [x], [transfers.broadcast]),
+        Contender("horo_lite allgather", lambda: [hvd.allgather(part)], [x], [transfers.gathered]),
+        *mpi("Allgather", part, transfers.gathered),
+        Contender("horo_lite alltoall", lambda: [hvd.alltoall(x)], [x], [transfers.exchanged]),
+        *mpi("Alltoall", x, transfers.exchanged),
+    ]
 
 
 def rest(comm: Any) -> None:
@@ -210,46 +388,77 @@ def rest(comm: Any) -> None:
         time.sleep(0.0002)
 
 
-def measure(which: str, repeats: int, comm: Any, store: str) -> dict[str, Any]:
+def measure(
+    which: str, repeats: int, seconds: float, comm: Any, cores: Cores, store: str
+) -> dict[str, Any]:
     """Return the times of every contender on one set, the same on every rank."""
-    gradients = Gradients(SETS[which](), comm.rank, comm.size)
-    gradients.fill(gradients.arrays)
-    field = contenders(gradients, comm, store)
-    for turn in range(repeats + 1):  # the first one warms up
-        take_turns(gradients, field, comm, counts=turn > 0)
+    numbers: Gradients | Transfers
+    if which == COLLECTIVES:
+        numbers = Transfers(comm.rank, comm.size)
+        n_bytes = numbers.own.nbytes
+        title = f"{which}: {n_bytes / 2**20:.1f} MiB of int32 for every rank"
+        field = moving(numbers, comm)
+    else:
+        numbers = Gradients(SETS[which](), comm.rank, comm.size)
+        numbers.fill(numbers.arrays)
+        n_bytes = numbers.flat.nbytes
+        title = f"{which}: {len(numbers.arrays)} float32 arrays, {n_bytes / 2**20:.1f} MiB"
+        field = averaging(numbers, comm, store)
+    take_turns(numbers, field, comm, counts=False)  # warms up
+    until = time.monotonic() + seconds
+    is_done = False
+    while not is_done:
+        take_turns(numbers, field, comm, cores, counts=True)
+        fewest = min(c.distances.count(kind) for c in field for kind in (NEAR, FAR))
+        is_late = comm.bcast(time.monotonic() > until)
+        is_done = len(field[0].times) >= repeats and (fewest >= repeats or is_late)
     return {
         "set": which,
-        "arrays": len(gradients.arrays),
-        "bytes": gradients.flat.nbytes,
-        "milliseconds": {c.name: statistics.median(c.times) for c in field},
-        "quartiles": {c.name: np.quantile(c.times, [0.25, 0.75]).tolist() for c in field},
+        "title": title,
+        "bytes": n_bytes,
+        "milliseconds": {c.name: c.times for c in field},
+        "distances": {c.name: c.distances for c in field},
     }
 
 
 def take_turns(
-    gradients: Gradients, field: Sequence[Contender], comm: Any, *, counts: bool
+    numbers: Gradients | Transfers,
+    field: Sequence[Contender],
+    comm: Any,
+    cores: Cores | None = None,
+    *,
+    counts: bool,
 ) -> None:
-    """Give every contender one turn and check its result; record its time if it counts."""
+    """Give every contender one turn and check its result; record time and distance if it counts."""
+
+    def round_trip_ns() -> float:
+        return 0.0 if cores is None else cores.round_trip_ns()
+
     for contender in field:
+        before = round_trip_ns()
         if contender.arrays:
-            gradients.fill(contender.arrays)
+            numbers.fill(contender.arrays)
         rest(comm)
         if not contender.alone:
             comm.Barrier()
         elapsed = 0.0
+        results = None
         if comm.rank == 0 or not contender.alone:
             began = time.perf_counter()
-            contender.run()
+            results = contender.run()
             elapsed = time.perf_counter() - began
         rest(comm)
-        if contender.arrays:
-            gradients.check(contender)
+        after = round_trip_ns()
+        if contender.exact:
+            contender.check(contender.arrays if results is None else results)
+        del results  # not in the next one's time
         slowest = max(comm.allgather(elapsed))
         if counts:
             contender.times.append(1e3 * slowest)
+            contender.distances.append(distance(before, after))
 
 
-def work(sets: Sequence[str], repeats: int, output: Path) -> None:
+def work(sets: Sequence[str], repeats: int, seconds: float, output: Path) -> None:
     """Run one rank's part of a job; rank 0 writes the results."""
     import horo_lite as hvd
 
@@ -257,8 +466,16 @@ def work(sets: Sequence[str], repeats: int, output: Path) -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
+    cores = Cores(comm)
     found = [
-        measure(which, repeats if which == "resnet50" else 4 * repeats, comm, f"{output}.store")
+        measure(
+            which,
+            4 * repeats if which == "1000x256" else repeats,
+            seconds / len(sets),
+            comm,
+            cores,
+            f"{output}.store",
+        )
         for which in sets
     ]
     if comm.rank == 0:
@@ -388,48 +605,82 @@ def start_times(python: str, repeats: int = 5) -> dict[str, float]:
 
 
 def table(jobs: Sequence[dict[str, Any]], which: str) -> str:
-    """Format milliseconds and multiples of one memcpy of all jobs, side by side."""
-    columns = []
+    """Format milliseconds, multiples of one memcpy and numbers of turns of jobs side by side."""
+    columns: list[tuple[str, float, dict[str, list[float]]]] = []
+    notes = []
+    title = ""
     for job in jobs:
         for result in job["results"]:
-            if result["set"] == which:
-                columns.append((f"{job['ranks']} ranks, {job['name']}", result))
-    if not columns:
-        return ""
-    first = columns[0][1]
-    names = list(dict.fromkeys(name for _, result in columns for name in result["milliseconds"]))
+            if result["set"] != which:
+                continue
+            title = f"{result['title']}, {job['ranks']} ranks"
+            memcpys = result["milliseconds"][MEMCPY]  # which distance does not matter to
+            kinds = [kind for of_row in result["distances"].values() for kind in of_row]
+            for kind in (NEAR, FAR) if {NEAR, FAR} & set(kinds) else (UNCLEAR,):
+                name = f"{job['name']}, {kind}"
+                columns.append((name, statistics.median(memcpys), turns_of(result, kind)))
+            # Other load on the machine shows here first.
+            low, high = np.quantile(memcpys, [0.25, 0.75])
+            counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in (NEAR, FAR, UNCLEAR))
+            notes.append(
+                f"{job['name']}: memcpy's quartiles {low:.2f}-{high:.2f} ms; turns: {counts}"
+            )
+    names = list(dict.fromkeys(row for _, _, times in columns for row in times))
     width = max(map(len, names))
     lines = [
-        f"{which}: {first['arrays']} float32 arrays, {first['bytes'] / 2**20:.1f} MiB",
-        " " * width + "".join(f"{title:>22}" for title, _ in columns),
-        " " * width + f"{'ms':>14}{'memcpys':>8}" * len(columns),
+        title,
+        " " * width + "".join(f"{name:>24}" for name, _, _ in columns),
+        " " * width + f"{'ms':>10}{'memcpys':>8}{'turns':>6}" * len(columns),
     ]
-    for name in names:
-        line = f"{name:<{width}}"
-        for _, result in columns:
-            ms = result["milliseconds"]
-            cell = f"{ms[name]:>14.2f}{ms[name] / ms[MEMCPY]:>8.2f}" if name in ms else f"{'-':>22}"
-            line += cell
+    for row in names:
+        line = f"{row:<{width}}"
+        for _, memcpy, times in columns:
+            ms = times.get(row)
+            if ms:
+                median = statistics.median(ms)
+                line += f"{median:>10.2f}{median / memcpy:>8.2f}{len(ms):>6}"
+            else:
+                line += f"{'-':>10}{'-':>8}{0:>6}"
         lines.append(line)
-    # Other load on the machine shows here first.
-    spread = [result["quartiles"][MEMCPY] for _, result in columns]
-    lines.append("memcpy's quartiles: " + ", ".join(f"{a:.2f}-{b:.2f} ms" for a, b in spread))
-    return "\n".join(lines)
+    return "\n".join([*lines, *notes])
+
+
+def turns_of(result: dict[str, Any], kind: str) -> dict[str, list[float]]:
+    """Return the milliseconds of all turns at that distance, by row."""
+    return {
+        row: [
+            ms for ms, found in zip(times, result["distances"][row], strict=True) if found == kind
+        ]
+        for row, times in result["milliseconds"].items()
+    }
 
 
 def main() -> None:
     """Measure, print, and write the JSON if requested."""
     parser = argparse.ArgumentParser(
-        description="time the all-reduce against memcpy, MPI and gloo",
+        description="time the all-reduce and other collectives against memcpy, MPI and gloo",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = HERE.parent.parent / ".venv-mpich/bin/python"
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="job sizes")
     parser.add_argument(
-        "--sets", nargs="+", choices=SETS, default=list(SETS), help="what to average"
+        "--sets",
+        nargs="+",
+        choices=[*SETS, COLLECTIVES],
+        default=[*SETS, COLLECTIVES],
+        help="what to average; the other collectives",
     )
     parser.add_argument(
-        "--repeats", type=int, default=15, help="turns; four times that for small arrays"
+        "--repeats",
+        type=int,
+        default=15,
+        help="turns at least, if possible as many near and far; four times that for small arrays",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="how long a job may take further turns while near or far ones are missing",
     )
     parser.add_argument(
         "--mpich-python",
@@ -444,7 +695,7 @@ def main() -> None:
         time_start(options.time_start, options.output)
         return
     if options.work:
-        work(options.sets, options.repeats, options.output)
+        work(options.sets, options.repeats, options.seconds, options.output)
         return
 
     here = machine()
@@ -453,12 +704,15 @@ def main() -> None:
     for python in filter(None, (sys.executable, options.mpich_python)):
         for ranks in options.ranks:
             arguments = ["--work", "--repeats", str(options.repeats), "--sets", *options.sets]
-            job = launch(python, ranks, arguments, 1200)
+            arguments += ["--seconds", str(options.seconds)]
+            job = launch(python, ranks, arguments, 1200 + options.seconds)
             job["name"] = "Open MPI" if "Open MPI" in job["mpi"] else "MPICH"
             jobs.append(job)
             print(f"{ranks} ranks: {job['mpi']}, transport {job['transport']}")
     for which in options.sets:
-        print(f"\n{table(jobs, which)}")
+        for ranks in options.ranks:
+            print(f"\n{table([job for job in jobs if job['ranks'] == ranks], which)}")
+    print(f"\nnear, far: both of a turn's round trips at most, or more than, {FAR_NS:.0f} ns")
     starts = {
         job["name"]: start_times(python)
         for python, job in zip(

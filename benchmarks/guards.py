@@ -78,7 +78,7 @@ def contenders(gradients: Gradients, comm: Any) -> list[Contender]:
     from horo_lite._native import Tensors
     from horo_lite.adapters import adapter_of
 
-    arrays = gradients.arrays
+    arrays, exact = gradients.arrays, gradients.averages
     replica = [np.zeros_like(array) for array in arrays]
     parameters = [Parameter(x, array) for x, array in zip(replica, arrays, strict=True)]
     inner = Idle(parameters)
@@ -102,10 +102,10 @@ def contenders(gradients: Gradients, comm: Any) -> list[Contender]:
 
     return [
         Contender(MEMCPY, copy, alone=True),
-        Contender(BARE, exchange(unwatched(comm)), arrays, divides=True),
-        Contender(WATCHED, exchange(hvd.world().group.transport.group), arrays, divides=True),
-        Contender("step, default checks", step(), arrays, divides=True),
-        Contender('step, check_finite="raise"', step(check_finite="raise"), arrays, divides=True),
+        Contender(BARE, exchange(unwatched(comm)), arrays, exact),
+        Contender(WATCHED, exchange(hvd.world().group.transport.group), arrays, exact),
+        Contender("step, default checks", step(), arrays, exact),
+        Contender('step, check_finite="raise"', step(check_finite="raise"), arrays, exact),
         Contender(COMPARISON, lambda: hvd.check_in_sync(replica)),
     ]
 

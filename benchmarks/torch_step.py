@@ -6,7 +6,8 @@ on the machine affects them equally. A step is zero_grad, forward, backward and 
 step, timed on the slowest rank, after one that is not timed; its exchange time is the additional
 time over the step without communication in the same turn. Figures are medians over the turns. After
 each turn every rank compares all gradients with the average over the ranks: a wrong result ends the
-benchmark.
+benchmark. Turns of an exchange are near or far, as in allreduce.py, each with a table of its own;
+where nothing is known of the distance (a job of one rank), the table has none in its title.
 
 The models:
 
@@ -42,7 +43,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from allreduce import BUCKET_BYTES, MEMCPY, launch, machine, resnet50_shapes, rest
+from allreduce import (
+    BUCKET_BYTES,
+    FAR,
+    MEMCPY,
+    NEAR,
+    UNCLEAR,
+    Cores,
+    distance,
+    launch,
+    machine,
+    resnet50_shapes,
+    rest,
+)
 from torch import nn
 
 HERE = Path(__file__).resolve()
@@ -386,7 +399,9 @@ def contender(name: str, model: Model, optimizer: str) -> Contender:
     return made
 
 
-def measure(options: argparse.Namespace, which: str, optimizer: str, comm: Any) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, which: str, optimizer: str, comm: Any, cores: Cores
+) -> dict[str, Any]:
     """Return every turn's times with one model and optimizer, the same on every rank."""
     model = MODELS[which](comm, options)
     # With one rank there is nothing to exchange: this measures the cost of wrapping.
@@ -416,14 +431,16 @@ def measure(options: argparse.Namespace, which: str, optimizer: str, comm: Any) 
                 np.copyto(to.numpy(), source.numpy())
         return time.perf_counter() - began
 
-    def take(one: Contender) -> dict[str, float]:
-        times = {}
+    def take(one: Contender) -> dict[str, Any]:
+        times: dict[str, Any] = {}
+        before = cores.round_trip_ns()
         if one.exchange is not None and comm.size > 1:
             times["alone"] = max(together(one.time_exchange))
         together(one.step)  # what it frees, and finds in cache, are its own
         everyone = together(one.step)
         times["step"] = max(step for step, _ in everyone)
         times["backward"] = max(backward for _, backward in everyone)
+        times["distance"] = distance(before, cores.round_trip_ns())
         if one is not plain:
             one.check()
         one.forget()
@@ -492,8 +509,9 @@ def work(options: argparse.Namespace) -> None:
     if options.memory_of is not None:
         found = measure_memory(options, options.memory_of, comm)
     else:
+        cores = Cores(comm)
         found = [
-            measure(options, which, optimizer, comm)
+            measure(options, which, optimizer, comm, cores)
             for which in options.models
             for optimizer in options.optimizers or [usual_optimizer(which)]
         ]
@@ -514,31 +532,53 @@ def usual_optimizer(model: str) -> str:
     return "adam" if model == "transformer" else "sgd"
 
 
-def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -> str:
-    """Format the table of one model on one number of ranks."""
+def tables(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -> list[str]:
+    """Format the tables of one model on one number of ranks."""
+    found = {
+        times["distance"]
+        for turn in result["turns"]
+        for name, times in turn.items()
+        if name not in (MEMCPY, LOCAL)
+    }
+    kinds = [kind for kind in (NEAR, FAR) if kind in found] or [UNCLEAR]
+    return [table(job, result, memory, kind) for kind in kinds]
+
+
+def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], kind: str) -> str:
+    """Format the table of the turns at one distance, which local steps do not depend on."""
     turns = result["turns"]
     memcpys = [1e3 * turn[MEMCPY] for turn in turns]
     unit = statistics.median(memcpys)
 
+    def turns_of(name: str) -> list[dict[str, Any]]:
+        return [turn for turn in turns if name == LOCAL or turn[name]["distance"] == kind]
+
     def median(name: str, what: str) -> float:
-        return statistics.median(1e3 * turn[name][what] for turn in turns)
+        return statistics.median(1e3 * turn[name][what] for turn in turns_of(name))
 
     names = [name for name in turns[0] if name != MEMCPY]
     width = max(map(len, [MEMCPY, *names]))
     lines = [
         f"{result['model']}, {result['optimizer']}: {result['parameters']} float32 parameters, "
-        f"{result['bytes'] / 2**20:.1f} MiB, {job['ranks']} rank(s) of {job['threads']} thread(s)",
+        f"{result['bytes'] / 2**20:.1f} MiB, {job['ranks']} rank(s) of {job['threads']} thread(s)"
+        + ("" if kind == UNCLEAR else f", {kind}"),
         " " * width
-        + f"{'step ms':>10}{'exchange ms':>13}{'memcpys':>9}{'of step':>9}{'alone':>8}{'hidden':>8}"
+        + f"{'turns':>7}{'step ms':>10}{'exchange ms':>13}{'memcpys':>9}{'of step':>9}"
+        + f"{'alone':>8}{'hidden':>8}"
         + (f"{'MiB more':>10}" if memory else ""),
-        f"{MEMCPY:<{width}}{'':>10}{unit:>13.2f}{1:>9.2f}",
+        f"{MEMCPY:<{width}}{len(turns):>7}{'':>10}{unit:>13.2f}{1:>9.2f}",
     ]
     for name in names:
+        n_turns = len(turns_of(name))
+        line = f"{name:<{width}}{n_turns:>7}"
+        if not n_turns:
+            lines.append(line)
+            continue
         step = median(name, "step")
-        line = f"{name:<{width}}{step:>10.2f}"
+        line += f"{step:>10.2f}"
         if name != LOCAL:
             exchange = statistics.median(
-                1e3 * (turn[name]["step"] - turn[LOCAL]["step"]) for turn in turns
+                1e3 * (turn[name]["step"] - turn[LOCAL]["step"]) for turn in turns_of(name)
             )
             line += f"{exchange:>13.2f}{exchange / unit:>9.2f}{exchange / step:>9.1%}"
             if "alone" in turns[0][name]:
@@ -547,7 +587,7 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) -
         line += f"{memory[name] / 2**20:>10.1f}" if name in memory else ""
         lines.append(line)
     backward = f"backward() without communication: {median(LOCAL, 'backward'):.2f} ms"
-    if "alone" in turns[0][names[-1]]:
+    if "alone" in turns[0][names[1]] and turns_of(names[1]):
         times = median(LOCAL, "backward") / median(names[1], "alone")
         backward += f", {times:.1f} times the exchange alone of {names[1]}"
     lines.append(backward)
@@ -616,7 +656,8 @@ def main() -> None:
         jobs.append(job)
         for result in job["results"]:
             memory = job["memory"] if result["model"] == "sums" else {}
-            print(f"\n{table(job, result, memory)}", flush=True)
+            for text in tables(job, result, memory):
+                print(f"\n{text}", flush=True)
     if options.output:
         options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
 
