@@ -160,7 +160,7 @@ class Contender:
         """Check the results of a turn."""
         for index, (array, expected) in enumerate(zip(results, self.exact, strict=True)):
             if not np.array_equal(array.reshape(-1), expected):
-                raise SystemExit(f"{self.name} is wrong in array {index}")
+                raise ValueError(f"{self.name} is wrong in array {index}")
 
 
 class Cores:

@@ -298,7 +298,7 @@ class Contender:
                 largest = average.abs().max()
                 good = (p.grad - average).abs().max() <= self.tolerance * largest + 1e-12
             if not good:
-                raise SystemExit(f"{self.name}: gradient {i} is not the average over the ranks")
+                raise ValueError(f"{self.name}: gradient {i} is not the average over the ranks")
 
     def forget(self) -> None:
         """Free its gradients while others have their turns."""
