@@ -12,6 +12,7 @@ import itertools
 import pickle
 import threading
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,12 @@ class _Acknowledgement(NamedTuple):
     source: int
     number: int
     error: str  # "" if there was none
+
+
+class _Finished(NamedTuple):
+    world: str
+    source: int
+    n_finished: int
 
 
 class Message(Handle):
@@ -121,15 +128,19 @@ class Messages:
         self._world = world
         self._lock = threading.RLock()
         self._is_closed = False
+        self._thread = threading.get_ident()  # the one that trains
+        self._in_other_threads = False
         self._unexpected: list[_Envelope] = []  # that have arrived before their receive
         self._receiving: list[_Receiving] = []  # for which nothing has arrived yet
         self._sending: dict[int, _Sending] = {}  # large, and not acknowledged yet
         self._fetching: list[_Fetching] = []
         self._outgoing: list[list[tuple[bytes, _Sending | None]]] = [[] for _ in range(self._size)]
         self._n_received = [0] * self._size  # records that have arrived from each
+        self._n_finished = [0] * self._size  # functions in elastic.run, as far as known here
 
     def isend(self, x: Array, dst: int, tag: int) -> Message:
         dst, tag = self._peer("dst", dst), _tag(tag)
+        self._note_thread()
         memory = HostArrays.of_rows(_of_host(x))
         ((address, n_bytes),) = memory.tensors.buffers()
         message = _Sending(f"send to rank {dst} (tag {tag})", self, dst)
@@ -157,6 +168,7 @@ class Messages:
             raise ValueError("this world has one rank: no other can send it a message")
         if isinstance(x, (bool, int, float, list, tuple)):
             raise TypeError(f"a message is received into an array, not into a {type(x).__name__}")
+        self._note_thread()
         memory = HostArrays([_of_host(x)])
         if memory.tensors.layout:
             memory.use_c_order()
@@ -172,7 +184,7 @@ class Messages:
         return message
 
     def wait(self, message: Message) -> None:
-        """Return when it is over. PeerLostError where that cannot be."""
+        """Return when it is over. PeerLostError or MismatchError where that cannot be."""
         transport, peer = self._transport, message.peer
         others = [r for r in range(self._size) if r != self._rank]
         awaited = others if peer is None else [peer]
@@ -198,6 +210,7 @@ class Messages:
                 self._mailbox.wait(CHECK_S)
                 if gone or time.monotonic() - checked > CHECK_S:
                     checked = time.monotonic()
+                    self._check_finished(message, awaited)
                     transport.check_peer(awaited[0] if gone else -1, message.name)
                     waiting.report_if_due(message.name, [self._rank], awaited)
             went_well = True
@@ -225,13 +238,15 @@ class Messages:
                 if record.world != self._world:
                     continue  # of an earlier world, where nobody received it
                 self._n_received[record.source] += 1
-                if isinstance(record, _Acknowledgement):
+                if isinstance(record, _Envelope):
+                    self._deliver(record)
+                elif isinstance(record, _Acknowledgement):
                     message = self._sending.pop(record.number)
                     self._mailbox.release(message.offered)
                     message.memory = None
                     message.end(record.error)
                 else:
-                    self._deliver(record)
+                    self._n_finished[record.source] = record.n_finished
             under_way, self._fetching = self._fetching, []
             for each in under_way:
                 if each.fetch.is_here():
@@ -243,6 +258,19 @@ class Messages:
                 else:
                     self._fetching.append(each)
 
+    def finish(self) -> None:
+        """Announce that this rank's function in elastic.run has ended: no message follows.
+
+        Not where other threads than the one that trains use messages, since they may go on.
+        """
+        with self._lock:
+            self._n_finished[self._rank] += 1
+            record = _Finished(self._world, self._rank, self._n_finished[self._rank])
+            for peer in range(self._size):
+                if peer != self._rank and not self._in_other_threads:
+                    with suppress(OSError):  # no free descriptor: a stall is reported instead
+                        self._send(peer, record)
+
     def close(self) -> None:
         """End: what has not arrived yet never will."""
         with self._lock:
@@ -250,6 +278,31 @@ class Messages:
             self._mailbox.close()
         if self._sending or self._fetching:
             _kept.append(self)
+
+    def _note_thread(self) -> None:
+        self._in_other_threads |= threading.get_ident() != self._thread
+
+    def _check_finished(self, message: Message, awaited: list[int]) -> None:
+        """MismatchError where the thread that trains waits for ranks that wait in elastic.run.
+
+        What they sent before that has arrived before the announcement of it.
+        """
+        with self._lock:
+            mine = self._n_finished[self._rank]
+            if (
+                message.is_over
+                or threading.get_ident() != self._thread
+                or any(each.message is message for each in self._fetching)
+                or any(self._n_finished[peer] <= mine for peer in awaited)
+            ):
+                return
+        ranks = f"rank{'s' * (len(awaited) > 1)} {', '.join(map(str, awaited))}"
+        have, their = ("have", "their functions") if len(awaited) > 1 else ("has", "its function")
+        raise MismatchError(
+            f"{ranks} {have} finished {their} in elastic.run, while rank {self._rank} waits in "
+            f"{message.name}: before a rank returns from there, or calls sys.exit(), it must send "
+            "and receive all messages that others wait for"
+        )
 
     def _deliver(self, envelope: _Envelope) -> None:
         """Give the message to the first receive that accepts it, or keep it until one does."""

@@ -11,7 +11,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
 
 from horo_lite import ops
-from horo_lite.context import rank, size, world
+from horo_lite.context import messages, rank, size, world
 from horo_lite.elastic import growth
 from horo_lite.elastic.consensus import consensus
 from horo_lite.elastic.state import Progress, State
@@ -164,6 +164,7 @@ class _Run:
                         raise
                     error = exit  # to be raised when all ranks are done
                 if comm is not None:
+                    messages().finish()
                     world().group.agree("elastic.run", "the end of training")
             except (TooFewRanksError, KeyboardInterrupt):
                 raise

@@ -660,6 +660,126 @@ def test_who_ends_early_in_good_order_is_told_of() -> None:
 
 
 @needs_ulfm
+@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize("call", ["hvd.recv(x, 1, tag=13)", "hvd.isend(x, 1, tag=13).wait()"])
+def test_who_waits_for_a_message_of_a_rank_that_is_done_is_told_of(call: str, hosts: str) -> None:
+    """What that rank has sent before arrives; the third rank waits in a collective."""
+    script = """
+    import sys, time
+    import numpy as np
+    import horo_lite as hvd
+
+    me = hvd.init().rank
+
+    @hvd.elastic.run
+    def train(state):
+        if me == 1:
+            hvd.send(np.full(3, 5.0), 0)
+            state.handle = hvd.isend(np.full(50_000, 6.0), 0)
+            sys.exit(0)
+        if me == 0:
+            time.sleep(0.3)
+            for n, expected in ((3, 5.0), (50_000, 6.0)):
+                got = np.zeros(n)
+                hvd.recv(got, 1)
+                assert (got == expected).all()
+            x, began = np.zeros(5000), time.monotonic()
+            try:
+                CALL
+            except hvd.MismatchError:
+                print("TOOK", time.monotonic() - began, flush=True)
+                raise
+        hvd.barrier()
+
+    try:
+        train(hvd.elastic.State(step=0))
+    except hvd.HoroLiteError as error:
+        print("RAISES", me, error, flush=True)
+        raise
+    """
+    result = run_ranks(
+        script.replace("CALL", call), 3, options=FT, env={"HORO_LITE_TEST_HOSTS": hosts}
+    )
+    assert result.returncode or hosts, str(result)
+    name = "recv from rank 1 (tag 13)" if "recv" in call else "send to rank 1 (tag 13)"
+    error = f"rank 1 has finished its function in elastic.run, while rank 0 waits in {name}"
+    assert f"RAISES 0 {error}" in result.stdout, str(result)
+    assert result.stdout.count("RAISES") == result.stdout.count(error) == 3, str(result)
+    assert float(re.findall(r"TOOK (\S+)", result.stdout)[0]) < 3, str(result)
+
+
+@needs_ulfm
+@pytest.mark.parametrize("hosts", ["", "1,1"])
+def test_messages_go_on_after_a_function_and_in_threads_beside_it(hosts: str) -> None:
+    result = run_ranks(
+        """
+        import threading, time
+        import numpy as np
+        import horo_lite as hvd
+
+        me = hvd.init().rank
+
+        def ping(tag):  # rank 0 comes late
+            x = np.full(5000, 1.0)
+            if me == 0:
+                time.sleep(0.2)
+                hvd.recv(x, 1, tag=tag)
+            hvd.send(x, 1 - me, tag=tag)
+            if me == 1:
+                hvd.recv(x, 0, tag=tag)
+
+        @hvd.elastic.run
+        def train(state):
+            hvd.barrier()
+            ping(1)
+
+        for _ in range(3):
+            train(hvd.elastic.State(step=0))
+            ping(2)
+
+        def serve():
+            x = np.zeros(3)
+            hvd.recv(x, 0, tag=3)
+            time.sleep(0.5)
+            hvd.send(x + 1, 0, tag=4)
+
+        def listen():
+            hvd.recv(np.zeros(3), 0, tag=5)
+
+        @hvd.elastic.run
+        def train(state):
+            if me == 1:  # its thread serves on
+                state.threads = [threading.Thread(target=each) for each in (serve, listen)]
+                for thread in state.threads:
+                    thread.start()
+            else:
+                time.sleep(0.5)
+                x = np.zeros(3)
+                hvd.send(x, 1, tag=3)
+                hvd.recv(x, 1, tag=4)
+                assert x.tolist() == [1.0] * 3
+
+        @hvd.elastic.run
+        def wait_for_rank_1(state):
+            time.sleep(0.5 * me)
+
+        state = hvd.elastic.State(step=0, threads=[])
+        train(state)
+        wait_for_rank_1(hvd.elastic.State(step=0))
+        if me == 0:
+            hvd.send(np.zeros(3), 1, tag=5)
+        for thread in state.threads:
+            thread.join()
+        print("ENDS", flush=True)
+        """,
+        2,
+        options=FT,
+        env={"HORO_LITE_TEST_HOSTS": hosts},
+    ).check()
+    assert result.stdout.count("ENDS") == 2, str(result)
+
+
+@needs_ulfm
 def test_a_step_that_nobody_counted_is_taken_back() -> None:
     result = train(
         3,
