@@ -130,6 +130,7 @@ class Messages:
         self._is_closed = False
         self._thread = threading.get_ident()  # the one that trains
         self._in_other_threads = False
+        self._sends_on = False  # a thread does
         self._unexpected: list[_Envelope] = []  # that have arrived before their receive
         self._receiving: list[_Receiving] = []  # for which nothing has arrived yet
         self._sending: dict[int, _Sending] = {}  # large, and not acknowledged yet
@@ -347,6 +348,21 @@ class Messages:
         except OSError:  # the caller raises it, and the record is not sent later
             self._outgoing[peer].pop()
             raise
+        if self._outgoing[peer] and not self._sends_on:
+            self._sends_on = True
+            threading.Thread(target=self._send_on, name="horo_lite messages", daemon=True).start()
+
+    def _send_on(self) -> None:
+        """Send what found no room: its receiver must not depend on this rank's next call."""
+        while True:
+            self._mailbox.wait_for_room(CHECK_S)
+            with self._lock:
+                if not self._is_closed:
+                    for peer in range(self._size):
+                        self._flush(peer)
+                self._sends_on = not self._is_closed and any(self._outgoing)
+                if not self._sends_on:
+                    return
 
     def _flush(self, peer: int) -> None:
         waiting = self._outgoing[peer]

@@ -41,5 +41,8 @@ class Mailbox(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Return when something may have arrived, or the time is over."""
 
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Return when what found no room may be sent, or the time is over."""
+
     def close(self) -> None:
         """Nothing can be sent or received any more."""

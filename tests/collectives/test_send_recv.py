@@ -182,6 +182,35 @@ def test_messages_under_way_share_descriptors_and_keep_what_they_hold() -> None:
     assert max(more) < 20, "a descriptor for each message"
 
 
+def test_what_finds_no_room_is_sent_while_its_sender_is_elsewhere() -> None:
+    """Small messages, and the acknowledgement of a large one: a pipe holds 64 KiB."""
+    body = """
+    import time
+    import numpy as np
+    import horo_lite as hvd
+
+    rank = hvd.init(device="cpu", stall_abort_s=10).rank
+    small, large = np.zeros(300), np.zeros(50_000)
+    if rank == 0:
+        handles = [hvd.isend(small + tag, 1, tag=tag) for tag in range(100)]
+        hvd.recv(large, 1)
+        hvd.barrier()
+        for handle in handles:
+            handle.wait()
+    else:
+        handle = hvd.isend(large, 0)
+        time.sleep(0.3)
+        handle.wait()  # its acknowledgement comes after the small ones
+        for tag in range(100):
+            hvd.recv(small, 0, tag=tag)
+            assert (small == tag).all(), tag
+        hvd.barrier()
+    print("end", flush=True)
+    """
+    result = run_ranks(body, 2).check()
+    assert result.stdout.count("end") == 2, str(result)
+
+
 def test_the_tutorial_of_torch_distributed() -> None:
     """Its ring and its trainer, in own words."""
     pytest.importorskip("torch")

@@ -86,6 +86,9 @@ class MpiMailbox:
         pause(min(self._pause_s, timeout_s))
         self._pause_s = min(_LONGEST_PAUSE_S, 1.2 * self._pause_s)
 
+    def wait_for_room(self, timeout_s: float) -> None:
+        """There is room at any time."""
+
     def close(self) -> None:
         """Keep what MPI may still read; the communicator is the world's."""
         _kept.append(self._under_way)
