@@ -147,7 +147,7 @@ class ShmGroup:
     slot_stores: str
     @property
     def stores(self) -> str:
-        """How the latest operation wrote slots: "cached" or "streaming"."""
+        """How the next operation writes slots: "cached" or "streaming"."""
 
     @property
     def round_trip_ns(self) -> float:

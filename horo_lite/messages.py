@@ -7,6 +7,7 @@ travel by themselves: they arrive in the receiver's mailbox whatever the sender 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import pickle
@@ -359,7 +360,8 @@ class Messages:
             with self._lock:
                 if not self._is_closed:
                     for peer in range(self._size):
-                        self._flush(peer)
+                        with contextlib.suppress(OSError):  # short of descriptors: once more, later
+                            self._flush(peer)
                 self._sends_on = not self._is_closed and any(self._outgoing)
                 if not self._sends_on:
                     return

@@ -111,8 +111,12 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
     const std::lock_guard lock(mutex_);
     if (n_bytes < kSmallestReused) return std::free(memory);
     in_use_ -= n_bytes;
-    kept_bytes_ += n_bytes;
-    kept_.emplace(std::pair(n_bytes, ++n_given_back_), memory);
+    try {
+      kept_.emplace(std::pair(n_bytes, ++n_given_back_), memory);
+      kept_bytes_ += n_bytes;
+    } catch (const std::bad_alloc&) {
+      std::free(memory);
+    }
   }
 
   // So much is in use, or about to be.

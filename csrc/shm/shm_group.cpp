@@ -69,6 +69,9 @@ void futex_wake(std::atomic<uint32_t>& value) {
   syscall(SYS_futex, word(value), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
+// Counted from 1; where the kernel does not say, 0 or less.
+int this_cpu() { return sched_getcpu() + 1; }
+
 // Counters wrap round: "a has reached b".
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
 
@@ -194,7 +197,7 @@ class Cursor {
 struct alignas(64) ShmGroup::Flag {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> n_sleepers;
-  std::atomic<int> cpu;  // where the rank ran when it advanced this last
+  std::atomic<int> cpu;  // where the rank ran when it advanced this last, as this_cpu() says
 };
 
 struct alignas(4096) ShmGroup::RankBlock {
@@ -212,7 +215,7 @@ struct alignas(4096) ShmGroup::RankBlock {
   int64_t entered_ns[2];
 };
 
-std::vector<Distance::Shared*> ShmGroup::distances(uint8_t* memory, int size) {
+std::vector<Distance::Shared*> ShmGroup::shared_distances(uint8_t* memory, int size) {
   std::vector<Distance::Shared*> all;
   for (int r = 0; r < size; ++r) all.push_back(&reinterpret_cast<RankBlock*>(memory)[r].distance);
   return all;
@@ -228,7 +231,7 @@ ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, s
       size_(size),
       pids_(std::move(pids)),
       names_(std::move(names)),
-      distance_(distances(memory, size), rank) {
+      distance_(shared_distances(memory, size), rank) {
   cpu_set_t cpus;
   const bool known = sched_getaffinity(0, sizeof(cpus), &cpus) == 0;
   const long n_cpus = std::max(known ? CPU_COUNT(&cpus) : 0L, sysconf(_SC_NPROCESSORS_ONLN));
@@ -264,7 +267,7 @@ uint8_t* ShmGroup::slot(int rank, size_t chunk) const {
 // ----------------------------------------------------------------------------------------------------------
 
 void ShmGroup::signal(Flag& flag, uint32_t value) {
-  flag.cpu.store(sched_getcpu(), std::memory_order_relaxed);
+  flag.cpu.store(this_cpu(), std::memory_order_relaxed);
   flag.value.store(value, std::memory_order_seq_cst);
   if (flag.n_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(flag.value);
 }
@@ -277,7 +280,11 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
   // waiter that spins where there are more ranks than cores keeps the rank it waits for from running, and on that
   // rank's own core it waits for nothing.
   const auto until = std::chrono::steady_clock::now() + (oversubscribed_ ? kShortSpin : kSpin);
-  while (flag.cpu.load(std::memory_order_relaxed) != sched_getcpu() && std::chrono::steady_clock::now() < until) {
+  const auto may_run = [&] {
+    const int cpu = this_cpu();
+    return cpu <= 0 || flag.cpu.load(std::memory_order_relaxed) != cpu;
+  };
+  while (may_run() && std::chrono::steady_clock::now() < until) {
     for (int i = 0; i < 20; ++i) {
       if (is_there()) return;
       pause_briefly();
@@ -535,8 +542,8 @@ size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
 }
 
 Stores ShmGroup::stores_for(size_t n_chunks) {
-  const bool pays = size_ > 1 && n_chunks >= (oversubscribed_ ? kManyChunks : kSomeChunks);
-  if (pays && slot_stores == SlotStores::kAuto && kCanStream) distance_.measure();
+  // Whatever this rank's own setting is: the others need its answers.
+  if (size_ > 1 && n_chunks >= (oversubscribed_ ? kManyChunks : kSomeChunks)) distance_.measure();
   return stores();
 }
 

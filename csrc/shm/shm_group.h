@@ -61,7 +61,7 @@ class ShmGroup {
   size_t chunk_bytes(size_t total_bytes) const;
   // How slots are written; each rank decides for itself, and results do not depend on it.
   std::atomic<SlotStores> slot_stores{SlotStores::kAuto};
-  // What the latest large operation found: see Distance.
+  // How the next operation writes slots, and the round trip that the latest large one measured: see Distance.
   Stores stores() const { return distance_.stores(slot_stores); }
   double round_trip_ns() const { return distance_.round_trip_ns(); }
 
@@ -111,7 +111,7 @@ class ShmGroup {
   struct Flag;
   struct RankBlock;
 
-  static std::vector<Distance::Shared*> distances(uint8_t* memory, int size);
+  static std::vector<Distance::Shared*> shared_distances(uint8_t* memory, int size);
   RankBlock& block(int rank) const;
   uint8_t* slot(int rank, size_t chunk) const;
   // For an operation of so many chunks: measures the distance if that is little beside them.

@@ -362,11 +362,16 @@ def copy_of(x: Array) -> Array:
 def copies_of(xs: Sequence[Array]) -> list[Array]:
     """`copy_of` each, to be given back through `results_like`."""
     adapter = _that_makes_copies(xs)
-    return [copy_of(x) for x in xs] if adapter is None else adapter.host_copies(xs)
+    if adapter is None or any(gpu_of(x) is not None for x in xs):
+        return [copy_of(x) for x in xs]
+    return adapter.host_copies(xs)
 
 
 def results_like(results: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-    """Each of the results, `copies_of(xs)`, as the caller who gave `xs` expects it."""
+    """Each of the results, `copies_of(xs)` in the host's memory, as who gave `xs` expects it.
+
+    Of `xs` only the types count: they may have been deleted meanwhile.
+    """
     adapter = _that_makes_copies(xs)
     if adapter is None:
         return [like(result, x) for result, x in zip(results, xs, strict=True)]
@@ -374,12 +379,12 @@ def results_like(results: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
 
 
 def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:
-    """The one adapter of all of `xs`, if it makes copies in the host's memory."""
+    """The one adapter of all of `xs`, if it makes copies of what is in the host's memory."""
     kinds = set(map(type, xs))
     if len(kinds) != 1 or np.ndarray in kinds:
         return None
     adapter = adapters.adapter_of(xs[0])
-    return adapter if adapter.makes_copies and all(gpu_of(x) is None for x in xs) else None
+    return adapter if adapter.makes_copies else None
 
 
 def like(result: Array, x: Array) -> Array:

@@ -31,7 +31,7 @@ class Backward:
         self._on_begin, self._on_ready, self._on_end = begin, ready, end
         self._left: dict[Function, set[int]] = {}  # what will run, and which gradients it writes
         self._uses: Counter[int] = Counter()
-        self._is_idle = False
+        self.is_idle = False
 
     @property
     def is_running(self) -> bool:
@@ -48,11 +48,11 @@ class Backward:
             self._on_end()
 
     def _begin(self, last: Function) -> bool:
-        if self._is_idle:
+        if self.is_idle:
             return False
         numbers = self._on_begin()
-        self._is_idle = not numbers
-        if self._is_idle:
+        self.is_idle = not numbers
+        if self.is_idle:
             return False
         self._left = {}
         found = [last]
@@ -98,4 +98,11 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
         assert own.reducer is not None
         own.reducer.ready(i)
 
-    return Backward(begin, ready)
+    backward = Backward(begin, ready)
+
+    def hook(function: Function) -> None:
+        if not (backward.is_idle and own.has_begun):  # else this pass overlaps with nothing
+            backward.is_idle = False
+            backward(function)
+
+    return hook

@@ -78,11 +78,19 @@ def move(gradient: Any, home: Any) -> None:
     Best where the gradient has just been computed: it is in cache, and the memory that autograd
     took for it, dropped then, serves for the next one.
     """
-    if home.nbytes >= STREAMED_BYTES:
-        source = Tensors([gradient.resolve_neg()])
-        target = Tensors([home])
-        if source.layout == target.layout and not source.strided:
-            source.copy_to(target, streaming=True)
-            torch.autograd.graph.increment_version(home)
-            return
-    home.copy_(gradient)
+    if home.nbytes >= STREAMED_BYTES and _stream(gradient.resolve_neg(), home):
+        torch.autograd.graph.increment_version(home)
+    else:
+        home.copy_(gradient)
+
+
+def _stream(gradient: Any, home: Any) -> bool:
+    """Copy past the caches, if both lie alike in memory; whether they do."""
+    try:
+        source, target = Tensors([gradient]), Tensors([home])
+    except (TypeError, ValueError):  # without memory of its own, as zeros may be
+        return False
+    if source.layout != target.layout or source.strided:
+        return False
+    source.copy_to(target, streaming=True)
+    return True

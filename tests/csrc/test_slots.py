@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
 import pytest
 from launch import run_ranks, run_threads
 
-from horo_lite import Average, Compression, Group, ops
+from horo_lite import Average, Compression, Group, _native, ops
 
 PAGE = 4096
 # Every residue modulo 64, on both sides of a page's beginning: where slots begin.
@@ -47,6 +48,18 @@ COMBINATIONS = [
 ]
 
 
+@pytest.fixture(params=["avx512", "avx2", "portable"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    best = _native.instruction_set()
+    try:
+        _native.use_instruction_set(request.param)
+    except ValueError:
+        pytest.skip(f"this machine has no {request.param}")
+    yield
+    _native.use_instruction_set(best)
+
+
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("stores", ["cached", "streaming"])
 @pytest.mark.parametrize(("kind", "wire"), COMBINATIONS)
 def test_addresses_and_stores_change_no_bit(kind: str, wire: str, stores: str) -> None:
@@ -78,6 +91,7 @@ def test_addresses_and_stores_change_no_bit(kind: str, wire: str, stores: str) -
             assert result == expected, f"rank {rank}"
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("stores", ["cached", "streaming"])
 def test_moved_bytes_arrive_at_any_address(stores: str) -> None:
     """Broadcasts and all-gathers, longer than a slot."""
@@ -118,11 +132,14 @@ def test_auto_follows_the_measured_round_trip() -> None:
         ):
             hvd.allreduce_(x)
         farthest = hvd.allreduce(np.array(native.round_trip_ns), op=hvd.Max)
+        print("farthest", farthest)
         assert native.stores == ("streaming" if farthest > 320 else "cached"), farthest
         native.slot_stores = "streaming"
         assert native.stores == "streaming"
     """
-    run_ranks(code, 2).check()
+    result = run_ranks(code, 2).check()
+    if "farthest 0.0" in result.stdout:
+        pytest.skip("this machine is so busy that no two ranks ran at the same time")
 
 
 def test_what_stores_there_are() -> None:

@@ -217,6 +217,9 @@ doubled = jax.jit(lambda xs: [2 * x for x in xs], donate_argnums=0)(reduced(4.5)
 parts = jax.jit(lambda xs: [x[..., :2] if x.ndim else x for x in xs])(reduced(5))
 single = hvd.allreduce(jnp.full((1 << 16,), 60.0 + rank, jnp.float32))
 later = horo_lite.allreduce_async(jnp.full((1 << 16,), 70.0 + rank, jnp.bfloat16))
+deleted = jnp.full((1 << 16,), 80.0 + rank)
+result_of_deleted = horo_lite.allreduce_async(deleted)
+deleted.delete()
 for step in range(20, 30):
     check(reduced(step), step)
     check([hvd.allreduce(jnp.full((1 << 16,), 10.0 * step + rank, jnp.float32))], step)
@@ -229,6 +232,7 @@ check(parts, 5)
 check([single], 6)
 later = horo_lite.synchronize(later)
 assert later.dtype == jnp.bfloat16 and (later == 70 + average).all()
+assert (horo_lite.synchronize(result_of_deleted) == 80 + average).all()
 
 # With the world ends what is kept for its next results.
 del kept, views, same, doubled, parts, single, later, results

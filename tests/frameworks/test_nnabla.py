@@ -149,6 +149,11 @@ found = train(solver, uneven, hook=hook)
 assert close(found, whole) and same_bits(found) and events.count("backward") == N_STEPS
 assert not any(isinstance(e, list) for e in events), events
 Group.exchange_async = submit
+# The same one for every pass, although it is meant for one.
+solver = hvd.DistributedOptimizer(momentum())
+kept = hvd.nnabla.overlap(solver, weight=n)
+found = train(solver, uneven, hook=lambda: kept)
+assert close(found, whole) and same_bits(found)
 print("overlap", flush=True)
 
 # Several passes, of which the last one of each step sends.

@@ -264,6 +264,7 @@ def test_any_gradient_is_moved_and_graphs_notice(
         "strided": torch.arange(140.0 * 33).view(140, 33)[::2],
         "one element": torch.tensor(3.0).expand(70, 33),
         "yet to be negated": x.conj().imag,
+        "zeros without memory": torch._efficientzerotensor((70, 33)),  # type: ignore[no-untyped-call]
     }
     assert gradients["yet to be negated"].is_neg()
     for what, gradient in gradients.items():
