@@ -180,7 +180,7 @@ class Cores:
         self.only = {cores[comm.rank]} if self.group and comm.size > len(cores) else self.allowed
         self.native = None if self.group is None else self.group.transport.native_group
         if self.native is not None:
-            self.native.slot_stores = "auto"  # otherwise nothing is measured
+            self.native.write_slots("auto")  # otherwise nothing is measured
         self.array = np.zeros(1 << 18, np.float32)  # in so many chunks that it is worth measuring
 
     def round_trip_ns(self) -> float:

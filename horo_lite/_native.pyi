@@ -144,7 +144,11 @@ class ShmGroup:
     def size(self) -> int: ...
     @property
     def label(self) -> str: ...
-    slot_stores: str
+    @property
+    def slot_stores(self) -> str: ...
+    def write_slots(self, how: str) -> None:
+        """From now on: "auto", "cached" or "streaming"."""
+
     @property
     def stores(self) -> str:
         """How the next operation writes slots: "cached" or "streaming"."""

@@ -58,9 +58,11 @@ void bind_shm_group(nb::module_& m) {
       .def_prop_ro("rank", [](const PyShmGroup& g) { return g.shm.rank(); })
       .def_prop_ro("size", [](const PyShmGroup& g) { return g.shm.size(); })
       .def_prop_ro("label", [](const PyShmGroup& g) { return g.shm.label(); })
-      .def_prop_rw(
-          "slot_stores", [](const PyShmGroup& g) { return kSlotStores[static_cast<int>(g.shm.slot_stores.load())]; },
-          [](PyShmGroup& g, const std::string& how) { g.shm.slot_stores = slot_stores_of(how); })
+      .def_prop_ro("slot_stores",
+                   [](const PyShmGroup& g) { return kSlotStores[static_cast<int>(g.shm.slot_stores.load())]; })
+      .def(
+          "write_slots", [](PyShmGroup& g, const std::string& how) { g.shm.slot_stores = slot_stores_of(how); },
+          "how"_a)
       .def_prop_ro("stores", [](const PyShmGroup& g) { return kSlotStores[1 + static_cast<int>(g.shm.stores())]; })
       .def_prop_ro("round_trip_ns", [](const PyShmGroup& g) { return g.shm.round_trip_ns(); })
       .def(

@@ -474,7 +474,7 @@ struct Plain {
 
   HORO_INLINE static void finish(Tile<A>& tile, const Factor& factor) {
     if constexpr (kIsInteger<A>) {
-      if (op == Op::kWeightedAverage || factor.scale != 1.0 || factor.divisor != 1.0) {
+      if (factor.scale != 1.0 || factor.divisor != 1.0) {  // else this is not the last hop
         for_each(tile, [&factor](A value) { return finished<op>(value, factor); });
       }
     } else {

@@ -51,7 +51,7 @@ class Links:
         """
         for transport in self.transports():
             if transport.native_group is not None:
-                transport.native_group.slot_stores = stores
+                transport.native_group.write_slots(stores)
 
 
 def connect(

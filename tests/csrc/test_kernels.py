@@ -124,6 +124,27 @@ def test_inf_stays_inf_beside_anything(wire: str, dtype: str, best: str) -> None
         ), isa
 
 
+def test_weighted_integers_are_divided_at_the_last_hop_only(best: str) -> None:
+    """Within a host contributions are weighted and added, between hosts added and divided."""
+    for isa, dtype in itertools.product(available(best), ["int8", "int32", "uint64"]):
+        _native.use_instruction_set(isa)
+        xs = [np.full(BLOCK + 17, value, dtype) for value in (2, 4, 7, 9)]
+        layouts = [
+            _native.WireLayout(_native.Tensors([x]), "weighted average", "none", 1 << 20, 1)
+            for x in xs
+        ]
+        images = [np.zeros(1 << 16, np.uint8) for _ in range(7)]
+        places = [image.ctypes.data for image in images]
+        for layout, place in zip(layouts, places, strict=False):
+            layout.encode(0, place)
+        weights = [0.5, 0.125, 0.125, 0.125]
+        layouts[0].reduce(0, 0, places[:2], 1.0, weights[:2], 1.0, 1.0, places[4])
+        layouts[0].reduce(0, 0, places[2:4], 1.0, weights[2:], 1.0, 1.0, places[5])
+        layouts[0].reduce(0, 0, places[4:6], 1.0, [], 1.0, sum(weights), places[6])
+        layouts[0].decode(0, places[6])
+        assert (xs[0] == 4).all(), (isa, dtype, xs[0][:3])  # (2 * 4 + 4 + 7 + 9) / 7
+
+
 def test_an_unknown_instruction_set_is_an_error() -> None:
     with pytest.raises(ValueError, match="sse9"):
         _native.use_instruction_set("sse9")

@@ -76,9 +76,9 @@ def test_addresses_and_stores_change_no_bit(kind: str, wire: str, stores: str) -
             ops.allreduce_(x, op=Average, compression=WIRES[wire], group=group)
             results.append(x.tobytes())
 
-        native.slot_stores = "cached"
+        native.write_slots("cached")
         reduce(64)
-        native.slot_stores = stores
+        native.write_slots(stores)
         for i in range(len(OFFSETS)):
             reduce(OFFSETS[(i + 40 * group.rank) % len(OFFSETS)])
         return results
@@ -100,7 +100,7 @@ def test_moved_bytes_arrive_at_any_address(stores: str) -> None:
     def move(group: Group) -> None:
         native = group.transport.native_group
         assert native is not None
-        native.slot_stores = stores
+        native.write_slots(stores)
         for offset in OFFSETS[::9]:
             mine = np.random.default_rng(group.rank).integers(0, 256, n, np.uint8)
             root = np.random.default_rng(1).integers(0, 256, n, np.uint8)
@@ -134,7 +134,7 @@ def test_auto_follows_the_measured_round_trip() -> None:
         farthest = hvd.allreduce(np.array(native.round_trip_ns), op=hvd.Max)
         print("farthest", farthest)
         assert native.stores == ("streaming" if farthest > 320 else "cached"), farthest
-        native.slot_stores = "streaming"
+        native.write_slots("streaming")
         assert native.stores == "streaming"
     """
     result = run_ranks(code, 2).check()
@@ -146,10 +146,10 @@ def test_what_stores_there_are() -> None:
     def choose(group: Group) -> None:
         native = group.transport.native_group
         assert native is not None
-        native.slot_stores = "streaming"
+        native.write_slots("streaming")
         assert native.stores == "streaming"
         with pytest.raises(ValueError, match="not 'fast'"):
-            native.slot_stores = "fast"
+            native.write_slots("fast")
         assert native.slot_stores == "streaming"
 
     run_threads(1, choose)
