@@ -81,7 +81,7 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo build debug test test-frameworks sanitize check fix bench soak examples wheel gpu-check clean
+.PHONY: help demo build debug test test-frameworks sanitize check fix bench bench-hosts soak examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -181,6 +181,9 @@ bench: $(TEST_READY) .venv-jax/.ready ## time the collectives, the guards, PyTor
 	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
 	@echo && .venv-jax/bin/python benchmarks/jax_step.py
+
+bench-hosts: $(TEST_READY) ## time the all-reduce across hosts, which are network namespaces of this machine; needs root
+	@$(PY) benchmarks/hosts.py $(ARGS)
 
 soak: $(TEST_READY) ## random jobs with random trouble, watched from outside, for MINUTES=30
 	@$(PY) tests/soak/soak.py --minutes $(MINUTES) --jobs $(JOBS) \

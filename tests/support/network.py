@@ -1,0 +1,356 @@
+"""Several hosts on one machine: namespaces joined by links of a given rate.
+
+A host is a set of namespaces (network, processes, hostname, mounts, System V memory) with an
+address of its own, as a container is: its ranks can reach those of other hosts only by TCP. Every
+host has one link to a switch, which limits what it sends and what it receives. The launcher runs at
+the switch, beside the hosts, as on a login node, and starts its daemons through a script that takes
+the place of ssh.
+
+    with Network(2, rate_mbit=1000) as network:
+        subprocess.run(network.launch("mpich", mpiexec, 2) + [python, "train.py"], env=…)
+
+Nothing has a name outside of these namespaces, and each lives as long as its first process, which
+ends when its standard input does: whatever happens to the process that made a network, the kernel
+removes all of it, with every process in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+INTERFACE = "eth0"
+"""Of every host, and of the switch."""
+_SUBNET = "10.77.0"
+_SWITCH_ADDRESS = f"{_SUBNET}.254"
+_TOOLS = ("ip", "tc", "unshare", "nsenter")
+# A first process collects its orphans, which `trap ''` leaves to the kernel. The mounts show what
+# belongs to these namespaces: MPI looks for interfaces in /sys, and for memory in /dev/shm.
+_FIRST_PROCESS = """
+trap '' CHLD
+ip link set lo up
+if [ "$1" ]; then
+  hostname "$1" && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm || exit
+  echo cubic >/proc/sys/net/ipv4/tcp_congestion_control
+fi
+echo ready
+exec cat
+"""
+# What ssh would be: ignores options, takes a host and a command for that host's shell. What the
+# command prints must not be lost when the host vanishes, so nothing is buffered here.
+_REMOTE_SHELL = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+case $1 in
+%s
+*) echo "no host $1" >&2; exit 255 ;;
+esac
+shift
+exec nsenter --target $pid --mount --uts --ipc --net --pid sh -c "$*"
+"""
+# Classes of HTB, one for each flow: more than there are flows, so that two rarely share one.
+_N_FLOW_CLASSES_BITS = 10
+_FIRST_FLOW_CLASS = 0x10
+
+
+class Host:
+    """One of the hosts of a network.
+
+    Attributes:
+        name: Its hostname.
+        address: Its address; launchers know it by that.
+        pid: Of its first process, as the test sees it.
+        link: The switch's end of its link.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.name = f"host{number}"
+        self.address = f"{_SUBNET}.{number + 1}"
+        self.link = f"to-{self.name}"
+        self._namespaces = _Namespaces(self.name)
+        self.pid = self._namespaces.pid
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command that runs that command on this host."""
+        return [*_enter(self.pid, "mount", "uts", "ipc", "net", "pid"), *command]
+
+    def vanish(self) -> None:
+        """Kill every process on this host at once; its link goes with it."""
+        self._namespaces.close()
+
+
+class Network:
+    """Hosts joined by a switch.
+
+    Args:
+        n_hosts: How many.
+        rate_mbit: Of each link, in each direction, in 10^6 bits a second; None for no limit.
+        flow_mbit: Of each TCP connection; None for no limit.
+        delay_ms: Of a message from a host to another.
+        loss: The share of packets that are lost.
+
+    Raises:
+        OSError: The kernel lacks what is asked for: see `missing`.
+    """
+
+    def __init__(
+        self,
+        n_hosts: int,
+        *,
+        rate_mbit: float | None = None,
+        flow_mbit: float | None = None,
+        delay_ms: float = 0.0,
+        loss: float = 0.0,
+    ) -> None:
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            switch = stack.enter_context(contextlib.closing(_Namespaces("")))
+            self._switch = switch.pid
+            self._in_switch(
+                f"link add {INTERFACE} type bridge",
+                f"addr add {_SWITCH_ADDRESS}/24 dev {INTERFACE}",
+                f"link set {INTERFACE} up",
+            )
+            self.hosts = [Host(number) for number in range(n_hosts)]
+            for host in self.hosts:
+                stack.callback(host.vanish)
+                self._in_switch(
+                    f"link add {host.link} type veth peer name {INTERFACE} netns {host.pid}",
+                    f"link set {host.link} master {INTERFACE} up",
+                )
+                inside = _enter(host.pid, "net")
+                _batch(
+                    [*inside, "ip"],
+                    f"addr add {host.address}/24 dev {INTERFACE}",
+                    f"link set {INTERFACE} up",
+                )
+                _batch([*inside, "tc"], *_limits(INTERFACE, rate_mbit, flow_mbit))
+                # Of two hosts, what one receives the other has sent, and that is limited already.
+                arriving = _limits(host.link, rate_mbit if n_hosts > 2 else None, None)
+                if delay_ms or loss:
+                    arriving = [
+                        f"qdisc add dev {host.link} root handle 1: netem limit 1000000"
+                        f" delay {delay_ms}ms loss {100 * loss}%",
+                        *(line.replace(" root ", " parent 1:1 ", 1) for line in arriving),
+                    ]
+                _batch([*_enter(self._switch, "net"), "tc"], *arriving)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts"))
+            self._remote_shell = Path(folder, "remote-shell")
+            cases = (f"{host.address}) pid={host.pid} ;;" for host in self.hosts)
+            self._remote_shell.write_text(_REMOTE_SHELL % "\n".join(cases))
+            self._remote_shell.chmod(0o755)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every process on every host, and remove the network."""
+        self._stack.close()
+
+    def launch(self, mpi: str, mpiexec: str, ranks: int | Sequence[int]) -> list[str]:
+        """The beginning of a command that starts ranks on the hosts; what they run follows.
+
+        Args:
+            mpi: `openmpi` or `mpich`.
+            mpiexec: The launcher's path.
+            ranks: Of each host, or of every one. Ranks are numbered host by host.
+        """
+        counts = [ranks] * len(self.hosts) if isinstance(ranks, int) else list(ranks)
+        slots = ",".join(f"{h.address}:{n}" for h, n in zip(self.hosts, counts, strict=True))
+        command = [*_enter(self._switch, "net"), mpiexec]
+        if mpi == "openmpi":
+            command += ["--host", slots, "--prtemca", "plm_ssh_agent", str(self._remote_shell)]
+            # Without a binding: every host is on the same cores, and would use the first of them.
+            command += ["--map-by", "slot:nooversubscribe", "--bind-to", "none"]
+        else:
+            command += ["-launcher", "ssh", "-launcher-exec", str(self._remote_shell)]
+            command += ["-iface", INTERFACE, "-hosts", slots]
+        return [*command, "-n", str(sum(counts))]
+
+    def at_switch(self, command: Sequence[str]) -> list[str]:
+        """The command that runs that command where the launcher runs."""
+        return [*_enter(self._switch, "net"), *command]
+
+    def cut(self, host: Host) -> None:
+        """Cut a host's link: nothing arrives on either side, and nobody is told."""
+        # The ends stay up, or the kernel would report that the network is unreachable.
+        self._in_switch(f"link set {host.link} nomaster")
+
+    def mend(self, host: Host) -> None:
+        """Join a link that was cut."""
+        self._in_switch(f"link set {host.link} master {INTERFACE}")
+
+    def _in_switch(self, *lines: str) -> None:
+        _batch([*_enter(self._switch, "net"), "ip"], *lines)
+
+
+def environment(mpi: str) -> dict[str, str]:
+    """The variables with which ranks use TCP across hosts, and nothing else."""
+    if mpi == "mpich":
+        own = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
+    else:
+        own = {
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "tcp,sm,self",
+            "OMPI_MCA_btl_tcp_if_include": INTERFACE,
+            "PRTE_MCA_oob_tcp_if_include": INTERFACE,
+            "PMIX_MCA_ptl_tcp_if_include": INTERFACE,
+            # All hosts share the cores of one machine, which a rank that waits must give away.
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            # Processes of different hosts have the same numbers: files named by them must not meet.
+            "PRTE_MCA_prte_tmpdir_base": "/dev/shm",
+        }
+    return own | {"GLOO_SOCKET_IFNAME": INTERFACE}
+
+
+@functools.cache
+def unavailable() -> str:
+    """Why there can be no hosts on this machine, with the remedy; "" where there can."""
+    if absent := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        return f"{', '.join(absent)} not found: install iproute2 and util-linux"
+    try:
+        Network(1).close()
+    except OSError as error:
+        why = f"namespaces cannot be made ({error})"
+        if os.geteuid() != 0:
+            return f"{why}: run this as root, or under `unshare --user --map-root-user`"
+        return f"{why}: this needs CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged)"
+    return ""
+
+
+@functools.cache
+def missing() -> Mapping[str, str]:
+    """What links cannot have on this machine, of `rate`, `flow` and `delay`; and why."""
+    found = {}
+    for what, limits in (
+        ("rate", {"rate_mbit": 1000.0}),
+        ("flow", {"rate_mbit": 1000.0, "flow_mbit": 250.0}),
+        ("delay", {"delay_ms": 1.0}),
+    ):
+        try:
+            Network(1, **limits).close()
+        except OSError as error:
+            found[what] = str(error).strip().splitlines()[-1]
+    return found
+
+
+class _Namespaces:
+    """Namespaces that live as long as this object, or this process.
+
+    With a name they are a host's; without one there is only a network.
+    """
+
+    def __init__(self, name: str) -> None:
+        kinds = ["--net"]
+        if name:
+            kinds += ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
+            kinds += ["--mount-proc"]
+        self._process = subprocess.Popen(
+            ["unshare", *kinds, "sh", "-c", _FIRST_PROCESS, "sh", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the job
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        if self._process.stdout.readline() != b"ready\n":
+            error = self._process.stderr.read().decode(errors="replace")
+            self.close()
+            raise OSError(error.strip() or "unshare failed")
+        self.pid = self._process.pid
+        if name:  # unshare's child is the first process
+            self.pid = int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def _enter(pid: int, *kinds: str) -> list[str]:
+    return ["nsenter", "--target", str(pid), *(f"--{kind}" for kind in kinds)]
+
+
+def _batch(command: Sequence[str], *lines: str) -> None:
+    """Run lines of `ip` or `tc` at once."""
+    if not lines:
+        return
+    done = subprocess.run(
+        [*command, "-batch", "-"],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"{shlex.join(command)}: {done.stderr.strip()}")
+
+
+def _limits(device: str, rate_mbit: float | None, flow_mbit: float | None) -> list[str]:
+    """The lines of `tc` that limit what a device sends, altogether and by flow."""
+    if rate_mbit is None:
+        assert flow_mbit is None, "a limit for flows needs one for the link"
+        return []
+    # At once at most 0.2 ms of the rate, and no less than a packet as the kernel hands it down.
+    burst = max(1 << 17, int(rate_mbit * 1e6 / 8 * 0.2e-3))
+    # Room for 0.1 s: TCP holds back its own packets, and those of many connections fit.
+    queue = max(1 << 22, int(rate_mbit * 1e6 / 8 * 0.1))
+    if flow_mbit is None:
+        return [
+            f"qdisc add dev {device} root handle 10: tbf"
+            f" rate {rate_mbit}mbit burst {burst} limit {queue}"
+        ]
+    classes = range(_FIRST_FLOW_CLASS, _FIRST_FLOW_CLASS + (1 << _N_FLOW_CLASSES_BITS))
+    own = rate_mbit / len(classes)
+    return [
+        f"qdisc add dev {device} root handle 1: htb default 2",
+        f"class add dev {device} parent 1: classid 1:1 htb"
+        f" rate {rate_mbit}mbit ceil {rate_mbit}mbit burst {burst} cburst {burst}",
+        f"class add dev {device} parent 1:1 classid 1:2 htb rate 1mbit ceil {rate_mbit}mbit",
+        *(
+            f"class add dev {device} parent 1:1 classid 1:{number:x} htb rate {own}mbit"
+            f" ceil {flow_mbit}mbit burst {1 << 16} cburst {burst} quantum {1 << 16}"
+            for number in classes
+        ),
+        f"filter add dev {device} parent 1: protocol ip bpf bytecode '{_class_of_flow()}'",
+    ]
+
+
+def _class_of_flow() -> str:
+    """A program of classic BPF that returns the class of a TCP packet, by both of its ports."""
+    load_half, load_byte, load_word = 0x28, 0x30, 0x20  # at an offset in the frame
+    unless_equal, multiply, shift_right, add, return_a, return_k = 0x15, 0x24, 0x74, 4, 0x16, 6
+    program = [
+        (load_half, 0, 0, 12),
+        (unless_equal, 0, 7, 0x0800),  # IPv4
+        (load_byte, 0, 0, 23),
+        (unless_equal, 0, 5, 6),  # TCP; its header follows 20 bytes of IP's
+        (load_word, 0, 0, 34),
+        (multiply, 0, 0, 0x9E3779B1),  # Knuth's hash
+        (shift_right, 0, 0, 32 - _N_FLOW_CLASSES_BITS),
+        (add, 0, 0, 0x10000 + _FIRST_FLOW_CLASS),
+        (return_a, 0, 0, 0),
+        (return_k, 0, 0, 0),  # no class: the default
+    ]
+    return f"{len(program)}," + ",".join(" ".join(map(str, each)) for each in program)
+
+
+def wait_until_gone(pid: int, timeout_s: float = 10) -> None:
+    """Return when no process of that number is left."""
+    until = time.monotonic() + timeout_s
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} still exists")
+        time.sleep(0.01)
