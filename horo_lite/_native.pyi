@@ -236,6 +236,71 @@ class WireLayout:
     ) -> None: ...
     def decode(self, chunk: int, image: int) -> None: ...
 
+class PointToPoint:
+    """Messages between ranks of different hosts."""
+
+    @staticmethod
+    def over_mpi(
+        functions: tuple[int, int, int, int], communicator: bytes, byte: bytes, status_bytes: int
+    ) -> PointToPoint:
+        """Over MPI, whose functions and handles these are.
+
+        Args:
+            functions: The addresses of MPI_Isend, MPI_Irecv, MPI_Testall and MPI_Error_string.
+            communicator: The handle as it lies in memory.
+            byte: The same of MPI_BYTE.
+            status_bytes: sizeof(MPI_Status).
+        """
+
+    @staticmethod
+    def calling(
+        start: Callable[
+            [Sequence[tuple[int, int, int, int]], Sequence[tuple[int, int, int, int]]],
+            Callable[[], bool],
+        ],
+    ) -> PointToPoint:
+        """Over anything: `start(receive, send)` gets (peer, tag, address, n_bytes) of each message.
+
+        What it returns tells whether all have been received and sent. Neither waits.
+        """
+
+class HostsAllreduce:
+    """The all-reduce among several hosts."""
+
+    def __init__(
+        self,
+        group: ShmGroup,
+        messages: PointToPoint,
+        ranks: Sequence[Sequence[int]],
+        here: int,
+        memory: int,
+    ) -> None:
+        """`ranks[h]` are those of host h, as `messages` numbers them; `group`, of host `here`.
+
+        `memory` is the address of what they share, zeroed or not.
+        """
+
+    @staticmethod
+    def memory_bytes(ranks: Sequence[Sequence[int]], here: int) -> int: ...
+    @property
+    def window_bytes(self) -> int: ...
+    @property
+    def n_shares(self) -> int: ...
+    def allreduce(
+        self,
+        layout: WireLayout,
+        prescale: float,
+        scale: float,
+        divisor: float,
+        weights: Sequence[float],
+        label: str,
+        on_idle: Callable[[], object],
+    ) -> None:
+        """In place over the layout's tensors; `weights` are those of this host's ranks.
+
+        `on_idle` is called a few times a second while messages are awaited; raises to stop that.
+        """
+
 class Job:
     """An operation in flight."""
 

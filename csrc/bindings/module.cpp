@@ -73,6 +73,7 @@ NB_MODULE(_native, m) {
   bind_shm_group(m);
   bind_wire_layout(m);
   bind_engine(m);
+  bind_hosts(m);
   bind_device(m);
   bind_nccl(m);
   bind_xla(m);

@@ -155,6 +155,7 @@ void bind_stall_detector(nanobind::module_& m);
 void bind_shm_group(nanobind::module_& m);
 void bind_wire_layout(nanobind::module_& m);
 void bind_engine(nanobind::module_& m);
+void bind_hosts(nanobind::module_& m);
 void bind_device(nanobind::module_& m);
 void bind_nccl(nanobind::module_& m);
 void bind_xla(nanobind::module_& m);

@@ -22,10 +22,7 @@ from horo_lite.transports.peers import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["WINDOW_BYTES", "Role", "ThisHost", "share_memory"]
-
-WINDOW_BYTES = 1 << 20
-"""Of an all-reduce over several hosts, what is under way at a time."""
+__all__ = ["Role", "ThisHost", "share_memory"]
 
 
 class Role(IntEnum):
@@ -58,8 +55,10 @@ class ThisHost:
     n_transports: int
     here: Sequence[int]
     """The world's numbers of the ranks of this host."""
-    leaders: Sequence[int]
-    """The first rank of each host, as the communicator numbers them."""
+    hosts: Sequence[Sequence[int]]
+    """The ranks of each host, as the communicator numbers them."""
+    host: int
+    """This one, among them."""
     stall_detector: _native.StallDetector
     inboxes: Sequence[tuple[int, int]]
     """Of each of the communicator's ranks, the process and its descriptor for messages, if any."""
@@ -108,8 +107,12 @@ def share_memory(
     host_numbers = list(host_of_rank)
     here = [r for r, number in enumerate(host_numbers) if number == host_numbers[comm.rank]]
     group_bytes = _native.ShmGroup.memory_bytes(len(here))
-    # Over MPI, an image of each rank's, their sum, and the sum of all hosts.
-    scratch_bytes = (len(here) + 2) * WINDOW_BYTES if over_mpi else 0
+    hosts = [
+        [r for r, each in enumerate(host_numbers) if each == number]
+        for number in sorted(set(host_numbers))
+    ]
+    host = hosts.index(here)
+    scratch_bytes = _native.HostsAllreduce.memory_bytes(hosts, host) if over_mpi else 0
     board = n_transports * (group_bytes + scratch_bytes)
     is_world = stall_detector is None
     n_bytes = board + (_native.StallDetector.memory_bytes(comm.size) if is_world else 0)
@@ -153,7 +156,8 @@ def share_memory(
         names=[names[r] for r in here],
         n_transports=n_transports,
         here=[ranks[r] for r in here],
-        leaders=[host_numbers.index(number) for number in sorted(set(host_numbers))],
+        hosts=hosts,
+        host=host,
         stall_detector=stall_detector,
         inboxes=[(each[0], each[3]) for each in everyone if each[3] is not None],
         is_world=is_world,

@@ -27,17 +27,12 @@ class Communicators:
     unusable: ClassVar[list[Communicators]] = []
     """All that never can be given back."""
 
-    def __init__(self, comm: MPI.Comm, leads: bool) -> None:
-        from mpi4py import MPI
-
+    def __init__(self, comm: MPI.Comm) -> None:
         # All made from `comm`: who is left waiting when a rank dies meanwhile learns of it there.
         self._parent = comm
         self.all = comm.Dup()
         """Of all ranks."""
         self._control_channels: list[ControlChannel] = []
-        leaders = comm.Split(0 if leads else MPI.UNDEFINED, comm.rank)
-        self.leaders: MPI.Comm | None = leaders if leads else None
-        """Of one rank a host; None on the others."""
         self.closed = False  # nothing was interrupted, and this rank needs them no more
         self.memory: dict[str, Any] = {}
         Communicators.in_use.append(self)
@@ -57,8 +52,6 @@ class Communicators:
     def _free(self, n_sent: Sequence[Sequence[int]]) -> None:
         for i, channel in enumerate(self._control_channels):
             channel.free([each[i] for each in n_sent])
-        if self.leaders is not None:
-            self.leaders.Free()
         self.all.Free()
 
     @staticmethod

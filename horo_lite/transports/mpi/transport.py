@@ -1,9 +1,6 @@
 """Ranks of several hosts: shared memory inside a host, MPI (through mpi4py) across hosts.
 
-An all-reduce goes window by window. The ranks of a host encode theirs into shared memory and sum
-them there, in rank order; one rank a host exchanges the sums with the other hosts, each of which
-owns a share, adds it up in host order and gives the result to all; everyone decodes it. A host of
-one rank does the same with nobody to wait for.
+An all-reduce is C++ (csrc/hosts), which calls MPI's functions itself; all else is here.
 """
 
 from __future__ import annotations
@@ -25,8 +22,9 @@ from horo_lite.transports.mpi.byte_stream import ByteStream
 from horo_lite.transports.mpi.communicators import Communicators
 from horo_lite.transports.mpi.engine_channel import EngineChannel
 from horo_lite.transports.mpi.peer_status import PeerStatus
+from horo_lite.transports.mpi.point_to_point import executed_point_to_point, point_to_point
 from horo_lite.transports.peers import allgather_objects
-from horo_lite.transports.this_host import WINDOW_BYTES, Role
+from horo_lite.transports.this_host import Role
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,17 +75,19 @@ class MpiTransport(Transport):
         self.size = comm.size
         self.ranks = host.ranks
         self._detector = self.stall_detector = host.stall_detector
-        self._leaders = host.leaders
         self._here = [host.ranks.index(r) for r in host.here]
         names: list[str] = allgather_objects(comm, host.names[host.rank])
         self._host_group = host.group(role)
-        scratch = host.scratch(role)
-        self._images = [scratch + r * WINDOW_BYTES for r in range(host.size)]
-        self._sum = scratch + host.size * WINDOW_BYTES
-        self._total = scratch + (host.size + 1) * WINDOW_BYTES
-        self.communicators = Communicators(comm, leads=self._host_group.rank == 0)
-        self.communicators.memory["segment"] = host.segment
+        self.communicators = Communicators(comm)
         self._comm = self.communicators.all
+        if executor is None:
+            messages = point_to_point(self._comm)
+        else:
+            messages = executed_point_to_point(self._comm, executor, serves=self._is_direct)
+        self._allreduce = _native.HostsAllreduce(
+            self._host_group, messages, host.hosts, host.host, host.scratch(role)
+        )
+        self.communicators.memory["allreduce"] = self._allreduce
         self.peers = PeerStatus(
             self.communicators.control_channel(),
             self.call,
@@ -97,7 +97,6 @@ class MpiTransport(Transport):
             host.ranks,
             names,
         )
-        self._n_hosts = len(host.leaders)
         self._broken = ""
         self._n_waits = 0  # changes whenever this rank begins or stops to wait, odd while it does
         self._waiting_thread = 0  # whose wait that is: its native id
@@ -140,61 +139,22 @@ class MpiTransport(Transport):
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         op, wire, prescale, scale, divisor, weights = reduction
-        layout = _native.WireLayout(tensors, op, wire, WINDOW_BYTES, self._n_hosts)
-        group, leaders = self._host_group, self.communicators.leaders
-        ours = range(group.rank, self._n_hosts, group.size)
+        window_bytes, n_shares = self._allreduce.window_bytes, self._allreduce.n_shares
+        layout = _native.WireLayout(tensors, op, wire, window_bytes, n_shares)
         here = [weights[r] for r in self._here] if weights else ()
-        for window in range(layout.n_chunks):
-            shares = layout.shares(window)
-            layout.encode(window, self._images[group.rank])
-            self._barrier_of_host()
-            for share in ours:
-                layout.reduce(window, share, self._images, prescale, here, 1.0, 1.0, self._sum)
-            self._barrier_of_host()
-            if leaders is not None:
-                self._reduce_across(leaders, layout, window, shares, scale, divisor)
-            self._barrier_of_host()
-            layout.decode(window, self._total)
+        wait = self._detector.wait()
+        went_well = False
 
-    def _reduce_across(
-        self,
-        leaders: MPI.Comm,
-        layout: _native.WireLayout,
-        window: int,
-        shares: list[tuple[int, int]],
-        scale: float,
-        divisor: float,
-    ) -> None:
-        byte = self._mpi.BYTE
-        begins = [begin for begin, _ in shares]
-        sizes = [end - begin for begin, end in shares]
-        host = leaders.rank
-        own_begin, own_size = begins[host], sizes[host]
-        inbox = self.communicators.buffer("inbox", self._n_hosts * own_size)
-        sums = self._memory(self._sum, shares[-1][1])
-        total = self._memory(self._total, shares[-1][1])
-        arrivals = [h * own_size for h in range(self._n_hosts)]
-        self._wait(
-            [
-                self.call(
-                    leaders.Ialltoallv,
-                    [sums, (sizes, begins), byte],
-                    [inbox, ([own_size] * self._n_hosts, arrivals), byte],
-                )
-            ],
-            self._leaders,
-        )
-        # Where each host's image of the whole window would begin.
-        images = [inbox.ctypes.data + arrival - own_begin for arrival in arrivals]
-        layout.reduce(window, host, images, 1.0, (), scale, divisor, self._total)
-        in_place = self._mpi.IN_PLACE
-        gathering = self.call(leaders.Iallgatherv, in_place, [total, (sizes, begins), byte])
-        self._wait([gathering], self._leaders)
+        def check() -> None:
+            self.peers.check_all()
+            self.peers.report_wait(wait, range(self.size))
 
-    def _barrier_of_host(self) -> None:
-        if self._host_group.size > 1:
+        try:
             with self._giving_up():
-                self._host_group.agree(self.label, 0)
+                self._allreduce.allreduce(layout, prescale, scale, divisor, here, self.label, check)
+            went_well = True
+        finally:
+            wait.close(went_well)
 
     # Moving bytes.
 
@@ -274,13 +234,10 @@ class MpiTransport(Transport):
                 finish(window - 1)
             under_way = requests
 
-    def _memory(self, address: int, n_bytes: int) -> Any:
-        return self._mpi.buffer.fromaddress(address, n_bytes)
-
     # Waiting and ending.
 
-    def _wait(self, requests: list[Any], among: Sequence[int] = ()) -> None:
-        """Return when all requests are complete, which are of the ranks `among`; of all by default.
+    def _wait(self, requests: list[Any]) -> None:
+        """Return when all requests are complete.
 
         MPI itself would wait for ever, at full speed, and learn of nobody's end.
         """
@@ -304,7 +261,7 @@ class MpiTransport(Transport):
                     if n_polls % 20 == 0:
                         try:
                             self.peers.check_all()
-                            self.peers.report_wait(wait, among or range(self.size))
+                            self.peers.report_wait(wait, range(self.size))
                         except PeerLostError:
                             if test(requests):  # they are complete all the same
                                 break

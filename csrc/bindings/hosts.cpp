@@ -1,0 +1,116 @@
+// The all-reduce among several hosts, for Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <tuple>
+
+#include "bindings/shm_group.h"
+#include "hosts/hosts_allreduce.h"
+#include "hosts/mpi.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace horo {
+namespace {
+
+using MessageTuple = std::tuple<int, int, uintptr_t, size_t>;
+
+std::vector<MessageTuple> tuples(const std::vector<Message>& messages) {
+  std::vector<MessageTuple> result;
+  for (const Message& m : messages) {
+    result.emplace_back(m.peer, m.tag, reinterpret_cast<uintptr_t>(m.data), m.n_bytes);
+  }
+  return result;
+}
+
+class PythonTransfer : public Transfer {
+ public:
+  explicit PythonTransfer(Shared done) : done_(std::move(done)) {}
+  bool done() override {
+    return in_python([&] { return nb::cast<bool>(nb::handle(done_.get())()); });
+  }
+
+ private:
+  Shared done_;
+};
+
+class PythonPointToPoint : public PointToPoint {
+ public:
+  explicit PythonPointToPoint(nb::callable start) : start_(shared(start)) {}
+  std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
+    return in_python([&] {
+      const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
+      return std::make_unique<PythonTransfer>(shared(done));
+    });
+  }
+
+ private:
+  Shared start_;
+};
+
+std::vector<uint8_t> contents(const nb::bytes& bytes) {
+  const auto* data = static_cast<const uint8_t*>(bytes.data());
+  return {data, data + bytes.size()};
+}
+
+// Keeps what it works on.
+struct PyHostsAllreduce {
+  std::shared_ptr<PyShmGroup> group;
+  HostsAllreduce hosts;
+
+  PyHostsAllreduce(std::shared_ptr<PyShmGroup> host, std::shared_ptr<PointToPoint> messages,
+                   std::vector<std::vector<int>> ranks, int here, uintptr_t memory)
+      : group(std::move(host)),
+        hosts(group->shm, std::move(messages), {std::move(ranks), here}, reinterpret_cast<uint8_t*>(memory)) {}
+};
+
+}  // namespace
+
+void bind_hosts(nb::module_& m) {
+  nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
+      .def_static(
+          "over_mpi",
+          [](const std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>& functions, const nb::bytes& communicator,
+             const nb::bytes& byte, size_t status_bytes) {
+            const auto [isend, irecv, testall, error_string] = functions;
+            const auto pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+            return std::shared_ptr<PointToPoint>(
+                mpi_point_to_point({pointer(isend), pointer(irecv), pointer(testall), pointer(error_string)},
+                                   {contents(communicator), contents(byte), status_bytes}));
+          },
+          "functions"_a, "communicator"_a, "byte"_a, "status_bytes"_a)
+      .def_static(
+          "calling",
+          [](nb::callable start) { return std::shared_ptr<PointToPoint>(std::make_shared<PythonPointToPoint>(start)); },
+          "start"_a);
+
+  nb::class_<PyHostsAllreduce>(m, "HostsAllreduce", "The all-reduce among several hosts.")
+      .def(nb::init<std::shared_ptr<PyShmGroup>, std::shared_ptr<PointToPoint>, std::vector<std::vector<int>>, int,
+                    uintptr_t>(),
+           "group"_a, "messages"_a, "ranks"_a, "here"_a, "memory"_a)
+      .def_static(
+          "memory_bytes",
+          [](std::vector<std::vector<int>> ranks, int here) { return Hosts{std::move(ranks), here}.memory_bytes(); },
+          "ranks"_a, "here"_a)
+      .def_prop_ro("window_bytes", [](const PyHostsAllreduce& self) { return self.hosts.hosts().window_bytes(); })
+      .def_prop_ro("n_shares", [](const PyHostsAllreduce& self) { return self.hosts.hosts().n_shares(); })
+      .def(
+          "allreduce",
+          [](PyHostsAllreduce& self, const Layout& layout, double prescale, double scale, double divisor,
+             const std::vector<double>& weights, const std::string& label, nb::callable on_idle) {
+            const Shared idle = shared(on_idle);
+            const WithoutGil release;
+            self.hosts.on_idle = [&] { in_python([&] { nb::handle(idle.get())(); }); };
+            const auto multipliers = multiplied(weights, prescale, self.group->shm.size());
+            self.hosts.allreduce(layout, multipliers, {scale, divisor}, label);
+          },
+          "layout"_a, "prescale"_a, "scale"_a, "divisor"_a, "weights"_a, "label"_a, "on_idle"_a);
+}
+
+}  // namespace horo

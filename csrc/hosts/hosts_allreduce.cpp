@@ -1,0 +1,215 @@
+#include "hosts/hosts_allreduce.h"
+
+#include <sched.h>
+#include <sys/prctl.h>
+#include <time.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+
+namespace horo {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// While one window is summed and sent, the one before is received and the one before that is gathered.
+constexpr size_t kSumsUnderWay = 1;
+constexpr size_t kResultsUnderWay = 1;
+// A window's memory is free again one window after that in which it is decoded.
+constexpr size_t kSlots = kSumsUnderWay + kResultsUnderWay + 2;
+
+constexpr size_t kSmallestWindow = 1 << 20;
+constexpr size_t kLargestWindow = 4 << 20;
+constexpr size_t kShareBytes = 256 << 10;
+
+constexpr int kSumTag = 1;
+constexpr int kResultTag = 2;
+
+// MPI and its like move a socket's bytes while they are polled, some 64 KiB at a time. So a wait begins with polls
+// alone, and then sleeps for a fraction of the time it has lasted: what a fast link brings soon is not slowed down, and
+// a slow one takes little of a core.
+constexpr auto kSpin = std::chrono::microseconds(100);
+constexpr int kPauseFraction = 16;
+constexpr auto kLongestPause = std::chrono::microseconds(100);
+constexpr auto kIdle = std::chrono::milliseconds(50);
+
+void sleep_for(Clock::duration duration) {
+  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
+  const timespec pause = {0, static_cast<long>(ns)};
+  nanosleep(&pause, nullptr);
+}
+
+// Sleeps of this thread that are shorter than the 50 us by which the kernel may prolong them.
+class ShortSleeps {
+ public:
+  ShortSleeps() : slack_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, 1000UL); }
+  ~ShortSleeps() { prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_)); }
+  ShortSleeps(const ShortSleeps&) = delete;
+  ShortSleeps& operator=(const ShortSleeps&) = delete;
+
+ private:
+  int slack_;
+};
+
+}  // namespace
+
+int Hosts::n_parts() const {
+  size_t largest = 0;
+  for (const auto& host : ranks) largest = std::max(largest, host.size());
+  return static_cast<int>(largest);
+}
+
+size_t Hosts::window_bytes() const { return std::clamp(kShareBytes * n_shares(), kSmallestWindow, kLargestWindow); }
+
+size_t Hosts::memory_bytes() const {
+  return kSlots * (ranks[here].size() + 2) * window_bytes();  // each rank's image, their sum, and that of all hosts
+}
+
+HostsAllreduce::HostsAllreduce(ShmGroup& group, std::shared_ptr<PointToPoint> messages, Hosts hosts, uint8_t* memory)
+    : group_(group),
+      messages_(std::move(messages)),
+      hosts_(std::move(hosts)),
+      memory_(memory),
+      window_bytes_(hosts_.window_bytes()) {
+  for (int part = group_.rank(); part < hosts_.n_parts(); part += group_.size()) parts_.push_back(part);
+  for (int i = 1; i < hosts_.size(); ++i) others_.push_back((hosts_.here + i) % hosts_.size());
+}
+
+uint8_t* HostsAllreduce::slot(size_t window) const {
+  return memory_ + window % kSlots * (group_.size() + 2) * window_bytes_;
+}
+
+void HostsAllreduce::wait(Transfer& transfer) {
+  const auto began = Clock::now();
+  auto next = began + kIdle;
+  while (!transfer.done()) {
+    const auto now = Clock::now();
+    if (now - began < kSpin) sched_yield();
+    else sleep_for(std::min<Clock::duration>((now - began) / kPauseFraction, kLongestPause));
+    if (now < next) continue;
+    next = now + kIdle;
+    try {
+      if (on_idle) on_idle();
+    } catch (const PeerLost&) {
+      if (!transfer.done()) throw;  // otherwise who is lost has done its part
+      return;
+    }
+  }
+}
+
+// One all-reduce, step by step.
+struct HostsAllreduce::Exchange {
+  HostsAllreduce& all;
+  const Layout& layout;
+  const std::vector<double>& weights;
+  Factor factor;
+  const std::string& label;
+  size_t room = 0;  // for what is received of one share
+  // By the window's slot.
+  std::array<std::unique_ptr<Transfer>, kSlots> sums = {}, received_results = {}, sent_results = {};
+
+  // The contribution of a single rank is its host's sum.
+  uint8_t* sum(size_t window) const {
+    return all.group_.size() == 1 && weights.empty() ? all.image(window, 0) : all.sum(window);
+  }
+
+  uint8_t* received(size_t window, size_t host, size_t part) const {
+    return all.received_.data() + ((window % kSlots * all.hosts_.size() + host) * all.parts_.size() + part) * room;
+  }
+
+  void add(std::vector<Message>& messages, int host, int part, int tag, uint8_t* data, size_t n_bytes) const {
+    const std::vector<int>& ranks = all.hosts_.ranks[host];
+    if (n_bytes != 0) messages.push_back({ranks[part % ranks.size()], tag, data, n_bytes});
+  }
+
+  // Part of a window's wire image.
+  void add(std::vector<Message>& messages, size_t window, int to, int owner, int part, int tag, uint8_t* image) const {
+    const size_t begin = layout.share_begin(window, all.share(owner, part));
+    const size_t end = layout.share_end(window, all.share(owner, part));
+    add(messages, to, part, tag, image + begin, end - begin);
+  }
+
+  void encode(size_t window) const {
+    for (int s = 0; s < layout.n_shares(); ++s) layout.encode(window, s, all.image(window, all.group_.rank()));
+  }
+
+  // Once all ranks of the host have encoded it.
+  void send_sums(size_t window) {
+    std::vector<const uint8_t*> images;
+    for (int r = 0; r < all.group_.size(); ++r) images.push_back(all.image(window, r));
+    const bool is_sum = sum(window) == images[0];
+    std::vector<Message> receive, send, receive_results;
+    for (size_t i = 0; i < all.parts_.size(); ++i) {
+      const int part = all.parts_[i];
+      const int own = all.share(all.hosts_.here, part);
+      for (int host = 0; !is_sum && host < all.hosts_.size(); ++host) {
+        layout.reduce(window, all.share(host, part), images, -1, weights, {}, sum(window), false);
+      }
+      for (int host : all.others_) {
+        const size_t n_bytes = layout.share_end(window, own) - layout.share_begin(window, own);
+        add(receive, host, part, kSumTag, received(window, host, i), n_bytes);
+        add(send, window, host, host, part, kSumTag, sum(window));
+        add(receive_results, window, host, host, part, kResultTag, all.total(window));
+      }
+    }
+    sums[window % kSlots] = all.messages_->start(receive, send);
+    received_results[window % kSlots] = all.messages_->start(receive_results, {});
+  }
+
+  void send_results(size_t window) {
+    all.wait(*sums[window % kSlots]);
+    std::vector<Message> send;
+    for (size_t i = 0; i < all.parts_.size(); ++i) {
+      const int part = all.parts_[i];
+      const int own = all.share(all.hosts_.here, part);
+      const size_t begin = layout.share_begin(window, own);
+      std::vector<const uint8_t*> images;  // where each host's image of the whole window would begin
+      for (int host = 0; host < all.hosts_.size(); ++host) {
+        images.push_back(host == all.hosts_.here ? sum(window) : received(window, host, i) - begin);
+      }
+      layout.reduce(window, own, images, -1, {}, factor, all.total(window), false);
+      for (int host : all.others_) add(send, window, host, all.hosts_.here, part, kResultTag, all.total(window));
+    }
+    sent_results[window % kSlots] = all.messages_->start({}, send);
+  }
+
+  void decode(size_t window) const {
+    for (int s = 0; s < layout.n_shares(); ++s) layout.decode(window, s, all.total(window));
+  }
+
+  void run() {
+    for (size_t w = 0; w < layout.n_chunks(); ++w) {
+      for (int part : all.parts_) {
+        const int own = all.share(all.hosts_.here, part);
+        room = std::max(room, layout.share_end(w, own) - layout.share_begin(w, own));
+      }
+    }
+    const size_t n_bytes = kSlots * all.hosts_.size() * all.parts_.size() * room;
+    if (all.received_.size() < n_bytes) all.received_.resize(n_bytes);
+    const size_t n = layout.n_chunks();
+    for (size_t step = 0; step < n + kSumsUnderWay + kResultsUnderWay + 1; ++step) {
+      // In turn the windows that are one step further: `at(k)` is the one that was encoded k steps ago, if any.
+      const auto at = [&](size_t k) { return step >= k && step - k < n; };
+      if (at(0)) encode(step);
+      // All ranks of the host have encoded this window, and received the results of the one to be decoded.
+      if (all.group_.size() > 1) all.group_.agree(label, {});
+      if (at(0)) send_sums(step);
+      if (at(kSumsUnderWay + kResultsUnderWay + 1)) decode(step - kSumsUnderWay - kResultsUnderWay - 1);
+      if (at(kSumsUnderWay)) send_results(step - kSumsUnderWay);
+      if (at(kSumsUnderWay + kResultsUnderWay)) {
+        const size_t slot = (step - kSumsUnderWay - kResultsUnderWay) % kSlots;
+        all.wait(*received_results[slot]);
+        all.wait(*sent_results[slot]);
+      }
+    }
+  }
+};
+
+void HostsAllreduce::allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor,
+                               const std::string& label) {
+  const ShortSleeps short_sleeps;
+  Exchange{*this, layout, weights, factor, label}.run();
+}
+
+}  // namespace horo

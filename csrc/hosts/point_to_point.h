@@ -1,0 +1,34 @@
+// Messages between ranks of different hosts, whatever carries them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace horo {
+
+// Messages from one rank to another with one tag arrive in the order in which they were sent.
+struct Message {
+  int peer;
+  int tag;
+  uint8_t* data;
+  size_t n_bytes;
+};
+
+// Messages under way.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+  // Whether all have been sent and received. Never waits; what carries them may make progress only in here.
+  virtual bool done() = 0;
+};
+
+class PointToPoint {
+ public:
+  virtual ~PointToPoint() = default;
+  // Never waits. The messages' memory may be used until the transfer is done, also if it is dropped before.
+  virtual std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) = 0;
+};
+
+}  // namespace horo
