@@ -1,0 +1,289 @@
+"""The all-reduce among several hosts, with ranks as threads and messages that take their time."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+
+from horo_lite import _native
+
+pytestmark = pytest.mark.timeout(60)
+
+Messages = Sequence[tuple[int, int, int, int]]
+
+
+class Delivery:
+    """One message on one side: where it lies, and whether it has been delivered."""
+
+    def __init__(self, address: int, n_bytes: int) -> None:
+        self.address, self.n_bytes = address, n_bytes
+        self.done = False
+
+
+class Network:
+    """Carries messages between threads, each after a random number of polls.
+
+    Bytes are taken from the sender's memory when they are delivered and not before: who changes
+    what is still under way is found out.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._sent: dict[tuple[int, int, int], deque[Delivery]] = defaultdict(deque)
+        self._awaited: dict[tuple[int, int, int], deque[Delivery]] = defaultdict(deque)
+        self.cut = False
+        self.n_bytes = defaultdict[tuple[int, int], int](int)
+
+    def start(self, rank: int) -> Callable[[Messages, Messages], Callable[[], bool]]:
+        def start(receive: Messages, send: Messages) -> Callable[[], bool]:
+            started: list[Delivery] = []
+            with self._lock:
+                for peer, tag, address, n_bytes in receive:
+                    started.append(Delivery(address, n_bytes))
+                    self._awaited[peer, rank, tag].append(started[-1])
+                for peer, tag, address, n_bytes in send:
+                    started.append(Delivery(address, n_bytes))
+                    self._sent[rank, peer, tag].append(started[-1])
+
+            def done() -> bool:
+                self._deliver()
+                return all(one.done for one in started)
+
+            return done
+
+        return start
+
+    def _deliver(self) -> None:
+        with self._lock:
+            for way, queue in self._sent.items():
+                awaited = self._awaited[way]
+                while queue and awaited and not self.cut and self._random.random() < 0.4:
+                    source, target = queue.popleft(), awaited.popleft()
+                    assert source.n_bytes == target.n_bytes
+                    ctypes.memmove(target.address, source.address, source.n_bytes)
+                    self.n_bytes[way[0], way[1]] += source.n_bytes
+                    source.done = target.done = True
+
+    def n_waiting(self) -> int:
+        """Messages that one side has and the other has not asked for, or not sent."""
+        return sum(len(queue) for queue in (*self._sent.values(), *self._awaited.values()))
+
+
+def numbered(sizes: Sequence[int]) -> list[list[int]]:
+    """The ranks of hosts of these sizes; they take turns, so that neighbours are on other hosts."""
+    hosts: list[list[int]] = [[] for _ in sizes]
+    rank = 0
+    while any(len(host) < size for host, size in zip(hosts, sizes, strict=True)):
+        for host, size in zip(hosts, sizes, strict=True):
+            if len(host) < size:
+                host.append(rank)
+                rank += 1
+    return hosts
+
+
+class Arithmetic(NamedTuple):
+    """What the ranks' numbers become, in the order of Reduction."""
+
+    op: str = "sum"
+    wire: str = "none"
+    prescale: float = 1.0
+    scale: float = 1.0
+    divisor: float = 1.0
+    weights: Sequence[float] = ()
+
+
+SUM = Arithmetic()
+
+
+class World:
+    """Ranks of several hosts as threads."""
+
+    def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
+        self.hosts = numbered(sizes)
+        self.network = Network(seed)
+        self.size = sum(sizes)
+        self.groups: dict[int, _native.ShmGroup] = {}
+        self.allreduces: dict[int, _native.HostsAllreduce] = {}
+        self._memory: list[np.ndarray] = []
+        for here, ranks in enumerate(self.hosts):
+            n_bytes = _native.HostsAllreduce.memory_bytes(self.hosts, here)
+            self._memory.append(np.full(n_bytes + 64, 0xEE, np.uint8))
+            address = -(-self._memory[-1].ctypes.data // 64) * 64
+            for rank, group in zip(ranks, _native.thread_group(len(ranks)), strict=True):
+                messages = _native.PointToPoint.calling(self.network.start(rank))
+                self.groups[rank] = group
+                self.allreduces[rank] = _native.HostsAllreduce(
+                    group, messages, self.hosts, here, address
+                )
+
+    def run(
+        self,
+        inputs: Sequence[Sequence[np.ndarray]],
+        how: Arithmetic = SUM,
+        on_idle: Callable[[], object] = lambda: None,
+    ) -> list[list[np.ndarray]]:
+        """What all-reducing these arrays of each rank leaves in copies of them."""
+        results = [[array.copy() for array in arrays] for arrays in inputs]
+
+        def body(rank: int) -> None:
+            allreduce = self.allreduces[rank]
+            tensors = _native.Tensors(results[rank], writable=True)
+            layout = _native.WireLayout(
+                tensors, how.op, how.wire, allreduce.window_bytes, allreduce.n_shares
+            )
+            host = next(host for host in self.hosts if rank in host)
+            here = [how.weights[r] for r in host] if how.weights else []
+            try:
+                allreduce.allreduce(
+                    layout, how.prescale, how.scale, how.divisor, here, "allreduce 'g'", on_idle
+                )
+            except BaseException:
+                self.groups[rank].abandon("it raised")
+                raise
+
+        with ThreadPoolExecutor(self.size) as pool:
+            for future in [pool.submit(body, rank) for rank in range(self.size)]:
+                future.result(timeout=50)
+        return results
+
+
+def one_after_the_other(
+    hosts: Sequence[Sequence[int]], inputs: Sequence[np.ndarray], how: Arithmetic
+) -> np.ndarray:
+    """The promised rounding: rank order inside each host, then host order; one window for all."""
+
+    def images(n: int) -> tuple[list[np.ndarray], list[int]]:
+        arrays = [np.zeros(1 << 23, np.uint8) for _ in range(n)]
+        return arrays, [array.ctypes.data for array in arrays]
+
+    def layout_of(array: np.ndarray) -> _native.WireLayout:
+        tensors = _native.Tensors([array], writable=True)
+        return _native.WireLayout(tensors, how.op, how.wire, 1 << 23, 1)
+
+    if inputs[0].size == 0:
+        return inputs[0]
+    result = inputs[0].copy()
+    layout = layout_of(result)
+    sums, sums_at = images(len(hosts))
+    for host, total, total_at in zip(hosts, sums, sums_at, strict=True):
+        encoded, encoded_at = images(len(host))
+        for rank, at in zip(host, encoded_at, strict=True):
+            layout_of(inputs[rank].copy()).encode(0, at)
+        weights = [how.weights[rank] for rank in host] if how.weights else []
+        if len(host) == 1 and not weights and how.prescale == 1.0:
+            total[:] = encoded[0]  # nothing is added, so nothing is rounded
+        else:
+            layout.reduce(0, 0, encoded_at, how.prescale, weights, 1.0, 1.0, total_at)
+    _, (at,) = images(1)
+    layout.reduce(0, 0, sums_at, 1.0, [], how.scale, how.divisor, at)
+    layout.decode(0, at)
+    return result
+
+
+SHAPES = [(1, 1), (2, 2), (1, 3), (2, 1, 3), (1, 1, 1, 1), (4,)]
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: "-".join(map(str, sizes)))
+@pytest.mark.parametrize("wire", ["none", "fp16", "bf16"])
+def test_bits_are_those_of_rank_order_then_host_order(sizes: tuple[int, ...], wire: str) -> None:
+    world = World(sizes, seed=len(wire))
+    rng = np.random.default_rng(3)
+    inputs = [rng.standard_normal(1_700_001).astype(np.float32) for _ in range(world.size)]
+    # Cut into several tensors: where windows and shares end must not matter.
+    cuts = [0, 5, 5, 300_000, 1_000_000, 1_700_001]
+    parts = [[x[a:b] for a, b in itertools.pairwise(cuts)] for x in inputs]
+    for how in (
+        Arithmetic("sum", wire),
+        Arithmetic("average", wire, prescale=0.3, scale=3.0, divisor=float(world.size)),
+        Arithmetic("sum", wire, weights=[0.5 + r for r in range(world.size)]),
+    ):
+        expected = [
+            one_after_the_other(world.hosts, tensors, how) for tensors in zip(*parts, strict=True)
+        ]
+        for got in world.run(parts, how):
+            for one, reference in zip(got, expected, strict=True):
+                assert one.tobytes() == reference.tobytes()
+    assert world.network.n_waiting() == 0
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: "-".join(map(str, sizes)))
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "bool"])
+@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
+def test_results_are_those_of_the_oracle(sizes: tuple[int, ...], dtype: str, op: str) -> None:
+    if dtype == "bool" and op == "average":
+        pytest.skip("has no meaning")
+    world = World(sizes)
+    arrays = [
+        [oracle.whole_sample(r, (n,), dtype, seed=n) for n in (3, 5000)] for r in range(world.size)
+    ]
+    if op == "product" and dtype == "float16":  # or they overflow
+        arrays = [[x % 4 for x in each] for each in arrays]
+    divisor = float(world.size) if op == "average" else 1.0
+    for got in world.run(arrays, Arithmetic(op, divisor=divisor)):
+        for i, one in enumerate(got):
+            expected = oracle.allreduce_reference([x[i] for x in arrays], op)
+            np.testing.assert_allclose(
+                one.astype(np.float64), expected.astype(np.float64), rtol=2e-3
+            )
+
+
+def test_each_link_carries_the_bytes_of_a_ring() -> None:
+    world = World((2, 2, 2))
+    n = 6 * 500_000
+    inputs = [[np.full(n, rank + 1.0, np.float32)] for rank in range(6)]
+    for got in world.run(inputs):
+        assert (got[0] == 21).all()
+    for host in world.hosts:
+        others = [rank for rank in range(6) if rank not in host]
+        sent = sum(world.network.n_bytes[a, b] for a in host for b in others)
+        assert sent == pytest.approx(2 * (2 / 3) * 4 * n, rel=0.02)
+        # Both ranks of the host send, to one rank of each other host.
+        for rank in host:
+            by_peer = [world.network.n_bytes[rank, peer] for peer in others]
+            assert sum(n_bytes > 0 for n_bytes in by_peer) == 2
+            assert sum(by_peer) == pytest.approx(sent / 2, rel=0.02)
+
+
+def test_what_on_idle_raises_ends_the_wait() -> None:
+    world = World((1, 2))
+    world.network.cut = True
+
+    def give_up() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        world.run([[np.ones(10, np.float32)] for _ in range(3)], on_idle=give_up)
+
+
+def test_a_message_that_cannot_be_sent_raises() -> None:
+    class BrokenError(Exception):
+        pass
+
+    def start(receive: Messages, send: Messages) -> Callable[[], bool]:
+        raise BrokenError
+
+    (group,) = _native.thread_group(1)
+    memory = np.zeros(_native.HostsAllreduce.memory_bytes([[0], [1]], 0), np.uint8)
+    allreduce = _native.HostsAllreduce(
+        group, _native.PointToPoint.calling(start), [[0], [1]], 0, memory.ctypes.data
+    )
+    tensors = _native.Tensors([np.ones(3, np.float32)], writable=True)
+    layout = _native.WireLayout(tensors, "sum", "none", allreduce.window_bytes, allreduce.n_shares)
+    with pytest.raises(BrokenError):
+        allreduce.allreduce(layout, 1.0, 1.0, 1.0, [], "allreduce 'g'", lambda: None)
+
+
+def test_handles_of_no_known_mpi_are_refused() -> None:
+    with pytest.raises(ValueError, match="handles of 3 bytes"):
+        _native.PointToPoint.over_mpi((1, 1, 1, 1), b"abc", b"abc", 20)
