@@ -1,5 +1,5 @@
-// The host's part of the C++ core (csrc/pack, shm and engine) for the sanitizers (`make sanitize`): ranks are threads
-// of this process, what they do is drawn at random from a seed, and every result is compared with oracle.h.
+// The host's part of the C++ core (csrc/pack, shm, hosts and engine) for the sanitizers (`make sanitize`): ranks are
+// threads of this process, what they do is drawn at random from a seed, and every result is compared with oracle.h.
 //
 //   sanitized [rounds [seed [check]]]
 //
@@ -18,6 +18,7 @@ int main(int argc, char** argv) {
                 {"replicas", replicas},
                 {"collectives", collectives},
                 {"distances", distances},
+                {"several_hosts", several_hosts},
                 {"losses", losses},
                 {"asynchronous", asynchronous},
                 {"withdrawals", withdrawals},

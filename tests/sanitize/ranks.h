@@ -31,6 +31,7 @@ void kernels(unsigned seed);
 void replicas(unsigned seed);
 void collectives(unsigned seed);
 void distances(unsigned seed);
+void several_hosts(unsigned seed);
 void losses(unsigned seed);
 void asynchronous(unsigned seed);
 void withdrawals(unsigned seed);

@@ -230,13 +230,13 @@ class MpiTransport(Transport):
         for window in range(n + 1):
             requests = start(window) if window < n else []
             if window > 0:
-                self._wait(under_way)
+                self._wait(under_way, longest_pause_s=1e-4)  # polls are what moves bytes
                 finish(window - 1)
             under_way = requests
 
     # Waiting and ending.
 
-    def _wait(self, requests: list[Any]) -> None:
+    def _wait(self, requests: list[Any], longest_pause_s: float = 1e-3) -> None:
         """Return when all requests are complete.
 
         MPI itself would wait for ever, at full speed, and learn of nobody's end.
@@ -257,7 +257,7 @@ class MpiTransport(Transport):
                     if n_polls == 200:
                         self._waiting_thread = threading.get_native_id()
                         self._n_waits += 1
-                    pause(min(1e-3, 20e-6 * (n_polls - 199)))
+                    pause(min(longest_pause_s, 20e-6 * (n_polls - 199)))
                     if n_polls % 20 == 0:
                         try:
                             self.peers.check_all()
