@@ -342,8 +342,13 @@ void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
   for (int i = 0; board.n_reporting != 0 && i < 5000; ++i) sleep_ms(1);
   std::string reason = "nothing has moved for " + duration(abort_ns) + " (stall_abort_s): ";
   reason += late.empty() ? "the ranks wait for each other" : ranks_text(late) + " did not come";
+  size_t n_elsewhere = 0;
   for (const int r : late) {
-    if (is_here(r)) reason += "; rank " + std::to_string(r) + last_call(r, now);
+    if (is_here(r)) {
+      reason += "; rank " + std::to_string(r) + last_call(r, now);
+    } else if (n_elsewhere++ < kStacks) {
+      reason += "; " + names_[r] + " is late, or its host cannot be reached";
+    }
   }
   stall(reason + "; " + who_waits(waits, now));
   check();
@@ -418,8 +423,8 @@ std::string StallDetector::report(int64_t since_ns) const {
 std::string StallDetector::stacks(int rank) const {
   const int pid = pids_[rank];
   if (!is_here(rank)) {
-    return " is on another host, where nobody waits who could look; py-spy dump --pid " + std::to_string(pid) +
-           " shows its stacks there";
+    return " is on another host, where nobody waits who could look, or which cannot be reached; py-spy dump --pid " +
+           std::to_string(pid) + " shows its stacks there";
   }
   if (pid == 0) return "";
   const std::string proc = "/proc/" + std::to_string(pid);

@@ -155,10 +155,12 @@ def set_session_folder(env: dict[str, str], folder: str) -> None:
 
     It names them by its process id, and fails (exit code 213) where it finds what a killed one of
     the same id has left; so each job gets a place of its own. Sockets are among the files: in a
-    long path their names would be too long.
+    long path their names would be too long. Daemons on other hosts, which lack the folder, keep
+    theirs where they always do.
     """
-    if len(folder) < 50:
-        env.setdefault("PRTE_MCA_prte_tmpdir_base", folder)
+    # Open MPI refuses to have both of these.
+    if len(folder) < 50 and "PRTE_MCA_prte_tmpdir_base" not in env:
+        env.setdefault("PRTE_MCA_prte_local_tmpdir_base", folder)
 
 
 # --- one job --------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ from horo_lite.start import launcher
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
 
+# A launcher that is asked to end the job kills its ranks within milliseconds.
+_KILLED_WITHIN_S = 2.0
+
 _installed: _Hooks | None = None
 _is_forked = False
 _others_go_on = False
@@ -237,6 +240,10 @@ class _Hooks:
                 # There an abort ends this process only, and MPI does not notice that it has ended.
                 StartBarrier.end_all("it ends the job", timeout_s=0.5)
             self.MPI.COMM_WORLD.Abort(status)
+            # MPICH's returns, and the launcher kills this process, if it can be reached: a host
+            # that has been cut off from it would wait for it in MPI_Finalize, for ever.
+            time.sleep(_KILLED_WITHIN_S)
+            os._exit(status)
 
     def _may_call_mpi(self) -> bool:
         everywhere = bool(self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE)

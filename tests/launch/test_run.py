@@ -183,7 +183,7 @@ def test_wrong_options_say_what_to_give(
 
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="only Open MPI's launcher stumbles over it")
 def test_a_job_has_its_own_place_for_open_mpis_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PRTE_MCA_prte_tmpdir_base", raising=False)
+    monkeypatch.delenv("PRTE_MCA_prte_local_tmpdir_base", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", None)  # the tests' own is too long for sockets
     (place,) = set(hvd.run(os.getenv, ["PMIX_SERVER_TMPDIR"], np=2))
     assert place.startswith(f"{tempfile.gettempdir()}/horo_lite-"), place

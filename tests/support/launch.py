@@ -303,7 +303,7 @@ def start_ranks(
             command = start + command
         # Open MPI names its session's directory by the launcher's pid, and stumbles over one that a
         # launcher of the same pid left when it was killed.
-        own = {**environment(env), "PRTE_MCA_prte_tmpdir_base": folder}
+        own = {**environment(env), "PRTE_MCA_prte_local_tmpdir_base": folder}
         job = Job([*prefix, *command], own, Path(folder))
         try:
             yield job

@@ -44,16 +44,20 @@ fi
 echo ready
 exec cat
 """
-# What ssh would be: ignores options, takes a host and a command for that host's shell. What the
-# command prints must not be lost when the host vanishes, so nothing is buffered here.
+# What ssh would be: ignores options, takes a host and a command for that host's shell, and returns
+# 255 where the connection is lost.
 _REMOTE_SHELL = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
-case $1 in
+host=$1
+case $host in
 %s
-*) echo "no host $1" >&2; exit 255 ;;
+*) echo "no host $host" >&2; exit 255 ;;
 esac
 shift
-exec nsenter --target $pid --mount --uts --ipc --net --pid sh -c "$*"
+nsenter --target $pid --mount --uts --ipc --net --pid sh -c "$*"
+status=$?
+[ $status -lt 128 ] || { echo "Connection to $host closed by remote host." >&2; status=255; }
+exit $status
 """
 # Classes of HTB, one for each flow: more than there are flows, so that two rarely share one.
 _N_FLOW_CLASSES_BITS = 10
@@ -96,6 +100,10 @@ class Network:
         delay_ms: Of a message from a host to another.
         loss: The share of packets that are lost.
 
+    Attributes:
+        hosts: The hosts.
+        switch_pid: Of the first process of the switch's namespace.
+
     Raises:
         OSError: The kernel lacks what is asked for: see `missing`.
     """
@@ -112,7 +120,7 @@ class Network:
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             switch = stack.enter_context(contextlib.closing(_Namespaces("")))
-            self._switch = switch.pid
+            self.switch_pid = switch.pid
             self._in_switch(
                 f"link add {INTERFACE} type bridge",
                 f"addr add {_SWITCH_ADDRESS}/24 dev {INTERFACE}",
@@ -140,7 +148,7 @@ class Network:
                         f" delay {delay_ms}ms loss {100 * loss}%",
                         *(line.replace(" root ", " parent 1:1 ", 1) for line in arriving),
                     ]
-                _batch([*_enter(self._switch, "net"), "tc"], *arriving)
+                _batch([*_enter(self.switch_pid, "net"), "tc"], *arriving)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts"))
             self._remote_shell = Path(folder, "remote-shell")
             cases = (f"{host.address}) pid={host.pid} ;;" for host in self.hosts)
@@ -168,7 +176,7 @@ class Network:
         """
         counts = [ranks] * len(self.hosts) if isinstance(ranks, int) else list(ranks)
         slots = ",".join(f"{h.address}:{n}" for h, n in zip(self.hosts, counts, strict=True))
-        command = [*_enter(self._switch, "net"), mpiexec]
+        command = [*_enter(self.switch_pid, "net"), mpiexec]
         if mpi == "openmpi":
             command += ["--host", slots, "--prtemca", "plm_ssh_agent", str(self._remote_shell)]
             # Without a binding: every host is on the same cores, and would use the first of them.
@@ -177,10 +185,6 @@ class Network:
             command += ["-launcher", "ssh", "-launcher-exec", str(self._remote_shell)]
             command += ["-iface", INTERFACE, "-hosts", slots]
         return [*command, "-n", str(sum(counts))]
-
-    def at_switch(self, command: Sequence[str]) -> list[str]:
-        """The command that runs that command where the launcher runs."""
-        return [*_enter(self._switch, "net"), *command]
 
     def cut(self, host: Host) -> None:
         """Cut a host's link: nothing arrives on either side, and nobody is told."""
@@ -192,7 +196,7 @@ class Network:
         self._in_switch(f"link set {host.link} master {INTERFACE}")
 
     def _in_switch(self, *lines: str) -> None:
-        _batch([*_enter(self._switch, "net"), "ip"], *lines)
+        _batch([*_enter(self.switch_pid, "net"), "ip"], *lines)
 
 
 def environment(mpi: str) -> dict[str, str]:
@@ -209,7 +213,7 @@ def environment(mpi: str) -> dict[str, str]:
             # All hosts share the cores of one machine, which a rank that waits must give away.
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # Processes of different hosts have the same numbers: files named by them must not meet.
-            "PRTE_MCA_prte_tmpdir_base": "/dev/shm",
+            "PRTE_MCA_prte_remote_tmpdir_base": "/dev/shm",
         }
     return own | {"GLOO_SOCKET_IFNAME": INTERFACE}
 

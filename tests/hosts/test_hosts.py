@@ -1,0 +1,153 @@
+"""Jobs on several hosts: namespaces of this machine, joined by links that are cut and mended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from launch import PATIENCE, Job, mpi_name, mpiexec_path, run_ranks, start_ranks
+from network import Network, environment, unavailable
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
+
+BITS = Path(__file__).with_name("bits_ranks.py")
+STEPS = Path(__file__).with_name("steps_ranks.py")
+ABORT_S = 3.0
+needs_ulfm = pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
+FT = ["--with-ft", "ulfm"]
+
+
+@contextlib.contextmanager
+def start_on(
+    network: Network,
+    ranks: Sequence[int],
+    script: Path,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> Iterator[Job]:
+    """A job with so many ranks on each host that runs while the block does."""
+    mpi = mpi_name()
+    command = [*network.launch(mpi, mpiexec_path(), ranks), *options]
+    own = environment(mpi) | dict(env or {})
+    with start_ranks(script, args=args, env=own, launcher=False, np=1, prefix=command) as job:
+        yield job
+
+
+def wait_for_ranks_to_end(job: Job, timeout_s: float) -> None:
+    """No rank lives any more, whatever the launcher does."""
+    until = time.monotonic() + PATIENCE * timeout_s
+    while ranks := job.ranks():
+        assert time.monotonic() < until, f"ranks {sorted(ranks)} still run:\n{job.result()}"
+        time.sleep(0.05)
+
+
+def test_bits_are_those_of_simulated_hosts() -> None:
+    shape = [1, 2, 1]
+    line = re.compile(r"rank (\d) at (\S+ \S+) on (\S+): ([0-9a-f]{64})")
+    with Network(len(shape)) as network, start_on(network, shape, BITS) as job:
+        real = sorted(line.findall(job.wait(60).check().stdout))
+    places = ["0/1 0/3", "0/2 1/3", "1/2 0/1", "0/1 2/3"]
+    hosts = ["host0", "host1", "host1", "host2"]
+    assert [(place, host) for _, place, host, _ in real] == list(zip(places, hosts, strict=True))
+    env = {"HORO_LITE_TEST_HOSTS": ",".join(map(str, shape))}
+    simulated = line.findall(run_ranks(BITS, 4, env=env, timeout_s=60).check().stdout)
+    assert len(simulated) == 4
+    assert len({digest for *_, digest in real + simulated}) == 1, (real, simulated)
+
+
+def test_a_job_goes_on_after_a_link_was_cut_for_2_seconds(tmp_path: Path) -> None:
+    with (
+        Network(2, rate_mbit=1000) as network,
+        start_on(network, [2, 2], STEPS, args=[str(tmp_path)]) as job,
+    ):
+        job.wait_for("begun", count=4)
+        network.cut(network.hosts[1])
+        time.sleep(2)
+        network.mend(network.hosts[1])
+        (tmp_path / "enough").touch()
+        result = job.wait(30).check()
+    longest = re.findall(r"rank \d of 4: longest step (\S+) s", result.stdout)
+    assert len(longest) == 4, str(result)
+    assert all(float(seconds) > 1.9 for seconds in longest), str(result)
+
+
+def test_a_link_that_is_cut_for_good_ends_the_ranks_on_both_sides(tmp_path: Path) -> None:
+    """Every host's ranks say whom they have lost. Open MPI's launcher may wait much longer."""
+    env = {"HORO_LITE_STALL_WARN_S": "1", "HORO_LITE_STALL_ABORT_S": str(ABORT_S)}
+    with (
+        Network(2, rate_mbit=1000) as network,
+        start_on(network, [2, 2], STEPS, args=[str(tmp_path)], env=env) as job,
+    ):
+        job.wait_for("begun", count=4)
+        network.cut(network.hosts[1])
+        wait_for_ranks_to_end(job, ABORT_S + 15)
+    for host, lost in ((0, 1), (1, 0)):
+        said = "".join((tmp_path / f"rank-{2 * host + r}").read_text() for r in range(2))
+        theirs = f"rank [{2 * lost}{2 * lost + 1}]"
+        assert re.search(
+            rf"StallError: nothing has moved for 3\.0 s \(stall_abort_s\): (rank|ranks) .*"
+            rf"{theirs} \(pid \d+ on host{lost}\) is late, or its host cannot be reached",
+            said,
+        ), said
+
+
+def test_a_host_that_vanishes_ends_the_job(tmp_path: Path) -> None:
+    with (
+        Network(2, rate_mbit=1000) as network,
+        start_on(network, [2, 2], STEPS, args=[str(tmp_path)]) as job,
+    ):
+        job.wait_for("begun", count=4)
+        network.hosts[1].vanish()
+        result = job.wait(15)
+        wait_for_ranks_to_end(job, 15)
+    assert result.returncode != 0, str(result)
+
+
+@needs_ulfm
+def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None:
+    """With fault tolerance, as long as Open MPI's daemon on that host lives."""
+    with (
+        Network(2, rate_mbit=1000) as network,
+        start_on(network, [2, 2], STEPS, args=[str(tmp_path), "elastic"], options=FT) as job,
+    ):
+        job.wait_for("begun", count=4)
+        for rank, pid in job.ranks().items():
+            if rank >= 2:
+                os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + PATIENCE * 15
+        while "2 ranks go on" not in (tmp_path / "rank-0").read_text():
+            assert time.monotonic() < until, str(job.result())
+            time.sleep(0.05)
+        (tmp_path / "enough").touch()
+        result = job.wait(15).check()
+    assert result.stdout.count(" of 2: longest step") == 2, str(result)
+    assert "lost ranks 2, 3 of 4" in (tmp_path / "rank-0").read_text()
+
+
+@needs_ulfm
+def test_a_host_that_vanishes_with_its_daemon_ends_the_job_even_with_fault_tolerance(
+    tmp_path: Path,
+) -> None:
+    """Open MPI 5's launcher cannot do without one of its daemons: see docs/elastic.md."""
+    args = [str(tmp_path), "elastic"]
+    with (
+        Network(2, rate_mbit=1000) as network,
+        start_on(network, [2, 2], STEPS, args=args, options=FT) as job,
+    ):
+        job.wait_for("begun", count=4)
+        network.hosts[1].vanish()
+        result = job.wait(15)
+        wait_for_ranks_to_end(job, 15)
+    assert result.returncode != 0, str(result)
+    assert "host1" in result.stdout + result.stderr, str(result)

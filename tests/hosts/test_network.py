@@ -1,0 +1,154 @@
+"""The simulated network itself: tests/support/network.py."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from network import Host, Network, missing, unavailable, wait_until_gone
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+N_BYTES = 1_000_000
+# Receives so many connections, at once, until each ends; prints the seconds from the first byte on.
+RECEIVE = """
+import socket, sys, threading, time
+server = socket.create_server(("", 5000))
+print("listens", flush=True)
+connections = [server.accept()[0] for _ in range(int(sys.argv[1]))]
+began = time.monotonic()
+total = []
+def receive(connection):
+    n = 0
+    while part := connection.recv(1 << 16):
+        n += len(part)
+    total.append(n)
+threads = [threading.Thread(target=receive, args=(c,)) for c in connections]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(sum(total), time.monotonic() - began)
+"""
+SEND = """
+import socket, sys
+address, n_flows, n_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+connections = [socket.create_connection((address, 5000)) for _ in range(n_flows)]
+import threading
+threads = [threading.Thread(target=c.sendall, args=(bytes(n_bytes),)) for c in connections]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for connection in connections:
+    connection.close()
+"""
+
+
+def python(host: Host, code: str, *args: object) -> subprocess.Popen[str]:
+    command = host.command([sys.executable, "-c", code, *map(str, args)])
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def seconds_to_send(hosts: Sequence[Host], n_flows: int = 1, n_bytes: int = N_BYTES) -> float:
+    """How long the bytes of so many connections take from the first host to the second."""
+    receiver = python(hosts[1], RECEIVE, n_flows)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == "listens\n"
+    sender = python(hosts[0], SEND, hosts[1].address, n_flows, n_bytes)
+    out, _ = receiver.communicate(timeout=60)
+    assert sender.wait(10) == 0
+    total, seconds = out.split()
+    assert int(total) == n_flows * n_bytes
+    return float(seconds)
+
+
+def test_a_link_is_not_faster_than_its_rate() -> None:
+    with Network(2, rate_mbit=40) as network:
+        limited_s = seconds_to_send(network.hosts)
+    # But for what may be sent at once.
+    assert limited_s > 0.8 * 8 * N_BYTES / 40e6
+    with Network(2, rate_mbit=1000) as network:
+        assert seconds_to_send(network.hosts) < limited_s
+
+
+@pytest.mark.skipif("flow" in missing(), reason=f"the kernel has no limit for a flow: {missing()}")
+def test_flows_have_limits_of_their_own() -> None:
+    with Network(2, rate_mbit=400, flow_mbit=20) as network:
+        one_s = seconds_to_send(network.hosts)
+        assert one_s > 0.8 * 8 * N_BYTES / 20e6
+        # Of 8 flows two may fall into one class, all of them hardly.
+        assert seconds_to_send(network.hosts, 8) < 4 * one_s
+
+
+def test_hosts_are_told_apart_and_see_nothing_of_each_other() -> None:
+    look = "import os, socket; print(socket.gethostname(), len(os.listdir('/proc/1')) > 0,"
+    look += " sum(name.isdigit() for name in os.listdir('/proc')), os.listdir('/dev/shm'))"
+    with Network(2) as network:
+        subprocess.run(network.hosts[0].command(["touch", "/dev/shm/mine"]), check=True)
+        first, second = (python(host, look).communicate(timeout=30)[0] for host in network.hosts)
+        # Two processes: the first one, and that which looks.
+        assert first == "host0 True 2 ['mine']\n"
+        assert second == "host1 True 2 []\n"
+
+
+def test_a_link_is_cut_and_mended() -> None:
+    with Network(2, rate_mbit=40) as network:
+        mender = threading.Timer(1.5, network.mend, [network.hosts[1]])
+        receiver = python(network.hosts[1], RECEIVE, 1)
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        sender = python(network.hosts[0], SEND, network.hosts[1].address, 1, 2 * N_BYTES)
+        time.sleep(0.2)
+        network.cut(network.hosts[1])
+        mender.start()
+        out, _ = receiver.communicate(timeout=60)
+        sender.wait(10)
+        total, seconds = out.split()
+        assert int(total) == 2 * N_BYTES
+        assert float(seconds) > 1.3
+
+
+def test_a_host_vanishes_alone() -> None:
+    with Network(2) as network:
+        sleepers = [python(host, "import time; time.sleep(300)") for host in network.hosts]
+        network.hosts[1].vanish()
+        assert sleepers[1].wait(10) != 0
+        assert sleepers[0].poll() is None
+    assert sleepers[0].wait(10) != 0
+
+
+def test_nothing_is_left_when_whoever_made_it_is_killed() -> None:
+    code = f"""
+import subprocess, sys, time
+sys.path.append({str(SUPPORT)!r})
+from network import Network
+network = Network(2)
+subprocess.Popen(network.hosts[1].command(["sleep", "300"]))
+time.sleep(0.2)
+print(*(host.pid for host in network.hosts), network.switch_pid, flush=True)
+time.sleep(300)
+"""
+    maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    pids = [int(pid) for pid in maker.stdout.readline().split()]
+    assert len(pids) == 3
+    maker.send_signal(signal.SIGKILL)
+    maker.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_kernel_that_lacks_something_is_an_error() -> None:
+    if "delay" not in missing():
+        Network(2, delay_ms=1).close()
+        return
+    with pytest.raises(OSError, match="qdisc kind is unknown"):
+        Network(2, delay_ms=1)
