@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,10 +34,14 @@ _kept: list[Messages] = []
 _numbers = itertools.count()  # unique to each message of this process, in whichever world
 
 
+_Key: TypeAlias = "tuple[int, int]"  # channel and tag
+
+
 class _Envelope(NamedTuple):
     world: str
     source: int
     number: int
+    channel: int
     tag: int
     what: str  # as "float32[3, 4]"
     n_bytes: int
@@ -94,14 +98,15 @@ class _Sending(Message):
 
 class _Receiving(Message):
     def __init__(
-        self, name: str, messages: Messages, peer: int | None, tag: int, memory: HostArrays
+        self, name: str, messages: Messages, peer: int | None, key: _Key, memory: HostArrays
     ) -> None:
         super().__init__(name, messages, peer)
-        self.tag = tag
+        self.key = key
         self.memory = memory
 
     def accepts(self, envelope: _Envelope) -> bool:
-        return self.tag == envelope.tag and self.peer in (None, envelope.source)
+        key = envelope.channel, envelope.tag
+        return self.key == key and self.peer in (None, envelope.source)
 
     def received(self, error: str) -> None:
         if self.is_over:  # nobody waits for it any more
@@ -140,7 +145,8 @@ class Messages:
         self._n_received = [0] * self._size  # records that have arrived from each
         self._n_finished = [0] * self._size  # functions in elastic.run, as far as known here
 
-    def isend(self, x: Array, dst: int, tag: int) -> Message:
+    def isend(self, x: Array, dst: int, tag: int, channel: int = 0) -> Message:
+        """Begin to send. Only a receive of the same tag and channel accepts the message."""
         dst, tag = self._peer("dst", dst), _tag(tag)
         self._note_thread()
         memory = HostArrays.of_rows(_of_host(x))
@@ -157,12 +163,13 @@ class Messages:
                 self._sending[number] = message
             what = memory.tensors.describe(0)
             envelope = _Envelope(
-                self._world, self._rank, number, tag, what, n_bytes, inside, location
+                self._world, self._rank, number, channel, tag, what, n_bytes, inside, location
             )
             self._send(dst, envelope, message if inside is not None else None)
         return message
 
-    def irecv(self, x: Array, src: int | None, tag: int) -> Message:
+    def irecv(self, x: Array, src: int | None, tag: int, channel: int = 0) -> Message:
+        """Begin to receive from a rank, or with None from any."""
         tag = _tag(tag)
         if src is not None:
             src = self._peer("src", src)
@@ -175,7 +182,8 @@ class Messages:
         if memory.tensors.layout:
             memory.use_c_order()
         whom = "any rank" if src is None else f"rank {src}"
-        message = _Receiving(f"recv from {whom} (tag {tag})", self, src, tag, memory)
+        name = f"recv from {whom} (tag {tag})"
+        message = _Receiving(name, self, src, (channel, tag), memory)
         with self._lock:
             self._receiving.append(message)
             for envelope in self._unexpected:

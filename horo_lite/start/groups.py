@@ -6,7 +6,9 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from horo_lite import arguments, context
+import numpy as np
+
+from horo_lite import _native, arguments, context
 from horo_lite.collectives.calls import AllGatherBytes, Part
 from horo_lite.collectives.group import Group
 from horo_lite.start import ending, session
@@ -46,14 +48,44 @@ def new_group(ranks: Sequence[int]) -> Group | None:
     here = session.current()
     # Ranks outside take part in this and in nothing else.
     comm = _communicator(here.comm, world.group, ranks)
-    if world.rank not in ranks:
-        return None
+    return _connected(comm, ranks) if world.rank in ranks else None
+
+
+def new_group_of_members(ranks: Sequence[int], name: str) -> Group:
+    """Make a group as `new_group` does, but only its members call it.
+
+    Args:
+        ranks: Different numbers of ranks of the world, this one among them.
+        name: What tells this group from others that are made meanwhile; alike on its ranks.
+
+    Returns:
+        The group.
+
+    Raises:
+        PeerLostError: A rank died or left meanwhile.
+        NotInitializedError: There is no world.
+    """
+    here = session.current()
+    number = _native.hash64(f"{name} of ranks {list(ranks)}".encode())
+    comm: Any = None
+    if len(ranks) > 1 and _needs_mpi(here.comm, here.world.group):
+        members = here.comm.Get_group().Incl(ranks)
+        comm = here.comm.Create_group(members, tag=number % (1 << 15))
+        members.Free()
+    elif len(ranks) > 1:
+        comm = _Members(ranks, number)
+    return _connected(comm, ranks)
+
+
+def _connected(comm: Any, ranks: Sequence[int]) -> Group:
+    """Return the group that its ranks make with a communicator of theirs; None for one rank."""
+    here = session.current()
     links = connect(
         comm,
         [here.host_of_rank[rank] for rank in ranks],
-        watchdog=world.device.kind == "cuda",
+        watchdog=here.world.device.kind == "cuda",
         ranks=ranks,
-        beside=world.group.transport,
+        beside=here.world.group.transport,
     )
     links.write_slots(here.settings.slot_stores)
     ending.watch(links.transports())
@@ -107,17 +139,55 @@ def _communicator(comm: Any, group: Group, ranks: list[int]) -> Any:
     is_member = group.rank in ranks
     if comm is None:
         return None
-    if not isinstance(comm, ObjectCommunicator) and not group.transport.shares_memory:
+    if _needs_mpi(comm, group):
         from mpi4py import MPI
 
         place = ranks.index(group.rank) if is_member else 0
         return comm.Split(0 if is_member else MPI.UNDEFINED, place)
-    # On one host no communicator of MPI's is needed; to make one while a rank dies is a risk.
     part = _OverWorld(group, ranks)
     if is_member:
         return part
     part.attend()
     return None
+
+
+def _needs_mpi(comm: Any, group: Group) -> bool:
+    """Tell whether a part of the world of `comm` and `group` is made with a communicator of MPI's.
+
+    On one host none is needed; to make one while a rank dies is a risk.
+    """
+    return not isinstance(comm, ObjectCommunicator) and not group.transport.shares_memory
+
+
+class _Members(ObjectCommunicator):
+    """Some ranks of a world, which send each other messages while they make a group."""
+
+    def __init__(self, ranks: Sequence[int], channel: int) -> None:
+        self.size = len(ranks)
+        self.rank = ranks.index(context.world().rank)
+        self._peers = [rank for rank in ranks if rank != context.world().rank]
+        self._channel = channel
+
+    def allgather(self, obj: Any, form: Any = object) -> list[Any]:
+        data = np.frombuffer(pickle.dumps(obj), np.uint8)
+        sizes = self._exchanged(np.array([data.size]), [np.empty(1, np.int64) for _ in self._peers])
+        everyone = self._exchanged(data, [np.empty(int(n[0]), np.uint8) for n in sizes])
+        objects = [pickle.loads(one.tobytes()) for one in everyone]
+        return [*objects[: self.rank], obj, *objects[self.rank :]]
+
+    def _exchanged(self, mine: Any, theirs: list[Any]) -> list[Any]:
+        """Return what the other members have for this one, in their order."""
+        messages = context.messages()
+        in_flight = [
+            *(messages.isend(mine, peer, 0, self._channel) for peer in self._peers),
+            *(
+                messages.irecv(array, peer, 0, self._channel)
+                for peer, array in zip(self._peers, theirs, strict=True)
+            ),
+        ]
+        for message in in_flight:
+            message.wait()
+        return theirs
 
 
 class _OverWorld(ObjectCommunicator):

@@ -43,6 +43,11 @@ class RendezvousSpec(NamedTuple):
     attempt: str
     """Which start of the job uses it, where several do one after the other."""
 
+    @property
+    def where(self) -> str:
+        """Where the store is, as messages name it."""
+        return f"{self.host}:{self.port}" if self.port else self.host
+
 
 # What an argument of init() stands for where it is not given.
 _STANDARD = {"rank": "RANK", "size": "WORLD_SIZE", "address": "MASTER_ADDR and MASTER_PORT"}
@@ -113,16 +118,18 @@ class Rendezvous(ObjectCommunicator):
     Args:
         spec: Where the ranks find each other, and which this one is.
         timeout_s: Seconds within which all must have come.
+        store: A store of torch's that this process is connected to already; by default it connects
+            to the one that `spec` names.
 
     Raises:
         LauncherError: Ranks are missing, two have one number, or something else writes there.
         PeerLostError: A rank died meanwhile.
     """
 
-    def __init__(self, spec: RendezvousSpec, timeout_s: float) -> None:
+    def __init__(self, spec: RendezvousSpec, timeout_s: float, store: Any = None) -> None:
         self.rank, self.size = spec.rank, spec.size
         self._timeout_s = timeout_s
-        self._where = f"{spec.host}:{spec.port}"
+        self._where = spec.where
         self._job_token = os.environ.get(JOB_TOKEN, "").encode(errors="surrogateescape")
         self._me = printable(f"rank {self.rank} (pid {os.getpid()} on {socket.gethostname()})")
         self._names = {self.rank: self._me}
@@ -130,7 +137,7 @@ class Rendezvous(ObjectCommunicator):
         self._n_rounds = 0
         self._begin()
         self._keeps_store = self.rank == 0 and not spec.served
-        self._store = self._open(spec)
+        self._store = self._open(spec) if store is None else store
         room = f"horo_lite/{spec.attempt}"
         number = self._ask(lambda: self._store.add(f"{room}/come", 1)) - 1
         first = number - number % self.size  # this world's: there may have been others before

@@ -21,7 +21,7 @@ from horo_lite.settings import Settings
 from horo_lite.start import devices, ending, launcher, mpi, rank_info, stall, trace
 from horo_lite.start.cores import cores_of_process, take_cores
 from horo_lite.start.rank_info import RankInfo, position_of
-from horo_lite.start.rendezvous import Rendezvous, rendezvous_spec
+from horo_lite.start.rendezvous import Rendezvous, RendezvousSpec, rendezvous_spec
 from horo_lite.transports import connect
 from horo_lite.transports.peers import ObjectCommunicator, allgather_objects, host_key
 
@@ -126,7 +126,6 @@ def init(
         ValueError: An argument makes no sense, or differs from that of the first call.
         PeerLostError: A rank died meanwhile.
     """
-    global _session
     arguments = {
         "rank": rank,
         "size": size,
@@ -149,11 +148,7 @@ def init(
     with _changing:
         if _session is None:
             found, MPI = _find_ranks(settings, comm)
-            _session = _join(settings, found, MPI, is_ours=False)._replace(given_comm=comm)
-            context.enter(_session.world, _session.messages, _session.subgroups)
-            if settings.timeline and not timeline.is_running():
-                trace.start_timeline(settings.timeline)
-            return _session.world
+            return _begin(_join(settings, found, MPI, is_ours=False)._replace(given_comm=comm))
         if settings.problem:
             raise ValueError(settings.problem)
         earlier = _session.settings
@@ -166,6 +161,52 @@ def init(
                 "shutdown() in between, or leave one call out"
             )
         return _session.world
+
+
+def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World:
+    """Make this process a rank of the world that a program of torch.distributed describes.
+
+    Every rank calls it, before any other `init()`. In a job of MPI's launcher with these numbers
+    MPI connects the ranks; all others find each other in the store, and are on one host. The world
+    is for the CPU, and `init()` without arguments returns it, too.
+
+    Args:
+        store: A store of torch's that all ranks have.
+        rank: This rank's number.
+        size: The number of ranks.
+        timeout_s: Seconds within which all must have come, without MPI.
+
+    Returns:
+        The world.
+
+    Raises:
+        LauncherError: Ranks are missing, or cannot share memory.
+        MismatchError: The ranks differ, or one of them has failed; on every rank.
+        PeerLostError: A rank died meanwhile.
+    """
+    by_itself = Settings.read({}, os.environ)
+    settings = replace(by_itself, device="cpu")
+    launch = launcher.detect(os.environ)
+    with _changing:
+        assert _session is None
+        found, MPI = None, None
+        if launch is not None and launch.name != launcher.TORCHRUN and launch[1:] == (rank, size):
+            found, MPI = mpi.communicator(None, launch)
+        elif size > 1:
+            # No port: the store may be any of torch's, a file too.
+            spec = RendezvousSpec(rank, size, "the store of torch.distributed", 0, False, "")
+            found = Rendezvous(spec, timeout_s, store)
+        return _begin(_join(settings, found, MPI, is_ours=False)._replace(settings=by_itself))
+
+
+def _begin(session: Session) -> World:
+    """Make it the current one."""
+    global _session
+    _session = session
+    context.enter(session.world, session.messages, session.subgroups)
+    if session.settings.timeline and not timeline.is_running():
+        trace.start_timeline(session.settings.timeline)
+    return session.world
 
 
 def shutdown() -> None:

@@ -13,6 +13,7 @@ a meaning here are honoured; where the HORO_LITE_ one is set, it counts:
 from __future__ import annotations
 
 # ruff: noqa: F401, F403
+from horo_lite.autoload import register as _register
 from horo_lite.errors import HoroLiteError as HorovodInternalError
 from horo_lite.ops import irecv, isend, recv, send
 from horo_lite.start.trace import start_timeline, stop_timeline
@@ -24,3 +25,5 @@ from horo_lite.torch.optimizer import DistributedOptimizer
 from horo_lite.torch.process_sets import *
 from horo_lite.torch.sync_batch_norm import SyncBatchNorm
 from horo_lite.torch.world import *
+
+_register()  # torch itself does it only where the package's entry points are installed

@@ -1,0 +1,198 @@
+"""The tensors and options of torch's collectives, as the core takes them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horo_lite import _native
+
+_C_ORDER = torch.contiguous_format
+# Dtypes that the core has no name for travel as bytes.
+_KNOWN = frozenset(
+    {
+        torch.bool,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.int64,
+        torch.uint64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
+
+class Staged:
+    """Tensors of one operation as dense memory of the host, and what is left to do afterwards.
+
+    Args:
+        is_async: Whether the caller may go on without waiting.
+    """
+
+    def __init__(self, is_async: bool) -> None:
+        self.is_async = is_async
+        self.is_complex = False
+        self._before: list[Callable[[Any], None]] = []
+        self._after: list[Callable[[Any], None]] = []
+
+    def input(self, tensor: Tensor) -> Tensor:
+        """Return memory that holds what the tensor holds."""
+        return self._plain(tensor.resolve_conj().resolve_neg()).contiguous()
+
+    def output(self, tensor: Tensor) -> Tensor:
+        """Return memory whose contents the tensor will have."""
+        memory = self._plain(tensor)
+        if memory.is_contiguous() and not memory.is_neg():
+            return memory
+        return self._copied_back(memory, torch.empty_like(memory, memory_format=_C_ORDER))
+
+    def in_place(self, tensor: Tensor) -> Tensor:
+        """Return memory that holds what the tensor holds, and whose contents it will have."""
+        memory = self._plain(tensor)
+        if memory.is_contiguous() and not memory.is_neg():
+            return memory
+        return self._copied_back(memory, memory.clone(memory_format=_C_ORDER))
+
+    def do_before(self, step: Callable[[Any], None]) -> None:
+        """Do that with the operation's result before tensors are copied back."""
+        self._before.append(step)
+
+    def do_after(self, step: Callable[[Any], None]) -> None:
+        """Do that with the operation's result in the end."""
+        self._after.append(step)
+
+    def finish(self) -> Callable[[Any], None] | None:
+        """Return what does it all; None if there is nothing to do."""
+        steps = [*self._before, *self._after]
+        if not steps:
+            return None
+
+        def run(result: Any) -> None:
+            for step in steps:
+                step(result)
+
+        return run
+
+    def _copied_back(self, memory: Tensor, copy: Tensor) -> Tensor:
+        def copy_back(_: Any) -> None:
+            memory.copy_(copy)
+
+        self._after.insert(0, copy_back)
+        return copy
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"a tensor lies on {tensor.device}: torch.distributed's backend horo_lite is for "
+                "tensors of the CPU. For GPUs use the backend nccl, or horo_lite.torch's own "
+                "DistributedOptimizer, which runs on NCCL"
+            )
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"only all_reduce takes sparse tensors ({tensor.layout})")
+        tensor = tensor.detach()
+        if tensor.is_complex():
+            self.is_complex = True
+            return torch.view_as_real(tensor.resolve_conj())
+        return tensor
+
+
+def memory_of(tensors: Sequence[Tensor], writable: bool = True) -> _native.Tensors:
+    """Return the memory of contiguous tensors, of any dtype."""
+    return _native.Tensors([as_bytes(x) for x in tensors], writable)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor, or one of bytes over its memory if the core does not know its dtype."""
+    return tensor if tensor.dtype in _KNOWN else tensor.view(torch.uint8)
+
+
+def described(tensors: Sequence[Tensor]) -> str:
+    """Return dtypes and numbers of elements, which is all that moving them depends on."""
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]" for x in tensors)
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """Return a tensor, or several, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def nested(tensors: Any) -> list[list[Tensor]]:
+    """Return a list of tensors, or several, as a list of lists."""
+    return [tensors] if isinstance(tensors[0], Tensor) else list(tensors)
+
+
+def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the parts in new memory, one after the other, and where each is in it."""
+    ends = list(itertools.accumulate(x.numel() for x in parts))
+    whole = torch.cat([x.detach().reshape(-1) for x in parts])
+    begins = [0, *ends[:-1]]
+    return whole, [whole[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+
+def cut(x: Tensor, sizes: Sequence[int] | None, n: int, which: str) -> list[Tensor]:
+    """Return the rows of a contiguous tensor for each of n ranks."""
+    if not sizes:
+        if x.dim() == 0 or len(x) % n:
+            raise ValueError(
+                f"all_to_all: the {which}, of shape {list(x.shape)}, cannot be divided equally "
+                f"among {n} ranks: give {which}_split_sizes"
+            )
+        return list(x.split(len(x) // n)) if len(x) else [x] * n
+    if len(sizes) != n or sum(sizes) != len(x):
+        raise ValueError(
+            f"all_to_all: {which}_split_sizes are {n} numbers whose sum is {len(x)}, the number of "
+            f"rows, not {list(sizes)}"
+        )
+    return list(x.split(list(sizes)))
+
+
+def check_number(tensors: Sequence[Any], n: int, what: str) -> None:
+    """Raise ValueError unless there is one tensor, or list of tensors, for each of n ranks."""
+    if len(tensors) != n:
+        raise ValueError(f"{what} must be {n}, one for each rank, not {len(tensors)}")
+
+
+def check_alike(tensors: Sequence[Tensor], like: Tensor, what: str) -> None:
+    """Raise ValueError unless the tensors for all ranks are as large as this rank's own."""
+    for r, x in enumerate(tensors):
+        if x.nbytes != like.nbytes or (x.dtype != like.dtype and not x.is_complex()):
+            raise ValueError(
+                f"{what} tensor for rank {r} is {described([x])}, and this rank's own "
+                f"{described([like])}: they must be alike"
+            )
+
+
+def op_of(opts: Any) -> tuple[str, float]:
+    """Return the name of the reduction, and what each rank's contribution is multiplied by."""
+    given = getattr(opts, "reduceOp", opts)
+    if given is None:
+        return "SUM", 1.0
+    name = getattr(given, "op", given).name
+    return name, float(given.factor) if name == "PREMUL_SUM" else 1.0
+
+
+def root_of(opts: Any) -> int:
+    """Return the number in the process group of the rank that sends to or receives from all."""
+    return int(getattr(opts, "rootRank", 0))
+
+
+def timeout_of(opts: Any) -> float:
+    """Return the seconds that an operation may take; 0 if the caller has not said."""
+    timeout = getattr(opts, "timeout", None)
+    return max(0.0, timeout.total_seconds()) if isinstance(timeout, timedelta) else 0.0
+
+
+def is_async(opts: Any) -> bool:
+    """Tell whether the caller may never wait for the operation."""
+    return bool(getattr(opts, "asyncOp", True))

@@ -1,0 +1,186 @@
+"""What torch's collectives need beyond the package's own operations.
+
+Torch hands in the memory for results, so nothing is allocated here, and everything that must be
+alike on all ranks is known when an operation is submitted: the engine compares it, and what is run
+afterwards only moves bytes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite import _native
+from horo_lite.collectives.calls import Call, Finish, Part
+from horo_lite.errors import MismatchError
+from horo_lite.transports import Transport
+from horo_lite.transports.agreement import agree, digest_of, exchange_bytes
+
+T = TypeVar("T")
+
+
+@dataclass
+class Buffers(Part):
+    """What one rank sends and where it receives.
+
+    Attributes:
+        send: What each rank gets, in rank order; or one item that is for all of them.
+        receive: Where what each rank has for this one is left, in rank order.
+    """
+
+    send: Sequence[_native.Tensors] = ()
+    receive: Sequence[_native.Tensors] = ()
+
+
+@dataclass(frozen=True)
+class Collective(Call[T]):
+    """A collective whose `contract` is all that must be alike on all ranks, one thing a line."""
+
+    contract: str = ""
+
+    def run(self, part: Part, transport: Transport) -> Finish[T]:
+        agree(transport, part.label, self._text, lambda: f"{part.label}\n{self._text}")
+        result = self.move(part, transport)
+        return lambda: result
+
+    def submit(
+        self, part: Part, engine: _native.Engine, transport: Transport
+    ) -> tuple[_native.Job, Finish[T]]:
+        result: list[T] = []
+        job = engine.submit_call(
+            part.label,
+            digest_of(self._text),
+            lambda weights: result.append(self.move(part, transport)),
+            1.0,
+            lambda: f"{part.label}\n{self._text}",
+            lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        return job, lambda: result[0]
+
+    @property
+    def _text(self) -> str:
+        return f"{self.kind}\n{self.contract}"
+
+    @abstractmethod
+    def move(self, part: Part, transport: Transport) -> T:
+        """Do it, now that all ranks do the same."""
+
+
+@dataclass(frozen=True)
+class Barrier(Collective[None]):
+    """All ranks are here."""
+
+    kind = "barrier"
+
+    def move(self, part: Part, transport: Transport) -> None:
+        """Nothing: that all ranks have submitted it is the operation."""
+
+
+@dataclass(frozen=True)
+class Broadcast(Collective[None]):
+    """The tensors of one rank, on every rank."""
+
+    root: int = 0
+
+    kind = "broadcast"
+
+    def move(self, part: Part, transport: Transport) -> None:
+        transport.broadcast(part.memory.tensors, self.root)
+
+
+@dataclass(frozen=True)
+class AllGather(Collective[None]):
+    """The tensors of each rank, on every rank. The contract says how large each rank's are."""
+
+    kind = "all_gather"
+
+    def move(self, part: Part, transport: Transport) -> None:
+        assert isinstance(part, Buffers)
+        (mine,) = part.send
+        mine.copy_to(part.receive[transport.rank])
+        transport.allgather(mine, part.receive)
+
+
+@dataclass(frozen=True)
+class AllToAll(Collective[None]):
+    """From every rank something for each other.
+
+    Attributes:
+        n_bytes: What rank s sends to rank d, as n_bytes[s][d], alike on all ranks; or nothing where
+            each rank knows only what it sends and receives itself.
+    """
+
+    n_bytes: Sequence[Sequence[int]] = ()
+
+    kind = "all_to_all"
+
+    def move(self, part: Part, transport: Transport) -> None:
+        assert isinstance(part, Buffers)
+        n_bytes = self.n_bytes or _exchanged_sizes(part, transport)
+        part.send[transport.rank].copy_to(part.receive[transport.rank])
+        transport.alltoall(part.send, part.receive, n_bytes)
+
+
+@dataclass(frozen=True)
+class Gather(AllToAll):
+    """The tensors of each rank, on one rank."""
+
+    kind = "gather"
+
+
+@dataclass(frozen=True)
+class Scatter(AllToAll):
+    """From one rank something for each."""
+
+    kind = "scatter"
+
+
+@dataclass(frozen=True)
+class GatherSparse(Collective["list[tuple[NDArray[np.int64], NDArray[np.uint8]]]"]):
+    """The indices and the values, as bytes, of each rank's sparse tensor, on every rank.
+
+    A rank brings both as arrays of `n_axes` rows and of bytes.
+    """
+
+    n_axes: int = 0
+
+    kind = "sparse all_reduce"
+
+    def move(
+        self, part: Part, transport: Transport
+    ) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+        assert isinstance(part, Buffers)
+        (mine,) = part.send
+        counts = np.array([n_bytes for _, n_bytes in mine.buffers()], np.int64)
+        everyone = exchange_bytes(transport, counts.tobytes(), [counts.nbytes] * transport.size)
+        result = []
+        for one in everyone:
+            n_indices, n_values = np.frombuffer(one, np.int64).tolist()
+            columns = n_indices // (8 * self.n_axes)
+            indices = np.empty((self.n_axes, columns), np.int64)
+            result.append((indices, np.empty(n_values, np.uint8)))
+        receive = [_native.Tensors(arrays) for arrays in result]
+        mine.copy_to(receive[transport.rank])
+        transport.allgather(mine, receive)
+        return result
+
+
+def _exchanged_sizes(part: Buffers, transport: Transport) -> list[list[int]]:
+    """Return n_bytes[s][d]; MismatchError, on all ranks, where a rank expects something else."""
+    mine = np.array([[each.nbytes for each in part.send], [each.nbytes for each in part.receive]])
+    everyone = exchange_bytes(transport, mine.tobytes(), [mine.nbytes] * transport.size)
+    table = np.array([np.frombuffer(one, mine.dtype).reshape(2, -1) for one in everyone])
+    sent, expected = table[:, 0], table[:, 1].T
+    if (sent != expected).any():
+        s, d = np.argwhere(sent != expected)[0].tolist()
+        raise MismatchError(
+            f"ranks disagree on {part.label}: rank {transport.ranks[s]} sends {sent[s, d]} bytes "
+            f"to rank {transport.ranks[d]}, which expects {expected[s, d]}: the input_split_sizes "
+            "of each rank must be the output_split_sizes of the others"
+        )
+    return [[int(n) for n in row] for row in sent]

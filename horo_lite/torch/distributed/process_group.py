@@ -1,0 +1,673 @@
+"""torch.distributed's process group over a group of ranks of horo_lite's."""
+
+# Torch's stubs list several signatures for each method. Its own functions use one, that with opts.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from horo_lite import _native, context
+from horo_lite.collectives.arrays import HostArrays
+from horo_lite.collectives.calls import Call, Part
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.handle import Handle
+from horo_lite.collectives.reductions import AllReduce, Op
+from horo_lite.start import groups, session, stall
+from horo_lite.torch.distributed.memory import (
+    Staged,
+    as_bytes,
+    check_alike,
+    check_number,
+    cut,
+    described,
+    is_async,
+    joined,
+    listed,
+    memory_of,
+    nested,
+    op_of,
+    root_of,
+    timeout_of,
+)
+from horo_lite.torch.distributed.operations import (
+    AllGather,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Buffers,
+    Gather,
+    GatherSparse,
+    Scatter,
+)
+from horo_lite.torch.distributed.work import AllOf, Waiter, Work
+
+NAME = "horo_lite"
+
+_OPS = {
+    "SUM": Op.Sum,
+    "AVG": Op.Average,
+    "PREMUL_SUM": Op.Sum,
+    "MIN": Op.Min,
+    "MAX": Op.Max,
+    "PRODUCT": Op.Product,
+}
+# Truth values, one byte each, reduce as these do.
+_BOOL_OPS = {
+    "SUM": Op.Max,
+    "MAX": Op.Max,
+    "BOR": Op.Max,
+    "MIN": Op.Min,
+    "PRODUCT": Op.Min,
+    "BAND": Op.Min,
+}
+_BITWISE = {
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_COUNTER = "torch.distributed's collectives"  # in Group.kept
+
+_named = torch._C._profiler._RecordFunctionFast
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """Ranks whose collectives are carried out by horo_lite's engine.
+
+    All ranks issue the collectives of a process group in the same order, as torch has it: they are
+    numbered, and matched by their numbers. What must be alike (operation, dtypes, sizes, root) is
+    compared; where it is not, every rank raises MismatchError.
+
+    Args:
+        rank: This rank's number in the group.
+        size: The number of ranks.
+        group: The ranks.
+        group_name: What torch calls it, alike on its ranks.
+        timeout_s: Seconds that a rank may wait for another.
+        owns_world: Whether the world ends with this process group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        group: Group,
+        group_name: str,
+        timeout_s: float,
+        *,
+        owns_world: bool = False,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # what Python classes must call
+        self.group = group
+        self._timeout_s = timeout_s
+        self._owns_world = owns_world
+        self._is_whole = group is context.world().group
+        self._messages = context.messages()
+        self._world_ranks = list(group.transport.ranks)
+        self._group_name, self._group_desc = group_name, "undefined"
+        # What tells this group's messages from those of others, and from horo_lite's own.
+        channel = f"torch.distributed {group_name} {self._world_ranks}"
+        self._channel = _native.hash64(channel.encode())
+        self._is_open = True
+        # Goes on counting where another process group has used the same ranks before.
+        self._numbers = group.kept.setdefault(_COUNTER, itertools.count(1))
+        self._order = threading.Lock()
+        self._waiter = Waiter()
+        self._message_waiter = Waiter()
+        self._coalescing: list[Work] | None = None
+
+    # What torch asks about it.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return the name that `init_process_group` was given."""
+        return NAME
+
+    name = getBackendName
+    _get_backend_name = getBackendName
+
+    # Torch keeps these two in the backends of a process group, and this one has none.
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return what torch calls the process group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Change what torch calls the process group."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return the user's description of the process group."""
+        return self._group_desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        """Change the user's description of the process group."""
+        self._group_desc = desc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Tell torch to make groups by `new_group`."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Tell torch to issue messages one by one."""
+        return False
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"horo_lite is a backend for tensors of the CPU, not of {device}")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Collectives are numbered from the beginning."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _wait_for_pending_works(self) -> None:
+        """There are no hooks that torch would have to wait for."""
+
+    def __repr__(self) -> str:
+        return f"<horo_lite process group: rank {self.rank()} of {self.size()}>"
+
+    # Its life.
+
+    def shutdown(self) -> None:
+        """Complete what all ranks have issued, and leave. Each rank calls it, once or more."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            if self._owns_world:
+                session.shutdown()
+            elif not self._is_whole:
+                groups.free_group(self.group)
+        finally:
+            self._waiter.close()
+            self._message_waiter.close()
+
+    def abort(self) -> None:
+        """Leave at once: ranks that wait for this one, now or later, raise PeerLostError."""
+        for transport in self.group.transports():
+            transport.abandon("it called abort()")
+        with contextlib.suppress(Exception):  # what was in flight has failed
+            self.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a rank may wait for another, from now on."""
+        self._timeout_s = timeout.total_seconds()
+        detector = stall.detector_of(context.world())
+        if self._owns_world and detector is not None:
+            detector.set_limits(detector.warn_s, self._timeout_s)
+
+    _set_default_timeout = set_timeout
+
+    # Reductions.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        """Reduce tensors in place."""
+        return self._reduced("all_reduce", listed(tensors), op_of(opts), timeout_of(opts))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """Reduce tensors in place, together."""
+        return self.allreduce(list(tensors), opts)
+
+    def average(self, tensor: Tensor, compression: Compressor = Compression.none) -> Work:
+        """Average a tensor in place over the ranks; what travels is compressed.
+
+        Args:
+            tensor: The tensor, of any floating-point dtype.
+            compression: What travels instead of wider numbers; horo_lite.Compression says what it
+                does to them.
+        """
+        return self._reduced("all_reduce", [tensor], ("AVG", 1.0), 0.0, compression=compression)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Work:
+        """Reduce tensors in place on one rank; the others' stay as they are."""
+        root = root_of(opts)
+        given = listed(tensors)
+        work = given if self.rank() == root else [x.detach().clone() for x in given]
+        return self._reduced("reduce", work, op_of(opts), timeout_of(opts), root=root)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Leave in the output the reduction of the ranks' inputs for this rank."""
+        (output,), (parts,) = listed(outputs), nested(inputs)
+        check_number(parts, self.size(), "reduce_scatter: input tensors")
+        total, views = joined(parts)
+        return self._reduce_scattered([(output, total, views[self.rank()])], opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Leave in the output this rank's part of the reduction of the ranks' inputs."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Do what `reduce_scatter_single` does with each pair, together."""
+        jobs = []
+        for output, each in zip(outputs, inputs, strict=True):
+            if each.numel() != output.numel() * self.size():
+                raise ValueError(
+                    f"reduce_scatter: the input has {each.numel()} elements, and not the output's "
+                    f"{output.numel()} for each of {self.size()} ranks"
+                )
+            total = each.detach().clone(memory_format=torch.contiguous_format)
+            mine = total.view(-1).narrow(0, self.rank() * output.numel(), output.numel())
+            jobs.append((output, total, mine))
+        return self._reduce_scattered(jobs, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scattered(self, jobs: Sequence[tuple[Tensor, Tensor, Tensor]], opts: Any) -> Work:
+        """Reduce each job's second tensor, of which the third goes into the first."""
+
+        def finish(_: Any) -> None:
+            for output, _, mine in jobs:
+                output.detach().copy_(mine.view_as(output))
+
+        return self._reduced(
+            "reduce_scatter",
+            [total for _, total, _ in jobs],
+            op_of(opts),
+            timeout_of(opts),
+            results=[output for output, _, _ in jobs],
+            after=finish,
+            is_async=is_async(opts),
+        )
+
+    def _reduced(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        op: tuple[str, float],
+        timeout_s: float,
+        *,
+        root: int | None = None,
+        compression: Compressor = Compression.none,
+        results: Sequence[Tensor] | None = None,
+        after: Callable[[Any], None] | None = None,
+        is_async: bool = True,
+    ) -> Work:
+        op_name, factor = op
+        if tensors[0].layout is torch.sparse_coo:
+            return self._reduced_sparse(tensors, op_name, timeout_s)
+        staged = Staged(is_async)
+        memory = [staged.in_place(x) for x in tensors]
+        names = () if what == "all_reduce" else (what,) * len(memory)
+        if root is not None:
+            names = (f"reduce to rank {self._world_ranks[root]}",) * len(memory)
+        if after is not None:
+            staged.do_after(after)
+        results = tensors if results is None else results
+        is_bool = all(x.dtype == torch.bool for x in memory)
+        ops = _BOOL_OPS if is_bool else _OPS
+        if op_name in _BITWISE and op_name not in ops:
+            return self._reduced_bitwise(op_name, memory, staged, results, timeout_s)
+        if op_name not in ops or (
+            op_name not in ("SUM", "AVG", "PREMUL_SUM") and staged.is_complex
+        ):
+            raise ValueError(f"{what}: {op_name} of {tensors[0].dtype} has no meaning")
+        if is_bool:
+            memory = [x.view(torch.uint8) for x in memory]
+        part = Part(HostArrays(memory, fresh=True))
+        call = AllReduce(None, ops[op_name], compression, factor, 1.0, names)
+        call.check(part)
+        return self._issue(what, call, part, results, timeout_s, staged)
+
+    def _reduced_bitwise(
+        self,
+        op_name: str,
+        memory: Sequence[Tensor],
+        staged: Staged,
+        results: Sequence[Tensor],
+        timeout_s: float,
+    ) -> Work:
+        if any(x.dtype.is_floating_point for x in memory):
+            raise ValueError(f"all_reduce: {op_name} of floating-point numbers has no meaning")
+        everyone = [[torch.empty_like(x) for x in memory] for _ in range(self.size())]
+
+        def finish(_: Any) -> None:
+            for i, x in enumerate(memory):
+                x.copy_(everyone[0][i])
+                for other in everyone[1:]:
+                    _BITWISE[op_name](x, other[i], out=x)
+
+        staged.do_before(finish)
+        return self._gathered_all(
+            f"all_reduce {op_name}", memory, everyone, results, timeout_s, staged
+        )
+
+    def _reduced_sparse(self, tensors: Sequence[Tensor], op_name: str, timeout_s: float) -> Work:
+        (tensor,) = tensors
+        if op_name not in ("SUM", "AVG"):
+            raise ValueError(
+                f"all_reduce: sparse tensors are reduced with SUM or AVG, not {op_name}"
+            )
+        local = tensor.detach().coalesce()
+        indices, values = local.indices().contiguous(), local.values().contiguous()
+        shape, size = values.shape[1:], self.size()
+
+        def finish(everyone: Any) -> None:
+            whole = torch.sparse_coo_tensor(
+                torch.cat([torch.from_numpy(i) for i, _ in everyone], 1),
+                torch.cat(
+                    [torch.from_numpy(v).view(values.dtype).view(-1, *shape) for _, v in everyone]
+                ),
+                tensor.shape,
+                check_invariants=False,
+            ).coalesce()
+            if op_name == "AVG":
+                whole = whole / size
+            with (
+                torch.no_grad()
+            ):  # of a sparse tensor, what detach() returns has no memory in common
+                tensor.copy_(whole)
+
+        staged = Staged(True)
+        staged.do_after(finish)
+        contract = f"{op_name} of sparse {tensor.dtype}{list(tensor.shape)}"
+        as_bytes = values.view(-1).view(torch.uint8) if values.numel() else torch.empty(0).byte()
+        part = Buffers(send=[_native.Tensors([indices, as_bytes], writable=False)])
+        call = GatherSparse(contract=contract, n_axes=len(indices))
+        return self._issue("all_reduce", call, part, [tensor], timeout_s, staged)
+
+    # Moving tensors.
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+        """Leave the root's tensors on every rank."""
+        root = root_of(opts)
+        staged, given = Staged(True), listed(tensors)
+        memory = [staged.in_place(x) for x in given]
+        contract = f"from rank {self._world_ranks[root]}: {described(memory)}"
+        part = Part(HostArrays([as_bytes(x) for x in memory], fresh=True))
+        call = Broadcast(contract=contract, root=root)
+        return self._issue("broadcast", call, part, given, timeout_of(opts), staged)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Leave each rank's tensor in the output for it; they may differ in size."""
+        (lists,), (given,) = nested(outputs), listed(inputs)
+        check_number(lists, self.size(), "all_gather: output tensors")
+        staged = Staged(is_async(opts))
+        everyone = [[staged.output(x)] for x in lists]
+        return self._gathered_all(
+            "all_gather", [staged.input(given)], everyone, lists, timeout_of(opts), staged
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Leave all ranks' tensors in the output, one after the other."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Do what `all_gather_single` does with each pair, together."""
+        staged = Staged(is_async(opts))
+        everyone: list[list[Tensor]] = [[] for _ in range(self.size())]
+        for output, each in zip(outputs, inputs, strict=True):
+            if output.numel() != each.numel() * self.size():
+                raise ValueError(
+                    f"all_gather: the output has {output.numel()} elements, and not the input's "
+                    f"{each.numel()} for each of {self.size()} ranks"
+                )
+            whole = staged.output(output).view(self.size(), -1)
+            for r in range(self.size()):
+                everyone[r].append(whole[r])
+        mine = [staged.input(each) for each in inputs]
+        return self._gathered_all("all_gather", mine, everyone, outputs, timeout_of(opts), staged)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Leave each rank's tensors in the list of outputs for it."""
+        check_number(outputs, self.size(), "all_gather: lists of output tensors")
+        staged = Staged(is_async(opts))
+        everyone = [[staged.output(x) for x in each] for each in outputs]
+        mine = [staged.input(x) for x in inputs]
+        flat = [x for each in outputs for x in each]
+        return self._gathered_all("all_gather", mine, everyone, flat, timeout_of(opts), staged)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gathered_all(
+        self,
+        what: str,
+        mine: Sequence[Tensor],
+        everyone: Sequence[Sequence[Tensor]],
+        results: Sequence[Tensor],
+        timeout_s: float,
+        staged: Staged,
+    ) -> Work:
+        expected = everyone[self.rank()]
+        for given, room in zip(mine, expected, strict=True):
+            if (given.dtype, given.numel()) != (room.dtype, room.numel()):
+                raise ValueError(
+                    f"{what}: this rank's tensor is {described([given])}, and the output for it "
+                    f"{described([room])}"
+                )
+        same = len({tuple(x.numel() for x in each) for each in everyone}) == 1
+        shown = everyone[:1] if same else everyone
+        contract = f"{what} of {'; '.join(map(described, shown))}"
+        part = Buffers(
+            send=[memory_of(mine, writable=False)],
+            receive=[memory_of(each) for each in everyone],
+        )
+        call = AllGather(contract=contract)
+        return self._issue(what, call, part, results, timeout_s, staged)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Leave each rank's tensor in the output for it on one rank."""
+        root = root_of(opts)
+        (given,) = listed(inputs)
+        staged, size, is_root = Staged(is_async(opts)), self.size(), self.rank() == root
+        mine = staged.input(given)
+        lists = nested(outputs)[0] if is_root else []
+        if is_root:
+            check_number(lists, size, "gather: output tensors")
+            check_alike(lists, mine, "gather: the output")
+        nothing = memory_of([])
+        send = [memory_of([mine], writable=False) if r == root else nothing for r in range(size)]
+        receive = [memory_of([staged.output(x)]) for x in lists] or [nothing] * size
+        n_bytes = [[mine.nbytes * (d == root) for d in range(size)] for _ in range(size)]
+        contract = f"to rank {self._world_ranks[root]}: {described([mine])}"
+        call = Gather(contract=contract, n_bytes=n_bytes)
+        part = Buffers(send=send, receive=receive)
+        return self._issue("gather", call, part, lists, timeout_of(opts), staged)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Leave in the output what one rank has for this one."""
+        root = root_of(opts)
+        (output,) = listed(outputs)
+        staged, size, is_root = Staged(is_async(opts)), self.size(), self.rank() == root
+        mine = staged.output(output)
+        lists = [staged.input(x) for x in nested(inputs)[0]] if is_root else []
+        if is_root:
+            check_number(lists, size, "scatter: input tensors")
+            check_alike(lists, mine, "scatter: the input")
+        nothing = memory_of([])
+        send = [memory_of([x], writable=False) for x in lists] or [nothing] * size
+        receive = [memory_of([mine]) if r == root else nothing for r in range(size)]
+        n_bytes = [[mine.nbytes * (s == root)] * size for s in range(size)]
+        contract = f"from rank {self._world_ranks[root]}: {described([mine])}"
+        call = Scatter(contract=contract, n_bytes=n_bytes)
+        part = Buffers(send=send, receive=receive)
+        return self._issue("scatter", call, part, [output], timeout_of(opts), staged)
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Send a tensor to each rank, and receive one from each; they may differ in size."""
+        check_number(outputs, self.size(), "all_to_all: output tensors")
+        check_number(inputs, self.size(), "all_to_all: input tensors")
+        staged = Staged(is_async(opts))
+        send = [memory_of([staged.input(x)], writable=False) for x in inputs]
+        receive = [memory_of([staged.output(x)]) for x in outputs]
+        call = AllToAll(contract=f"of {inputs[0].dtype}, sizes by rank")
+        part = Buffers(send=send, receive=receive)
+        return self._issue("all_to_all", call, part, outputs, timeout_of(opts), staged)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        """Send rows to each rank, and receive rows from each."""
+        staged, size = Staged(is_async(opts)), self.size()
+        source, target = staged.input(input), staged.output(output)
+        send = cut(source, input_split_sizes, size, "input")
+        receive = cut(target, output_split_sizes, size, "output")
+        if input_split_sizes or output_split_sizes:
+            call = AllToAll(contract=f"of {input.dtype}, sizes by rank")
+        else:
+            if source.nbytes != target.nbytes:
+                raise ValueError(
+                    f"all_to_all: without split sizes the output, {described([target])}, is as "
+                    f"large as the input, {described([source])}"
+                )
+            n_bytes = [[source.nbytes // size] * size] * size
+            call = AllToAll(contract=f"of {described([source])}", n_bytes=n_bytes)
+        part = Buffers(
+            send=[memory_of([x], writable=False) for x in send],
+            receive=[memory_of([x]) for x in receive],
+        )
+        return self._issue("all_to_all", call, part, [output], timeout_of(opts), staged)
+
+    alltoall_base = all_to_all_single
+
+    # All ranks are here.
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait until all ranks have come."""
+        return self._issue("barrier", Barrier(), Part(), [], timeout_of(opts), Staged(True))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when all ranks have come; StallError names those that have not, after a while.
+
+        Args:
+            timeout: How long that may take; by default the process group's.
+            wait_all_ranks: Ignored: all ranks that are late are named.
+        """
+        self.barrier().wait(timedelta(0) if timeout is None else timeout)
+
+    # Messages.
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
+        """Send a tensor to a rank."""
+        (tensor,) = tensors
+        peer = self._world_ranks[dst]
+        message = self._messages.isend(
+            as_bytes(Staged(True).input(tensor)), peer, tag, self._channel
+        )
+        return self._noted(Work(message, [tensor], self._message_waiter, self._timeout_s))
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
+        """Receive a tensor from a rank."""
+        return self._received(tensors, self._world_ranks[src], tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
+        """Receive a tensor from any rank; the operation knows which."""
+        return self._received(tensors, None, tag)
+
+    def _received(self, tensors: Sequence[Tensor], peer: int | None, tag: int) -> Work:
+        (tensor,) = tensors
+        staged = Staged(True)
+        memory = staged.output(tensor)
+        message = self._messages.irecv(as_bytes(memory), peer, tag, self._channel)
+        numbers = {number: place for place, number in enumerate(self._world_ranks)}
+        handle = _FromRank(message, numbers)
+        return self._noted(
+            Work(handle, [tensor], self._message_waiter, self._timeout_s, staged.finish())
+        )
+
+    # Several at once.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        handle = AllOf("coalesced operations", [_Settled(work) for work in works])
+        tensors = [x for work in works for x in work.result()]
+        return Work(handle, tensors, self._waiter, self._timeout_s)
+
+    # How an operation is issued.
+
+    def _issue(
+        self,
+        what: str,
+        call: Call[Any],
+        part: Part,
+        results: Sequence[Tensor],
+        timeout_s: float,
+        staged: Staged,
+    ) -> Work:
+        with _named(f"horo_lite:{what}"), self._order:
+            part.label = f"torch.distributed collective {next(self._numbers)}"
+            handle = self.group.submit(call, part)
+        finish = staged.finish()
+        issued = Work(handle, results, self._waiter, timeout_s or self._timeout_s, finish)
+        if finish is not None and staged.is_async:
+            self._waiter.put(issued)  # the caller may never wait for it
+        return self._noted(issued)
+
+    def _noted(self, work: Work) -> Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+
+class _FromRank(Handle):
+    """A receive whose value is the sender's number in the process group."""
+
+    def __init__(self, message: Handle, numbers: dict[int, int]) -> None:
+        super().__init__(message.name, None, lambda: None)
+        self._message = message
+        self._numbers = numbers
+
+    def done(self) -> bool:
+        return self._message.done()
+
+    def wait(self, beside: bool = False) -> int:
+        return self._numbers[self._message.wait(beside)]
+
+
+class _Settled(Handle):
+    """A work as a handle, so that waiting for it does all that is left to do."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__("work", None, lambda: None)
+        self._work = work
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, beside: bool = False) -> None:
+        self._work.settle(beside)
+        error = self._work.exception()
+        if error is not None:
+            raise error

@@ -1,0 +1,259 @@
+"""torch's own wrappers on the backend "horo_lite", against one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch import multiprocessing as mp
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import horo_lite as hvd
+from horo_lite.torch import ddp_hooks
+
+warnings.simplefilter("ignore", FutureWarning)
+STEPS, ROWS = 4, 6  # rows of each rank
+
+
+class Model(nn.Module):
+    """Several buckets; a layer that is not used in every step."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, sparse=sparse)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.sometimes = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, step: int = 1) -> Tensor:
+        x = self.embedding(x).mean(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if step % 2:
+            x = x + self.sometimes(x)
+        return self.head(x)
+
+
+def model(**options: Any) -> Model:
+    torch.manual_seed(7)
+    return Model(**options).double()
+
+
+def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randint(11, (size * ROWS, 4), generator=generator)
+    return x, torch.randn(size * ROWS, 3, generator=generator, dtype=torch.float64)
+
+
+def shard(tensors: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    x, y = (t[rank * ROWS : (rank + 1) * ROWS] for t in tensors)
+    return x, y
+
+
+def trained(net: nn.Module, optimizer: Any, data: Callable[[int], Any], **kw: Any) -> None:
+    for step in range(STEPS):
+        x, y = data(step)
+        optimizer.zero_grad()
+        ((net(x, step, **kw) - y) ** 2).mean().backward()
+        optimizer.step()
+
+
+def alone(size: int, **options: Any) -> Model:
+    """What one process makes of the whole batches."""
+    net = model(**options)
+    trained(net, torch.optim.SGD(net.parameters(), 0.3), lambda step: batch(step, size))
+    return net
+
+
+def check(net: nn.Module, expected: nn.Module, what: str, tolerance: float = 1e-12) -> None:
+    state, other = net.state_dict(), expected.state_dict()
+    assert state.keys() == other.keys(), what
+    for name in state:
+        torch.testing.assert_close(
+            state[name], other[name], rtol=tolerance, atol=tolerance, msg=lambda m: f"{what} {m}"
+        )
+    # The ranks have the same bits.
+    hvd.check_in_sync(net)
+
+
+def ddp(rank: int, size: int) -> None:
+    expected = alone(size)
+    untrained = model().state_dict()
+    assert not torch.equal(untrained["head.weight"], expected.head.weight)
+    for options in (
+        {"find_unused_parameters": True},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+    ):
+        net = model()
+        if rank:  # DDP sends rank 0's
+            nn.init.zeros_(net.head.weight)
+        wrapped = DistributedDataParallel(net, **options)
+        optimizer = torch.optim.SGD(net.parameters(), 0.3)
+        trained(wrapped, optimizer, lambda step: shard(batch(step, size), rank))
+        check(net, expected, f"DDP {options}")
+
+    # What travels is compressed; sparse gradients; several passes without communication.
+    for hook, tolerance in (ddp_hooks.fp16_compress, 2e-3), (ddp_hooks.bf16_compress, 2e-2):
+        net = model()
+        wrapped = DistributedDataParallel(net, find_unused_parameters=True)
+        wrapped.register_comm_hook(None, hook)
+        trained(
+            wrapped,
+            torch.optim.SGD(net.parameters(), 0.3),
+            lambda step: shard(batch(step, size), rank),
+        )
+        check(net, expected, hook.__name__, tolerance)
+        exact = all(map(torch.equal, net.state_dict().values(), expected.state_dict().values()))
+        assert not exact, f"{hook.__name__} has compressed nothing"
+
+    net = model(sparse=True)
+    wrapped = DistributedDataParallel(net, find_unused_parameters=True)
+    trained(
+        wrapped,
+        torch.optim.SGD(net.parameters(), 0.3),
+        lambda step: shard(batch(step, size), rank),
+    )
+    check(net, expected, "sparse gradients")
+
+    net = model()
+    wrapped = DistributedDataParallel(net)
+    halves = [t.chunk(2) for t in shard(batch(1, size), rank)]
+    with wrapped.no_sync():
+        ((wrapped(halves[0][0]) - halves[1][0]) ** 2).mean().backward()
+    ((wrapped(halves[0][1]) - halves[1][1]) ** 2).mean().backward()
+    whole = model()
+    x, y = batch(1, size)
+    (((whole(x) - y) ** 2).mean() * 2).backward()
+    for a, b in zip(net.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+    # Ranks with different numbers of batches.
+    net = model()
+    wrapped = DistributedDataParallel(net)
+    with wrapped.join():
+        for step in range(1, 3 + rank):
+            x, y = shard(batch(step, size), rank)
+            ((wrapped(x) - y) ** 2).mean().backward()
+    hvd.check_in_sync(net)
+
+
+def overlap(rank: int, size: int) -> None:
+    """The first bucket is complete before the backward pass has come to the last layer."""
+    done: list[bool] = []
+    works: list[Any] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if works:
+                works[0].get_future().wait()  # it needs nothing of what comes later
+                done.append(works[0].is_success())
+            return grad
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        bucket.buffer().div_(size)
+        works.append(dist.all_reduce(bucket.buffer(), async_op=True))
+        return works[-1].get_future().then(lambda future: future.value()[0])
+
+    hook.__annotations__.clear()
+    first, last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Watched.apply(self.first(x)))
+
+    wrapped = DistributedDataParallel(Net(), bucket_cap_mb=0.01)
+    wrapped.register_comm_hook(None, hook)
+    for step in range(3):
+        works.clear()
+        wrapped.zero_grad()
+        x = torch.full((4, 64), float(rank + step))
+        wrapped(x).sum().backward()
+    assert done[-1:] == [True], (done, len(works))
+    assert len(works) > 1
+    mean = 4.0 * sum(r + 2 for r in range(size)) / size
+    expected = (mean * last.weight.sum(0)[:, None]).expand(64, 64)
+    torch.testing.assert_close(first.weight.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def zero(rank: int, size: int) -> None:
+    net = model()
+    wrapped = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.3)
+    trained(wrapped, optimizer, lambda step: shard(batch(step, size), rank))
+    check(net, alone(size), "ZeroRedundancyOptimizer")
+
+
+def fsdp(rank: int, size: int, folder: str) -> None:
+    net = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in "ab")
+    )
+    net = net.double()
+    for i, parameter in enumerate(net.parameters()):
+        nn.init.uniform_(parameter, -0.5, 0.5, torch.Generator().manual_seed(i))
+    expected = copy.deepcopy(net)
+    mesh = init_device_mesh("cpu", (size,))
+    for block in net:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    assert net[0][0].weight.to_local().numel() < 8 * 12
+
+    x = torch.randn(size * 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for each, rows in (expected, x), (net, x[rank * 4 : rank * 4 + 4]):
+        optimizer = torch.optim.Adam(each.parameters(), 0.05)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (each(rows) ** 2).mean().backward()
+            optimizer.step()
+    for (name, a), b in zip(net.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            a.full_tensor(), b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"FSDP2 {name} {m}"
+        )
+
+    # Every rank saves its shards, and loads them into a model that has others.
+    checkpoint.save(net.state_dict(), checkpoint_id=folder)
+    saved = {name: p.full_tensor().clone() for name, p in net.named_parameters()}
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    state = net.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    net.load_state_dict(state)
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter.full_tensor(), saved[name]), name
+
+
+def main(rank: int, size: int, store: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("horo_lite", init_method=f"file://{store}", rank=rank, world_size=size)
+    ddp(rank, size)
+    overlap(rank, size)
+    zero(rank, size)
+    fsdp(rank, size, folder)
+    dist.destroy_process_group()
+    print("right", flush=True)
+
+
+if __name__ == "__main__":
+    size = int(os.environ.get("SIZE", "2"))
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(main, (size, f"{folder}/store", f"{folder}/checkpoint"), size)

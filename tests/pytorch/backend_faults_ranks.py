@@ -1,0 +1,39 @@
+"""A script for DDP in which rank 1 does in the third step what the argument says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import horo_lite.torch  # noqa: F401 (registers the backend)
+
+dist.init_process_group("horo_lite", timeout=timedelta(seconds=4))
+fault, rank = sys.argv[1], dist.get_rank()
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), bucket_cap_mb=1e-4)
+
+
+def train_step() -> None:
+    model(torch.full((2, 8), float(rank))).sum().backward()
+
+
+for step in range(5):
+    if step == 2 and rank == 1:
+        print("now", flush=True)
+        if fault == "mismatch":
+            dist.all_reduce(torch.ones(3), async_op=True)
+        elif fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "raise":
+            raise ValueError("a bug of the program's")
+    train_step()
+dist.destroy_process_group()
+print("the end", flush=True)

@@ -1,0 +1,489 @@
+"""Collectives of torch.distributed on a group of gloo's and on one of horo_lite's, side by side.
+
+Every case is a function of the process group that returns tensors. The values depend on the rank
+and are integers, which all backends add without rounding: the results must be equal. What gloo
+cannot do has its expected values written beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import ReduceOp
+from torch.distributed import _functional_collectives as functional
+
+import horo_lite as hvd
+import horo_lite.torch
+
+warnings.simplefilter("ignore", FutureWarning)  # names that torch 2.13 has replaced
+Group = Any
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
+
+
+def mine(group: Group, *shape: int, dtype: torch.dtype = torch.float32, plus: int = 0) -> Tensor:
+    """Small numbers, others on each rank."""
+    n = torch.Size(shape).numel()
+    return (torch.arange(n) % 5 + 3 * group.rank() + 1 + plus).to(dtype).reshape(shape)
+
+
+# --- the cases -----------------------------------------------------------------------------------
+
+
+def all_reduce(op: Any, dtype: torch.dtype, group: Group) -> list[Tensor]:
+    x = mine(group, 7, dtype=dtype)
+    dist.all_reduce(x, op, group=group)
+    return [x]
+
+
+def all_reduce_large(group: Group) -> list[Tensor]:
+    x = mine(group, 300, 1001)
+    dist.all_reduce(x, group=group)
+    return [x]
+
+
+def all_reduce_complex(group: Group) -> list[Tensor]:
+    x = torch.complex(mine(group, 4), -mine(group, 4))
+    dist.all_reduce(x, group=group)
+    return [x]
+
+
+def all_reduce_coalesced(group: Group) -> list[Tensor]:
+    xs = [mine(group, 3), mine(group, 2, 2)]
+    dist.all_reduce_coalesced(xs, group=group)
+    return xs
+
+
+def all_reduce_sparse(group: Group) -> list[Tensor]:
+    r = group.rank()
+    indices = torch.tensor([[0, r, r + 1], [1, r, 0]])[:, : r + 1]  # others, and as many
+    x = torch.sparse_coo_tensor(indices, mine(group, indices.shape[1], 2), (5, 5, 2))
+    dist.all_reduce(x, group=group)
+    return [x.to_dense()]
+
+
+def several_in_flight(group: Group) -> list[Tensor]:
+    xs = [mine(group, 1000 + i, plus=i) for i in range(20)]
+    works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
+    for work in reversed(works):
+        work.wait()
+        assert work.is_completed()
+    return xs
+
+
+def by_future(group: Group) -> list[Tensor]:
+    futures = []
+    for i in range(5):
+        x = mine(group, 50, plus=i)
+        future = dist.all_reduce(x, group=group, async_op=True).get_future()
+        futures.append(future.then(lambda f: f.value()[0] * 2))
+    return list(torch.futures.wait_all(futures))
+
+
+def reduce(group: Group) -> list[Tensor]:
+    root = group.size() - 1
+    x = mine(group, 4)
+    dist.reduce(x, group_dst=root, group=group)
+    return [x] if group.rank() == root else []  # torch leaves open what the others have
+
+
+def reduce_scatter(group: Group) -> list[Tensor]:
+    parts = [mine(group, 3, plus=r) for r in range(group.size())]
+    out, single = torch.zeros(3), torch.zeros(2, 3)
+    dist.reduce_scatter(out, parts, group=group)
+    dist.reduce_scatter_tensor(single, mine(group, 2 * group.size(), 3), group=group)
+    return [out, single]
+
+
+def broadcast(dtype: torch.dtype, group: Group) -> list[Tensor]:
+    xs = []
+    for root in range(group.size()):
+        x = mine(group, 3, 2, dtype=dtype)
+        dist.broadcast(x, group=group, group_src=root)
+        xs.append(x)
+    return xs
+
+
+def all_gather(dtype: torch.dtype, group: Group) -> list[Tensor]:
+    parts = [torch.zeros(3, dtype=dtype) for _ in range(group.size())]
+    dist.all_gather(parts, mine(group, 3, dtype=dtype), group=group)
+    out = torch.zeros(group.size() * 2, 2, dtype=dtype)
+    dist.all_gather_into_tensor(out, mine(group, 2, 2, dtype=dtype), group=group)
+    return [*parts, out]
+
+
+def gather(group: Group) -> list[Tensor]:
+    here = group.rank() == 1
+    parts = [torch.zeros(5, 2) for _ in range(group.size())] if here else None
+    dist.gather(mine(group, 5, 2), parts, group=group, group_dst=1)
+    return parts or []
+
+
+def scatter(group: Group) -> list[Tensor]:
+    here = group.rank() == 1
+    parts = [mine(group, 5, plus=r) for r in range(group.size())] if here else None
+    x = torch.zeros(5)
+    dist.scatter(x, parts, group=group, group_src=1)
+    return [x]
+
+
+def all_to_all(group: Group) -> list[Tensor]:
+    n, r = group.size(), group.rank()
+    out = torch.zeros(n * 2, 3)
+    dist.all_to_all_single(out, mine(group, n * 2, 3), group=group)
+    uneven = torch.zeros(sum(s + r for s in range(n)), 2)
+    dist.all_to_all_single(
+        uneven,
+        mine(group, sum(r + d for d in range(n)), 2),
+        [s + r for s in range(n)],
+        [r + d for d in range(n)],
+        group=group,
+    )
+    return [out, uneven]
+
+
+def messages(group: Group) -> list[Tensor]:
+    n, r = group.size(), group.rank()
+    after, before = (r + 1) % n, (r - 1) % n
+    received = []
+    for size in 3, 100_000:  # inside the envelope, and fetched
+        work = dist.isend(mine(group, size), group_dst=after, group=group, tag=size)
+        x = torch.zeros(size)
+        dist.recv(x, group_src=before, group=group, tag=size)
+        work.wait()
+        received.append(x)
+    ops = [
+        dist.P2POp(dist.isend, mine(group, 4), group=group, group_peer=after),
+        dist.P2POp(dist.irecv, x := torch.zeros(4), group=group, group_peer=before),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return [*received, x]
+
+
+def objects(group: Group) -> list[Tensor]:
+    n, r = group.size(), group.rank()
+    everyone: list[Any] = [None] * n
+    dist.all_gather_object(everyone, {"rank": r, "more": "x" * r}, group=group)
+    one: list[Any] = [r, "y" * r]
+    dist.broadcast_object_list(one, group=group, group_src=n - 1)
+    at_root: list[Any] = [None] * n
+    dist.gather_object(r * 2, at_root if r == 0 else None, group=group, group_dst=0)
+    got: list[Any] = [None]
+    dist.scatter_object_list(got, list(range(5, 5 + n)), group=group, group_src=0)
+    assert everyone == [{"rank": s, "more": "x" * s} for s in range(n)]
+    assert one == [n - 1, "y" * (n - 1)]
+    assert at_root == ([2 * s for s in range(n)] if r == 0 else [None] * n)
+    return [torch.tensor([got[0], *[each["rank"] for each in everyone]])]
+
+
+def by_functional(group: Group) -> list[Tensor]:
+    """Through C++, as DTensor and torch.compile do."""
+    x = mine(group, 2 * group.size(), 2)
+    results = [
+        functional.all_reduce(x, "sum", group),
+        functional.all_gather_tensor(x, 0, group),
+        functional.reduce_scatter_tensor(x, "sum", 0, group),
+        functional.broadcast(x, 1, group),
+        functional.all_to_all_single(x, None, None, group),
+    ]
+    return [functional.wait_tensor(each).clone() for each in results]
+
+
+def barrier(group: Group) -> list[Tensor]:
+    dist.barrier(group)
+    assert dist.barrier(group, async_op=True).wait()
+    return []
+
+
+CASES: dict[str, Callable[[Group], list[Tensor]]] = {
+    **{
+        f"all_reduce {op} {dtype}": partial(all_reduce, getattr(ReduceOp, op), dtype)
+        for op in ("SUM", "MIN", "MAX", "PRODUCT")
+        for dtype in (*FLOATS, *INTEGERS)
+    },
+    **{
+        f"all_reduce {op} {dtype}": partial(all_reduce, getattr(ReduceOp, op), dtype)
+        for op in ("BAND", "BOR", "BXOR")
+        for dtype in INTEGERS
+    },
+    **{f"broadcast {d}": partial(broadcast, d) for d in (*FLOATS, *INTEGERS, torch.bool)},
+    **{f"all_gather {d}": partial(all_gather, d) for d in (*FLOATS, *INTEGERS, torch.complex64)},
+    **{
+        function.__name__: function
+        for function in (
+            all_reduce_large,
+            all_reduce_complex,
+            all_reduce_coalesced,
+            several_in_flight,
+            by_future,
+            reduce,
+            reduce_scatter,
+            gather,
+            scatter,
+            all_to_all,
+            messages,
+            objects,
+            by_functional,
+            barrier,
+        )
+    },
+}
+
+
+# What gloo refuses or gets wrong, with what it should be.
+
+
+def sums_of(xs: list[Tensor]) -> Tensor:
+    return torch.stack(xs).sum(0)
+
+
+def test_what_gloo_cannot(group: Group) -> None:
+    n, r = group.size(), group.rank()
+    ranks = range(n)
+
+    def of(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        numbers = torch.arange(torch.Size(shape).numel()) % 5 + 3 * rank + 1
+        return numbers.to(dtype).reshape(shape)
+
+    x = mine(group, 6)
+    dist.all_reduce(x, ReduceOp.AVG, group=group)
+    assert torch.allclose(x, sums_of([of(s, 6) for s in ranks]) / n, rtol=1e-6), x
+    x = mine(group, 6)
+    dist.all_reduce(x, dist._make_nccl_premul_sum(2.0), group=group)
+    assert torch.equal(x, sums_of([of(s, 6) for s in ranks]) * 2), x
+
+    truths = [torch.tensor([s == 0, True, False, s > 0]) for s in ranks]
+    for op, expected in (
+        (ReduceOp.SUM, torch.stack(truths).any(0)),
+        (ReduceOp.MAX, torch.stack(truths).any(0)),
+        (ReduceOp.BOR, torch.stack(truths).any(0)),
+        (ReduceOp.MIN, torch.stack(truths).all(0)),
+        (ReduceOp.BAND, torch.stack(truths).all(0)),
+        (ReduceOp.BXOR, torch.stack(truths).sum(0) % 2 == 1),
+    ):
+        x = truths[r].clone()
+        dist.all_reduce(x, op, group=group)
+        assert torch.equal(x, expected), (op, x)
+
+    x = mine(group, 5)  # one after the other; gloo's two threads race
+    works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
+    for work in works:
+        work.wait()
+    assert torch.equal(x, sums_of([of(s, 5) for s in ranks]) * n * n), x
+
+    stacked = torch.zeros(n, 2, 2)
+    dist.all_gather_into_tensor(stacked, mine(group, 2, 2), group=group)
+    assert torch.equal(stacked, torch.stack([of(s, 2, 2) for s in ranks])), stacked
+    # Several tensors in one operation, as c10d calls it.
+    outputs = [torch.zeros(3 * n), torch.zeros(2 * n, 2)]
+    inputs = [mine(group, 3), mine(group, 2, 2)]
+    group.all_gather_single_coalesced(outputs, inputs).wait()
+    for i, shape in enumerate([(3,), (2, 2)]):
+        assert torch.equal(outputs[i], torch.cat([of(s, *shape) for s in ranks])), outputs
+    parts = [torch.zeros(2), torch.zeros(1)]
+    group.reduce_scatter_single_coalesced(parts, [mine(group, 2 * n), mine(group, n)]).wait()
+    for part, total in zip(parts, (2 * n, n), strict=True):
+        expected = sums_of([of(s, total) for s in ranks])
+        assert torch.equal(part, expected.view(n, -1)[r]), parts
+
+    whole = mine(group, 6, 4)
+    dist.all_reduce(whole[::2, 1:], group=group)
+    assert torch.equal(whole[::2, 1:], sums_of([of(s, 6, 4) for s in ranks])[::2, 1:])
+    assert torch.equal(whole[1::2], of(r, 6, 4)[1::2])  # what was not given is as it was
+    # In another order of memory on one rank.
+    permuted = mine(group, 5, 3) if r else mine(group, 5, 3).t().contiguous().t()
+    dist.all_reduce(permuted, group=group)
+    assert torch.equal(permuted, sums_of([of(s, 5, 3) for s in ranks]))
+
+    parts = [torch.zeros(s + 1, 2) for s in ranks]  # uneven
+    dist.all_gather(parts, mine(group, r + 1, 2), group=group)
+    for s in ranks:
+        assert torch.equal(parts[s], of(s, s + 1, 2)), (s, parts[s])
+    sent = [mine(group, r + d + 1) for d in ranks]
+    got = [torch.zeros(s + r + 1) for s in ranks]
+    dist.all_to_all(got, sent, group=group)
+    for s in ranks:
+        assert torch.equal(got[s], of(s, s + r + 1)), (s, got[s])
+
+    parts = [torch.zeros(4, 2).t() for _ in ranks]  # not in C order, and nobody waits
+    work = dist.all_gather(parts, mine(group, 2, 4), group=group, async_op=True)
+    while not work.is_completed():
+        time.sleep(1e-3)
+    assert all(torch.equal(parts[s], of(s, 2, 4)) for s in ranks), parts
+
+    indices = torch.tensor([[0, r, r + 1], [1, r, 0]])[
+        :, : r + 1
+    ]  # a rank more than the one before
+    x = torch.sparse_coo_tensor(indices, mine(group, r + 1, 2), (5, 5, 2), check_invariants=True)
+    dist.all_reduce(x, group=group)
+    expected = torch.zeros(5, 5, 2)
+    for s in ranks:
+        places = torch.tensor([[0, s, s + 1], [1, s, 0]])[:, : s + 1]
+        expected += torch.sparse_coo_tensor(
+            places, of(s, s + 1, 2), (5, 5, 2), check_invariants=True
+        ).to_dense()
+    assert torch.equal(x.to_dense(), expected), x
+
+    for dtype in torch.float8_e4m3fn, torch.uint16, torch.int16:
+        x = mine(group, 4).to(dtype)
+        dist.broadcast(x, group=group, group_src=1)
+        assert torch.equal(x.to(torch.float64), of(1, 4).to(dtype).to(torch.float64)), x
+
+    x = mine(group, 3)
+    if r == 0:
+        seen = {dist.recv(got := torch.zeros(3), group=group) for _ in range(n - 1)}
+        assert seen == {dist.get_global_rank(group, s) for s in ranks if s}, seen
+    else:
+        dist.send(x, group_dst=0, group=group)
+
+    with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as several:
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(y := mine(group, 2), group=group)
+    several.wait()
+    assert torch.equal(y, sums_of([of(s, 2) for s in ranks])), y
+
+
+def raises(error: type[BaseException], text: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except error as caught:
+        assert text in str(caught), caught
+    else:
+        raise AssertionError(f"no {error.__name__} with {text!r}")
+
+
+def test_errors(group: Group) -> None:
+    r = group.rank()
+    x = torch.ones(3 + (r == 1))
+    for call in (
+        lambda: dist.all_reduce(x, group=group),
+        lambda: dist.all_reduce(torch.ones(2), [ReduceOp.SUM, ReduceOp.MAX][r == 1], group=group),
+        lambda: dist.broadcast(torch.ones(2), group=group, group_src=int(r == 1)),
+        lambda: dist.barrier(group) if r == 1 else dist.all_reduce(torch.ones(2), group=group),
+        lambda: dist.all_gather_into_tensor(torch.ones(x.numel() * group.size()), x, group=group),
+        lambda: dist.all_to_all_single(
+            torch.ones(group.size() + (r == 1)),
+            torch.ones(group.size()),
+            [1 + (r == 1)] + [1] * (group.size() - 1),
+            group=group,
+        ),
+    ):
+        raises(hvd.MismatchError, "ranks disagree on torch.distributed collective", call)
+    # The group is in step afterwards. A future has the text, too.
+    work = dist.all_reduce(torch.ones(3 + (r == 1)), group=group, async_op=True)
+    raises(RuntimeError, "ranks disagree on torch.distributed", work.get_future().wait)
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), hvd.MismatchError)
+
+    # What one rank alone does wrong is raised before anything is issued.
+    raises(ValueError, "must be", lambda: dist.all_gather([x], x, group=group))
+    raises(
+        ValueError,
+        "input_split_sizes",
+        lambda: dist.all_to_all_single(
+            torch.ones(4), torch.ones(4), None, [1, 1, 1, 9][: group.size()], group=group
+        ),
+    )
+    raises(
+        ValueError, "no meaning", lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND, group=group)
+    )
+    meta = torch.ones(2, device="meta")
+    raises(ValueError, "lies on meta", lambda: dist.all_reduce(meta, group=group))
+
+
+def same(group: Group, other: Group) -> None:
+    for name, case in CASES.items():
+        got, expected = case(group), case(other)
+        assert len(got) == len(expected), name
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b), f"{name}: {a} instead of {b}"
+
+
+def main() -> None:
+    by_mpi = "RANK" not in os.environ
+    dist.init_process_group(
+        "horo_lite", "horo-lite://" if by_mpi else None, timeout=timedelta(minutes=5)
+    )
+    world = dist.group.WORLD
+    rank, size = hvd.rank(), hvd.size()
+    assert size > 1
+    assert dist.get_backend() == "horo_lite" and (world.rank(), world.size()) == (rank, size)
+    assert by_mpi or (str(rank), str(size)) == (os.environ["RANK"], os.environ["WORLD_SIZE"])
+    assert hvd.init() is hvd.context.world()  # the same world
+    same(world, dist.new_group(backend="gloo"))
+    test_what_gloo_cannot(world)
+    test_errors(world)
+
+    # Groups: of all, of some in an order of their own, of one; two at once.
+    ranks = [size - 1, 0]
+    part, gloo = (
+        dist.new_group(ranks, backend=backend, sort_ranks=False) for backend in (None, "gloo")
+    )
+    if rank in ranks:
+        assert part.rank() == ranks.index(rank)
+        same(part, gloo)
+        test_errors(part)
+        test_what_gloo_cannot(part)
+    alone = dist.new_group([1])
+    if rank == 1:
+        x = torch.full((3,), 4.0)
+        dist.all_reduce(x, group=alone)
+        everyone = [torch.zeros(3)]
+        future = dist.all_gather(everyone, x, group=alone, async_op=True).get_future()
+        assert future.wait()[0].tolist() == [4.0] * 3
+        dist.barrier(alone)
+    a, b = dist.new_group([0, 1]), dist.new_group(list(range(size)))
+    # Messages of one group are not received in another, whatever their tags.
+    if rank == 0:
+        sent = dist.isend(torch.tensor([1.0]), 1, group=b)
+        dist.send(torch.tensor([2.0]), 1, group=a)
+        sent.wait()
+    elif rank == 1:
+        for group, expected in (a, 2.0), (b, 1.0):
+            dist.recv(x := torch.zeros(1), 0, group=group)
+            assert x.item() == expected
+    dist.destroy_process_group(b)
+
+    dist.destroy_process_group()
+    assert hvd.is_initialized() == by_mpi  # there hvd.init() has made the world
+    if not by_mpi:
+        once_more(rank, size)
+    print("right", flush=True)
+
+
+def once_more(rank: int, size: int) -> None:
+    """With the same store, and over a world that the program has made itself."""
+    dist.init_process_group("horo_lite")
+    dist.all_reduce(x := torch.tensor([rank + 1.0]))
+    assert x.item() == size * (size + 1) / 2
+    dist.destroy_process_group()
+    made = hvd.init(device="cpu")
+    dist.init_process_group("horo_lite")
+    assert hvd.allreduce(torch.tensor([rank + 1.0]), op=hvd.Sum).item() == x.item()
+    dist.all_reduce(y := torch.tensor([rank + 1.0]))
+    assert y.item() == x.item()
+    dist.destroy_process_group()
+    assert hvd.context.world() is made  # it is the program's
+    raises(
+        ValueError,
+        "the numbers must be alike",
+        lambda: dist.init_process_group(
+            "horo_lite", store=dist.HashStore(), rank=size - 1 - rank, world_size=size + size % 2
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,121 @@
+"""torch.distributed on the backend "horo_lite": collectives, wrappers, launchers, failures.
+
+Observed from outside: the ranks are processes, which check their results themselves.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from launch import Job, environment, run_ranks
+
+torch = pytest.importorskip("torch")
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@contextmanager
+def started(
+    script: Path, size: int, folder: Path, args: Sequence[str] = (), env: Mapping[str, str] = {}
+) -> Iterator[Job]:
+    """Ranks that torchrun starts."""
+    torchrun = "-m torch.distributed.run --standalone --local-addr localhost --max-restarts 0"
+    command = [sys.executable, *torchrun.split(), "--nproc-per-node", str(size), str(script), *args]
+    job = Job(command, environment(env), folder)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_as_gloo_does_them(size: int, tmp_path: Path) -> None:
+    with started(HERE / "backend_ranks.py", size, tmp_path) as job:
+        assert job.wait(90).check().stdout.count("right") == size
+
+
+@pytest.mark.mpi
+def test_collectives_between_hosts() -> None:
+    env = {"HORO_LITE_TEST_HOSTS": "2,1"}
+    result = run_ranks(HERE / "backend_ranks.py", 3, env=env, timeout_s=90).check()
+    assert result.stdout.count("right") == 3
+
+
+def test_ddp_zero_fsdp_and_checkpoints(tmp_path: Path) -> None:
+    """Started by torch.multiprocessing.spawn, with a file as the store."""
+    job = Job([sys.executable, str(HERE / "backend_ddp_ranks.py")], environment(), tmp_path)
+    try:
+        assert job.wait(90).check().stdout.count("right") == 2
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("mismatch", ["MismatchError: ranks disagree on torch.distributed collective", "[3]"]),
+        ("kill", ["PeerLostError: rank 1", "was killed by signal 9"]),
+        ("stop", ["StallError: nothing has moved", "rank 1 is late", "it is stopped"]),
+    ],
+)
+def test_what_ddp_shows_of_a_fault(fault: str, expected: list[str], tmp_path: Path) -> None:
+    script = HERE / "backend_faults_ranks.py"
+    with started(script, 2, tmp_path, [fault]) as job:
+        if fault == "stop":  # torchrun waits for the stopped rank, which nothing else ends
+            job.wait_for("ends the job with an exception", on_stderr=True)
+        else:
+            assert job.wait(40).returncode != 0
+        assert job.stdout().split() == ["now"]
+        for text in expected:
+            assert text in job.stderr(), job.result()
+
+
+def test_nothing_needs_importing(tmp_path: Path) -> None:
+    """Installed, the package is found by `import torch`, which stays as quick as it was."""
+    project = (ROOT / "pyproject.toml").read_text()
+    ((name, target),) = re.findall(r'entry-points."torch.backends"\]\n(\S+) = "(\S+)"', project)
+    info = tmp_path / "horo_lite_again-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horo_lite_again\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{name} = {target}\n")
+    script = tmp_path / "script.py"
+    script.write_text("""
+import sys
+import torch
+from torch import distributed as dist
+
+loaded = {name for name in sys.modules if name.partition(".")[0] == "horo_lite"}
+assert loaded == {"horo_lite", "horo_lite.autoload"}, loaded
+dist.init_process_group("horo_lite")
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+assert x.item() == 3.0, x
+dist.destroy_process_group()
+print("right", flush=True)
+""")
+    path = environment()["PYTHONPATH"]
+    with started(script, 2, tmp_path, env={"PYTHONPATH": f"{tmp_path}:{path}"}) as job:
+        assert job.wait(40).check().stdout.count("right") == 2
+    # What is wrong with the package must not be felt in programs that do not use it.
+    broken = tmp_path / "horo_lite"
+    broken.mkdir()
+    (broken / "__init__.py").touch()
+    (broken / "autoload.py").write_text((ROOT / "horo_lite" / "autoload.py").read_text())
+    script.write_text("""
+import horo_lite
+import torch
+from torch import distributed as dist
+
+assert dist.is_backend_available("horo_lite") and not hasattr(horo_lite, "init")
+""")
+    broken_env = environment({"PYTHONPATH": str(tmp_path)})
+    job = Job([sys.executable, str(script)], broken_env, tmp_path)
+    try:
+        job.wait(40).check()
+    finally:
+        job.close()
