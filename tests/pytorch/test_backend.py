@@ -33,10 +33,9 @@ def started(
         job.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_collectives_as_gloo_does_them(size: int, tmp_path: Path) -> None:
-    with started(HERE / "backend_ranks.py", size, tmp_path) as job:
-        assert job.wait(90).check().stdout.count("right") == size
+def test_collectives_as_gloo_does_them(tmp_path: Path) -> None:
+    with started(HERE / "backend_ranks.py", 3, tmp_path) as job:
+        assert job.wait(90).check().stdout.count("right") == 3
 
 
 @pytest.mark.mpi
