@@ -270,8 +270,8 @@ VARIABLES = (
     Variable(
         ("HORO_LITE_SLOT_STORES",),
         "`init(slot_stores=)`",
-        "how ranks of a host write memory that the others read: `cached`, `streaming` (past the "
-        "caches), or `auto`, by a measured core-to-core round trip "
+        "on one host, how ranks write the memory through which they exchange: `cached`, "
+        "`streaming` (past the caches), or `auto`, by a measured core-to-core round trip "
         "([performance.md](docs/performance.md#ranks-that-share-no-cache))",
         "`auto`",
     ),

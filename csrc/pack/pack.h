@@ -75,7 +75,7 @@ struct Kernels {
 };
 
 // The kernels for this machine's best instruction set; every set gives the same bits. Throws std::invalid_argument
-// for a combination that has no meaning (the average of booleans). `isa` null: the best one here.
+// for a combination that has no meaning (the average of booleans).
 const Kernels& select_kernels(DType dtype, Wire wire, Op op);
 
 // memcpy for memory that others read next, at the speed of these kernels.

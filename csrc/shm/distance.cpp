@@ -11,7 +11,7 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kExchanges = 8;
 constexpr uint32_t kFewest = 3;  // that tell something: the first one may have waited for the peer
 constexpr auto kPatience = std::chrono::microseconds(20);
-// Cores that share an L3 need 120 to 220 ns, others 500 to 620, with nothing in between (EPYC).
+// Cores that share an L3 need 120 to 220 ns, others 320 to 620, mostly above 500 (EPYC).
 constexpr double kFarNs = 320.0;
 
 }  // namespace

@@ -107,9 +107,10 @@ def init(
             unless OMP_NUM_THREADS or the like is set or the world is of one.
         binding: "keep" stays on the cores where Open MPI put this rank; "auto", the default, leaves
             them where they are too few and nobody asked for it.
-        slot_stores: How this rank writes memory that the host's other ranks read: "cached",
-            "streaming" (past the caches, which pays where cores share no L3 cache), or "auto", the
-            default, as a measured core-to-core round trip suggests. Results do not depend on it.
+        slot_stores: On one host, how this rank writes the memory through which ranks exchange:
+            "cached", "streaming" (past the caches, which pays where cores share no L3 cache), or
+            "auto", the default, as a measured core-to-core round trip suggests. Results do not
+            depend on it.
         test_hosts: Sizes of simulated hosts, "2,1", for tests.
         stall_warn_s: Seconds that a rank may wait for another before one of those that wait reports
             who is late, and where; by default 30, and 0 for never.

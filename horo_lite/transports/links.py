@@ -44,10 +44,10 @@ class Links:
         return [self.direct, self.engine, *([] if self.watchdog is None else [self.watchdog])]
 
     def write_slots(self, stores: str) -> None:
-        """Choose how memory is written that other ranks of this host read, where there is some.
+        """Choose how slots are written: shared memory through which the ranks of one host exchange.
 
         Args:
-            stores: "auto", "cached" or "streaming".
+            stores: "auto", "cached" or "streaming". Of no effect in a world of several hosts.
         """
         for transport in self.transports():
             if transport.native_group is not None:
