@@ -230,15 +230,17 @@ class _Hooks:
         """Have the launcher kill all ranks, where it can be asked to; otherwise end this one."""
         if self.MPI is None and not self.transports:
             launcher.abort_hydra(status)
-        # Where the others died, Open MPI's launcher takes an abort for a success.
         elif self.MPI is None or self._is_alone or self._is_last():
             os._exit(status)
-        else:
-            if "OMPI_MCA_mpi_ft_enable" in os.environ and self._may_call_mpi():
+        elif "OMPI_MCA_mpi_ft_enable" in os.environ:
+            if self._may_call_mpi():
                 from horo_lite.transports.mpi.start_barrier import StartBarrier
 
                 # There an abort ends this process only, and MPI does not notice that it has ended.
                 StartBarrier.end_all("it ends the job", timeout_s=0.5)
+            # Where others have died, the launcher takes an abort for a success.
+            os._exit(status)
+        else:
             self.MPI.COMM_WORLD.Abort(status)
             # MPICH's returns, and the launcher kills this process, if it can be reached: a host
             # that has been cut off from it would wait for it in MPI_Finalize, for ever.
