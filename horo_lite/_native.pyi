@@ -241,7 +241,11 @@ class PointToPoint:
 
     @staticmethod
     def over_mpi(
-        functions: tuple[int, int, int, int], communicator: bytes, byte: bytes, status_bytes: int
+        functions: tuple[int, int, int, int],
+        communicator: bytes,
+        byte: bytes,
+        status_bytes: int,
+        largest_message: int | None = None,
     ) -> PointToPoint:
         """Over MPI, whose functions and handles these are.
 
@@ -250,6 +254,7 @@ class PointToPoint:
             communicator: The handle as it lies in memory.
             byte: The same of MPI_BYTE.
             status_bytes: sizeof(MPI_Status).
+            largest_message: Bytes; longer ones are sent in pieces.
         """
 
     @staticmethod
@@ -258,6 +263,7 @@ class PointToPoint:
             [Sequence[tuple[int, int, int, int]], Sequence[tuple[int, int, int, int]]],
             Callable[[], bool],
         ],
+        largest_message: int | None = None,
     ) -> PointToPoint:
         """Over anything: `start(receive, send)` gets (peer, tag, address, n_bytes) of each message.
 

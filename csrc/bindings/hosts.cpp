@@ -1,12 +1,14 @@
 // The all-reduce among several hosts, for Python.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/function.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <tuple>
 
 #include "bindings/shm_group.h"
@@ -42,7 +44,9 @@ class PythonTransfer : public Transfer {
 
 class PythonPointToPoint : public PointToPoint {
  public:
-  explicit PythonPointToPoint(nb::callable start) : start_(shared(start)) {}
+  PythonPointToPoint(nb::callable start, size_t largest_message)
+      : start_(shared(start)), largest_message_(largest_message) {}
+  size_t largest_message() const override { return largest_message_; }
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
       const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
@@ -52,6 +56,7 @@ class PythonPointToPoint : public PointToPoint {
 
  private:
   Shared start_;
+  size_t largest_message_;
 };
 
 std::vector<uint8_t> contents(const nb::bytes& bytes) {
@@ -77,18 +82,21 @@ void bind_hosts(nb::module_& m) {
       .def_static(
           "over_mpi",
           [](const std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>& functions, const nb::bytes& communicator,
-             const nb::bytes& byte, size_t status_bytes) {
+             const nb::bytes& byte, size_t status_bytes, std::optional<size_t> largest_message) {
             const auto [isend, irecv, testall, error_string] = functions;
             const auto pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-            return std::shared_ptr<PointToPoint>(
-                mpi_point_to_point({pointer(isend), pointer(irecv), pointer(testall), pointer(error_string)},
-                                   {contents(communicator), contents(byte), status_bytes}));
+            return std::shared_ptr<PointToPoint>(mpi_point_to_point(
+                {pointer(isend), pointer(irecv), pointer(testall), pointer(error_string)},
+                {contents(communicator), contents(byte), status_bytes}, largest_message.value_or(SIZE_MAX)));
           },
-          "functions"_a, "communicator"_a, "byte"_a, "status_bytes"_a)
+          "functions"_a, "communicator"_a, "byte"_a, "status_bytes"_a, "largest_message"_a = nb::none())
       .def_static(
           "calling",
-          [](nb::callable start) { return std::shared_ptr<PointToPoint>(std::make_shared<PythonPointToPoint>(start)); },
-          "start"_a);
+          [](nb::callable start, std::optional<size_t> largest_message) {
+            return std::shared_ptr<PointToPoint>(
+                std::make_shared<PythonPointToPoint>(start, largest_message.value_or(SIZE_MAX)));
+          },
+          "start"_a, "largest_message"_a = nb::none());
 
   nb::class_<PyHostsAllreduce>(m, "HostsAllreduce", "The all-reduce among several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, std::shared_ptr<PointToPoint>, std::vector<std::vector<int>>, int,

@@ -120,7 +120,10 @@ struct HostsAllreduce::Exchange {
 
   void add(std::vector<Message>& messages, int host, int part, int tag, uint8_t* data, size_t n_bytes) const {
     const std::vector<int>& ranks = all.hosts_.ranks[host];
-    if (n_bytes != 0) messages.push_back({ranks[part % ranks.size()], tag, data, n_bytes});
+    const size_t most = all.messages_->largest_message();
+    for (size_t at = 0; at < n_bytes; at += std::min(most, n_bytes - at)) {
+      messages.push_back({ranks[part % ranks.size()], tag, data + at, std::min(most, n_bytes - at)});
+    }
   }
 
   // Part of a window's wire image.

@@ -63,7 +63,8 @@ class MpiTransfer : public Transfer {
 template <class Handle>
 class MpiPointToPoint : public PointToPoint {
  public:
-  MpiPointToPoint(const MpiFunctions& functions, const MpiHandles& handles) {
+  MpiPointToPoint(const MpiFunctions& functions, const MpiHandles& handles, size_t largest_message)
+      : largest_message_(largest_message) {
     mpi_.isend = reinterpret_cast<decltype(mpi_.isend)>(functions.isend);
     mpi_.irecv = reinterpret_cast<decltype(mpi_.irecv)>(functions.irecv);
     mpi_.testall = reinterpret_cast<decltype(mpi_.testall)>(functions.testall);
@@ -72,23 +73,26 @@ class MpiPointToPoint : public PointToPoint {
     std::memcpy(&mpi_.byte, handles.byte.data(), sizeof(Handle));
     mpi_.status_bytes = handles.status_bytes;
   }
+  size_t largest_message() const override { return largest_message_; }
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, receive, send);
   }
 
  private:
   Mpi<Handle> mpi_;
+  size_t largest_message_;
 };
 
 }  // namespace
 
-std::unique_ptr<PointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles) {
+std::unique_ptr<PointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles,
+                                                 size_t largest_message) {
   const size_t size = handles.communicator.size();
   if (handles.byte.size() == size && size == sizeof(int)) {
-    return std::make_unique<MpiPointToPoint<int>>(functions, handles);
+    return std::make_unique<MpiPointToPoint<int>>(functions, handles, largest_message);
   }
   if (handles.byte.size() == size && size == sizeof(void*)) {
-    return std::make_unique<MpiPointToPoint<void*>>(functions, handles);
+    return std::make_unique<MpiPointToPoint<void*>>(functions, handles, largest_message);
   }
   throw std::invalid_argument("handles of " + std::to_string(size) + " bytes are of no MPI that is known");
 }

@@ -26,6 +26,7 @@ struct MpiHandles {
 };
 
 // For a thread that may call MPI. Throws std::invalid_argument for handles of neither kind.
-std::unique_ptr<PointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles);
+std::unique_ptr<PointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles,
+                                                 size_t largest_message);
 
 }  // namespace horo

@@ -27,6 +27,8 @@ class Transfer {
 class PointToPoint {
  public:
   virtual ~PointToPoint() = default;
+  // Longer messages are better sent in pieces.
+  virtual size_t largest_message() const { return SIZE_MAX; }
   // Never waits. The messages' memory may be used until the transfer is done, also if it is dropped before.
   virtual std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) = 0;
 };

@@ -43,6 +43,7 @@ class Network:
         self._sent: dict[tuple[int, int, int], deque[Delivery]] = defaultdict(deque)
         self._awaited: dict[tuple[int, int, int], deque[Delivery]] = defaultdict(deque)
         self.cut = False
+        self.largest = 0
         self.n_bytes = defaultdict[tuple[int, int], int](int)
 
     def start(self, rank: int) -> Callable[[Messages, Messages], Callable[[], bool]]:
@@ -73,6 +74,7 @@ class Network:
                     assert source.n_bytes == target.n_bytes
                     ctypes.memmove(target.address, source.address, source.n_bytes)
                     self.n_bytes[way[0], way[1]] += source.n_bytes
+                    self.largest = max(self.largest, source.n_bytes)
                     source.done = target.done = True
 
     def n_waiting(self) -> int:
@@ -109,7 +111,9 @@ SUM = Arithmetic()
 class World:
     """Ranks of several hosts as threads."""
 
-    def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self, sizes: Sequence[int], seed: int = 0, largest_message: int | None = None
+    ) -> None:
         self.hosts = numbered(sizes)
         self.network = Network(seed)
         self.size = sum(sizes)
@@ -121,7 +125,7 @@ class World:
             self._memory.append(np.full(n_bytes + 64, 0xEE, np.uint8))
             address = -(-self._memory[-1].ctypes.data // 64) * 64
             for rank, group in zip(ranks, _native.thread_group(len(ranks)), strict=True):
-                messages = _native.PointToPoint.calling(self.network.start(rank))
+                messages = _native.PointToPoint.calling(self.network.start(rank), largest_message)
                 self.groups[rank] = group
                 self.allreduces[rank] = _native.HostsAllreduce(
                     group, messages, self.hosts, here, address
@@ -253,6 +257,14 @@ def test_each_link_carries_the_bytes_of_a_ring() -> None:
             by_peer = [world.network.n_bytes[rank, peer] for peer in others]
             assert sum(n_bytes > 0 for n_bytes in by_peer) == 2
             assert sum(by_peer) == pytest.approx(sent / 2, rel=0.02)
+
+
+def test_long_messages_are_sent_in_pieces() -> None:
+    world = World((1, 1), largest_message=1000)
+    inputs = [[np.arange(n, n + 2500, dtype=np.float32)] for n in (1, 7)]
+    for got in world.run(inputs):
+        np.testing.assert_array_equal(got[0], inputs[0][0] + inputs[1][0])
+    assert world.network.largest == 1000
 
 
 def test_what_on_idle_raises_ends_the_wait() -> None:

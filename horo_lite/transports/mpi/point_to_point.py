@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from horo_lite.transports.mpi.executor import MainThreadExecutor
 
 
+def _largest_message() -> int | None:
+    """Return what the MPI library sends best.
+
+    Open MPI announces what is larger than 64 KiB with its header, and over TCP the answer queues
+    behind what is being sent: all-reduces took 1.8 times as long.
+    """
+    from mpi4py import MPI
+
+    return 60 << 10 if MPI.Get_library_version().startswith("Open MPI") else None
+
+
 def point_to_point(comm: MPI.Comm) -> _native.PointToPoint:
     """Return what calls MPI's functions itself, without Python; for threads that may."""
     from mpi4py import MPI
@@ -27,9 +38,13 @@ def point_to_point(comm: MPI.Comm) -> _native.PointToPoint:
     def handle(of: MPI.Comm | MPI.Datatype) -> bytes:
         return ctypes.string_at(MPI._addressof(of), MPI._sizeof(of))
 
-    functions = isend, irecv, testall, error_string
-    status_bytes = MPI._sizeof(MPI.Status)
-    return _native.PointToPoint.over_mpi(functions, handle(comm), handle(MPI.BYTE), status_bytes)
+    return _native.PointToPoint.over_mpi(
+        (isend, irecv, testall, error_string),
+        handle(comm),
+        handle(MPI.BYTE),
+        MPI._sizeof(MPI.Status),
+        _largest_message(),
+    )
 
 
 def executed_point_to_point(
@@ -64,4 +79,4 @@ def executed_point_to_point(
 
         return done
 
-    return _native.PointToPoint.calling(start)
+    return _native.PointToPoint.calling(start, _largest_message())
