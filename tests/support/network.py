@@ -19,11 +19,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shlex
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -224,9 +222,9 @@ def unavailable() -> str:
     if absent := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(absent)} not found: install iproute2 and util-linux"
     try:
-        Network(1).close()
+        Network(1, rate_mbit=1000).close()
     except OSError as error:
-        why = f"namespaces cannot be made ({error})"
+        why = f"hosts and links cannot be made ({error})"
         if os.geteuid() != 0:
             return f"{why}: run this as root, or under `unshare --user --map-root-user`"
         return f"{why}: this needs CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged)"
@@ -235,17 +233,16 @@ def unavailable() -> str:
 
 @functools.cache
 def missing() -> Mapping[str, str]:
-    """What links cannot have on this machine, of `rate`, `flow` and `delay`; and why."""
+    """What links cannot have on this machine, of `flow` and `delay` (with loss); and why."""
     found = {}
     for what, limits in (
-        ("rate", {"rate_mbit": 1000.0}),
         ("flow", {"rate_mbit": 1000.0, "flow_mbit": 250.0}),
         ("delay", {"delay_ms": 1.0}),
     ):
         try:
             Network(1, **limits).close()
         except OSError as error:
-            found[what] = str(error).strip().splitlines()[-1]
+            found[what] = str(error)
     return found
 
 
@@ -299,7 +296,7 @@ def _batch(command: Sequence[str], *lines: str) -> None:
         check=False,
     )
     if done.returncode:
-        raise OSError(f"{shlex.join(command)}: {done.stderr.strip()}")
+        raise OSError(f"{command[-1]}: {' '.join(done.stderr.split())}")
 
 
 def _limits(device: str, rate_mbit: float | None, flow_mbit: float | None) -> list[str]:
@@ -349,12 +346,3 @@ def _class_of_flow() -> str:
         (return_k, 0, 0, 0),  # no class: the default
     ]
     return f"{len(program)}," + ",".join(" ".join(map(str, each)) for each in program)
-
-
-def wait_until_gone(pid: int, timeout_s: float = 10) -> None:
-    """Return when no process of that number is left."""
-    until = time.monotonic() + timeout_s
-    while Path(f"/proc/{pid}").exists():
-        if time.monotonic() > until:
-            raise TimeoutError(f"process {pid} still exists")
-        time.sleep(0.01)
