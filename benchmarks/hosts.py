@@ -436,7 +436,9 @@ def main() -> None:
         why = "; ".join(f"{what}: {left_out[what]}" for what in absent)
         raise SystemExit(f"links of this kernel cannot have everything that was asked for: {why}")
 
-    here = machine() | {"load": round(os.getloadavg()[0], 1)}
+    # Hosts have the machine's own, and may not have another.
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    here = machine() | {"tcp": control, "load": round(os.getloadavg()[0], 1)}
     print("  ".join(f"{name}: {value}" for name, value in here.items()))
     if left_out:
         print(f"links of this kernel have no {' and no '.join(left_out)}: left out")

@@ -37,7 +37,6 @@ trap '' CHLD
 ip link set lo up
 if [ "$1" ]; then
   hostname "$1" && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm || exit
-  echo cubic >/proc/sys/net/ipv4/tcp_congestion_control
 fi
 echo ready
 exec cat
