@@ -356,8 +356,8 @@ def plot(jobs: Sequence[dict[str, Any]], file: Path) -> None:
         panel.set_yscale("log")
         panel.set_ylabel("time / (bytes / bandwidth)")
         panel.set_xticks(range(len(of_mpi)))
-        panel.set_xticklabels([Configuration(**job["row"]).title() for job in of_mpi])
-        panel.tick_params("x", labelrotation=20)
+        titles = [Configuration(**job["row"]).title() for job in of_mpi]
+        panel.set_xticklabels(titles, rotation=20, ha="right")
         panel.set_title(f"{name}: averaging {of_mpi[0]['bytes'] / 1e6:.0f} MB of float32")
         panel.legend()
     figure.savefig(file)
