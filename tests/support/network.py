@@ -21,7 +21,6 @@ import functools
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -116,16 +115,24 @@ class Network:
     ) -> None:
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            switch = stack.enter_context(contextlib.closing(_Namespaces("")))
+            self.hosts = []
+            for number in range(n_hosts):
+                self.hosts.append(Host(number))
+                stack.callback(self.hosts[-1].vanish)
+            cases = (f"{host.address}) pid={host.pid} ;;" for host in self.hosts)
+            script = _file_without_name(_REMOTE_SHELL % "\n".join(cases))
+            try:
+                switch = stack.enter_context(contextlib.closing(_Namespaces("", script)))
+            finally:
+                os.close(script)
             self.switch_pid = switch.pid
+            self._remote_shell = f"/proc/{switch.pid}/fd/{script}"
             self._in_switch(
                 f"link add {INTERFACE} type bridge",
                 f"addr add {_SWITCH_ADDRESS}/24 dev {INTERFACE}",
                 f"link set {INTERFACE} up",
             )
-            self.hosts = [Host(number) for number in range(n_hosts)]
             for host in self.hosts:
-                stack.callback(host.vanish)
                 self._in_switch(
                     f"link add {host.link} type veth peer name {INTERFACE} netns {host.pid}",
                     f"link set {host.link} master {INTERFACE} up",
@@ -146,11 +153,6 @@ class Network:
                         *(line.replace(" root ", " parent 1:1 ", 1) for line in arriving),
                     ]
                 _batch([*_enter(self.switch_pid, "net"), "tc"], *arriving)
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts"))
-            self._remote_shell = Path(folder, "remote-shell")
-            cases = (f"{host.address}) pid={host.pid} ;;" for host in self.hosts)
-            self._remote_shell.write_text(_REMOTE_SHELL % "\n".join(cases))
-            self._remote_shell.chmod(0o755)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Network:
@@ -175,11 +177,11 @@ class Network:
         slots = ",".join(f"{h.address}:{n}" for h, n in zip(self.hosts, counts, strict=True))
         command = [*_enter(self.switch_pid, "net"), mpiexec]
         if mpi == "openmpi":
-            command += ["--host", slots, "--prtemca", "plm_ssh_agent", str(self._remote_shell)]
+            command += ["--host", slots, "--prtemca", "plm_ssh_agent", self._remote_shell]
             # Without a binding: every host is on the same cores, and would use the first of them.
             command += ["--map-by", "slot:nooversubscribe", "--bind-to", "none"]
         else:
-            command += ["-launcher", "ssh", "-launcher-exec", str(self._remote_shell)]
+            command += ["-launcher", "ssh", "-launcher-exec", self._remote_shell]
             command += ["-iface", INTERFACE, "-hosts", slots]
         return [*command, "-n", str(sum(counts))]
 
@@ -248,10 +250,11 @@ def missing() -> Mapping[str, str]:
 class _Namespaces:
     """Namespaces that live as long as this object, or this process.
 
-    With a name they are a host's; without one there is only a network.
+    With a name they are a host's; without one there is only a network. The first process keeps
+    `file` open, if it is one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, file: int | None = None) -> None:
         kinds = ["--net"]
         if name:
             kinds += ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
@@ -262,6 +265,7 @@ class _Namespaces:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the job
+            pass_fds=() if file is None else (file,),
         )
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -276,6 +280,17 @@ class _Namespaces:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def _file_without_name(text: str) -> int:
+    """Return the descriptor of a file that can be run, and ends with the last that has it open."""
+    file = os.memfd_create("remote-shell", 0)
+    try:
+        os.write(file, text.encode())
+        # What is open for writing cannot be run.
+        return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(file)
 
 
 def _enter(pid: int, *kinds: str) -> list[str]:
