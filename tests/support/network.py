@@ -178,6 +178,8 @@ class Network:
         command = [*_enter(self.switch_pid, "net"), mpiexec]
         if mpi == "openmpi":
             command += ["--host", slots, "--prtemca", "plm_ssh_agent", self._remote_shell]
+            # Daemons look for that script, too, unless they have none to start themselves.
+            command += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
             # Without a binding: every host is on the same cores, and would use the first of them.
             command += ["--map-by", "slot:nooversubscribe", "--bind-to", "none"]
         else:
