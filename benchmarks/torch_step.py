@@ -38,6 +38,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -331,21 +332,33 @@ def horo_lite(compression: str, **options: Any) -> Callable[[Contender], None]:
     return wrap
 
 
-def ddp(hook: str | None, dtype: torch.dtype) -> Callable[[Contender], None]:
+def ddp(backend: str, hook: str | None, dtype: torch.dtype) -> Callable[[Contender], None]:
     def wrap(contender: Contender) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        wrapped = nn.parallel.DistributedDataParallel(contender.module)
+        from horo_lite.torch import ddp_hooks
+
+        group = _group(backend)
+        wrapped = nn.parallel.DistributedDataParallel(contender.module, process_group=group)
         if hook is not None:
-            wrapped.register_comm_hook(None, getattr(default_hooks, hook))
+            hooks = ddp_hooks if backend == "horo_lite" else default_hooks
+            wrapped.register_comm_hook(group, getattr(hooks, hook))
         contender.call = wrapped
         parameters = list(contender.module.parameters())[::-1]
-        contender.exchange = lambda: _all_reduce(parameters, dtype)
+        contender.exchange = lambda: _all_reduce(parameters, dtype, group)
 
     return wrap
 
 
-def _all_reduce(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+@lru_cache
+def _group(backend: str) -> Any:
+    """Return a process group of all ranks."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend=backend)
+
+
+def _all_reduce(parameters: Sequence[nn.Parameter], dtype: torch.dtype, group: Any) -> None:
     """Average gradients in buckets, as DistributedDataParallel does."""
     import torch.distributed as dist
 
@@ -360,7 +373,7 @@ def _all_reduce(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         flat = torch.cat([gradient.view(-1) for gradient in bucket]).to(dtype)
         flat.div_(dist.get_world_size())
         flats.append(flat)
-        works.append(dist.all_reduce(flat, async_op=True))
+        works.append(dist.all_reduce(flat, group=group, async_op=True))
     for bucket, flat, pending in zip(buckets, flats, works, strict=True):
         pending.wait()
         parts = flat.split([gradient.numel() for gradient in bucket])
@@ -374,8 +387,13 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     SHARED: (torch.float32, horo_lite("none", gradient_as_bucket_view=True)),
     "horo_lite fp16": (torch.float16, horo_lite("fp16")),
     "horo_lite bf16": (torch.bfloat16, horo_lite("bf16")),
-    "DDP gloo": (torch.float32, ddp(None, torch.float32)),
-    "DDP gloo, fp16 hook": (torch.float16, ddp("fp16_compress_hook", torch.float16)),
+    "DDP on horo_lite": (torch.float32, ddp("horo_lite", None, torch.float32)),
+    "DDP on horo_lite, fp16 hook": (
+        torch.float16,
+        ddp("horo_lite", "fp16_compress", torch.float16),
+    ),
+    "DDP gloo": (torch.float32, ddp("gloo", None, torch.float32)),
+    "DDP gloo, fp16 hook": (torch.float16, ddp("gloo", "fp16_compress_hook", torch.float16)),
 }
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from horo_lite import _native
 
 _C_ORDER = torch.contiguous_format
+_OP_NAMES = {op: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 # Dtypes that the core has no name for travel as bytes.
 _KNOWN = frozenset(
     {
@@ -92,7 +94,7 @@ class Staged:
         return copy
 
     def _plain(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise ValueError(
                 f"a tensor lies on {tensor.device}: torch.distributed's backend horo_lite is for "
                 "tensors of the CPU. For GPUs use the backend nccl, or horo_lite.torch's own "
@@ -178,7 +180,7 @@ def op_of(opts: Any) -> tuple[str, float]:
     given = getattr(opts, "reduceOp", opts)
     if given is None:
         return "SUM", 1.0
-    name = getattr(given, "op", given).name
+    name = _OP_NAMES[getattr(given, "op", given)]
     return name, float(given.factor) if name == "PREMUL_SUM" else 1.0
 
 

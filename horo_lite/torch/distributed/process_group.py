@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -330,7 +331,7 @@ class ProcessGroup(dist.ProcessGroup):
         if is_bool:
             memory = [x.view(torch.uint8) for x in memory]
         part = Part(HostArrays(memory, fresh=True))
-        call = AllReduce(None, ops[op_name], compression, factor, 1.0, names)
+        call = _all_reduce(ops[op_name], compression, factor, names)
         call.check(part)
         return self._issue(what, call, part, results, timeout_s, staged)
 
@@ -639,6 +640,13 @@ class ProcessGroup(dist.ProcessGroup):
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+
+@lru_cache(maxsize=64)
+def _all_reduce(
+    op: Op, compression: Compressor, factor: float, names: tuple[str, ...]
+) -> AllReduce:
+    return AllReduce(None, op, compression, factor, 1.0, names)
 
 
 class _FromRank(Handle):
