@@ -186,6 +186,7 @@ class _Members(ObjectCommunicator):
             ),
         ]
         for message in in_flight:
+            message.name = f"new_group, {message.name}"
             message.wait()
         return theirs
 
