@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -31,6 +32,7 @@ for step in range(5):
         elif fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "stop":
+            time.sleep(1)  # so that it waits for nothing itself, when it stops
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "raise":
             raise ValueError("a bug of the program's")

@@ -7,30 +7,18 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from launch import Job, environment, run_ranks
+from without_mpi import started
 
 torch = pytest.importorskip("torch")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-@contextmanager
-def started(
-    script: Path, size: int, folder: Path, args: Sequence[str] = (), env: Mapping[str, str] = {}
-) -> Iterator[Job]:
-    """Ranks that torchrun starts."""
-    torchrun = "-m torch.distributed.run --standalone --local-addr localhost --max-restarts 0"
-    command = [sys.executable, *torchrun.split(), "--nproc-per-node", str(size), str(script), *args]
-    job = Job(command, environment(env), folder)
-    try:
-        yield job
-    finally:
-        job.close()
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node 2"
 
 
 def test_collectives_as_gloo_does_them(tmp_path: Path) -> None:
@@ -64,8 +52,8 @@ def test_ddp_zero_fsdp_and_checkpoints(tmp_path: Path) -> None:
 )
 def test_what_ddp_shows_of_a_fault(fault: str, expected: list[str], tmp_path: Path) -> None:
     script = HERE / "backend_faults_ranks.py"
-    with started(script, 2, tmp_path, [fault]) as job:
-        if fault == "stop":  # torchrun waits for the stopped rank, which nothing else ends
+    with started(script, 2, tmp_path, args=[fault]) as job:
+        if fault == "stop":  # nothing ends the stopped rank
             job.wait_for("ends the job with an exception", on_stderr=True)
         else:
             assert job.wait(40).returncode != 0
@@ -98,7 +86,9 @@ dist.destroy_process_group()
 print("right", flush=True)
 """)
     path = environment()["PYTHONPATH"]
-    with started(script, 2, tmp_path, env={"PYTHONPATH": f"{tmp_path}:{path}"}) as job:
+    command = [sys.executable, *TORCHRUN.split()]
+    env = {"PYTHONPATH": f"{tmp_path}:{path}"}
+    with started(script, 2, tmp_path, command, env) as job:
         assert job.wait(40).check().stdout.count("right") == 2
     # What is wrong with the package must not be felt in programs that do not use it.
     broken = tmp_path / "horo_lite"

@@ -2,59 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import re
 import socket
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import PATIENCE, Job, Result, environment, run_ranks
+from launch import PATIENCE, Result, run_ranks
+from without_mpi import free_port, started
 
 import horo_lite as hvd
 from horo_lite.settings import Settings
 from horo_lite.start.rendezvous import Rendezvous, RendezvousSpec, rendezvous_spec
 
 torch = pytest.importorskip("torch")
-
-# Starts ranks as a scheduler would, and ends as they do: with 0 only if all have.
-START = """
-import os, subprocess, sys
-size, port, *command = sys.argv[1:]
-meet = {"WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-ranks = [subprocess.Popen([sys.executable, *command], env=os.environ | meet | {"RANK": str(rank)})
-         for rank in range(int(size))]
-sys.exit(max(rank.wait() != 0 for rank in ranks))
-"""
-
-
-def free_port() -> int:
-    """Below those that the kernel gives to outgoing connections, which may take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with suppress(OSError), socket.create_server(("", port)):
-            return port
-
-
-@contextmanager
-def started(
-    code: str, size: int, folder: Path, command: Sequence[str] = (), env: Mapping[str, str] = {}
-) -> Iterator[Job]:
-    """A job of ranks that run `code`, started by START, or by `command`."""
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(code))
-    command = command or [sys.executable, "-c", START, str(size), str(free_port())]
-    job = Job([*command, str(script)], environment(env), folder)
-    try:
-        yield job
-    finally:
-        job.close()
 
 
 def ended(

@@ -1,0 +1,53 @@
+"""Jobs whose ranks MPI does not start: with the variables that torchrun and schedulers set."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from launch import Job, environment
+
+# Starts ranks as a scheduler would, and ends as they do: with 0 only if all have.
+START = """
+import os, subprocess, sys
+size, port, *command = sys.argv[1:]
+meet = {"WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+ranks = [subprocess.Popen([sys.executable, *command], env=os.environ | meet | {"RANK": str(rank)})
+         for rank in range(int(size))]
+sys.exit(max(rank.wait() != 0 for rank in ranks))
+"""
+
+
+def free_port() -> int:
+    """Below those that the kernel gives to outgoing connections, which may take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
+@contextmanager
+def started(
+    code_or_path: str | Path,
+    size: int,
+    folder: Path,
+    command: Sequence[str] = (),
+    env: Mapping[str, str] = {},
+    args: Sequence[str] = (),
+) -> Iterator[Job]:
+    """A job of ranks that run a script, or its text, started by START, or by `command`."""
+    script = code_or_path
+    if isinstance(code_or_path, str):
+        script = folder / "script.py"
+        script.write_text(textwrap.dedent(code_or_path))
+    command = command or [sys.executable, "-c", START, str(size), str(free_port())]
+    job = Job([*command, str(script), *args], environment(env), folder)
+    try:
+        yield job
+    finally:
+        job.close()
