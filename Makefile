@@ -57,6 +57,8 @@ PYTHON310 := $(or $(PYTHON310),$(shell shims=$$(dirname $$(command -v python3.10
   for python in python3.10 $$shims/../versions/3.10*/bin/python3.10; \
   do $$python -c '' 2>/dev/null && echo $$python && break; done))
 
+DOCS := .venv-docs
+DOCS_NEEDS = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 PIP := -m pip -qq --no-input install
@@ -67,7 +69,7 @@ EDITABLE := $(PIP) --no-build-isolation --editable
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 CUDA_FOR := $(if $(HORO_LITE_CUDA_ARCHITECTURES)$(GPU_HERE),,HORO_LITE_CUDA_ARCHITECTURES=75)
 CORE_CXX = $(wildcard $(foreach kind,cpp h cu,csrc/*.$(kind) csrc/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind)))
-PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmarks)
+PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmarks docs/*.py docs/*/*.py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -81,7 +83,7 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo build debug test test-frameworks sanitize check fix bench bench-hosts soak examples wheel gpu-check clean
+.PHONY: help demo build debug test test-frameworks sanitize check docs fix bench bench-hosts soak examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -161,7 +163,7 @@ sanitize-memory sanitize-threads: sanitize-%:
 	  { cat errors.log; grep -q "ThreadSanitizer: unexpected memory mapping" errors.log && \
 	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; }
 
-check: $(VENV)/.test ## lint, format, types and layers; changes nothing
+check: $(VENV)/.test docs ## lint, format, types, layers and the documentation; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
 	  { echo "not formatted as it should be: make fix"; exit 1; }
@@ -170,6 +172,12 @@ check: $(VENV)/.test ## lint, format, types and layers; changes nothing
 	@found=$$($(VENV)/bin/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format --dry-run -Werror $(CORE_CXX))
 	@echo "check: all is well"
+
+# Nothing is compiled for it: of the core and of frameworks there are stubs. Every page is read each
+# time (-E): a page that has not changed does not repeat its warnings.
+docs: $(DOCS)/.made ## build the documentation site in build/docs; a warning is an error
+	@$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -j auto -d build/docs/trees -b html docs build/docs/html
+	@echo "docs: build/docs/html/index.html"
 
 fix: $(VENV)/.test ## format, and mend what the linters can mend
 	@$(PY) -m ruff check --quiet --output-format concise --exit-zero --fix $(PYTHON_FILES)
@@ -248,6 +256,13 @@ BUILD_nnabla := HORO_LITE_CUDA=0
 	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
 	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
+	@touch $@
+
+$(DOCS)/.made: pyproject.toml
+	@echo "==> making $(DOCS)"
+	@rm -rf $(DOCS)
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python $(PIP) $(DOCS_NEEDS)
 	@touch $@
 
 $(WHEEL)/.made: pyproject.toml

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 from conftest import FEATURES
-from launch import run_ranks
+from launch import run_ranks, run_threads
 
 import horo_lite
+from horo_lite import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
-DOCUMENTS = [*PAGES, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPETS = ROOT / "docs" / "snippets"
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed: pip install torch"
@@ -33,7 +38,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
     # In the left columns of tables `hvd` is Horovod.
     text = re.sub(r"^\| `hvd[^|]*\|", "", document.read_text(), flags=re.MULTILINE)
@@ -52,6 +57,109 @@ def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
         made = re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert made, f"`make {target}`, which does not exist"
+
+
+def loaded(path: Path) -> ModuleType:
+    """A module of the docs, by its path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def learned(np: int, rows: str, names: list[str]) -> dict[str, list[float]]:
+    """What each snippet has learned from `rows` of its batches (see snippets_ranks.py)."""
+    script = ROOT / "tests" / "support" / "snippets_ranks.py"
+    args = [rows, str(SNIPPETS), *names]
+    result = run_ranks(script, np, args=args, launcher=np > 1, timeout_s=60).check()
+    found: dict[str, list[float]] = json.loads(result.stdout)
+    assert set(found) == set(names)
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["any_framework"], id="numpy"),
+        pytest.param(
+            ["clip", "accumulate", "mixed_precision", "uneven"], id="torch", marks=needs_torch
+        ),
+    ],
+)
+def test_snippets_learn_on_two_ranks_what_they_learn_on_one(names: list[str]) -> None:
+    shares, whole = learned(2, "shares", names), learned(1, "whole", names)
+    half = learned(1, "half", names)
+    for name in names:
+        # Rounding; with autocast that to bfloat16, and on the wire to float16.
+        bound = 2e-3 if name == "mixed_precision" else 1e-5
+        assert np.abs(np.subtract(shares[name], whole[name])).max() < bound, name
+        # What rank 0 would learn alone.
+        assert np.abs(np.subtract(half[name], whole[name])).max() > 0.03, name
+
+
+def test_the_compressor_of_the_docs_sends_the_rest_later() -> None:
+    def rank(group: horo_lite.Group) -> list[float]:
+        compressor = loaded(SNIPPETS / "compressor.py").LargestTenth()
+        total = np.zeros(20)
+        for _ in range(40):
+            gradient = np.arange(1.0, 21.0) * (1 + 2 * group.rank)
+            group.exchange(
+                [gradient], names=["g"], label="step", op=horo_lite.Average, compression=compressor
+            )
+            assert np.count_nonzero(gradient) <= 4
+            total += gradient
+        return list(total / 40)
+
+    for means in run_threads(2, rank):
+        # Of what is left over, a tensor's element waits at most until it is among the largest.
+        assert np.allclose(means, 2 * np.arange(1.0, 21.0), atol=8)
+
+
+def test_every_message_in_troubleshooting_is_one_of_ours_and_every_error_is_there() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = page.partition("## By message\n")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^\| `([^|]*)` \|", rows, re.MULTILINE)
+    assert len(quoted) > 10
+    sources = [*(ROOT / "horo_lite").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    # Messages are written as several literals.
+    texts = "\n".join(re.sub(r'"\s+f?"', "", path.read_text()) for path in sources)
+    assert [text for text in quoted if text not in texts] == []
+    classes = page.partition("## By error class\n")[2].partition("\n## ")[0]
+    described = set(re.findall(r"^\| `(\w+)` \|", classes, re.MULTILINE))
+    assert described == {
+        name
+        for name in horo_lite.__all__
+        if isinstance(getattr(horo_lite, name), type)
+        and issubclass(getattr(horo_lite, name), errors.HoroLiteError)
+        and name != "HoroLiteError"
+    }
+
+
+def test_links_between_files_become_links_between_pages() -> None:
+    to_pages = loaded(ROOT / "docs" / "extension" / "links.py").to_pages
+    for text, page in (
+        ("[a](docs/jobs.md#restarts)", "[a](/jobs.md#restarts)"),
+        ("[a](README.md#supported-frameworks)", "[a](/frameworks.md)"),
+        ("[a](ARCHITECTURE.md#invariants)", "[a](/architecture.md#invariants)"),
+        ("[`x`](examples/digits.py)", "[`x`](/../examples/digits.py)"),
+        ("[results](benchmarks/results)", "results"),
+        ("[here](#anchor) and x[0](1)", "[here](#anchor) and x[0](1)"),
+    ):
+        assert to_pages(text, ROOT) == page
+    assert to_pages("[a](../README.md#installation)", ROOT / "docs") == "[a](/install.md)"
+
+
+def test_docstrings_become_rst() -> None:
+    to_rst = loaded(ROOT / "docs" / "extension" / "docstrings.py").to_rst
+    docstring = ["`init()`ed, `x` and x_ |y|:", "", "    code(`x`)", "", "    more_", "", "End."]
+    assert to_rst(docstring, {"init": "horo_lite.init"}.get) == [
+        r":py:obj:`init() <horo_lite.init>`\ ed, ``x`` and x\_ \|y\|:",
+        *["", "::", ""],
+        *["    code(`x`)", "", "    more_", "", "End."],
+    ]
 
 
 @pytest.mark.parametrize("face", sorted(horo_lite._FACES - {"elastic", "torch"}))

@@ -41,8 +41,8 @@ def register_adapter(adapter: Adapter) -> None:
             def matches(self, obj):                 # what this adapter understands
                 return isinstance(obj, (tiny.Trainer, tiny.Weight))
 
-            def parameters(self, owner):            # of an optimizer or a module, named
-                return [(weight.name, weight) for weight in owner.weights]
+            def parameters(self, owner):            # named; a weight has none
+                return [(weight.name, weight) for weight in getattr(owner, "weights", ())]
 
             def gradient(self, weight):             # NumPy, DLPack or buffer protocol; or None
                 return weight.dw

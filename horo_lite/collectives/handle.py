@@ -41,9 +41,14 @@ class Handle:
         return other
 
     def done(self) -> bool:
+        """Whether the operation is complete, so that `wait` returns at once."""
         return self._job is None or self._job.done()
 
     def wait(self, beside: bool = False) -> Any:
+        """Wait for the operation, and return its result.
+
+        `beside` says that the calling thread is another than the one that trains.
+        """
         if self._job is not None:
             try:
                 self._job.wait(beside)

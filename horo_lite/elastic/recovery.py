@@ -62,11 +62,14 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
 
     Needs Open MPI 5 and `mpiexec --with-ft ulfm`. Elsewhere a lost rank ends the job as ever.
 
-    min_size: with fewer ranks left than this, rank 0 writes the state to its checkpoint, if it has
-        one, and all raise TooFewRanksError.
-    max_size: experimental. With fewer ranks than this, rank 0 starts replacements: this script once
-        more, in a world of its own until it comes to `run`. One joins, as the last rank, at a
-        `state.commit()`, where the ranks then wait for each other; `train` is called again.
+    Args:
+        train: A function of the state, and of what else `train(state, …)` is given.
+        min_size: with fewer ranks left than this, rank 0 writes the state to its checkpoint, if it
+            has one, and all raise TooFewRanksError.
+        max_size: experimental. With fewer ranks than this, rank 0 starts replacements: this script
+            once more, in a world of its own until it comes to `run`. One joins, as the last rank,
+            at a `state.commit()`, where the ranks then wait for each other; `train` is called
+            again.
     """
     if train is None:
         return partial(run, min_size=min_size, max_size=max_size)

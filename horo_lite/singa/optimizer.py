@@ -36,12 +36,14 @@ class DistributedOptimizer:
     alike on all ranks: those that SINGA makes up (`Dummy#7`) are, where every rank has made the
     same tensors.
 
-    parameters: `model.get_params()`, or another dict or list of tensors: needed where some rank
-        may lack a gradient in the first step, or some tensors' names differ; a dict's names count.
-    compression: what travels in `backward_and_update`; `Compression.fp16` halves the bytes.
-    group: the ranks; default all.
-    nccl_id, local_rank, world_size, buffSize: see `Communicator`.
-    gpu_num, gpu_per_node: what SINGA called local_rank and world_size before.
+    Args:
+        parameters: `model.get_params()`, or another dict or list of tensors: needed where some rank
+            may lack a gradient in the first step, or some tensors' names differ; a dict's names
+            count.
+        compression: what travels in `backward_and_update`; `Compression.fp16` halves the bytes.
+        group: the ranks; default all.
+        nccl_id, local_rank, world_size, buffSize: see `Communicator`.
+        gpu_num, gpu_per_node: what SINGA called local_rank and world_size before.
 
     MismatchError on every rank, naming the first that differs, where ranks come with different
     gradients or options; a gradient missing on some ranks counts as zeros there.

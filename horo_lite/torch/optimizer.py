@@ -53,33 +53,37 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     what step() will use, and where one rank's overflow, all ranks skip the step. step() exchanges
     what is left, and nothing in the usual case.
 
-    named_parameters: pairs as `model.named_parameters()` gives them; names for error messages. If
-        given, every parameter of the optimizer is among them.
-    compression: what travels; `Compression.fp16` halves the bytes. What has `compress` and
-        `decompress` of its own is called.
-    backward_passes_per_step: so many passes are summed, not divided, before the ranks exchange
-        them at the end of the last. One more, before step() or zero_grad(), is a RuntimeError.
-    op: Average, Sum or Adasum. Adasum combines the gradients, so that all ranks keep one state of
-        the optimizer; it needs a power of two of ranks, and does not compress.
-    gradient_predivide_factor: gradients are divided by it before they are added up, and the sum by
-        size / factor. Only with op=Average.
-    num_groups, groups: which parameters travel together: a number of groups of neighbours, or lists
-        of parameters. Others fill buckets of `bucket_bytes` (default HORO_LITE_BUCKET_BYTES, or
-        25 MiB).
-    sparse_as_dense: sparse gradients become dense ones, and stay dense; otherwise their indices and
-        values are gathered from all ranks, and added up. Adasum needs dense ones.
-    process_set: the ranks that take part; by default all. On others it changes nothing. `group` is
-        another name for it, that of `horo_lite.DistributedOptimizer`.
-    check_every: after every so many steps the ranks compare their parameters, and where these
-        differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or 0:
-        never, because a comparison reads all parameters (7 ms for 100 MB).
-    check_finite: "raise" or "warn" where a rank's own dense gradient, before it is averaged, has
-        NaN or inf: NonFiniteError from backward() on every rank, or a RuntimeWarning on rank 0,
-        with the rank, the tensor that left first and how many. Reads the gradients once more (4 ms
-        for 100 MB), in the host's memory only; off by default, and not for GradScaler, to which
-        inf is nothing new.
-    gradient_as_bucket_view: gradients live in memory that the ranks of the host see, and are added
-        up where they lie, to the same bits; see below.
+    Args:
+        optimizer: One of torch.optim, or derived from torch.optim.Optimizer.
+        named_parameters: pairs as `model.named_parameters()` gives them; names for error messages.
+            If given, every parameter of the optimizer is among them.
+        compression: what travels; `Compression.fp16` halves the bytes. What has `compress` and
+            `decompress` of its own is called.
+        backward_passes_per_step: so many passes are summed, not divided, before the ranks exchange
+            them at the end of the last. One more, before step() or zero_grad(), is a RuntimeError.
+        op: Average, Sum or Adasum. Adasum combines the gradients, so that all ranks keep one state
+            of the optimizer; it needs a power of two of ranks, and does not compress.
+        gradient_predivide_factor: gradients are divided by it before they are added up, and the sum
+            by size / factor. Only with op=Average.
+        num_groups: how many groups of neighbours travel together.
+        groups: the same, or lists of parameters that travel together. Others fill buckets.
+        sparse_as_dense: sparse gradients become dense ones, and stay dense; otherwise their indices
+            and values are gathered from all ranks, and added up. Adasum needs dense ones.
+        process_set: the ranks that take part; by default all. On others it changes nothing.
+        check_every: after every so many steps the ranks compare their parameters, and where these
+            differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or
+            0: never, because a comparison reads all parameters (7 ms for 100 MB).
+        on_drift: "raise", "warn" or "heal".
+        check_finite: "raise" or "warn" where a rank's own dense gradient, before it is averaged,
+            has NaN or inf: NonFiniteError from backward() on every rank, or a RuntimeWarning on
+            rank 0, with the rank, the tensor that left first and how many. Reads the gradients once
+            more (4 ms for 100 MB), in the host's memory only; off by default, and not for
+            GradScaler, to which inf is nothing new.
+        gradient_as_bucket_view: gradients live in memory that the ranks of the host see, and are
+            added up where they lie, to the same bits; see below.
+        bucket_bytes: how much travels together of what is in no group; default
+            HORO_LITE_BUCKET_BYTES, or 25 MiB.
+        group: another name for `process_set`, that of `horo_lite.DistributedOptimizer`.
 
     What takes part in an exchange is what backward() has touched on any rank since the last one.
     Untouched everywhere, a gradient stays as it is: None, or what it was (with no zero_grad(), or

@@ -177,6 +177,7 @@ def partition_dataset(
     (see `weight` of `DistributedOptimizer`); with equal shares that changes nothing.
 
     `dataset` is one of
+
     - an array (NumPy, torch, JAX, CuPy …): batches are arrays `array[indices]`;
     - a tuple or a dict of arrays of equal length, such as `(images, labels)`: batches are tuples
       or dicts of arrays;

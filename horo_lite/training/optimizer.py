@@ -42,25 +42,27 @@ class DistributedOptimizer(Wrapper):
     Everything but `step`, `update`, `synchronize`, `skip_synchronize` and `inner` is the inner
     optimizer's, reading and writing, and `isinstance` takes the wrapper for one of its kind.
 
-    named_parameters: pairs (name, parameter), as `model.named_parameters()` gives them: names for
-        error messages, and parameters where the optimizer shows none.
-    compression: what travels; `Compression.fp16` halves the bytes.
-    op: Average or Sum. What a step leaves in the gradients is exchanged again, with what later
-        passes add: averages stay what they are, sums are summed again unless `zero_grad()` came
-        between.
-    backward_passes_per_step: how many backward passes add to the gradients before `step()` is
-        called, once, after the last. Their sum is exchanged; dividing it is the caller's.
-    bucket_bytes: gradients that travel together, on the wire; default 25 MiB, or
-        HORO_LITE_BUCKET_BYTES. The results do not depend on it.
-    group: the ranks; default all.
-    check_every: after every so many steps the ranks compare their parameters, and where these
-        differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or 0:
-        never, because a comparison reads all parameters (7 ms for 100 MB).
-    check_finite: "raise" or "warn" where a rank's own gradient, before it is averaged, has NaN or
-        inf: NonFiniteError before the step, on every rank, or a RuntimeWarning on rank 0, with the
-        rank, the tensor and how many. Of several tensors the last one is named, where a backward
-        pass comes by first. Reads the gradients once more (4 ms for 100 MB), in the host's memory
-        only; off by default, and not for loss scalers (GradScaler), to which inf is nothing new.
+    Args:
+        named_parameters: pairs (name, parameter), as `model.named_parameters()` gives them: names
+            for error messages, and parameters where the optimizer shows none.
+        compression: what travels; `Compression.fp16` halves the bytes.
+        op: Average or Sum. What a step leaves in the gradients is exchanged again, with what later
+            passes add: averages stay what they are, sums are summed again unless `zero_grad()` came
+            between.
+        backward_passes_per_step: how many backward passes add to the gradients before `step()` is
+            called, once, after the last. Their sum is exchanged; dividing it is the caller's.
+        bucket_bytes: gradients that travel together, on the wire; default 25 MiB, or
+            HORO_LITE_BUCKET_BYTES. The results do not depend on it.
+        group: the ranks; default all.
+        check_every: after every so many steps the ranks compare their parameters, and where these
+            differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or
+            0: never, because a comparison reads all parameters (7 ms for 100 MB).
+        check_finite: "raise" or "warn" where a rank's own gradient, before it is averaged, has NaN
+            or inf: NonFiniteError before the step, on every rank, or a RuntimeWarning on rank 0,
+            with the rank, the tensor and how many. Of several tensors the last one is named, where
+            a backward pass comes by first. Reads the gradients once more (4 ms for 100 MB), in the
+            host's memory only; off by default, and not for loss scalers (GradScaler), to which inf
+            is nothing new.
 
     An optimizer of torch's becomes what `horo_lite.torch.DistributedOptimizer` makes of it, and so
     those of JAX, Keras and MLX with their modules here. torch's gradients are averages when

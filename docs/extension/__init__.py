@@ -1,0 +1,1 @@
+"""What Sphinx is given beside its own extensions: see each file. `conf.py` lists them."""

@@ -1,0 +1,77 @@
+"""`exchange-times`: a bar chart of README's table of exchange times, drawn as SVG in the page."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import NamedTuple
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from .links import ROOT
+
+_LEFT, _WIDTH, _ROW = 330, 760, 30
+
+
+class Bar(NamedTuple):
+    """A row of the table: what was measured, its time as it is written, and in memcpys."""
+
+    label: str
+    shown: str
+    memcpys: float
+    ours: bool
+
+
+def bars(readme: str) -> tuple[str, list[Bar]]:
+    """Return the heading and the rows of the first column of README's first table of times."""
+    lines = readme.partition("\n## Performance\n")[2].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| | ResNet-50"))
+    heading = lines[start].split("|")[2].strip()
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        label, cell = (re.sub(r"\*", "", part).strip() for part in line.split("|")[1:3])
+        time, memcpys = cell.split(" · ")
+        rows.append(Bar(label, time, float(memcpys), label.startswith("horo_lite")))
+    return heading, rows
+
+
+def svg(heading: str, rows: list[Bar]) -> str:
+    """Return the chart. Colours are the theme's, so that it fits its dark mode too."""
+    longest = max(row.memcpys for row in rows)
+    height = _ROW * len(rows) + 6
+    described = f"Time to average the gradients of {heading}, in multiples of one memcpy"
+    parts = [
+        f'<svg class="exchange-times" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{escape(described)}" xmlns="http://www.w3.org/2000/svg">'
+    ]
+    for i, row in enumerate(rows):
+        y = _ROW * i + 4
+        width = (_WIDTH - _LEFT - 110) * row.memcpys / longest
+        parts.append(
+            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end"'
+            f"{' font-weight=' + chr(34) + 'bold' + chr(34) if row.ours else ''}>"
+            f"{escape(row.label)}</text>"
+            f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="22" rx="3" '
+            f'class="{"ours" if row.ours else "theirs"}"/>'
+            f'<text x="{_LEFT + width + 8:.1f}" y="{y + 16}">{escape(row.shown)}</text>'
+        )
+    return "".join([*parts, "</svg>"])
+
+
+class ExchangeTimes(SphinxDirective):
+    """The chart."""
+
+    def run(self) -> list[nodes.Node]:
+        readme = ROOT / "README.md"
+        self.env.note_dependency(str(readme))
+        return [nodes.raw("", svg(*bars(readme.read_text())), format="html")]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register the directive."""
+    app.add_directive("exchange-times", ExchangeTimes)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,52 @@
+"""Train with every snippet of the docs: on shares, or on one process; print what was learned.
+
+python snippets_ranks.py whole|half|shares folder name...
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import numpy as np
+
+import horo_lite as hvd
+
+which, folder, *names = sys.argv[1:]
+sys.path.insert(0, folder)
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+
+# Rows whose targets differ so much that no rank learns from its share what all of them teach.
+rng = np.random.default_rng(0)
+inputs = rng.standard_normal((4, 6, 3)).astype("f4")
+targets = (inputs @ [[1.0], [2.0], [3.0]] + 8 * np.arange(6)[:, None] % 13).astype("f4")
+
+
+def batches_for(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """This process' rows of every batch: shares differ by one row where that is the subject."""
+    n = 5 if name in ("uneven", "any_framework") else 6
+    rows = slice(rank, n, size) if which == "shares" else slice(0, n, 1 if which == "whole" else 2)
+    return [(x[rows], y[rows]) for x, y in zip(inputs, targets, strict=True)]
+
+
+learned = {}
+for name in names:
+    train = importlib.import_module(name).train
+    if name == "any_framework":
+        weight = importlib.import_module(name).Weight("w", np.full((3, 1), 0.5 + rank, "f4"))
+        train(weight, batches_for(name))
+        values = weight.w
+    else:
+        import torch
+
+        torch.manual_seed(rank)
+        model = torch.nn.Linear(3, 1)
+        train(model, [tuple(map(torch.from_numpy, batch)) for batch in batches_for(name)])
+        values = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+    everyone = hvd.allgather_object(values.tobytes())
+    assert set(everyone) == {values.tobytes()}, f"{name}: the replicas differ"
+    learned[name] = values.ravel().tolist()
+if rank == 0:
+    print(json.dumps(learned))
