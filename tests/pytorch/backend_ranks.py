@@ -64,14 +64,6 @@ def all_reduce_coalesced(group: Group) -> list[Tensor]:
     return xs
 
 
-def all_reduce_sparse(group: Group) -> list[Tensor]:
-    r = group.rank()
-    indices = torch.tensor([[0, r, r + 1], [1, r, 0]])[:, : r + 1]  # others, and as many
-    x = torch.sparse_coo_tensor(indices, mine(group, indices.shape[1], 2), (5, 5, 2))
-    dist.all_reduce(x, group=group)
-    return [x.to_dense()]
-
-
 def several_in_flight(group: Group) -> list[Tensor]:
     xs = [mine(group, 1000 + i, plus=i) for i in range(20)]
     works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
@@ -200,8 +192,25 @@ def by_functional(group: Group) -> list[Tensor]:
     return [functional.wait_tensor(each).clone() for each in results]
 
 
+def many_of_all_kinds(group: Group) -> list[Tensor]:
+    """Operations that are run after one round of the engines must not mix their data."""
+    results = []
+    for i in range(60):
+        works, n = [], group.size()
+        x, y, z = mine(group, 8, plus=i), mine(group, 8, plus=i), torch.zeros(8 * n)
+        works.append(dist.all_reduce(x, group=group, async_op=True))
+        works.append(dist.broadcast(y, group=group, group_src=i % n, async_op=True))
+        works.append(group.all_gather_single(z, mine(group, 8, plus=i)))
+        for work in works:
+            work.wait()
+        results += [x, y, z]
+    return results
+
+
 def barrier(group: Group) -> list[Tensor]:
-    dist.barrier(group)
+    with torch.profiler.profile() as profile:
+        dist.barrier(group)
+    assert f"{dist.get_backend(group)}:barrier" in {event.name for event in profile.events()}
     assert dist.barrier(group, async_op=True).wait()
     return []
 
@@ -235,6 +244,7 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
             messages,
             objects,
             by_functional,
+            many_of_all_kinds,
             barrier,
         )
     },
@@ -322,18 +332,14 @@ def test_what_gloo_cannot(group: Group) -> None:
         time.sleep(1e-3)
     assert all(torch.equal(parts[s], of(s, 2, 4)) for s in ranks), parts
 
-    indices = torch.tensor([[0, r, r + 1], [1, r, 0]])[
-        :, : r + 1
-    ]  # a rank more than the one before
-    x = torch.sparse_coo_tensor(indices, mine(group, r + 1, 2), (5, 5, 2), check_invariants=True)
+    def sparse(rank: int) -> Tensor:  # each has a row more than the one before
+        places = torch.tensor([[i, (i + rank) % 5] for i in range(rank + 1)]).t()
+        values = of(rank, rank + 1, 2)
+        return torch.sparse_coo_tensor(places, values, (5, 5, 2), check_invariants=True)
+
+    x = sparse(r)
     dist.all_reduce(x, group=group)
-    expected = torch.zeros(5, 5, 2)
-    for s in ranks:
-        places = torch.tensor([[0, s, s + 1], [1, s, 0]])[:, : s + 1]
-        expected += torch.sparse_coo_tensor(
-            places, of(s, s + 1, 2), (5, 5, 2), check_invariants=True
-        ).to_dense()
-    assert torch.equal(x.to_dense(), expected), x
+    assert torch.equal(x.to_dense(), sums_of([sparse(s).to_dense() for s in ranks])), x
 
     for dtype in torch.float8_e4m3fn, torch.uint16, torch.int16:
         x = mine(group, 4).to(dtype)
@@ -468,6 +474,14 @@ def once_more(rank: int, size: int) -> None:
     dist.all_reduce(x := torch.tensor([rank + 1.0]))
     assert x.item() == size * (size + 1) / 2
     dist.destroy_process_group()
+    # A rank that aborts is not waited for; afterwards all begin anew.
+    dist.init_process_group("horo_lite")
+    if rank == 1:
+        dist.distributed_c10d._abort_process_group()
+    else:
+        raises(hvd.PeerLostError, "it called abort()", lambda: dist.all_reduce(torch.ones(1)))
+        dist.destroy_process_group()
+    assert not hvd.is_initialized()
     made = hvd.init(device="cpu")
     dist.init_process_group("horo_lite")
     assert hvd.allreduce(torch.tensor([rank + 1.0]), op=hvd.Sum).item() == x.item()

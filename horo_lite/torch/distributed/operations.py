@@ -2,7 +2,7 @@
 
 Torch hands in the memory for results, so nothing is allocated here, and everything that must be
 alike on all ranks is known when an operation is submitted: the engine compares it, and what is run
-afterwards only moves bytes.
+afterwards is a barrier and moves bytes.
 """
 
 from __future__ import annotations
@@ -52,10 +52,17 @@ class Collective(Call[T]):
         self, part: Part, engine: _native.Engine, transport: Transport
     ) -> tuple[_native.Job, Finish[T]]:
         result: list[T] = []
+
+        def run(weights: list[float]) -> None:
+            # Several operations may be run after one round of the engines. A peer must not begin
+            # with this one while this rank still reads what it shared in the one before.
+            transport.agree(0, label=part.label)
+            result.append(self.move(part, transport))
+
         job = engine.submit_call(
             part.label,
             digest_of(self._text),
-            lambda weights: result.append(self.move(part, transport)),
+            run,
             1.0,
             lambda: f"{part.label}\n{self._text}",
             lambda joined: self.participation(part, transport.ranks, joined),
