@@ -15,7 +15,7 @@ import pytest
 import horo_lite
 
 PACKAGE = Path(horo_lite.__file__).parent
-WAYS = {"SoloTransport", "ShmTransport", "MpiTransport", "NcclTransport", "StagedTransport"}
+WAYS = {"SoloTransport", "ShmTransport", "HostsTransport", "NcclTransport", "StagedTransport"}
 
 
 def knowledge_of_transports(source: str) -> Iterator[str]:
@@ -46,7 +46,7 @@ def test_that_check_sees_what_it_is_for() -> None:
         "getattr(group.transport, 'label', '')",
         "hasattr(transport, 'announce')",
         "cast('ShmTransport', x)",
-        "from horo_lite.transports.mpi.transport import MpiTransport",
+        "from horo_lite.transports.hosts.transport import HostsTransport",
         "world.group.transport.name == 'shm'",
     ):
         assert list(knowledge_of_transports(line)), line

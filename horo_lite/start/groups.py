@@ -13,6 +13,7 @@ from horo_lite.collectives.calls import AllGatherBytes, Part
 from horo_lite.collectives.group import Group
 from horo_lite.start import ending, session
 from horo_lite.transports import connect
+from horo_lite.transports.gloo.connections import GlooConnections
 from horo_lite.transports.peers import ObjectCommunicator
 
 __all__ = ["free_group", "new_group"]
@@ -159,7 +160,16 @@ def _needs_mpi(comm: Any, group: Group) -> bool:
     return not isinstance(comm, ObjectCommunicator) and not group.transport.shares_memory
 
 
-class _Members(ObjectCommunicator):
+class _PartOfWorld(ObjectCommunicator):
+    """Some ranks of a world, while they make a group; their connections are the world's."""
+
+    def connections(self) -> GlooConnections:
+        comm = session.current().comm
+        assert isinstance(comm, ObjectCommunicator)  # others have communicators of MPI's
+        return comm.connections()
+
+
+class _Members(_PartOfWorld):
     """Some ranks of a world, which send each other messages while they make a group."""
 
     def __init__(self, ranks: Sequence[int], channel: int) -> None:
@@ -191,7 +201,7 @@ class _Members(ObjectCommunicator):
         return theirs
 
 
-class _OverWorld(ObjectCommunicator):
+class _OverWorld(_PartOfWorld):
     """Some ranks of a world, while they make a group.
 
     The whole world exchanges what these send to each other: the other ranks `attend`.

@@ -98,7 +98,7 @@ def load(launch: Launch | None) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LauncherError(
-            f"{started} mpi4py does not load ({error}): {remedy}; on one host, ranks can start "
+            f"{started} mpi4py does not load ({error}): {remedy}; with PyTorch, ranks can start "
             "without MPI, by init(rank=…, size=…, address='host:port')"
         ) from error
     if MPI.Is_finalized():

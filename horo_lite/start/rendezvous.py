@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from horo_lite.errors import LauncherError, PeerLostError, printable
 from horo_lite.settings import Settings, whole_number
 from horo_lite.start.launcher import JOB_TOKEN, TORCHRUN, detect
+from horo_lite.transports.gloo.connections import GlooConnections
 from horo_lite.transports.peers import NAME, PID, ObjectCommunicator, fits, host_key, lives
 
 NOTICE_S = 15.0  # who has waited for so long says for whom
@@ -111,6 +112,8 @@ def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> Rendezvou
 class Rendezvous(ObjectCommunicator):
     """The ranks of a rendezvous, once all have come; objects are what JSON can represent.
 
+    Ranks of several hosts are connected by PyTorch's gloo.
+
     Each process takes a ticket from the store and publishes its rank and world size there, so that
     all see if two have the same rank, or different sizes. A process that finds something wrong
     publishes that, too, and every rank raises it.
@@ -136,6 +139,7 @@ class Rendezvous(ObjectCommunicator):
         self._pids: dict[int, int] = {}  # of those whose end can be seen from here
         self._n_rounds = 0
         self._begin()
+        self._connections: GlooConnections | None = None
         self._keeps_store = self.rank == 0 and not spec.served
         self._store = self._open(spec) if store is None else store
         room = f"horo_lite/{spec.attempt}"
@@ -167,6 +171,22 @@ class Rendezvous(ObjectCommunicator):
             for r in range(self.size):
                 self._take(f"{room}/read by {r}", bool, r)
         return everyone
+
+    def connections(self) -> GlooConnections:
+        """Return those between the world's ranks; every rank calls it."""
+        if self._connections is None:
+            from torch.distributed import PrefixStore
+
+            store = PrefixStore(f"{self._prefix}/gloo", self._store)
+            self._connections = GlooConnections(
+                store, self.rank, self.size, self._where, self._timeout_s
+            )
+            self.allgather(True, bool)  # the store is not needed any more
+        return self._connections
+
+    def Free(self) -> None:  # noqa: N802 (mpi4py's name)
+        if self._connections is not None:
+            self._connections.close()
 
     # Coming.
 

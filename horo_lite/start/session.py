@@ -87,8 +87,9 @@ def init(
     Called again with the same arguments, by any thread, it returns the same world.
 
     Under torchrun, where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, or with `rank`,
-    `size` and `address`, the ranks find each other in a store of PyTorch's, without MPI; all on one
-    host. Inside a job of MPI's launcher only the arguments count, not torchrun's variables.
+    `size` and `address`, the ranks find each other in a store of PyTorch's, without MPI, and its
+    gloo connects hosts. Inside a job of MPI's launcher only the arguments count, not torchrun's
+    variables.
 
     Every argument but `comm` can also be set by the variable HORO_LITE_<NAME>; an explicit argument
     takes precedence.
@@ -168,8 +169,8 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
     """Make this process a rank of the world that a program of torch.distributed describes.
 
     Every rank calls it, before any other `init()`. In a job of MPI's launcher with these numbers
-    MPI connects the ranks; all others find each other in the store, and are on one host. The world
-    is for the CPU, and `init()` without arguments returns it, too.
+    MPI connects the ranks; all others find each other in the store. The world is for the CPU, and
+    `init()` without arguments returns it, too.
 
     Args:
         store: A store of torch's that all ranks have.
@@ -181,7 +182,7 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
         The world.
 
     Raises:
-        LauncherError: Ranks are missing, or cannot share memory.
+        LauncherError: Ranks are missing, or cannot be connected.
         MismatchError: The ranks differ, or one of them has failed; on every rank.
         PeerLostError: A rank died meanwhile.
     """

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from horo_lite.errors import LauncherError
+from horo_lite.transports.gloo.carrier import GlooCarrier
+from horo_lite.transports.hosts.carrier import Carrier
+from horo_lite.transports.hosts.mailbox import HostsMailbox
+from horo_lite.transports.hosts.transport import HostsTransport
 from horo_lite.transports.interface import Transport
 from horo_lite.transports.mailbox import Mailbox
-from horo_lite.transports.mpi.communicators import Communicators
+from horo_lite.transports.mpi.carrier import MpiCarrier
 from horo_lite.transports.mpi.executor import MainThreadExecutor
-from horo_lite.transports.mpi.mailbox import MpiMailbox
-from horo_lite.transports.mpi.transport import MpiTransport
-from horo_lite.transports.peers import ObjectCommunicator
+from horo_lite.transports.peers import NAME, ObjectCommunicator, allgather_objects
 from horo_lite.transports.pipes import Pipes
 from horo_lite.transports.shm import ShmTransport
 from horo_lite.transports.solo import SoloTransport
@@ -76,7 +78,8 @@ def connect(
         beside: Of a part of a world, the transport of that world's direct calls.
 
     Raises:
-        LauncherError: Without MPI, the ranks are on several hosts or cannot share memory.
+        LauncherError: Without MPI, the ranks of a host cannot share memory, or hosts cannot be
+            connected.
         OSError: There is no shared memory even for one rank.
     """
     if ranks is None:
@@ -87,24 +90,15 @@ def connect(
         return Links(solo, *others, Pipes() if beside is None else None)
     # Who waits in a part of a world must let the world's engine go on.
     executor = None if beside is None else beside.executor
-    n_hosts = len(set(host_of_rank))
-    over_mpi = n_hosts > 1 or executor is not None
-    if over_mpi and isinstance(comm, ObjectCommunicator):
-        whose = [f"{ranks[r]} on host {host}" for r, host in enumerate(host_of_rank)]
-        raise LauncherError(
-            f"the ranks run on {n_hosts} hosts, or in containers that do not see each other's "
-            f"processes (rank {', '.join(whose)}), and MPI did not start them: without MPI a "
-            "world is limited to one host. Start the job with mpiexec, srun or "
-            "`python -m horo_lite`"
-        )
+    between_hosts = len(set(host_of_rank)) > 1 or executor is not None
     roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
     stall_detector = None if beside is None else beside.stall_detector
-    pipes = Pipes() if beside is None and not over_mpi else None
+    pipes = Pipes() if beside is None and not between_hosts else None
     inbox = None if pipes is None else pipes.inbox
     host = share_memory(
         comm,
         host_of_rank,
-        over_mpi=over_mpi,
+        between_hosts=between_hosts,
         n_transports=len(roles),
         ranks=ranks,
         stall_detector=stall_detector,
@@ -121,18 +115,18 @@ def connect(
             "MPI instead, which is slower",
             stacklevel=3,
         )
-        over_mpi = True
+        between_hosts = True
         host = share_memory(
             comm,
             range(comm.size),
-            over_mpi=True,
+            between_hosts=True,
             n_transports=len(roles),
             ranks=ranks,
             stall_detector=stall_detector,
         )
         if isinstance(host, str):
             raise OSError(f"horo_lite needs shared memory, and there is none: {host}")
-    if not over_mpi:
+    if not between_hosts:
         detector = host.stall_detector
         shm = {role: ShmTransport(host.group(role), ranks, detector) for role in roles}
         if pipes is not None:
@@ -140,11 +134,30 @@ def connect(
             # Before that none may close its inbox in shutdown(): another file could get its number.
             shm[Role.DIRECT].agree(0, label="init()")
         return Links(shm[Role.DIRECT], shm[Role.ENGINE], shm.get(Role.WATCHDOG), pipes)
-    assert not isinstance(comm, ObjectCommunicator)
     if pipes is not None:
         pipes.close()
-    Communicators.free_closed(comm)
+    names = allgather_objects(comm, host.names[host.rank], NAME)
+    carriers = _carriers(comm, roles, ranks, executor)
+    hosts = {role: HostsTransport(carriers[role], host, role, names) for role in roles}
+    direct = hosts[Role.DIRECT]
+    mailbox = HostsMailbox(direct.carrier.world_channel(), direct) if beside is None else None
+    return Links(direct, hosts[Role.ENGINE], hosts.get(Role.WATCHDOG), mailbox)
+
+
+def _carriers(
+    comm: MPI.Comm | ObjectCommunicator,
+    roles: Sequence[Role],
+    ranks: Sequence[int],
+    executor: MainThreadExecutor | None,
+) -> Mapping[Role, Carrier]:
+    """Return what carries bytes between hosts for each of the transports; collective."""
+    if isinstance(comm, ObjectCommunicator):
+        connections = comm.connections()
+        first = max(allgather_objects(comm, connections.next_channel, int))
+        return {
+            role: GlooCarrier(connections, ranks, first + GlooCarrier.N_CHANNELS * i)
+            for i, role in enumerate(roles)
+        }
+    MpiCarrier.free_closed(comm)
     executor = MainThreadExecutor.if_needed(executor)
-    mpi = {role: MpiTransport(comm, host, role, executor) for role in roles}
-    mailbox = MpiMailbox(comm, mpi[Role.DIRECT]) if beside is None else None
-    return Links(mpi[Role.DIRECT], mpi[Role.ENGINE], mpi.get(Role.WATCHDOG), mailbox)
+    return {role: MpiCarrier(comm, executor, is_direct=role == Role.DIRECT) for role in roles}

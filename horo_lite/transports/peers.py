@@ -18,6 +18,8 @@ from horo_lite.errors import PeerLostError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from horo_lite.transports.gloo.connections import GlooConnections
+
 T = TypeVar("T")
 # Forms of what tells a process: see `fits`.
 NAME = re.compile(r"rank -?\d+ \(pid \d+ on \S*\)")
@@ -55,6 +57,14 @@ class ObjectCommunicator:
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
         """Return every rank's object, in rank order; each `fits` that form."""
+        raise NotImplementedError
+
+    def connections(self) -> GlooConnections:
+        """Return the world's connections between hosts; every rank calls it.
+
+        Raises:
+            LauncherError: There can be none: the message says what is missing.
+        """
         raise NotImplementedError
 
     def Free(self) -> None:  # noqa: N802 (mpi4py's name)

@@ -92,7 +92,7 @@ def share_memory(
     comm: MPI.Comm | ObjectCommunicator,
     host_of_rank: Sequence[int],
     *,
-    over_mpi: bool,
+    between_hosts: bool,
     n_transports: int,
     ranks: Sequence[int],
     stall_detector: _native.StallDetector | None,
@@ -112,7 +112,7 @@ def share_memory(
         for number in sorted(set(host_numbers))
     ]
     host = hosts.index(here)
-    scratch_bytes = _native.HostsAllreduce.memory_bytes(hosts, host) if over_mpi else 0
+    scratch_bytes = _native.HostsAllreduce.memory_bytes(hosts, host) if between_hosts else 0
     board = n_transports * (group_bytes + scratch_bytes)
     is_world = stall_detector is None
     n_bytes = board + (_native.StallDetector.memory_bytes(comm.size) if is_world else 0)

@@ -224,14 +224,14 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
         import time
         import numpy as np
         import horo_lite as hvd
-        from horo_lite.transports.mpi.mailbox import MpiMailbox
+        from horo_lite.transports.hosts.mailbox import HostsMailbox
 
         rank = hvd.init().rank
         if rank == 1:
             hvd.send(np.full(3, 7.0), 0)
             hvd.send(np.full(3, 8.0), 0)
         else:
-            collect, until = MpiMailbox._receive, None
+            collect, until = HostsMailbox.receive, None
 
             def collect_late(mailbox):
                 global until
@@ -239,7 +239,7 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
                     until = time.monotonic() + 1.5
                 return [] if until is None or time.monotonic() < until else collect(mailbox)
 
-            MpiMailbox._receive = collect_late
+            HostsMailbox.receive = collect_late
             x = np.zeros(3)
             for expected in (7.0, 8.0):
                 assert hvd.recv(x, 1) == 1 and x.tolist() == [expected] * 3, x

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from launch import Job, environment
+from launch import Job, Result, environment
 
 # Starts ranks as a scheduler would, and ends as they do: with 0 only if all have.
 START = """
@@ -51,3 +51,15 @@ def started(
         yield job
     finally:
         job.close()
+
+
+def ended(
+    code_or_path: str | Path,
+    size: int,
+    folder: Path,
+    command: Sequence[str] = (),
+    env: Mapping[str, str] = {},
+) -> Result:
+    """How such a job has ended."""
+    with started(code_or_path, size, folder, command, env) as job:
+        return job.wait(60)

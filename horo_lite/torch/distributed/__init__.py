@@ -26,7 +26,7 @@ def new_process_group(options: Any) -> ProcessGroup:
             the default group, the numbers of its ranks.
 
     Raises:
-        LauncherError: The ranks are on several hosts, and MPI did not start them.
+        LauncherError: The ranks cannot be connected.
         ValueError: There is a world already, with other numbers.
         PeerLostError: A rank died meanwhile.
     """

@@ -1,1 +1,1 @@
-"""Ranks of several hosts: shared memory inside a host, MPI (through mpi4py) across hosts."""
+"""MPI (through mpi4py) as what carries bytes between hosts, and while a world begins."""

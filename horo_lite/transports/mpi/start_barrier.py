@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from horo_lite.errors import PeerLostError, StallError
-from horo_lite.transports.mpi.control import MESSAGE_BYTES, Tag, fitting
+from horo_lite.transports.hosts.control import MESSAGE_BYTES, Tag, fitting
 from horo_lite.transports.peers import allgather_objects, host_key, lives
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from horo_lite import _native
-from horo_lite.transports.mpi.control import Tag
+from horo_lite.transports.hosts.control import ControlChannel, Tag
 
 if TYPE_CHECKING:
-    from horo_lite.transports.mpi.transport import MpiTransport
+    from horo_lite.transports.hosts.transport import HostsTransport
 
 
 class EngineChannel:
@@ -21,16 +21,16 @@ class EngineChannel:
     A rank that enters a round wakes all others, so that engines need not exchange all the time.
     """
 
-    _PAUSE_S = 5e-3  # MPI wakes no thread: an engine with nothing to do polls this often
+    _PAUSE_S = 5e-3  # nothing wakes a thread: an engine with nothing to do polls this often
 
-    def __init__(self, transport: MpiTransport) -> None:
+    def __init__(self, transport: HostsTransport) -> None:
         self.rank = transport.rank
         self.size = transport.size
         self._transport = transport
         self._executor = transport.executor
         # How a thread that waits lets the engine go on; None where the engine needs nobody.
         self.serve = None if self._executor is None else self._executor.serve
-        self._wake_ups = transport.communicators.control_channel()
+        self._wake_ups = ControlChannel(transport.carrier.channel())
         self._round = 0
         self._is_behind = False  # a peer has entered a round that this rank has not
         self._woken = threading.Event()
@@ -38,7 +38,7 @@ class EngineChannel:
     def exchange(self, mine: bytes, label: str) -> list[bytes]:
         """Enter the next round: return every rank's bytes, in rank order."""
         number = self._round.to_bytes(8, "little")
-        self._transport.call(self._wake_ups.send, number, Tag.WAKE_UP)
+        self._wake_ups.send(number, Tag.WAKE_UP)
         self._round += 1
         self._is_behind = False
         headers = self._transport.agree(0, count=len(mine), label=label)
@@ -50,7 +50,7 @@ class EngineChannel:
 
     def peer_is_ahead(self) -> bool:
         """Whether some peer has entered the next round."""
-        for _, _, number in self._transport.call(self._wake_ups.receive):
+        for _, _, number in self._wake_ups.receive():
             # Wake-ups for rounds that this rank has entered by itself arrive late.
             self._is_behind = self._is_behind or int.from_bytes(number, "little") >= self._round
         return self._is_behind

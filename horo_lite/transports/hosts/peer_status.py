@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from horo_lite import _native
 from horo_lite.errors import PeerLostError, StallError
-from horo_lite.transports.mpi.control import ControlChannel, Tag, fitting
+from horo_lite.transports.hosts.control import ControlChannel, Tag, fitting
 
 # A rank that waits for longer reports that it has arrived; repeatedly, since it may be stopped.
 ARRIVED_S, AGAIN_S = 0.25, 10.0
@@ -24,18 +23,13 @@ class PeerStatus:
     def __init__(
         self,
         control: ControlChannel,
-        call: Callable[..., Any],
         host_group: _native.ShmGroup,
         stall_detector: _native.StallDetector,
         rank: int,
         ranks: Sequence[int],
         names: Sequence[str],
     ) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
         self._control = control
-        self._call = call
         self._host_group = host_group
         self._detector = stall_detector
         self._rank, self._ranks, self._names = rank, ranks, names
@@ -73,7 +67,8 @@ class PeerStatus:
         """Note what peers have sent since the last call; raise StallError if that is what it is."""
         if Tag.LEFT in self._sent:  # another thread has ended the world, or the program
             raise PeerLostError(f"{self._names[self._rank]} has left while {self.doing()}")
-        for peer, tag, text in self._call(self._control.receive):
+        ended = set(self._control.channel.ended())  # before what they have sent is received
+        for peer, tag, text in self._control.receive():
             reason = text.decode(errors="replace")
             if tag == Tag.GAVE_UP:
                 self.lost = self.lost or f"{self._names[peer]} gave up ({reason})"
@@ -87,6 +82,8 @@ class PeerStatus:
             else:
                 n_begun, n_records, why = reason.split(" ", 2)
                 self._left[peer] = int(n_begun), int(n_records), why
+        for peer in ended - self._left.keys():
+            self.lost = self.lost or f"{self._names[peer]} died (its connection has ended)"
         self._detector.check()
 
     def check_all(self) -> None:
@@ -143,11 +140,11 @@ class PeerStatus:
         now = time.monotonic()
         if now - self.began > ARRIVED_S and (n_begun < self._n_begun or now - at > AGAIN_S):
             self._arrival = self._n_begun, now
-            self._call(self._control.send, self._n_begun.to_bytes(8, "little"), Tag.ARRIVED)
+            self._control.send(self._n_begun.to_bytes(8, "little"), Tag.ARRIVED)
 
     def announce(self, what: str, expect_s: float) -> None:
         """Tell peers that this rank will be late by so much; "": it is over."""
-        self._call(self._control.send, fitting(f"{expect_s} {what}"), Tag.ANNOUNCED)
+        self._control.send(fitting(f"{expect_s} {what}"), Tag.ANNOUNCED)
 
     def abandon(self, reason: str) -> None:
         """Make peers that wait for this rank raise PeerLostError, or StallError if that is why."""
@@ -165,7 +162,7 @@ class PeerStatus:
         self._say_once(texts, Tag.LEFT)
 
     def _say_once(self, text: bytes | list[bytes], tag: Tag) -> None:
-        if tag not in self._sent and not self._mpi.Is_finalized():
+        if tag not in self._sent and not self._control.channel.is_over():
             self._sent.add(tag)
-            with suppress(self._mpi.Exception):  # some are dead
-                self._call(self._control.send, text, tag)
+            with suppress(*self._control.channel.lost):  # some are dead
+                self._control.send(text, tag)

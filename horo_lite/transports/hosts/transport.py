@@ -1,6 +1,6 @@
-"""Ranks of several hosts: shared memory inside a host, MPI (through mpi4py) across hosts.
+"""Ranks of several hosts: shared memory inside a host, and whatever carries bytes between hosts.
 
-An all-reduce is C++ (csrc/hosts), which calls MPI's functions itself; all else is here.
+An all-reduce is C++ (csrc/hosts), which is given the carrier's messages; all else is here.
 """
 
 from __future__ import annotations
@@ -9,32 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horo_lite import _native
 from horo_lite.errors import PeerLostError, StallError
+from horo_lite.transports.hosts.byte_stream import ByteStream
+from horo_lite.transports.hosts.control import ControlChannel
+from horo_lite.transports.hosts.engine_channel import EngineChannel
+from horo_lite.transports.hosts.peer_status import PeerStatus
 from horo_lite.transports.interface import Header, Reduction, Transport
-from horo_lite.transports.mpi.byte_stream import ByteStream
-from horo_lite.transports.mpi.communicators import Communicators
-from horo_lite.transports.mpi.engine_channel import EngineChannel
-from horo_lite.transports.mpi.peer_status import PeerStatus
-from horo_lite.transports.mpi.point_to_point import executed_point_to_point, point_to_point
-from horo_lite.transports.peers import allgather_objects
 from horo_lite.transports.this_host import Role
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from horo_lite.transports.mpi.executor import MainThreadExecutor
+    from horo_lite.transports.hosts.carrier import Carrier, Done
     from horo_lite.transports.this_host import ThisHost
 
-T = TypeVar("T")
-
-# MPI is given no memory but the transport's own, through which everything is copied in windows.
+# A carrier is given no memory but its own, through which everything is copied in windows.
 STAGE_BYTES = 1 << 20
 SMALLEST_STAGE_BYTES, STAGES_BYTES = 1 << 16, 8 << 20  # of one peer, and of all
 
@@ -42,58 +34,44 @@ SMALLEST_STAGE_BYTES, STAGES_BYTES = 1 << 16, 8 << 20  # of one peer, and of all
 _HEADER = np.dtype([("digest", "u8"), ("count", "i8"), ("weight", "f8"), ("waited", "f8")])
 
 
-def _at_once(function: Callable[..., T], *args: Any) -> T:
-    return function(*args)
+class HostsTransport(Transport):
+    """A transport for ranks on several hosts.
 
-
-class MpiTransport(Transport):
-    """A transport over MPI for ranks on several hosts."""
-
-    name = "mpi"
+    Args:
+        carrier: What carries bytes between all of the ranks.
+        host: The ranks of this host.
+        role: What the transport is for.
+        names: Each rank's, for error messages.
+    """
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        carrier: Carrier,
         host: ThisHost,
         role: Role,
-        executor: MainThreadExecutor | None = None,
+        names: Sequence[str],
     ) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
+        self.name = carrier.name
+        self.carrier = carrier
         self._is_direct = role == Role.DIRECT
-        self.executor = executor
-        self.call: Callable[..., Any] = _at_once
-        """Makes a call of MPI's, in the thread that may."""
-        self.serve: Callable[[float], bool] | None = None
-        """How a direct call that waits makes the calls of other threads, where it must."""
-        if executor is not None and self._is_direct:
-            self.serve = executor.serve
-        elif executor is not None:
-            self.call = executor.call
-        self.rank = comm.rank
-        self.size = comm.size
+        self.executor = carrier.executor
+        self.serve = carrier.serve
+        self.rank = carrier.rank
+        self.size = carrier.size
         self.ranks = host.ranks
         self._detector = self.stall_detector = host.stall_detector
         self._here = [host.ranks.index(r) for r in host.here]
-        names: list[str] = allgather_objects(comm, host.names[host.rank])
         self._host_group = host.group(role)
-        self.communicators = Communicators(comm)
-        self._comm = self.communicators.all
-        if executor is None:
-            messages = point_to_point(self._comm)
-        else:
-            messages = executed_point_to_point(self._comm, executor, serves=self._is_direct)
+        messages = carrier.point_to_point()
         self._allreduce = _native.HostsAllreduce(
             self._host_group, messages, host.hosts, host.host, host.scratch(role)
         )
-        self.communicators.memory["allreduce"] = self._allreduce
+        carrier.memory["allreduce"] = self._allreduce
         self.peers = PeerStatus(
-            self.communicators.control_channel(),
-            self.call,
+            ControlChannel(carrier.channel()),
             self._host_group,
             host.stall_detector,
-            comm.rank,
+            carrier.rank,
             host.ranks,
             names,
         )
@@ -119,14 +97,14 @@ class MpiTransport(Transport):
         self._detector.check()
         if self.serve is not None:
             self.serve(0.0)  # even if this call never waits
-        mine = self.communicators.buffer("header", _HEADER.itemsize).view(_HEADER)
-        mine[0] = digest, count, weight, self._waited_s
-        everyone = self.communicators.buffer("headers", self.size * _HEADER.itemsize).view(_HEADER)
-        byte = self._mpi.BYTE
+        own = self.carrier.buffer("header", _HEADER.itemsize)
+        own.view(_HEADER)[0] = digest, count, weight, self._waited_s
+        headers = self.carrier.buffer("headers", self.size * _HEADER.itemsize)
+        everyone = headers.view(_HEADER)
         if self._is_direct:
             self._detector.doing(label)
         self.peers.begin(label)
-        self._wait([self.call(self._comm.Iallgather, [mine, byte], [everyone, byte])])
+        self._wait(self.carrier.allgather(own, headers))
         self._record_last_rank(everyone["waited"].tolist())
         self._waited_s = time.monotonic() - self.peers.began
         return [Header(int(h["digest"]), int(h["count"]), float(h["weight"])) for h in everyone]
@@ -160,13 +138,13 @@ class MpiTransport(Transport):
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
         stream, size = ByteStream(tensors), STAGE_BYTES
-        stages = [self.communicators.buffer(f"stage {i}", size) for i in range(2)]
+        stages = [self.carrier.buffer(f"stage {i}", size) for i in range(2)]
 
-        def start(window: int) -> list[Any]:
+        def start(window: int) -> Done:
             stage = stages[window % 2][: stream.length(window, size)]
             if self.rank == root:
                 stream.read(window, size, stage)
-            return [self.call(self._comm.Ibcast, [stage, self._mpi.BYTE], root)]
+            return self.carrier.broadcast(stage, root)
 
         def finish(window: int) -> None:
             if self.rank != root:
@@ -183,38 +161,32 @@ class MpiTransport(Transport):
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
-        byte = self._mpi.BYTE
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # not all to 0 first
         size = max(SMALLEST_STAGE_BYTES, min(STAGE_BYTES, STAGES_BYTES // len(peers)))
         outgoing = {id(send[peer]): ByteStream(send[peer]) for peer in peers}
         incoming = {peer: ByteStream(receive[peer]) for peer in peers}
         streams = [*outgoing.values(), *incoming.values()]
         stages = [
-            self.communicators.buffer(f"stages {i}", size * len(streams)).reshape(-1, size)
+            self.carrier.buffer(f"stages {i}", size * len(streams)).reshape(-1, size)
             for i in range(2)
         ]
         place = {key: i for i, key in enumerate((*outgoing, *(("from", p) for p in peers)))}
 
-        def start(window: int) -> list[Any]:
+        def start(window: int) -> Done:
             stage = stages[window % 2]
             filled = {
                 key: stream.read(window, size, stage[place[key]])
                 for key, stream in outgoing.items()
             }
-            requests: list[Any] = self.call(post, window, filled)
-            return requests
-
-        def post(window: int, filled: dict[int, NDArray[np.uint8]]) -> list[Any]:
-            stage, requests = stages[window % 2], []
-            for peer in peers:
-                if length := incoming[peer].length(window, size):
-                    room = stage[place["from", peer]][:length]
-                    requests.append(self._comm.Irecv([room, byte], peer))
-            for peer in peers:
-                part = filled[id(send[peer])]
-                if part.size:
-                    requests.append(self._comm.Isend([part, byte], peer))
-            return requests
+            rooms = {
+                peer: stage[place["from", peer]][: incoming[peer].length(window, size)]
+                for peer in peers
+            }
+            parts = {peer: filled[id(send[peer])] for peer in peers}
+            return self.carrier.exchange(
+                [(peer, 0, room) for peer, room in rooms.items() if room.size],
+                [(peer, 0, part) for peer, part in parts.items() if part.size],
+            )
 
         def finish(window: int) -> None:
             for peer, stream in incoming.items():
@@ -223,34 +195,31 @@ class MpiTransport(Transport):
         self._in_windows(max(stream.n_windows(size) for stream in streams), start, finish)
 
     def _in_windows(
-        self, n: int, start: Callable[[int], list[Any]], finish: Callable[[int], None]
+        self, n: int, start: Callable[[int], Done], finish: Callable[[int], None]
     ) -> None:
         """Each window is started, waited for and finished; two are under way at any time."""
-        under_way: list[Any] = []
+        before: Done | None = None
         for window in range(n + 1):
-            requests = start(window) if window < n else []
-            if window > 0:
-                self._wait(under_way, longest_pause_s=1e-4)  # polls are what moves bytes
+            started = start(window) if window < n else None
+            if before is not None:
+                self._wait(before, longest_pause_s=1e-4)  # polls are what moves bytes
                 finish(window - 1)
-            under_way = requests
+            before = started
 
     # Waiting and ending.
 
-    def _wait(self, requests: list[Any], longest_pause_s: float = 1e-3) -> None:
-        """Return when all requests are complete.
+    def _wait(self, done: Done, longest_pause_s: float = 1e-3) -> None:
+        """Return when it is done.
 
         MPI itself would wait for ever, at full speed, and learn of nobody's end.
         """
-        test: Callable[[list[Any]], bool] = self._mpi.Request.Testall
-        if self.call is not _at_once:
-            test = partial(self.call, test)
         pause = self.serve or time.sleep
         n_polls = 0
         wait = self._detector.wait()
         went_well = False
         try:
             with self._giving_up():
-                while not test(requests):
+                while not done():
                     n_polls += 1
                     if n_polls < 200:
                         continue
@@ -263,7 +232,7 @@ class MpiTransport(Transport):
                             self.peers.check_all()
                             self.peers.report_wait(wait, range(self.size))
                         except PeerLostError:
-                            if test(requests):  # they are complete all the same
+                            if done():  # all the same
                                 break
                             raise
             went_well = True
@@ -276,7 +245,7 @@ class MpiTransport(Transport):
         """Whatever ends a wait early leaves the group unusable, and the others learn of that."""
         try:
             yield
-        except self._mpi.Exception as error:  # of MPI with fault tolerance
+        except self.carrier.lost as error:
             self._broken = f"a rank died while {self.peers.doing()} ({error})"
             self.abandon(self._broken)
             raise PeerLostError(self._broken) from error
@@ -292,7 +261,7 @@ class MpiTransport(Transport):
     def new_engine(
         self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
     ) -> _native.Engine | None:
-        assert isinstance(direct, MpiTransport)
+        assert isinstance(direct, HostsTransport)
         channel = EngineChannel(self)
         engine = _native.Engine.over_channel(
             channel,
@@ -330,5 +299,4 @@ class MpiTransport(Transport):
         return self._host_group.claim_report()
 
     def close(self) -> None:
-        """Its communicators can be given back: see Communicators.free_closed."""
-        self.communicators.closed = not self._broken
+        self.carrier.close(in_good_order=not self._broken)

@@ -1,0 +1,215 @@
+"""PyTorch's gloo as what carries bytes between hosts: channels over a world's connections."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite import _native
+from horo_lite.transports.gloo.connections import GlooConnections, Transfer
+from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message, memory_at
+
+# Gloo's tags: first come those of the world's channel, then each other channel has a few.
+_WORLD_TAGS = 1 << 15
+_TAGS = 1 << 4
+# Of the carrier's own messages; those of an all-reduce in C++ are smaller.
+_BROADCAST = _TAGS - 1
+# A short message that is part of an `allgather`.
+_GATHERED = 0
+
+
+class GlooChannel(Channel):
+    """Messages between some ranks of a world, which have the same number for it.
+
+    Args:
+        connections: Those of the world.
+        ranks: The world's numbers of the ranks.
+        number: Of the channel.
+        is_world: It is the world's, for messages with any tag from 1 on.
+    """
+
+    def __init__(
+        self,
+        connections: GlooConnections,
+        ranks: Sequence[int],
+        number: int,
+        *,
+        is_world: bool = False,
+    ) -> None:
+        self.number = number
+        self._is_world = is_world
+        self._first_tag = 0 if is_world else _WORLD_TAGS + number * _TAGS
+        self.rank = ranks.index(connections.rank)
+        self.size = len(ranks)
+        self._connections = connections
+        self._ranks = ranks
+        self._place = {rank: i for i, rank in enumerate(ranks)}
+        self._received: deque[tuple[int, int, bytes]] = deque()
+        self._gathered: list[deque[bytes]] = [deque() for _ in ranks]
+        connections.add(self)
+
+    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        works: list[tuple[int, Any]] = []
+        failed = -1
+        for messages, receives in ((receive, True), (send, False)):
+            for place, tag, memory in messages:
+                peer, gloo_tag = self._ranks[place], self._first_tag + tag
+                try:
+                    work = self._connections.post(peer, gloo_tag, memory, receive=receives)
+                    works.append((peer, work))
+                except RuntimeError:
+                    failed = peer
+        transfer = Transfer(works, failed)
+        if self._is_world and not receive:
+            return self._offered(transfer)
+        if works:
+            self._connections.waiters.add(transfer)
+        return transfer
+
+    def _offered(self, transfer: Transfer) -> Done:
+        """Nobody asks before the peer has it: of many messages that wait, none takes a thread."""
+        is_asked_for = False
+
+        def done() -> bool:
+            nonlocal is_asked_for
+            if not is_asked_for:
+                is_asked_for = True
+                self._connections.waiters.add(transfer)
+            return transfer()
+
+        return done
+
+    def send(self, texts: Mapping[int, bytes], tag: int) -> None:
+        for place, text in texts.items():
+            self._connections.send(self._ranks[place], self.number, tag, text)
+
+    def receive(self) -> list[tuple[int, int, bytes]]:
+        received = []
+        while self._received:
+            received.append(self._received.popleft())
+        return received
+
+    def deliver(self, peer: int, tag: int, text: bytes) -> None:
+        """Keep a short message until it is asked for; in any thread."""
+        place = self._place[peer]
+        if tag == _GATHERED:
+            self._gathered[place].append(text)
+        else:
+            self._received.append((place, tag, text))
+
+    def ended(self) -> Collection[int]:
+        ended = self._connections.ended
+        return [self._place[peer] for peer in tuple(ended) if peer in self._place] if ended else ()
+
+    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
+        """As a carrier's."""
+        rows = everyone.reshape(self.size, -1)
+        rows[self.rank] = mine
+        peers = [place for place in range(self.size) if place != self.rank]
+        self.send(dict.fromkeys(peers, mine.tobytes()), _GATHERED)
+        waiting = list(peers)
+
+        def done() -> bool:
+            while waiting and self._gathered[waiting[-1]]:
+                place = waiting.pop()
+                rows[place] = np.frombuffer(self._gathered[place].popleft(), np.uint8)
+            return not waiting
+
+        return done
+
+    def close(self) -> None:
+        """Use it no more."""
+        self._connections.remove(self)
+
+
+class GlooCarrier(Carrier):
+    """The channels of one transport.
+
+    Args:
+        connections: Those of the world.
+        ranks: The world's numbers of the transport's ranks.
+        number: The first of N_CHANNELS numbers of channels, which only this transport has.
+    """
+
+    name = "gloo"
+    N_CHANNELS: ClassVar[int] = 4
+
+    def __init__(self, connections: GlooConnections, ranks: Sequence[int], number: int) -> None:
+        super().__init__()
+        self._connections = connections
+        self._ranks = ranks
+        self._end = number + self.N_CHANNELS
+        self._next = number
+        self._channels: list[GlooChannel] = []
+        connections.next_channel = max(connections.next_channel, self._end)
+        self._main = self.channel()
+        self.rank, self.size = self._main.rank, self._main.size
+
+    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        return self._main.exchange(receive, send)
+
+    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
+        return self._main.allgather(mine, everyone)
+
+    def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
+        """Along a binomial tree: a rank passes the bytes on when it is asked whether it is done."""
+        parent, children = _tree(self.rank, root, self.size)
+        send = [(child, _BROADCAST, memory) for child in children]
+        if parent is None:
+            return self._main.exchange([], send)
+        receiving = self._main.exchange([(parent, _BROADCAST, memory)], [])
+        sending: Done | None = None
+
+        def done() -> bool:
+            nonlocal sending
+            if sending is None and receiving():
+                sending = self._main.exchange([], send)
+            return sending is not None and sending()
+
+        return done
+
+    def point_to_point(self) -> _native.PointToPoint:
+        def start(
+            receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
+        ) -> Done:
+            def messages(of: Sequence[tuple[int, int, int, int]]) -> list[Message]:
+                return [(peer, tag, memory_at(at, n)) for peer, tag, at, n in of]
+
+            return self._main.exchange(messages(receive), messages(send))
+
+        return _native.PointToPoint.calling(start)
+
+    def channel(self) -> GlooChannel:
+        return self._new_channel()
+
+    def world_channel(self) -> GlooChannel:
+        return self._new_channel(is_world=True)
+
+    def _new_channel(self, *, is_world: bool = False) -> GlooChannel:
+        number = self._next
+        assert number < self._end
+        self._next += 1
+        channel = GlooChannel(self._connections, self._ranks, number, is_world=is_world)
+        self._channels.append(channel)
+        return channel
+
+    def close(self, in_good_order: bool) -> None:
+        """The channels are closed; memory that may be in use lives as long as the connections."""
+        if not in_good_order:
+            self._connections.kept.append(self.memory)
+        self.memory = {}
+        for channel in self._channels:
+            channel.close()
+
+
+def _tree(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
+    """Return a rank's parent and its children, the largest subtree first."""
+    place = (rank - root) % size
+    parent = None if place == 0 else (root + (place & (place - 1))) % size
+    lowest = place & -place or 1 << size.bit_length()
+    steps = [1 << i for i in range(size.bit_length()) if 1 << i < lowest]
+    return parent, [(root + place + s) % size for s in reversed(steps) if place + s < size]

@@ -1,0 +1,330 @@
+"""TCP connections between all ranks of a world, by PyTorch's gloo.
+
+What gloo sends or receives is complete when somebody has waited for it: it cannot be asked. And a
+wait that ends before that, by a timeout, closes all connections. So threads wait: one for each
+transfer under way, of those that `Waiters` keeps, and one for each peer (`_Stream`), which receives
+all short messages, and so notices at once when the connection ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite.errors import LauncherError, PeerLostError
+
+if TYPE_CHECKING:
+    from horo_lite.transports.gloo.carrier import GlooChannel
+
+# The stall detector knows better how long to wait; gloo's clock must not overflow.
+_FOREVER = timedelta(days=1000)
+_STREAM_TAG, _NO_TAG = 0, (1 << 31) - 1
+# Of a short message: channel, tag, length of the text; or, on channel 0, of the streams' own.
+_HEADER = struct.Struct("<IHH")
+_PACKET_BYTES = _HEADER.size + (4 << 10)
+_ROOM = 16  # packets of a peer for which there is memory before it sends them
+_NOTED_EVERY = 8  # packets from it, of which it is notified
+_N_RECEIVED, _LAST = 1, 2
+_N_RECEIVED_TEXT = struct.Struct("<Q")
+# Who ends waits so long until what it has sent has arrived.
+_LINGER_S = 2.0
+# So long after a connection has ended, what was to come over it is taken for lost.
+_LOST_S = 1.0
+
+
+class GlooConnections:
+    """The connections of one world.
+
+    Args:
+        store: A store of PyTorch's, for this world alone.
+        rank: This rank.
+        size: The number of ranks.
+        towards: A host of the job, if one is known, "host:port": an interface that leads there is
+            used.
+        timeout_s: Seconds within which all ranks must be connected.
+
+    Raises:
+        LauncherError: They could not connect.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, towards: str, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.next_channel = 1
+        """The first number of which this rank has no channel yet."""
+        self.kept: list[Any] = []
+        """What must live as long as the connections."""
+        self.waiters = Waiters()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._channels: dict[int, GlooChannel | None] = {}  # None: closed
+        self._early: dict[int, list[tuple[int, int, bytes]]] = {}
+        self.ended: set[int] = set()
+        """Peers from which nothing comes any more."""
+        self.group = _connect(store, rank, size, towards, timeout_s)
+        self._is_open = True
+        self._streams = {peer: _Stream(self, peer) for peer in range(size) if peer != rank}
+        atexit.register(self.close)
+
+    def post(self, peer: int, tag: int, memory: NDArray[np.uint8], *, receive: bool) -> Any:
+        """Begin to receive or send; return gloo's work. RuntimeError: the connection has ended."""
+        import torch
+
+        begin = self.group.recv if receive else self.group.send
+        return begin([torch.from_numpy(memory)], peer, tag)
+
+    def send(self, peer: int, channel: int, tag: int, text: bytes) -> None:
+        """Send a short message; to a peer whose connection has ended, none."""
+        self._streams[peer].send(channel, tag, text)
+
+    def add(self, channel: GlooChannel) -> None:
+        """What comes for that channel is its own from now on."""
+        with self._lock:
+            self.next_channel = max(self.next_channel, channel.number + 1)
+            self._channels[channel.number] = channel
+            for early in self._early.pop(channel.number, ()):
+                channel.deliver(*early)
+
+    def remove(self, channel: GlooChannel) -> None:
+        """What comes for that channel is for nobody."""
+        with self._lock:
+            self._channels[channel.number] = None
+
+    def deliver(self, peer: int, number: int, tag: int, text: bytes) -> None:
+        """Give a short message to its channel, or keep it until that is made."""
+        with self._lock:
+            if number not in self._channels:
+                self._early.setdefault(number, []).append((peer, tag, text))
+            elif (channel := self._channels[number]) is not None:
+                channel.deliver(peer, tag, text)
+
+    def close(self) -> None:
+        """Close them, once what was sent has arrived, or two seconds later. For one thread."""
+        if not self._is_open or os.getpid() != self._pid:
+            return
+        self._is_open = False
+        atexit.unregister(self.close)
+        until = time.monotonic() + _LINGER_S
+        for stream in self._streams.values():
+            stream.send_last()
+        for stream in self._streams.values():
+            stream.wait_until_received(until)
+        for peer in self._streams:
+            # A wait that times out is how gloo is told to close all connections.
+            with suppress(RuntimeError):
+                work = self.post(peer, _NO_TAG, np.empty(1, np.uint8), receive=True)
+                work.wait(timedelta(milliseconds=1))
+        self.waiters.close()
+        for stream in self._streams.values():
+            stream.thread.join(_LINGER_S)
+        self._channels.clear()
+
+
+def _connect(store: Any, rank: int, size: int, towards: str, timeout_s: float) -> Any:
+    """Return the ranks' ProcessGroupGloo, in a thread, so that Ctrl-C is noticed."""
+    try:
+        import torch.distributed as distributed
+
+        gloo: Any = distributed.ProcessGroupGloo
+    except (ImportError, AttributeError) as error:
+        raise LauncherError(
+            "the ranks run on several hosts, MPI did not start them, and this PyTorch has no gloo "
+            f"to connect them ({error}): pip install torch, or start the job with mpiexec"
+        ) from error
+    outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            options = gloo._Options()
+            options._devices = [_device(gloo, towards)]
+            options._timeout = timedelta(seconds=timeout_s)
+            options._threads = 1  # for collective operations, of which there are none
+            outcome.put(gloo(store, rank, size, options))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, name="horo_lite connects", daemon=True).start()
+    until = time.monotonic() + timeout_s + 10
+    while True:
+        try:
+            group = outcome.get(timeout=0.05)
+        except queue.Empty:
+            if time.monotonic() < until:
+                continue
+            group = TimeoutError(f"not connected after {timeout_s:.0f} s")
+        if isinstance(group, Exception):
+            why = str(group).partition("\n")[0]
+            raise LauncherError(
+                f"rank {rank} of {size} on {socket.gethostname()} could not connect to the other "
+                f"hosts' ranks ({why}): can they reach each other at any port, by the interface "
+                "that the hostname or MASTER_ADDR stands for? GLOO_SOCKET_IFNAME names another "
+                "one, such as eth0; or start the job with mpiexec"
+            ) from group
+        return group
+
+
+def _device(gloo: Any, towards: str) -> Any:
+    """Return the network interface that gloo uses.
+
+    As in PyTorch it is that of GLOO_SOCKET_IFNAME. Without that, PyTorch takes what the hostname
+    stands for, which on Debian is the loopback; so here it is the one that leads to rank 0's host,
+    unless that is the loopback, too.
+    """
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if names[0]:
+        return gloo.create_device(interface=names[0])
+    host, _, port = towards.rpartition(":")
+    with suppress(OSError, ValueError):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+        if not own.startswith("127.") and own != "::1":
+            return gloo.create_device(hostname=own)
+    return gloo.create_default_device()
+
+
+class Transfer:
+    """Messages under way; called, it tells whether all of them have been sent and received.
+
+    Args:
+        peers_and_works: Of each message.
+        failed: The peer that one could not even be posted to; -1 for none.
+    """
+
+    def __init__(self, peers_and_works: Sequence[tuple[int, Any]], failed: int = -1) -> None:
+        self._works = peers_and_works
+        self._is_done = not peers_and_works and failed < 0
+        self._failed = failed
+        self._failed_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Return when nothing is under way any more.
+
+        Not before, also where a connection has ended: to a work that is dropped while its message
+        comes, gloo listens no more, and neither to anything else from that peer.
+        """
+        for peer, work in self._works:
+            try:
+                work.wait(_FOREVER)
+            except RuntimeError:
+                self._failed_at, self._failed = time.monotonic(), peer
+        self._works = ()
+        self._is_done = self._failed < 0
+
+    def __call__(self) -> bool:
+        # Who reports why the connection has ended knows more, if anybody does.
+        if self._failed >= 0 and time.monotonic() > self._failed_at + _LOST_S:
+            raise PeerLostError(f"the connection to rank {self._failed} has ended")
+        return self._is_done
+
+
+class Waiters:
+    """Threads that wait for transfers: as many as there are transfers under way at one time."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._n_idle = 0
+        self._threads: list[threading.Thread] = []
+
+    def add(self, transfer: Transfer) -> None:
+        """Let a thread wait for this."""
+        with self._lock:
+            self._n_idle -= 1
+            if self._n_idle < 0:
+                self._n_idle = 0
+                thread = threading.Thread(target=self._run, name="horo_lite gloo", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._queue.put(transfer)
+
+    def _run(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            transfer.wait()
+            with self._lock:
+                self._n_idle += 1
+
+    def close(self) -> None:
+        """End the threads, once nothing is under way any more."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(_LINGER_S)
+
+
+class _Stream:
+    """All short messages to and from one peer.
+
+    A packet is sent from where the message is posted, and kept until the peer has reported that it
+    has received it, since only that tells without a wait that gloo needs it no more.
+    """
+
+    def __init__(self, connections: GlooConnections, peer: int) -> None:
+        self._connections = connections
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._sent: deque[Any] = deque()  # that the peer has not reported
+        self._n_reported = 0
+        self.thread = threading.Thread(target=self._run, name=f"horo_lite {peer}", daemon=True)
+        self.thread.start()
+
+    def send(self, channel: int, tag: int, text: bytes) -> None:
+        packet = np.frombuffer(bytearray(_HEADER.pack(channel, tag, len(text)) + text), np.uint8)
+        with self._lock, suppress(RuntimeError):  # it has ended, as who waits for it finds
+            work = self._connections.post(self._peer, _STREAM_TAG, packet, receive=False)
+            self._sent.append(work)
+
+    def send_last(self) -> None:
+        """The peer reports at once what it has received up to this."""
+        self.send(0, _LAST, b"")
+
+    def wait_until_received(self, until: float) -> None:
+        """Return when the peer has reported all, or has ended, or it is that time."""
+        while self._sent and self._peer not in self._connections.ended:
+            if time.monotonic() > until:
+                return
+            time.sleep(1e-3)
+
+    def _expect(self, room: NDArray[np.uint8]) -> Any:
+        return self._connections.post(self._peer, _STREAM_TAG, room, receive=True)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the connection has ended
+            rooms = np.zeros((_ROOM, _PACKET_BYTES), np.uint8)
+            expected = deque((room, self._expect(room)) for room in rooms)
+            for n in itertools.count(1):
+                room, work = expected.popleft()
+                work.wait(_FOREVER)
+                channel, tag, length = _HEADER.unpack_from(room.data)
+                text = room[_HEADER.size : _HEADER.size + length].tobytes()
+                expected.append((room, self._expect(room)))
+                if channel:
+                    self._connections.deliver(self._peer, channel, tag, text)
+                elif tag == _N_RECEIVED:
+                    self._forget(*_N_RECEIVED_TEXT.unpack(text))
+                if n % _NOTED_EVERY == 0 or (channel, tag) == (0, _LAST):
+                    self.send(0, _N_RECEIVED, _N_RECEIVED_TEXT.pack(n))
+        self._connections.ended.add(self._peer)
+
+    def _forget(self, n_received: int) -> None:
+        with self._lock:
+            while self._n_reported < n_received:
+                self._sent.popleft()
+                self._n_reported += 1

@@ -1,0 +1,111 @@
+"""Messages from one rank to another between hosts."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite.transports.hosts.carrier import Channel, Done, memory_at
+
+if TYPE_CHECKING:
+    from horo_lite.transports.hosts.transport import HostsTransport
+
+PIECE_BYTES = 1 << 20
+"""Of a large message, what one message of the carrier's holds."""
+_RECORD = 1
+_N_TAGS = 30_000  # all that MPI promises is 32,767
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+
+
+class HostsMailbox:
+    """How messages from one rank to another travel; see `horo_lite.transports.mailbox`.
+
+    `transport`, for direct calls, counts the records: peers learn their number when it leaves.
+    """
+
+    def __init__(self, channel: Channel, transport: HostsTransport) -> None:
+        self.channel = channel
+        self._transport = transport
+        self._pause_s = _SHORTEST_PAUSE_S
+
+    def send(self, peer: int, record: bytes) -> bool:
+        self.channel.send({peer: record}, _RECORD)
+        self._transport.peers.n_records[peer] += 1
+        return True
+
+    def receive(self) -> list[bytes]:
+        records = [record for _, _, record in self.channel.receive()]
+        if records:
+            self._pause_s = _SHORTEST_PAUSE_S
+        return records
+
+    def offer(self, peer: int, number: int, address: int, n_bytes: int) -> Done:
+        pieces = [
+            memory_at(address + at, min(PIECE_BYTES, n_bytes - at))
+            for at in range(0, n_bytes, PIECE_BYTES)
+        ]
+        return self.channel.exchange([], [(peer, _tag_of(number), piece) for piece in pieces])
+
+    def location(self, offered: Done) -> None:
+        """Nothing: its number is enough."""
+
+    def release(self, offered: Done) -> None:
+        while not offered():
+            self.wait(_LONGEST_PAUSE_S)
+
+    def fetch(
+        self, peer: int, number: int, location: Any, address: int, n_bytes: int
+    ) -> HostsFetch:
+        return HostsFetch(self.channel, peer, _tag_of(number), address, n_bytes)
+
+    def wait(self, timeout_s: float) -> None:
+        pause = self._transport.serve or time.sleep
+        pause(min(self._pause_s, timeout_s))
+        self._pause_s = min(_LONGEST_PAUSE_S, 1.2 * self._pause_s)
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """There is room at any time."""
+
+    def close(self) -> None:
+        """The channel is kept for what is still under way."""
+
+
+def _tag_of(number: int) -> int:
+    return _RECORD + 1 + number % _N_TAGS
+
+
+class HostsFetch:
+    """A large message on its way, which arrives in pieces through memory of its own."""
+
+    def __init__(self, channel: Channel, peer: int, tag: int, address: int, n_bytes: int) -> None:
+        self._channel, self._peer, self._tag = channel, peer, tag
+        self._address: int | None = address
+        self._n_bytes = n_bytes
+        self._n_begun = self._n_here = 0
+        self._under_way: list[tuple[Done, NDArray[np.uint8]]] = []
+        for _ in range(2):
+            self._begin(np.empty(min(PIECE_BYTES, n_bytes), np.uint8))
+
+    def _begin(self, stage: NDArray[np.uint8]) -> None:
+        n_bytes = min(PIECE_BYTES, self._n_bytes - self._n_begun)
+        if n_bytes > 0:
+            self._n_begun += n_bytes
+            done = self._channel.exchange([(self._peer, self._tag, stage[:n_bytes])], [])
+            self._under_way.append((done, stage))
+
+    def is_here(self) -> bool:
+        while self._under_way and self._under_way[0][0]():
+            _, stage = self._under_way.pop(0)
+            n_bytes = min(PIECE_BYTES, self._n_bytes - self._n_here)
+            if self._address is not None:
+                ctypes.memmove(self._address + self._n_here, stage.ctypes.data, n_bytes)
+            self._n_here += n_bytes
+            self._begin(stage)
+        return self._n_here == self._n_bytes
+
+    def discard(self) -> None:
+        self._address = None

@@ -1,0 +1,228 @@
+"""MPI as what carries bytes between hosts: communicators, kept while requests may use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horo_lite.errors import PeerLostError
+from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
+from horo_lite.transports.mpi.point_to_point import executed_point_to_point, point_to_point
+from horo_lite.transports.peers import allgather_objects
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from horo_lite import _native
+    from horo_lite.transports.mpi.executor import MainThreadExecutor
+
+# Of the short messages in a communicator that has others, too.
+SHORT = 1
+
+_kept: list[Any] = []
+"""Requests that may be under way until MPI ends, and their memory."""
+
+
+def _at_once(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+class MpiChannel(Channel):
+    """Messages over a communicator.
+
+    Args:
+        comm: The communicator.
+        call: Makes a call of MPI's, in the thread that may.
+        is_shared: It carries long messages, too; then short ones have the tag SHORT, and long ones
+            greater tags.
+    """
+
+    def __init__(
+        self, comm: MPI.Comm, call: Callable[..., Any], *, is_shared: bool = False
+    ) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.lost = (MPI.Exception,)
+        self._call = call
+        self._probed = SHORT if is_shared else MPI.ANY_TAG
+        self.n_sent = [0] * comm.size
+        """Short messages, to each peer."""
+        self._n_received = [0] * comm.size
+        self._under_way: list[tuple[MPI.Request, NDArray[np.uint8]]] = []
+
+    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        return self.done(self._call(self._post, receive, send))
+
+    def done(self, requests: list[MPI.Request]) -> Done:
+        """Return what tells whether all of the requests are complete."""
+        test = self._mpi.Request.Testall
+        if self._call is _at_once:
+            return partial(test, requests)
+        return partial(self._call, test, requests)
+
+    def _post(self, receive: Sequence[Message], send: Sequence[Message]) -> list[MPI.Request]:
+        byte = self._mpi.BYTE
+        receiving = [self.comm.Irecv([memory, byte], peer, tag) for peer, tag, memory in receive]
+        return receiving + [
+            self.comm.Isend([memory, byte], peer, tag) for peer, tag, memory in send
+        ]
+
+    def send(self, texts: Mapping[int, bytes], tag: int) -> None:
+        self._call(self._send, texts, tag)
+
+    def _send(self, texts: Mapping[int, bytes], tag: int) -> None:
+        self._under_way = [sent for sent in self._under_way if not sent[0].Test()]
+        for peer, text in texts.items():
+            self.n_sent[peer] += 1
+            data = np.frombuffer(text, np.uint8)
+            self._under_way.append((self.comm.Isend([data, self._mpi.BYTE], peer, tag), data))
+
+    def receive(self) -> list[tuple[int, int, bytes]]:
+        received: list[tuple[int, int, bytes]] = self._call(self._receive)
+        return received
+
+    def _receive(self) -> list[tuple[int, int, bytes]]:
+        received = []
+        status = self._mpi.Status()
+        try:
+            while self.comm.Iprobe(self._mpi.ANY_SOURCE, self._probed, status):
+                received.append(self._receive_one(status))
+        except self._mpi.Exception as error:  # of MPI with fault tolerance
+            if not received:
+                raise PeerLostError(f"a rank died ({error})") from error
+        return received
+
+    def _receive_one(self, probed: MPI.Status) -> tuple[int, int, bytes]:
+        peer, tag = probed.Get_source(), probed.Get_tag()
+        text = np.empty(probed.Get_count(self._mpi.BYTE), np.uint8)
+        self.comm.Recv([text, self._mpi.BYTE], peer, tag)
+        self._n_received[peer] += 1
+        return peer, tag, text.tobytes()
+
+    def is_over(self) -> bool:
+        return bool(self._mpi.Is_finalized())
+
+    def free(self, n_sent: Sequence[int]) -> None:
+        """Give the communicator back; `n_sent` is how many short messages each rank has sent here.
+
+        All are received first: else they would turn up in the next communicator, which may well be
+        given the same number.
+        """
+        status = self._mpi.Status()
+        for peer, n in enumerate(n_sent):
+            while peer != self.rank and self._n_received[peer] < n:
+                self.comm.Probe(peer, self._mpi.ANY_TAG, status)
+                self._receive_one(status)
+        self._mpi.Request.Waitall([request for request, _ in self._under_way])
+        self.comm.Free()
+
+
+class MpiCarrier(Carrier):
+    """Communicators of one transport, and the memory that requests on them use.
+
+    Args:
+        comm: That of the transport's ranks.
+        executor: Makes all calls in the thread that may, where not all may.
+        is_direct: The transport is for direct calls, which are made in that thread.
+    """
+
+    name = "mpi"
+    in_use: ClassVar[list[MpiCarrier]] = []
+    """All that have not been given back, in the order in which they were made."""
+    unusable: ClassVar[list[MpiCarrier]] = []
+    """All that never can be given back."""
+
+    def __init__(
+        self, comm: MPI.Comm, executor: MainThreadExecutor | None, *, is_direct: bool
+    ) -> None:
+        from mpi4py import MPI
+
+        super().__init__()
+        self._mpi = MPI
+        self.rank = comm.rank
+        self.size = comm.size
+        self.lost = (MPI.Exception,)
+        self.executor = executor
+        self._is_direct = is_direct
+        self._call: Callable[..., Any] = _at_once
+        if executor is not None and is_direct:
+            self.serve = executor.serve
+        elif executor is not None:
+            self._call = executor.call
+        # All made from `comm`: who is left waiting when a rank dies meanwhile learns of it there.
+        self._parent = comm
+        self._main = MpiChannel(comm.Dup(), self._call)
+        self.comm = self._main.comm
+        self._channels: list[MpiChannel] = []
+        self._is_closed = False  # nothing was interrupted, and this rank needs them no more
+        MpiCarrier.in_use.append(self)
+
+    def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
+        return self._main.exchange(receive, send)
+
+    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
+        byte = self._mpi.BYTE
+        request = self._call(self.comm.Iallgather, [mine, byte], [everyone, byte])
+        return self._main.done([request])
+
+    def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
+        return self._main.done([self._call(self.comm.Ibcast, [memory, self._mpi.BYTE], root)])
+
+    def point_to_point(self) -> _native.PointToPoint:
+        if self.executor is None:
+            return point_to_point(self.comm)
+        return executed_point_to_point(self.comm, self.executor, serves=self._is_direct)
+
+    def channel(self) -> MpiChannel:
+        self._channels.append(MpiChannel(self._parent.Dup(), self._call))
+        return self._channels[-1]
+
+    def world_channel(self) -> MpiChannel:
+        """Over the world's own communicator, on which there are only collective operations else."""
+        channel = MpiChannel(self._parent, self._call, is_shared=True)
+        _kept.append(channel)
+        return channel
+
+    def close(self, in_good_order: bool) -> None:
+        """The communicators can be given back: see free_closed."""
+        self._is_closed = in_good_order
+
+    def _free(self, n_sent: Sequence[Sequence[int]]) -> None:
+        for i, channel in enumerate(self._channels):
+            channel.free([each[i] for each in n_sent])
+        self.comm.Free()
+
+    @staticmethod
+    def free_closed(comm: MPI.Comm) -> None:
+        """Give back the communicators of former worlds over the same ranks; collective.
+
+        Not earlier: to do it in shutdown() a rank would have to wait for all others. What some rank
+        did not close in good order is left to the end of MPI, as is what it still uses.
+        """
+        from mpi4py import MPI
+
+        alike = (MPI.IDENT, MPI.CONGRUENT)
+        former = [one for one in MpiCarrier.in_use if MPI.Comm.Compare(one.comm, comm) in alike]
+        mine = [
+            # Each channel that is given back has sent every peer as many as any other.
+            (one._is_closed, [max(channel.n_sent) for channel in one._channels])
+            for one in former
+        ]
+        everyone = allgather_objects(comm, mine)
+        MpiCarrier.in_use = [one for one in MpiCarrier.in_use if one not in former]
+        if len({len(offers) for offers in everyone}) == 1:
+            for i, one in enumerate(former):
+                if all(offers[i][0] for offers in everyone):
+                    one._free([offers[i][1] for offers in everyone])
+                else:
+                    MpiCarrier.in_use.append(one)
+        else:
+            MpiCarrier.unusable += former

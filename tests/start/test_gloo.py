@@ -1,0 +1,231 @@
+"""Worlds of several hosts that MPI did not start, whose bytes PyTorch's gloo carries.
+
+What all worlds without MPI share, test_store.py tests for these, too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import checks
+import pytest
+from launch import run_ranks
+from without_mpi import ended, started
+
+import horo_lite as hvd
+from horo_lite.transports.gloo.carrier import _tree
+from horo_lite.transports.gloo.connections import GlooConnections
+
+torch = pytest.importorskip("torch")
+
+
+def on_hosts(hosts: str, **env: str) -> dict[str, str]:
+    return {"HORO_LITE_TEST_HOSTS": hosts, **env}
+
+
+def test_every_collective(tmp_path: Path) -> None:
+    env = on_hosts("2,1", HORO_LITE_TEST_SIZE="3")
+    result = ended("import checks; checks.main()", 3, tmp_path, env=env).check()
+    assert result.stdout.count(f"{len(checks.CHECKS)} checks passed over gloo") == 3
+
+
+BITS = """
+import hashlib
+import numpy as np
+import horo_lite as hvd
+from oracle import bfloat16, sample
+
+world = hvd.init()
+bits = hashlib.sha256()
+for wire in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+    for dtype in (np.float32, np.float64, np.float16, bfloat16):
+        for shape in ((), (3, 1001), (700_001,)):
+            x = sample(world.rank, shape, dtype, seed=len(shape))
+            for op in (hvd.Average, hvd.Sum):
+                bits.update(np.asarray(hvd.allreduce(x, op, compression=wire)).tobytes())
+print(f"{world.transport}: {bits.hexdigest()}", flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_the_bits_are_those_of_the_same_hosts_over_mpi(tmp_path: Path) -> None:
+    by_gloo = ended(BITS, 3, tmp_path, env=on_hosts("2,1")).check()
+    by_mpi = run_ranks(BITS, 3, env=on_hosts("2,1"), timeout_s=60).check()
+    (gloo,) = set(re.findall(r"gloo: (\w+)", by_gloo.stdout))
+    (mpi,) = set(re.findall(r"mpi: (\w+)", by_mpi.stdout))
+    assert gloo == mpi
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+WAITS = """
+import os, sys, threading, time
+import numpy as np
+import horo_lite as hvd
+
+world = hvd.init()
+hvd.barrier()
+print(f"pid of rank {world.rank}: {os.getpid()};", flush=True)
+"""
+IN_TRANSFERS = WAITS + "while True: hvd.allreduce(np.ones(10_000_000, np.float32))"
+IN_THE_ENGINE = (
+    WAITS + "if world.rank < 2: hvd.allreduce_async(1.0, name='a').wait()\ntime.sleep(600)"
+)
+
+
+@pytest.mark.parametrize("code", [IN_TRANSFERS, IN_THE_ENGINE])
+def test_a_rank_that_dies_is_named_on_the_other_host_at_once(tmp_path: Path, code: str) -> None:
+    with started(code, 3, tmp_path, env=on_hosts("2,1")) as job:
+        job.wait_for("pid of rank", count=3)
+        time.sleep(0.5)
+        pids = re.findall(r"pid of rank 2: (\d+)", job.stdout())
+        os.kill(int(pids[0]), signal.SIGKILL)
+        result = job.wait(5)
+    assert result.returncode != 0
+    # One of a host reports.
+    (line,) = re.findall(r"rank [01] of 3 .*PeerLostError: (.*)", result.stderr)
+    assert re.match(r"(rank [01] .* gave up .*)?rank 2 \(pid \d+ on \S+\) died", line), str(result)
+
+
+def test_those_that_are_left_can_go_on_in_a_group_of_their_own(tmp_path: Path) -> None:
+    """The connections among them outlive what failed in the world."""
+    code = f"""{WAITS}
+part = hvd.new_group([0, 1])
+if world.rank == 2:
+    threading.Timer(1.0, os.kill, (os.getpid(), 9)).start()
+try:
+    while True:
+        hvd.alltoall(np.ones(9_000_000))
+except hvd.PeerLostError:
+    for _ in range(3):
+        total = hvd.allreduce(np.ones(3_000_000), hvd.Sum, group=part)
+        assert (total == 2).all()
+    print("goes on", flush=True)
+"""
+    result = ended(code, 3, tmp_path, env=on_hosts("1,1,1"))
+    assert result.stdout.count("goes on") == 2, str(result)
+
+
+ENDINGS: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "it raises": ("raise ValueError('out of data')", lambda text: "out of data" in text),
+    "it is interrupted": (
+        "threading.Timer(0.5, os.kill, (os.getpid(), 2)).start(); hvd.recv(np.zeros(1), 0)",
+        lambda text: "KeyboardInterrupt" in text,
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_rank_that_ends_gives_its_reason(tmp_path: Path, ending: str) -> None:
+    """On the other host, where a peer that waits for it raises PeerLostError."""
+    how, is_right = ENDINGS[ending]
+    code = f"""{WAITS}
+if world.rank == 0:
+    try:
+        hvd.allreduce(np.ones(10))
+    except hvd.PeerLostError as error:
+        print("told:", error, flush=True)
+        raise
+{how}
+"""
+    result = ended(code, 2, tmp_path, env=on_hosts("1,1"))
+    assert result.returncode != 0
+    (told,) = re.findall("told: (.*)", result.stdout)
+    assert "rank 1 (pid" in told
+    assert is_right(told), str(result)
+
+
+def test_what_a_rank_has_sent_arrives_though_it_ends_at_once(tmp_path: Path) -> None:
+    """Both by operations that its peers are still in, and by messages that they ask for later."""
+    code = """
+    import time
+    import numpy as np
+    import horo_lite as hvd
+
+    world = hvd.init()
+    x = np.full(30_000_000, world.rank + 1.0, np.float32)
+    if world.rank == 1:
+        hvd.send(np.arange(300.0), 0)
+    total = hvd.allreduce(x, hvd.Sum)
+    assert (total == 3).all()
+    if world.rank == 0:
+        time.sleep(1)
+        got = np.zeros(300)
+        hvd.recv(got, 1)
+        assert (got == np.arange(300)).all()
+        try:
+            hvd.barrier()
+        except hvd.PeerLostError as error:
+            assert "rank 1 (pid" in str(error) and "has left (its program ended)" in str(error)
+            print("all is here", flush=True)
+    """
+    assert "all is here" in ended(code, 2, tmp_path, env=on_hosts("1,1")).check().stdout
+
+
+def test_a_stopped_peer_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
+    code = WAITS + "\nif world.rank == 1: os.kill(os.getpid(), 19)\ntime.sleep(1); hvd.shutdown()"
+    code += "\nprint('over', flush=True)"
+    with started(code, 2, tmp_path, env=on_hosts("1,1")) as job:
+        job.wait_for("over", timeout_s=20)
+        assert job.stdout().count("over") == 1
+
+
+def test_stragglers_are_reported_and_limits_hold(tmp_path: Path) -> None:
+    code = WAITS + "\nif world.rank == 1: time.sleep(600)\nhvd.barrier()"
+    env = on_hosts("1,1", HORO_LITE_STALL_WARN_S="0.5", HORO_LITE_STALL_ABORT_S="3")
+    with started(code, 2, tmp_path, env=env) as job:
+        job.wait_for("StallError", on_stderr=True)
+        assert re.search("rank 0 has waited .* in barrier for rank 1", job.stderr()), job.stderr()
+
+
+def test_groups_come_and_go(tmp_path: Path) -> None:
+    """Overlapping ones, made in different numbers by different ranks, of ranks in any order."""
+    code = """
+    import numpy as np
+    import horo_lite as hvd
+
+    world = hvd.init()
+    kept = {}
+    for _ in range(3):
+        for ranks in ([0, 2], [2, 1], [1, 0, 2], [2]):
+            group = hvd.new_group(ranks)
+            if group is not None:
+                kept[tuple(ranks)] = group
+                want = sum(10**r for r in ranks)
+                x = np.full(5000, 10.0**world.rank)
+                assert (hvd.allreduce(x, hvd.Sum, group=group) == want).all()
+                handle = hvd.allreduce_async(x, hvd.Sum, name="x", group=group)
+                assert (handle.wait() == want).all()
+                hvd.free_group(group)
+    print("groups are fine", flush=True)
+    """
+    result = ended(code, 3, tmp_path, env=on_hosts("1,2")).check()
+    assert result.stdout.count("groups are fine") == 3
+
+
+def test_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.ProcessGroupGloo")
+    with pytest.raises(hvd.LauncherError, match=r"several hosts.*pip install torch.*mpiexec"):
+        GlooConnections(torch.distributed.HashStore(), 0, 2, "localhost:1", 5)
+
+
+def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(hvd.LauncherError, match=r"nosuch0.*GLOO_SOCKET_IFNAME"):
+        GlooConnections(torch.distributed.HashStore(), 0, 2, "localhost:1", 5)
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_a_broadcast_reaches_every_rank_once(size: int) -> None:
+    for root in range(size):
+        parents = {rank: _tree(rank, root, size)[0] for rank in range(size)}
+        reached = [child for rank in range(size) for child in _tree(rank, root, size)[1]]
+        assert sorted([root, *reached]) == list(range(size))
+        assert all(rank in _tree(parents[rank], root, size)[1] for rank in reached)
+        assert len(_tree(root, root, size)[1]) == (size - 1).bit_length()
