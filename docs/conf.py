@@ -54,6 +54,9 @@ html_title = "horo_lite"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_context = {"default_mode": "auto"}
+# Pages without others below them need no list of these.
+SINGLE = "install coming-from from-horovod frameworks environment security changelog"
+html_sidebars: dict[str, list[str]] = {page: [] for page in SINGLE.split()}
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {

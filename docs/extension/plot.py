@@ -12,7 +12,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from .links import ROOT
 
-_LEFT, _WIDTH, _ROW = 330, 760, 30
+_LEFT, _WIDTH, _ROW = 370, 800, 30
 
 
 class Bar(NamedTuple):

@@ -11,7 +11,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 FRAMEWORKS = {
     "cupy", "jax", "jaxlib", "keras", "ml_dtypes", "mlx", "mpi4py", "needle", "nnabla",
@@ -23,6 +23,8 @@ CORE = "horo_lite._native"
 
 class Anything:
     """Any object of a framework: a class to derive from, a function, a decorator or a number."""
+
+    __members__: ClassVar[dict[str, Any]] = {}  # of an enumeration
 
     def __init__(self, name: str) -> None:
         self.__module__, _, self.__name__ = name.rpartition(".")
