@@ -236,26 +236,21 @@ class WireLayout:
     ) -> None: ...
     def decode(self, chunk: int, image: int) -> None: ...
 
+class Transfer:
+    """What is under way to and from other hosts."""
+
+    def done(self) -> bool:
+        """Whether all of it is complete. Never waits; bytes may move only in these calls."""
+
+    def wait(self, on_idle: Callable[[], object]) -> None:
+        """Return when it is complete.
+
+        `on_idle` is called some 50 times a second, and raises to stop waiting. A PeerLostError does
+        not count if all is complete then.
+        """
+
 class PointToPoint:
     """Messages between ranks of different hosts."""
-
-    @staticmethod
-    def over_mpi(
-        functions: tuple[int, int, int, int],
-        communicator: bytes,
-        byte: bytes,
-        status_bytes: int,
-        largest_message: int | None = None,
-    ) -> PointToPoint:
-        """Over MPI, whose functions and handles these are.
-
-        Args:
-            functions: The addresses of MPI_Isend, MPI_Irecv, MPI_Testall and MPI_Error_string.
-            communicator: The handle as it lies in memory.
-            byte: The same of MPI_BYTE.
-            status_bytes: sizeof(MPI_Status).
-            largest_message: Bytes; longer ones are sent in pieces.
-        """
 
     @staticmethod
     def calling(
@@ -268,6 +263,33 @@ class PointToPoint:
         """Over anything: `start(receive, send)` gets (peer, tag, address, n_bytes) of each message.
 
         What it returns tells whether all have been received and sent. Neither waits.
+        """
+
+class MpiPointToPoint(PointToPoint):
+    """Over MPI, without the GIL."""
+
+    @staticmethod
+    def over(
+        functions: tuple[int, int, int, int],
+        communicator: bytes,
+        byte: bytes,
+        status_bytes: int,
+        largest_message: int | None = None,
+    ) -> MpiPointToPoint:
+        """Over the MPI whose functions and handles these are.
+
+        Args:
+            functions: The addresses of MPI_Isend, MPI_Irecv, MPI_Testall and MPI_Error_string.
+            communicator: The handle as it lies in memory.
+            byte: The same of MPI_BYTE.
+            status_bytes: sizeof(MPI_Status).
+            largest_message: Bytes; longer ones are sent in pieces.
+        """
+
+    def started(self, requests: Sequence[int], owner: object) -> Transfer:
+        """What else was started, whose requests lie at these addresses.
+
+        `owner` keeps them, and the memory that they use.
         """
 
 class HostsAllreduce:

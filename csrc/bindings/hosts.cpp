@@ -64,7 +64,15 @@ std::vector<uint8_t> contents(const nb::bytes& bytes) {
   return {data, data + bytes.size()};
 }
 
-// Keeps what it works on.
+void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+// Both keep what they work on.
+struct PyTransfer {
+  std::shared_ptr<PointToPoint> messages;
+  Shared owner;
+  std::unique_ptr<Transfer> transfer;
+};
+
 struct PyHostsAllreduce {
   std::shared_ptr<PyShmGroup> group;
   HostsAllreduce hosts;
@@ -78,18 +86,24 @@ struct PyHostsAllreduce {
 }  // namespace
 
 void bind_hosts(nb::module_& m) {
-  nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
-      .def_static(
-          "over_mpi",
-          [](const std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>& functions, const nb::bytes& communicator,
-             const nb::bytes& byte, size_t status_bytes, std::optional<size_t> largest_message) {
-            const auto [isend, irecv, testall, error_string] = functions;
-            const auto pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-            return std::shared_ptr<PointToPoint>(mpi_point_to_point(
-                {pointer(isend), pointer(irecv), pointer(testall), pointer(error_string)},
-                {contents(communicator), contents(byte), status_bytes}, largest_message.value_or(SIZE_MAX)));
+  nb::class_<PyTransfer>(m, "Transfer", "What is under way to and from other hosts.")
+      .def(
+          "done",
+          [](PyTransfer& self) {
+            const WithoutGil release;
+            return self.transfer->done();
           },
-          "functions"_a, "communicator"_a, "byte"_a, "status_bytes"_a, "largest_message"_a = nb::none())
+          "Whether all of it is complete. Never waits; bytes may move only in these calls.")
+      .def(
+          "wait",
+          [](PyTransfer& self, nb::callable on_idle) {
+            const Shared idle = shared(on_idle);
+            const WithoutGil release;
+            self.transfer->wait([&] { in_python([&] { nb::handle(idle.get())(); }); });
+          },
+          "on_idle"_a);
+
+  nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
       .def_static(
           "calling",
           [](nb::callable start, std::optional<size_t> largest_message) {
@@ -97,6 +111,26 @@ void bind_hosts(nb::module_& m) {
                 std::make_shared<PythonPointToPoint>(start, largest_message.value_or(SIZE_MAX)));
           },
           "start"_a, "largest_message"_a = nb::none());
+
+  nb::class_<MpiPointToPoint, PointToPoint>(m, "MpiPointToPoint", "Over MPI, without the GIL.")
+      .def_static(
+          "over",
+          [](const std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>& functions, const nb::bytes& communicator,
+             const nb::bytes& byte, size_t status_bytes, std::optional<size_t> largest_message) {
+            const auto [isend, irecv, testall, error_string] = functions;
+            return std::shared_ptr<MpiPointToPoint>(mpi_point_to_point(
+                {pointer(isend), pointer(irecv), pointer(testall), pointer(error_string)},
+                {contents(communicator), contents(byte), status_bytes}, largest_message.value_or(SIZE_MAX)));
+          },
+          "functions"_a, "communicator"_a, "byte"_a, "status_bytes"_a, "largest_message"_a = nb::none())
+      .def(
+          "started",
+          [](std::shared_ptr<MpiPointToPoint> self, const std::vector<uintptr_t>& requests, nb::object owner) {
+            std::vector<void*> at;
+            for (const uintptr_t address : requests) at.push_back(pointer(address));
+            return std::make_shared<PyTransfer>(self, shared(owner), self->started(at));
+          },
+          "requests"_a, "owner"_a);
 
   nb::class_<PyHostsAllreduce>(m, "HostsAllreduce", "The all-reduce among several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, std::shared_ptr<PointToPoint>, std::vector<std::vector<int>>, int,

@@ -1,17 +1,10 @@
 #include "hosts/hosts_allreduce.h"
 
-#include <sched.h>
-#include <sys/prctl.h>
-#include <time.h>
-
 #include <algorithm>
 #include <array>
-#include <chrono>
 
 namespace horo {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // While one window is summed and sent, the one before is received and the one before that is gathered.
 constexpr size_t kSumsUnderWay = 1;
@@ -25,32 +18,6 @@ constexpr size_t kShareBytes = 256 << 10;
 
 constexpr int kSumTag = 1;
 constexpr int kResultTag = 2;
-
-// MPI and its like move a socket's bytes while they are polled, some 64 KiB at a time. So a wait begins with polls
-// alone, and then sleeps for a fraction of the time it has lasted: what a fast link brings soon is not slowed down, and
-// a slow one takes little of a core.
-constexpr auto kSpin = std::chrono::microseconds(100);
-constexpr int kPauseFraction = 16;
-constexpr auto kLongestPause = std::chrono::microseconds(100);
-constexpr auto kIdle = std::chrono::milliseconds(50);
-
-void sleep_for(Clock::duration duration) {
-  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
-  const timespec pause = {0, static_cast<long>(ns)};
-  nanosleep(&pause, nullptr);
-}
-
-// Sleeps of this thread that are shorter than the 50 us by which the kernel may prolong them.
-class ShortSleeps {
- public:
-  ShortSleeps() : slack_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, 1000UL); }
-  ~ShortSleeps() { prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_)); }
-  ShortSleeps(const ShortSleeps&) = delete;
-  ShortSleeps& operator=(const ShortSleeps&) = delete;
-
- private:
-  int slack_;
-};
 
 }  // namespace
 
@@ -78,24 +45,6 @@ HostsAllreduce::HostsAllreduce(ShmGroup& group, std::shared_ptr<PointToPoint> me
 
 uint8_t* HostsAllreduce::slot(size_t window) const {
   return memory_ + window % kSlots * (group_.size() + 2) * window_bytes_;
-}
-
-void HostsAllreduce::wait(Transfer& transfer) {
-  const auto began = Clock::now();
-  auto next = began + kIdle;
-  while (!transfer.done()) {
-    const auto now = Clock::now();
-    if (now - began < kSpin) sched_yield();
-    else sleep_for(std::min<Clock::duration>((now - began) / kPauseFraction, kLongestPause));
-    if (now < next) continue;
-    next = now + kIdle;
-    try {
-      if (on_idle) on_idle();
-    } catch (const PeerLost&) {
-      if (!transfer.done()) throw;  // otherwise who is lost has done its part
-      return;
-    }
-  }
 }
 
 // One all-reduce, step by step.
@@ -161,7 +110,7 @@ struct HostsAllreduce::Exchange {
   }
 
   void send_results(size_t window) {
-    all.wait(*sums[window % kSlots]);
+    sums[window % kSlots]->wait(all.on_idle);
     std::vector<Message> send;
     for (size_t i = 0; i < all.parts_.size(); ++i) {
       const int part = all.parts_[i];
@@ -202,8 +151,8 @@ struct HostsAllreduce::Exchange {
       if (at(kSumsUnderWay)) send_results(step - kSumsUnderWay);
       if (at(kSumsUnderWay + kResultsUnderWay)) {
         const size_t slot = (step - kSumsUnderWay - kResultsUnderWay) % kSlots;
-        all.wait(*received_results[slot]);
-        all.wait(*sent_results[slot]);
+        received_results[slot]->wait(all.on_idle);
+        sent_results[slot]->wait(all.on_idle);
       }
     }
   }
@@ -211,7 +160,6 @@ struct HostsAllreduce::Exchange {
 
 void HostsAllreduce::allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor,
                                const std::string& label) {
-  const ShortSleeps short_sleeps;
   Exchange{*this, layout, weights, factor, label}.run();
 }
 

@@ -47,7 +47,7 @@ class HostsAllreduce {
 
   const Hosts& hosts() const { return hosts_; }
 
-  // Called while waiting for other hosts, a few times a second; throws to stop waiting.
+  // Called while waiting for other hosts, as in Transfer::wait().
   std::function<void()> on_idle;
 
  private:
@@ -58,7 +58,6 @@ class HostsAllreduce {
   uint8_t* sum(size_t window) const { return image(window, group_.size()); }
   uint8_t* total(size_t window) const { return image(window, group_.size() + 1); }
   uint8_t* slot(size_t window) const;
-  void wait(Transfer& transfer);
 
   ShmGroup& group_;
   std::shared_ptr<PointToPoint> messages_;

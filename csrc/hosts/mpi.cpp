@@ -47,23 +47,33 @@ class MpiTransfer : public Transfer {
     }
   }
 
+  // Of requests that lie elsewhere, and are to be null there, too, when they are complete.
+  MpiTransfer(const Mpi<Handle>& mpi, const std::vector<void*>& requests)
+      : mpi_(mpi), requests_(requests.size()), elsewhere_(requests), statuses_(requests.size() * mpi.status_bytes) {
+    for (size_t i = 0; i < requests.size(); ++i) std::memcpy(&requests_[i], requests[i], sizeof(Handle));
+  }
+
   bool done() override {
     int flag = 0;
     // What is complete becomes MPI_REQUEST_NULL, and to ask again is allowed.
     mpi_.check(mpi_.testall(static_cast<int>(requests_.size()), requests_.data(), &flag, statuses_.data()));
+    for (size_t i = 0; flag != 0 && i < elsewhere_.size(); ++i) {
+      std::memcpy(elsewhere_[i], &requests_[i], sizeof(Handle));
+    }
     return flag != 0;
   }
 
  private:
   const Mpi<Handle>& mpi_;
   std::vector<Handle> requests_;
+  std::vector<void*> elsewhere_;
   std::vector<uint8_t> statuses_;  // MPI_STATUSES_IGNORE differs between libraries
 };
 
 template <class Handle>
-class MpiPointToPoint : public PointToPoint {
+class WithHandles : public MpiPointToPoint {
  public:
-  MpiPointToPoint(const MpiFunctions& functions, const MpiHandles& handles, size_t largest_message)
+  WithHandles(const MpiFunctions& functions, const MpiHandles& handles, size_t largest_message)
       : largest_message_(largest_message) {
     mpi_.isend = reinterpret_cast<decltype(mpi_.isend)>(functions.isend);
     mpi_.irecv = reinterpret_cast<decltype(mpi_.irecv)>(functions.irecv);
@@ -77,6 +87,9 @@ class MpiPointToPoint : public PointToPoint {
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, receive, send);
   }
+  std::unique_ptr<Transfer> started(const std::vector<void*>& requests) override {
+    return std::make_unique<MpiTransfer<Handle>>(mpi_, requests);
+  }
 
  private:
   Mpi<Handle> mpi_;
@@ -85,14 +98,14 @@ class MpiPointToPoint : public PointToPoint {
 
 }  // namespace
 
-std::unique_ptr<PointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles,
-                                                 size_t largest_message) {
+std::unique_ptr<MpiPointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles,
+                                                    size_t largest_message) {
   const size_t size = handles.communicator.size();
   if (handles.byte.size() == size && size == sizeof(int)) {
-    return std::make_unique<MpiPointToPoint<int>>(functions, handles, largest_message);
+    return std::make_unique<WithHandles<int>>(functions, handles, largest_message);
   }
   if (handles.byte.size() == size && size == sizeof(void*)) {
-    return std::make_unique<MpiPointToPoint<void*>>(functions, handles, largest_message);
+    return std::make_unique<WithHandles<void*>>(functions, handles, largest_message);
   }
   throw std::invalid_argument("handles of " + std::to_string(size) + " bytes are of no MPI that is known");
 }

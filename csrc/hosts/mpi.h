@@ -25,8 +25,15 @@ struct MpiHandles {
   size_t status_bytes;
 };
 
+// Messages, and whatever else MPI has started.
+class MpiPointToPoint : public PointToPoint {
+ public:
+  // Operations that somebody else has started, whose requests lie at these addresses until they are done.
+  virtual std::unique_ptr<Transfer> started(const std::vector<void*>& requests) = 0;
+};
+
 // For a thread that may call MPI. Throws std::invalid_argument for handles of neither kind.
-std::unique_ptr<PointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles,
-                                                 size_t largest_message);
+std::unique_ptr<MpiPointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles,
+                                                    size_t largest_message);
 
 }  // namespace horo

@@ -25,7 +25,7 @@ def _largest_message() -> int | None:
     return 60 << 10 if MPI.Get_library_version().startswith("Open MPI") else None
 
 
-def point_to_point(comm: MPI.Comm) -> _native.PointToPoint:
+def point_to_point(comm: MPI.Comm) -> _native.MpiPointToPoint:
     """Return what calls MPI's functions itself, without Python; for threads that may."""
     from mpi4py import MPI
 
@@ -38,7 +38,7 @@ def point_to_point(comm: MPI.Comm) -> _native.PointToPoint:
     def handle(of: MPI.Comm | MPI.Datatype) -> bytes:
         return ctypes.string_at(MPI._addressof(of), MPI._sizeof(of))
 
-    return _native.PointToPoint.over_mpi(
+    return _native.MpiPointToPoint.over(
         (isend, irecv, testall, error_string),
         handle(comm),
         handle(MPI.BYTE),
