@@ -239,13 +239,13 @@ class WireLayout:
 class Transfer:
     """What is under way to and from other hosts."""
 
-    def done(self) -> bool:
+    def __call__(self) -> bool:
         """Whether all of it is complete. Never waits; bytes may move only in these calls."""
 
     def wait(self, on_idle: Callable[[], object]) -> None:
         """Return when it is complete.
 
-        `on_idle` is called some 50 times a second, and raises to stop waiting. A PeerLostError does
+        `on_idle` is called some 20 times a second, and raises to stop waiting. A PeerLostError does
         not count if all is complete then.
         """
 
@@ -270,7 +270,7 @@ class MpiPointToPoint(PointToPoint):
 
     @staticmethod
     def over(
-        functions: tuple[int, int, int, int],
+        functions: Sequence[int],
         communicator: bytes,
         byte: bytes,
         status_bytes: int,
@@ -279,12 +279,24 @@ class MpiPointToPoint(PointToPoint):
         """Over the MPI whose functions and handles these are.
 
         Args:
-            functions: The addresses of MPI_Isend, MPI_Irecv, MPI_Testall and MPI_Error_string.
+            functions: The addresses of MPI_Isend, MPI_Irecv, MPI_Iallgather, MPI_Testall and
+                MPI_Error_string.
             communicator: The handle as it lies in memory.
             byte: The same of MPI_BYTE.
             status_bytes: sizeof(MPI_Status).
             largest_message: Bytes; longer ones are sent in pieces.
         """
+
+    def start(
+        self,
+        receive: Sequence[tuple[int, int, int, int]],
+        send: Sequence[tuple[int, int, int, int]],
+        owner: object,
+    ) -> Transfer:
+        """Messages: (peer, tag, address, n_bytes) of each. `owner` keeps the memory."""
+
+    def allgather(self, mine: int, n_bytes: int, everyone: int, owner: object) -> Transfer:
+        """Leave every rank's bytes in the memory at `everyone`, in rank order; collective."""
 
     def started(self, requests: Sequence[int], owner: object) -> Transfer:
         """What else was started, whose requests lie at these addresses.

@@ -1,11 +1,13 @@
 // The all-reduce among several hosts, for Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -27,6 +29,14 @@ std::vector<MessageTuple> tuples(const std::vector<Message>& messages) {
   std::vector<MessageTuple> result;
   for (const Message& m : messages) {
     result.emplace_back(m.peer, m.tag, reinterpret_cast<uintptr_t>(m.data), m.n_bytes);
+  }
+  return result;
+}
+
+std::vector<Message> messages(const std::vector<MessageTuple>& tuples) {
+  std::vector<Message> result;
+  for (const auto& [peer, tag, address, n_bytes] : tuples) {
+    result.push_back({peer, tag, reinterpret_cast<uint8_t*>(address), n_bytes});
   }
   return result;
 }
@@ -88,11 +98,8 @@ struct PyHostsAllreduce {
 void bind_hosts(nb::module_& m) {
   nb::class_<PyTransfer>(m, "Transfer", "What is under way to and from other hosts.")
       .def(
-          "done",
-          [](PyTransfer& self) {
-            const WithoutGil release;
-            return self.transfer->done();
-          },
+          // With the GIL in hand: to have it back takes longer where Python is busy.
+          "__call__", [](PyTransfer& self) { return self.transfer->done(); },
           "Whether all of it is complete. Never waits; bytes may move only in these calls.")
       .def(
           "wait",
@@ -115,14 +122,30 @@ void bind_hosts(nb::module_& m) {
   nb::class_<MpiPointToPoint, PointToPoint>(m, "MpiPointToPoint", "Over MPI, without the GIL.")
       .def_static(
           "over",
-          [](const std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>& functions, const nb::bytes& communicator,
-             const nb::bytes& byte, size_t status_bytes, std::optional<size_t> largest_message) {
-            const auto [isend, irecv, testall, error_string] = functions;
+          [](const std::array<uintptr_t, 5>& functions, const nb::bytes& communicator, const nb::bytes& byte,
+             size_t status_bytes, std::optional<size_t> largest_message) {
+            const auto [isend, irecv, iallgather, testall, error_string] = functions;
             return std::shared_ptr<MpiPointToPoint>(mpi_point_to_point(
-                {pointer(isend), pointer(irecv), pointer(testall), pointer(error_string)},
+                {pointer(isend), pointer(irecv), pointer(iallgather), pointer(testall), pointer(error_string)},
                 {contents(communicator), contents(byte), status_bytes}, largest_message.value_or(SIZE_MAX)));
           },
           "functions"_a, "communicator"_a, "byte"_a, "status_bytes"_a, "largest_message"_a = nb::none())
+      .def(
+          "start",
+          [](std::shared_ptr<MpiPointToPoint> self, const std::vector<MessageTuple>& receive,
+             const std::vector<MessageTuple>& send, nb::object owner) {
+            return std::make_shared<PyTransfer>(self, shared(owner), self->start(messages(receive), messages(send)));
+          },
+          "receive"_a, "send"_a, "owner"_a)
+      .def(
+          "allgather",
+          [](std::shared_ptr<MpiPointToPoint> self, uintptr_t mine, size_t n_bytes, uintptr_t everyone,
+             nb::object owner) {
+            auto transfer = self->allgather(static_cast<const uint8_t*>(pointer(mine)), n_bytes,
+                                            static_cast<uint8_t*>(pointer(everyone)));
+            return std::make_shared<PyTransfer>(self, shared(owner), std::move(transfer));
+          },
+          "mine"_a, "n_bytes"_a, "everyone"_a, "owner"_a)
       .def(
           "started",
           [](std::shared_ptr<MpiPointToPoint> self, const std::vector<uintptr_t>& requests, nb::object owner) {

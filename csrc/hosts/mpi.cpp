@@ -16,6 +16,7 @@ template <class Handle>
 struct Mpi {
   int (*isend)(const void*, int, Handle, int, int, Handle, Handle*);
   int (*irecv)(void*, int, Handle, int, int, Handle, Handle*);
+  int (*iallgather)(const void*, int, Handle, void*, int, Handle, Handle, Handle*);
   int (*testall)(int, Handle*, int*, void*);
   int (*error_string)(int, char*, int*);
   Handle communicator;
@@ -45,6 +46,12 @@ class MpiTransfer : public Transfer {
       mpi_.check(mpi_.isend(m.data, static_cast<int>(m.n_bytes), mpi_.byte, m.peer, m.tag, mpi_.communicator, request));
       ++request;
     }
+  }
+
+  MpiTransfer(const Mpi<Handle>& mpi, const uint8_t* mine, size_t n_bytes, uint8_t* everyone)
+      : mpi_(mpi), requests_(1), statuses_(mpi.status_bytes) {
+    const int n = static_cast<int>(n_bytes);
+    mpi_.check(mpi_.iallgather(mine, n, mpi_.byte, everyone, n, mpi_.byte, mpi_.communicator, requests_.data()));
   }
 
   // Of requests that lie elsewhere, and are to be null there, too, when they are complete.
@@ -77,6 +84,7 @@ class WithHandles : public MpiPointToPoint {
       : largest_message_(largest_message) {
     mpi_.isend = reinterpret_cast<decltype(mpi_.isend)>(functions.isend);
     mpi_.irecv = reinterpret_cast<decltype(mpi_.irecv)>(functions.irecv);
+    mpi_.iallgather = reinterpret_cast<decltype(mpi_.iallgather)>(functions.iallgather);
     mpi_.testall = reinterpret_cast<decltype(mpi_.testall)>(functions.testall);
     mpi_.error_string = reinterpret_cast<decltype(mpi_.error_string)>(functions.error_string);
     std::memcpy(&mpi_.communicator, handles.communicator.data(), sizeof(Handle));
@@ -86,6 +94,9 @@ class WithHandles : public MpiPointToPoint {
   size_t largest_message() const override { return largest_message_; }
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, receive, send);
+  }
+  std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) override {
+    return std::make_unique<MpiTransfer<Handle>>(mpi_, mine, n_bytes, everyone);
   }
   std::unique_ptr<Transfer> started(const std::vector<void*>& requests) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, requests);

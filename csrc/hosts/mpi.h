@@ -14,6 +14,7 @@ namespace horo {
 struct MpiFunctions {
   void* isend;
   void* irecv;
+  void* iallgather;
   void* testall;
   void* error_string;
 };
@@ -25,9 +26,11 @@ struct MpiHandles {
   size_t status_bytes;
 };
 
-// Messages, and whatever else MPI has started.
+// Messages, and what else MPI does without waiting.
 class MpiPointToPoint : public PointToPoint {
  public:
+  // Leaves every rank's `n_bytes` in `everyone`, in rank order; all ranks of the communicator call it.
+  virtual std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) = 0;
   // Operations that somebody else has started, whose requests lie at these addresses until they are done.
   virtual std::unique_ptr<Transfer> started(const std::vector<void*>& requests) = 0;
 };

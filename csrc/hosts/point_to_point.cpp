@@ -24,7 +24,7 @@ constexpr auto kLongestPause = std::chrono::microseconds(100);
 // Who has waited for longer than any window takes waits for a late rank.
 constexpr int kLongFraction = 1000;
 constexpr auto kLongestOfAll = std::chrono::milliseconds(1);
-constexpr auto kIdle = std::chrono::milliseconds(20);
+constexpr auto kIdle = std::chrono::milliseconds(50);
 
 void sleep_for(Clock::duration duration) {
   const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();

@@ -23,7 +23,7 @@ class Transfer {
   virtual ~Transfer() = default;
   // Whether all have been sent and received. Never waits; what carries them may make progress only in here.
   virtual bool done() = 0;
-  // Returns when all have been. Calls `on_idle`, if any, some 50 times a second; it throws to stop waiting. What it
+  // Returns when all have been. Calls `on_idle`, if any, some 20 times a second; it throws to stop waiting. What it
   // says about a peer that is lost does not count where that peer has done its part.
   void wait(const std::function<void()>& on_idle);
 };

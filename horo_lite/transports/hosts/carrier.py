@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from horo_lite.errors import PeerLostError
 
 if TYPE_CHECKING:
     from horo_lite import _native
@@ -102,6 +105,30 @@ class Carrier(ABC):
     @abstractmethod
     def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
         """Leave the root's bytes in every rank's memory; collective."""
+
+    def wait(self, done: Done, on_idle: Callable[[], object], longest_pause_s: float) -> None:
+        """Return when something that this carrier or a channel of it has started is complete.
+
+        `on_idle` is called some 20 times a second, and raises to stop waiting. A PeerLostError does
+        not count if all is complete then.
+        """
+        pause = self.serve or time.sleep
+        n_polls = 0
+        due = time.monotonic() + 0.05
+        while not done():
+            n_polls += 1
+            if n_polls < 200:
+                continue
+            pause(min(longest_pause_s, 20e-6 * (n_polls - 199)))
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + 0.05
+            try:
+                on_idle()
+            except PeerLostError:
+                if not done():
+                    raise
+                return
 
     @abstractmethod
     def point_to_point(self) -> _native.PointToPoint:

@@ -213,28 +213,19 @@ class HostsTransport(Transport):
 
         MPI itself would wait for ever, at full speed, and learn of nobody's end.
         """
-        pause = self.serve or time.sleep
-        n_polls = 0
         wait = self._detector.wait()
         went_well = False
+
+        def on_idle() -> None:
+            if self._n_waits % 2 == 0:
+                self._waiting_thread = threading.get_native_id()
+                self._n_waits += 1
+            self.peers.check_all()
+            self.peers.report_wait(wait, range(self.size))
+
         try:
             with self._giving_up():
-                while not done():
-                    n_polls += 1
-                    if n_polls < 200:
-                        continue
-                    if n_polls == 200:
-                        self._waiting_thread = threading.get_native_id()
-                        self._n_waits += 1
-                    pause(min(longest_pause_s, 20e-6 * (n_polls - 199)))
-                    if n_polls % 20 == 0:
-                        try:
-                            self.peers.check_all()
-                            self.peers.report_wait(wait, range(self.size))
-                        except PeerLostError:
-                            if done():  # all the same
-                                break
-                            raise
+                self.carrier.wait(done, on_idle, longest_pause_s)
             went_well = True
         finally:
             self._n_waits += self._n_waits % 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from horo_lite import _native
 from horo_lite.errors import PeerLostError
 from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
 from horo_lite.transports.mpi.point_to_point import executed_point_to_point, point_to_point
@@ -17,7 +19,6 @@ from horo_lite.transports.peers import allgather_objects
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from horo_lite import _native
     from horo_lite.transports.mpi.executor import MainThreadExecutor
 
 # Of the short messages in a communicator that has others, too.
@@ -25,6 +26,10 @@ SHORT = 1
 
 _kept: list[Any] = []
 """Requests that may be under way until MPI ends, and their memory."""
+
+
+def _addresses(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
+    return [(peer, tag, memory.ctypes.data, memory.nbytes) for peer, tag, memory in messages]
 
 
 def _at_once(function: Callable[..., Any], *args: Any) -> Any:
@@ -50,23 +55,39 @@ class MpiChannel(Channel):
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self.lost = (MPI.Exception,)
+        self.lost = (MPI.Exception, PeerLostError)
         self._call = call
+        self._messages = point_to_point(comm) if call is _at_once else None
+        """MPI without mpi4py, which gives up the GIL in each call."""
         self._probed = SHORT if is_shared else MPI.ANY_TAG
         self.n_sent = [0] * comm.size
         """Short messages, to each peer."""
         self._n_received = [0] * comm.size
-        self._under_way: list[tuple[MPI.Request, NDArray[np.uint8]]] = []
+        self._under_way: list[Done] = []
 
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        return self.done(self._call(self._post, receive, send))
+        if self._messages is not None:
+            owner = receive, send
+            return self._messages.start(_addresses(receive), _addresses(send), owner)
+        return self._polled(self._call(self._post, receive, send))
 
-    def done(self, requests: list[MPI.Request]) -> Done:
-        """Return what tells whether all of the requests are complete."""
-        test = self._mpi.Request.Testall
-        if self._call is _at_once:
-            return partial(test, requests)
-        return partial(self._call, test, requests)
+    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
+        """As of a carrier."""
+        if self._messages is not None:
+            at = mine.ctypes.data, mine.nbytes, everyone.ctypes.data
+            return self._messages.allgather(*at, (mine, everyone))
+        byte = self._mpi.BYTE
+        return self._polled([self._call(self.comm.Iallgather, [mine, byte], [everyone, byte])])
+
+    def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
+        """As of a carrier."""
+        request = self._call(self.comm.Ibcast, [memory, self._mpi.BYTE], root)
+        if self._messages is not None:
+            return self._messages.started([self._mpi._addressof(request)], (request, memory))
+        return self._polled([request])
+
+    def _polled(self, requests: list[MPI.Request]) -> Done:
+        return partial(self._call, self._mpi.Request.Testall, requests)
 
     def _post(self, receive: Sequence[Message], send: Sequence[Message]) -> list[MPI.Request]:
         byte = self._mpi.BYTE
@@ -79,11 +100,10 @@ class MpiChannel(Channel):
         self._call(self._send, texts, tag)
 
     def _send(self, texts: Mapping[int, bytes], tag: int) -> None:
-        self._under_way = [sent for sent in self._under_way if not sent[0].Test()]
+        self._under_way = [sent for sent in self._under_way if not sent()]
         for peer, text in texts.items():
             self.n_sent[peer] += 1
-            data = np.frombuffer(text, np.uint8)
-            self._under_way.append((self.comm.Isend([data, self._mpi.BYTE], peer, tag), data))
+            self._under_way.append(self.exchange([], [(peer, tag, np.frombuffer(text, np.uint8))]))
 
     def receive(self) -> list[tuple[int, int, bytes]]:
         received: list[tuple[int, int, bytes]] = self._call(self._receive)
@@ -121,7 +141,8 @@ class MpiChannel(Channel):
             while peer != self.rank and self._n_received[peer] < n:
                 self.comm.Probe(peer, self._mpi.ANY_TAG, status)
                 self._receive_one(status)
-        self._mpi.Request.Waitall([request for request, _ in self._under_way])
+        while any([not sent() for sent in self._under_way]):  # noqa: C419  all are asked
+            time.sleep(1e-4)
         self.comm.Free()
 
 
@@ -169,12 +190,16 @@ class MpiCarrier(Carrier):
         return self._main.exchange(receive, send)
 
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        byte = self._mpi.BYTE
-        request = self._call(self.comm.Iallgather, [mine, byte], [everyone, byte])
-        return self._main.done([request])
+        return self._main.allgather(mine, everyone)
 
     def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
-        return self._main.done([self._call(self.comm.Ibcast, [memory, self._mpi.BYTE], root)])
+        return self._main.broadcast(memory, root)
+
+    def wait(self, done: Done, on_idle: Callable[[], object], longest_pause_s: float) -> None:
+        if isinstance(done, _native.Transfer):
+            done.wait(on_idle)
+        else:
+            super().wait(done, on_idle, longest_pause_s)
 
     def point_to_point(self) -> _native.PointToPoint:
         if self.executor is None:

@@ -30,16 +30,14 @@ def point_to_point(comm: MPI.Comm) -> _native.MpiPointToPoint:
     from mpi4py import MPI
 
     library = ctypes.CDLL(MPI.__file__)  # finds them in the library that mpi4py is linked to
-    isend, irecv, testall, error_string = (
-        ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-        for name in ("MPI_Isend", "MPI_Irecv", "MPI_Testall", "MPI_Error_string")
-    )
+    names = ("MPI_Isend", "MPI_Irecv", "MPI_Iallgather", "MPI_Testall", "MPI_Error_string")
+    functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
 
     def handle(of: MPI.Comm | MPI.Datatype) -> bytes:
         return ctypes.string_at(MPI._addressof(of), MPI._sizeof(of))
 
     return _native.MpiPointToPoint.over(
-        (isend, irecv, testall, error_string),
+        functions,
         handle(comm),
         handle(MPI.BYTE),
         MPI._sizeof(MPI.Status),
