@@ -42,12 +42,18 @@ class MpiChannel(Channel):
     Args:
         comm: The communicator.
         call: Makes a call of MPI's, in the thread that may.
+        executed: One thread makes the calls of all, and lets others go on while it waits.
         is_shared: It carries long messages, too; then short ones have the tag SHORT, and long ones
             greater tags.
     """
 
     def __init__(
-        self, comm: MPI.Comm, call: Callable[..., Any], *, is_shared: bool = False
+        self,
+        comm: MPI.Comm,
+        call: Callable[..., Any],
+        *,
+        executed: bool,
+        is_shared: bool = False,
     ) -> None:
         from mpi4py import MPI
 
@@ -57,7 +63,7 @@ class MpiChannel(Channel):
         self.size = comm.size
         self.lost = (MPI.Exception, PeerLostError)
         self._call = call
-        self._messages = point_to_point(comm) if call is _at_once else None
+        self._messages = None if executed else point_to_point(comm)
         """MPI without mpi4py, which gives up the GIL in each call."""
         self._probed = SHORT if is_shared else MPI.ANY_TAG
         self.n_sent = [0] * comm.size
@@ -180,7 +186,7 @@ class MpiCarrier(Carrier):
             self._call = executor.call
         # All made from `comm`: who is left waiting when a rank dies meanwhile learns of it there.
         self._parent = comm
-        self._main = MpiChannel(comm.Dup(), self._call)
+        self._main = MpiChannel(comm.Dup(), self._call, executed=executor is not None)
         self.comm = self._main.comm
         self._channels: list[MpiChannel] = []
         self._is_closed = False  # nothing was interrupted, and this rank needs them no more
@@ -207,12 +213,14 @@ class MpiCarrier(Carrier):
         return executed_point_to_point(self.comm, self.executor, serves=self._is_direct)
 
     def channel(self) -> MpiChannel:
-        self._channels.append(MpiChannel(self._parent.Dup(), self._call))
+        executed = self.executor is not None
+        self._channels.append(MpiChannel(self._parent.Dup(), self._call, executed=executed))
         return self._channels[-1]
 
     def world_channel(self) -> MpiChannel:
         """Over the world's own communicator, on which there are only collective operations else."""
-        channel = MpiChannel(self._parent, self._call, is_shared=True)
+        executed = self.executor is not None
+        channel = MpiChannel(self._parent, self._call, executed=executed, is_shared=True)
         _kept.append(channel)
         return channel
 
