@@ -15,6 +15,8 @@ constexpr size_t kSlots = kSumsUnderWay + kResultsUnderWay + 2;
 constexpr size_t kSmallestWindow = 1 << 20;
 constexpr size_t kLargestWindow = 4 << 20;
 constexpr size_t kShareBytes = 256 << 10;
+// Of a host with many ranks, unless the smallest windows take more.
+constexpr size_t kLargestMemory = 128 << 20;
 
 constexpr int kSumTag = 1;
 constexpr int kResultTag = 2;
@@ -27,7 +29,12 @@ int Hosts::n_parts() const {
   return static_cast<int>(largest);
 }
 
-size_t Hosts::window_bytes() const { return std::clamp(kShareBytes * n_shares(), kSmallestWindow, kLargestWindow); }
+size_t Hosts::window_bytes() const {
+  // All hosts have to come to the same, however many ranks they have.
+  const size_t n_images = kSlots * (static_cast<size_t>(n_parts()) + 2);
+  const size_t room = kLargestMemory / n_images / kWireAlignment * kWireAlignment;
+  return std::clamp(kShareBytes * n_shares(), kSmallestWindow, std::clamp(room, kSmallestWindow, kLargestWindow));
+}
 
 size_t Hosts::memory_bytes() const {
   return kSlots * (ranks[here].size() + 2) * window_bytes();  // each rank's image, their sum, and that of all hosts
