@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from launch import PATIENCE, Job, mpi_name, mpiexec_path, run_ranks, start_ranks
+from launch import PATIENCE, Job, Result, mpi_name, mpiexec_path, run_ranks, start_ranks
 from network import Network, environment, unavailable
 
 pytestmark = [
@@ -102,6 +102,12 @@ def test_a_link_that_is_cut_for_good_ends_the_ranks_on_both_sides(tmp_path: Path
         ), said
 
 
+def check_that_the_launcher_gave_up(result: Result) -> None:
+    """Open MPI's may exit with 0 where it has lost a whole host: see docs/jobs.md."""
+    gave_up = mpi_name() == "openmpi" and "terminate the job" in result.stdout + result.stderr
+    assert result.returncode != 0 or gave_up, str(result)
+
+
 def test_a_host_that_vanishes_ends_the_job(tmp_path: Path) -> None:
     with (
         Network(2, rate_mbit=1000) as network,
@@ -111,7 +117,7 @@ def test_a_host_that_vanishes_ends_the_job(tmp_path: Path) -> None:
         network.hosts[1].vanish()
         result = job.wait(15)
         wait_for_ranks_to_end(job, 15)
-    assert result.returncode != 0, str(result)
+    check_that_the_launcher_gave_up(result)
 
 
 @needs_ulfm
@@ -149,5 +155,5 @@ def test_a_host_that_vanishes_with_its_daemon_ends_the_job_even_with_fault_toler
         network.hosts[1].vanish()
         result = job.wait(15)
         wait_for_ranks_to_end(job, 15)
-    assert result.returncode != 0, str(result)
+    check_that_the_launcher_gave_up(result)
     assert "host1" in result.stdout + result.stderr, str(result)
