@@ -19,11 +19,12 @@ def register() -> None:
     """Register the backend, and where its ranks meet if MPI has started them. Local, idempotent."""
     with contextlib.suppress(Exception):  # a torch without distributed, or of another time
         from torch.distributed import Backend
-        from torch.distributed.rendezvous import register_rendezvous_handler
 
+        # Of a module whose name in its package is that of a function.
+        meeting = import_module("torch.distributed.rendezvous")
         if NAME not in Backend.backend_list:
             Backend.register_backend(NAME, _new_process_group, extended_api=True, devices=["cpu"])
-            register_rendezvous_handler(SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
+            meeting.register_rendezvous_handler(SCHEME, _rendezvous)
 
 
 def _new_process_group(options: Any, backend_options: Any = None) -> Any:

@@ -108,7 +108,8 @@ class ProcessGroup(dist.ProcessGroup):
         *,
         owns_world: bool = False,
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # what Python classes must call
+        base: Any = super()
+        base.__init__(rank, size)  # which torch's type stubs do not know
         self.group = group
         self._timeout_s = timeout_s
         self._owns_world = owns_world
