@@ -28,6 +28,7 @@ INTERFACE = "eth0"
 """Of every host, and of the switch."""
 _SUBNET = "10.77.0"
 _SWITCH_ADDRESS = f"{_SUBNET}.254"
+_SWITCH_MAC = "02:00:00:00:00:fe"
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 # A first process collects its orphans, which `trap ''` leaves to the kernel. The mounts show what
 # belongs to these namespaces: MPI looks for interfaces in /sys, and for memory in /dev/shm.
@@ -128,7 +129,7 @@ class Network:
             self.switch_pid = switch.pid
             self._remote_shell = f"/proc/{switch.pid}/fd/{script}"
             self._in_switch(
-                f"link add {INTERFACE} type bridge",
+                f"link add {INTERFACE} address {_SWITCH_MAC} type bridge",
                 f"addr add {_SWITCH_ADDRESS}/24 dev {INTERFACE}",
                 f"link set {INTERFACE} up",
             )
@@ -189,12 +190,14 @@ class Network:
 
     def cut(self, host: Host) -> None:
         """Cut a host's link: nothing arrives on either side, and nobody is told."""
-        # The ends stay up, or the kernel would report that the network is unreachable.
-        self._in_switch(f"link set {host.link} nomaster")
+        # The ends stay up, or the kernel would report that the network is unreachable. Without its
+        # own MAC the bridge would have that of one link, and the launcher would go on hearing that
+        # host; with ARP it would answer there, too.
+        self._in_switch(f"link set {host.link} nomaster arp off")
 
     def mend(self, host: Host) -> None:
         """Join a link that was cut."""
-        self._in_switch(f"link set {host.link} master {INTERFACE}")
+        self._in_switch(f"link set {host.link} master {INTERFACE} arp on")
 
     def _in_switch(self, *lines: str) -> None:
         _batch([*_enter(self.switch_pid, "net"), "ip"], *lines)
