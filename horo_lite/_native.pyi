@@ -442,10 +442,11 @@ def cuda_runtime_version() -> int:
 class ReusedMemory:
     """Memory that is used again once no array refers to it.
 
-    As much is kept as makes up for what was in use at one time, lately; none of small arrays.
+    As much is kept as makes up for what was in use at one time, lately, and no more than
+    `most_kept` bytes; none of small arrays.
     """
 
-    def __init__(self) -> None: ...
+    def __init__(self, most_kept: int | None = None) -> None: ...
     def arrays(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Arrays of so many bytes each, aligned as XLA has it, with any contents."""
 

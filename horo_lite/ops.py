@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import arguments, context
-from horo_lite.collectives.arrays import Array, array_of, copies_of, copy_of
+from horo_lite.collectives.arrays import MEMORY, Array, array_of, copies_of, copy_of
 from horo_lite.collectives.calls import (
     AllGather,
     AllGatherBytes,
@@ -69,6 +69,8 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+context.on_ended(MEMORY.clear)
 
 
 def ranks_of(group: Group | None) -> Group:

@@ -1,6 +1,7 @@
 // Memory for results that a framework takes over, used again once all that referred to it is gone.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -8,10 +9,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -31,11 +34,13 @@ constexpr size_t kSmallestReused = 64 << 10;
 // Calls after which it is forgotten how much memory was in use.
 constexpr size_t kRemembered = 1000;
 
-// Holds no more than what was in use at one time, lately: what it keeps beyond that is freed, the oldest first.
+// Holds no more than what was in use at one time, lately: what it keeps beyond that is freed, the oldest first. So is
+// what it keeps beyond `most_kept` bytes.
 class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
  public:
   using Array = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 
+  explicit ReusedMemory(size_t most_kept) : most_kept_(most_kept) {}
   ~ReusedMemory() { free_down_to(0); }
 
   nb::list arrays(const std::vector<size_t>& sizes) {
@@ -114,6 +119,7 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
     try {
       kept_.emplace(std::pair(n_bytes, ++n_given_back_), memory);
       kept_bytes_ += n_bytes;
+      free_down_to(most_kept_);
     } catch (const std::bad_alloc&) {
       std::free(memory);
     }
@@ -135,6 +141,7 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
     }
   }
 
+  const size_t most_kept_;
   std::mutex mutex_;
   std::map<std::pair<size_t, size_t>, void*> kept_;  // by size, and when it was given back
   size_t kept_bytes_ = 0;
@@ -149,7 +156,10 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
 
 void bind_reused_memory(nb::module_& m) {
   nb::class_<ReusedMemory>(m, "ReusedMemory", "Memory that is used again once no array refers to it.")
-      .def(nb::new_([] { return std::make_shared<ReusedMemory>(); }))
+      .def(nb::new_([](std::optional<size_t> most_kept) {
+             return std::make_shared<ReusedMemory>(most_kept.value_or(std::numeric_limits<size_t>::max()));
+           }),
+           "most_kept"_a = nb::none())
       .def("arrays", &ReusedMemory::arrays, "sizes"_a, "Arrays of so many bytes each, aligned as XLA has it.")
       .def("clear", &ReusedMemory::clear, "Frees what no array refers to.")
       .def_prop_ro("bytes", &ReusedMemory::bytes, "Bytes that arrays refer to, and bytes that are kept for others.");

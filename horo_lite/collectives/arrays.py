@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,13 @@ protocol."""
 
 HOST = -1
 """What `Tensors.device` says of the host's memory."""
+
+MEMORY = _native.ReusedMemory(most_kept=256 << 20)
+"""For large results: new memory, which the kernel clears page by page, costs more than to exchange
+it."""
+
+_LARGE = 1 << 20
+"""Bytes; what is smaller, malloc() does not give back to the kernel."""
 
 bytes_copied = 0
 """Bytes that were copied outside the core so far, because an array's memory was not dense."""
@@ -119,7 +127,7 @@ class HostArrays:
         """An array of so many rows like these, to be filled."""
         like, shape = self.arrays[0], (n_rows, *self.arrays[0].shape[1:])
         if isinstance(like, np.ndarray):
-            array = np.empty(shape, like.dtype)
+            array = new_array(shape, like.dtype)
         else:
             array = adapters.adapter_of(like).empty(like, shape)
         return array, _native.Tensors([array])
@@ -137,7 +145,8 @@ class HostArrays:
 
     def part(self, array: Array, rows: slice, x: Array) -> Array:
         """The same for some of its rows."""
-        return like(array[rows].copy(), x)
+        part = array[rows]
+        return like(_copied(part) if isinstance(part, np.ndarray) else part.clone(), x)
 
 
 class GpuArrays:
@@ -345,6 +354,20 @@ def array_of(x: Array) -> Array:
         ) from None
 
 
+def new_array(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An array in C order, with any contents."""
+    n_bytes = prod(shape) * dtype.itemsize
+    if n_bytes < _LARGE or dtype.hasobject:
+        return np.empty(shape, dtype)
+    return MEMORY.arrays([n_bytes])[0].view(dtype).reshape(shape)
+
+
+def _copied(x: NDArray[Any] | np.generic) -> NDArray[Any]:
+    copy = new_array(x.shape, x.dtype)
+    copy[...] = x
+    return copy
+
+
 def copy_of(x: Array) -> Array:
     """A writable, dense copy, to be reduced in place and given back through `like`."""
     if isinstance(x, (bool, int, float)):
@@ -353,10 +376,10 @@ def copy_of(x: Array) -> Array:
         return adapters.adapter_of(x).copy(x)
     host = exportable(x)
     if isinstance(host, (np.ndarray, np.generic)):
-        return np.array(host, order="C")
+        return _copied(host)
     if hasattr(host, "clone"):  # torch, where NumPy has no such dtype
         return host.clone(memory_format=sys.modules["torch"].contiguous_format)
-    return np.array(view(host), order="C")
+    return _copied(view(host))
 
 
 def copies_of(xs: Sequence[Array]) -> list[Array]:

@@ -209,3 +209,50 @@ def test_memory_that_is_kept_is_bounded() -> None:
     assert memory.bytes == (0, MIB), "small memory is nothing to keep"
     memory.clear()
     assert memory.bytes == (0, 0)
+
+
+def test_no_more_memory_is_kept_than_wanted() -> None:
+    memory = _native.ReusedMemory(most_kept=3 * MIB)
+    held = memory.arrays([2 * MIB, MIB])
+    del held
+    assert memory.bytes == (0, 3 * MIB)
+    memory.arrays([4 * MIB])
+    assert sum(memory.bytes) == 0, "what was kept made room, and 4 MiB are too many to keep"
+
+
+@pytest.mark.parametrize("what", ["allreduce", "allgather", "reducescatter", "alltoall"])
+def test_memory_of_large_results_is_used_again_but_not_while_somebody_has_it(what: str) -> None:
+    n = MIB  # of float32: 4 MiB
+    is_reduction = "reduce" in what
+    used = np.zeros(2)  # by each rank; they take what the other has given back, too
+
+    def results(group: hvd.Group, steps: range) -> list[np.ndarray]:
+        each = [np.full(n, 10 * group.rank + step, np.float32) for step in steps]
+        options = {"op": hvd.Sum} if is_reduction else {}
+        made = [getattr(ops, what)(x, group=group, **options) for x in each]
+        return [y[0] if isinstance(y, tuple) else y for y in made]
+
+    def expected(step: int) -> np.ndarray:
+        each = np.array([step, 10 + step], np.float32)
+        n_rows = n if what in ("allreduce", "allgather") else n // 2
+        return np.full(n_rows, each.sum()) if is_reduction else np.repeat(each, n_rows)
+
+    def work(group: hvd.Group) -> None:
+        first = results(group, range(3))
+        for step, x in enumerate(first):
+            assert np.array_equal(x, expected(step)), (what, step)
+        part = first[2][7:11]  # keeps all of it
+        del first, x
+        ops.barrier(group=group)
+        used[group.rank] = arrays.MEMORY.bytes[1]
+        ops.barrier(group=group)
+        again = results(group, range(3, 6))
+        ops.barrier(group=group)
+        used[group.rank] -= arrays.MEMORY.bytes[1]
+        ops.barrier(group=group)
+        for step, x in enumerate(again, 3):
+            assert np.array_equal(x, expected(step)), (what, step)
+        assert np.array_equal(part, expected(2)[7:11]), "memory that is referred to was given away"
+
+    run_threads(2, work, timeout_s=60)
+    assert used.min() >= expected(0).nbytes, f"memory was not used again: {used}"

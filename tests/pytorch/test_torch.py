@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
 from typing import Any
 
@@ -774,3 +775,19 @@ def test_options_reach_the_wrapper_of_torch() -> None:
             optimizer.step()
 
     run_threads(2, rank)
+
+
+def test_bfloat16_where_numpy_has_no_such_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+
+    def work(group: Group) -> None:
+        x = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3) * (group.rank + 1)
+        total = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3) * 3
+        half = slice(2 * group.rank, 2 * group.rank + 2)
+        assert torch.equal(ops.allreduce(x, Sum, group=group), total)
+        assert torch.equal(ops.reducescatter(x, Sum, group=group), total[half])
+        assert torch.equal(ops.allgather(x, group=group)[4:], total / 3 * 2)
+        back = ops.alltoall(x, group=group)
+        assert torch.equal(back[2:], (total / 3 * 2)[half])
+
+    run_threads(2, work)
