@@ -12,6 +12,7 @@ from typing import NamedTuple
 # A secret of the job's, in its ranks' environment: what it signs was written by one of them.
 JOB_TOKEN = "HORO_LITE_JOB_TOKEN"
 TORCHRUN = "torchrun"
+SLURM = "Slurm"
 
 
 class Launch(NamedTuple):
@@ -32,7 +33,7 @@ _LAUNCHERS = (
     ("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", None),
     ("MPICH", "PMI_SIZE", "PMI_RANK", "HYDI_CONTROL_FD"),
     ("PMI", "PMI_SIZE", "PMI_RANK", None),
-    ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", None),
+    (SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", None),
     ("PMIx", None, "PMIX_RANK", None),
 )
 
@@ -50,6 +51,17 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         if found and (mark is None or mark in environ):
             return launch
     return None
+
+
+def connects_by_mpi(launch: Launch | None, environ: Mapping[str, str]) -> bool:
+    """Tell whether a launcher lets its ranks find each other in MPI_Init.
+
+    torchrun does not; nor does srun with `--mpi=none`, unless the MPI library reads Slurm's
+    variables itself.
+    """
+    if launch is None or launch.name == TORCHRUN:
+        return False
+    return launch.name != SLURM or "PMIX_RANK" in environ
 
 
 def hydra() -> int | None:

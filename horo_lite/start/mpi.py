@@ -12,7 +12,7 @@ from typing import Any
 
 from horo_lite.errors import LauncherError
 from horo_lite.start import ending
-from horo_lite.start.launcher import Launch, is_known_mismatch
+from horo_lite.start.launcher import SLURM, Launch, is_known_mismatch
 from horo_lite.transports.mpi.start_barrier import StartBarrier, wait_for_first
 
 
@@ -143,8 +143,12 @@ def _mismatch(launch: Launch, library: str) -> LauncherError:
     beside = [Path(path).resolve().parent.parent / "bin/mpiexec" for path in loaded]
     mpiexec = next((str(path) for path in beside if path.exists()), None)
     how = f"{mpiexec or 'its own mpiexec'} -n {launch.size} …"
-    if launch.name == "Slurm":
-        how = "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list shows what there is), or " + how
+    if launch.name == SLURM:
+        how = (
+            "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list shows what there is), or, without MPI "
+            f"but with PyTorch, HORO_LITE_ADDRESS=<host of rank 0>:29500 srun -n {launch.size} …, "
+            f"or {how}"
+        )
     return LauncherError(
         f"started by {launch.name}'s launcher as rank {launch.rank} of {launch.size}, but the MPI "
         "library that mpi4py loaded does not know that launcher: each process would be alone.\n"

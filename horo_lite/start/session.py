@@ -89,7 +89,7 @@ def init(
     Under torchrun, where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, or with `rank`,
     `size` and `address`, the ranks find each other in a store of PyTorch's, without MPI, and its
     gloo connects hosts. Inside a job of MPI's launcher only the arguments count, not torchrun's
-    variables.
+    variables; `address` alone is enough there, and under srun.
 
     Every argument but `comm` can also be set by the variable HORO_LITE_<NAME>; an explicit argument
     takes precedence.
@@ -192,7 +192,8 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
     with _changing:
         assert _session is None
         found, MPI = None, None
-        if launch is not None and launch.name != launcher.TORCHRUN and launch[1:] == (rank, size):
+        by_mpi = launcher.connects_by_mpi(launch, os.environ)
+        if by_mpi and launch is not None and launch[1:] == (rank, size):
             found, MPI = mpi.communicator(None, launch)
         elif size > 1:
             # No port: the store may be any of torch's, a file too.

@@ -490,6 +490,16 @@ BY_TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
 MPIEXEC = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+# srun: --mpi=none leaves the first, --mpi=pmix and --mpi=pmi2 what the others have besides.
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+BY_PMIX, BY_PMI2 = SRUN | {"PMIX_RANK": "2"}, SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}
+MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+ADDRESS = {"address": "node9:8"}
+# Two nodes for eight GPUs, as Alibaba's PAI-DLC and Kubeflow's PyTorchJob describe the second.
+PAI_DLC = MASTER | {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "4"}
+PYTORCHJOB = MASTER | {"RANK": "1", "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}
+TRAINER = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1"}
+NUMBER_NODES = "number the nodes of this job and not its ranks: "
 EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
 
 
@@ -522,6 +532,33 @@ EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
         ({"rank": 1, "size": 1}, {}, "rank is 1, but size is 1"),
         (EXPLICIT | {"address": "node7"}, {}, "the host of rank 0 and a port, not 'node7'"),
         (EXPLICIT | {"address": "node7:x"}, {}, "the host of rank 0 and a port, not 'node7:x'"),
+        # What the launcher says counts where only the address is given.
+        (ADDRESS, MPIEXEC | STANDARD, RendezvousSpec(0, 2, "node9", 8, False, "0")),
+        (ADDRESS, SRUN, RendezvousSpec(2, 4, "node9", 8, False, "0")),
+        (ADDRESS, BY_PMIX, RendezvousSpec(2, 4, "node9", 8, False, "0")),
+        (ADDRESS, BY_PMI2, RendezvousSpec(2, 4, "node9", 8, False, "0")),
+        (ADDRESS, {"PMIX_RANK": "2"}, "lacks WORLD_SIZE"),
+        ({}, SRUN, None),
+        ({}, SRUN | MASTER, RendezvousSpec(2, 4, "node7", 29500, False, "0")),
+        # Started by a script, of which srun starts one on each node.
+        ({}, SRUN | STANDARD, RendezvousSpec(1, 4, "node7", 29500, False, "0")),
+        ({}, BY_PMIX | STANDARD, None),
+        ({}, BY_PMI2 | STANDARD, None),
+        # Variables that number nodes.
+        ({}, PAI_DLC, f"RANK=1 and WORLD_SIZE=2 {NUMBER_NODES}NPROC_PER_NODE is 4, and nothing"),
+        ({}, PYTORCHJOB, f"RANK=1 and WORLD_SIZE=8 {NUMBER_NODES}PET_NPROC_PER_NODE is 4"),
+        ({}, PYTORCHJOB | {"PET_NPROC_PER_NODE": "auto"}, NUMBER_NODES),
+        (ADDRESS, PAI_DLC, NUMBER_NODES),
+        ({}, PAI_DLC | {"NPROC_PER_NODE": "1"}, RendezvousSpec(1, 2, "node7", 29500, False, "0")),
+        ({}, PAI_DLC | BY_TORCHRUN, RendezvousSpec(1, 2, "node7", 29500, True, "2")),
+        ({}, PAI_DLC | {"LOCAL_RANK": "1"}, RendezvousSpec(1, 2, "node7", 29500, False, "0")),
+        (EXPLICIT, PAI_DLC, RendezvousSpec(3, 8, "fe80::1", 7, False, "0")),
+        ({}, PAI_DLC | MPIEXEC, None),
+        ({}, TRAINER, "PET_NNODES is 2, but this process has not been started as a rank"),
+        ({}, {"AWS_BATCH_JOB_NUM_NODES": "3"}, "AWS_BATCH_JOB_NUM_NODES is 3, but this process"),
+        ({}, TRAINER | {"PET_NNODES": "1"}, None),
+        ({}, TRAINER | MPIEXEC, None),
+        ({"rank": 0, "size": 1}, TRAINER, RendezvousSpec(0, 1, "", 0, False, "")),
     ],
 )
 def test_who_says_which_rank_this_is(
@@ -545,6 +582,31 @@ def test_without_torch(tmp_path: Path) -> None:
         tmp_path,
     )
     assert "pip install torch; or start the job with mpiexec or `python -m" in result.stderr
+
+
+SRUN_RANK = """
+import os, sys
+sys.modules["mpi4py"] = None
+import numpy as np
+import horo_lite as hvd
+
+rank = int(os.environ.pop("RANK"))
+os.environ.update(SLURM_PROCID=str(rank), SLURM_STEP_NUM_TASKS=os.environ.pop("WORLD_SIZE"))
+if {by_address}:
+    address = os.environ.pop("MASTER_ADDR") + ":" + os.environ.pop("MASTER_PORT")
+    os.environ["HORO_LITE_ADDRESS"] = address
+world = hvd.init()
+assert (world.rank, world.size) == (rank, 2)
+assert hvd.allreduce(np.full(3, rank + 1.0), op=hvd.Sum).tolist() == [3.0] * 3
+print("rank", rank, "is done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("by_address", [True, False])
+def test_srun_without_mpi(by_address: bool, tmp_path: Path) -> None:
+    """With the variables that `srun --mpi=none` sets."""
+    result = ended(SRUN_RANK.format(by_address=by_address), 2, tmp_path).check()
+    assert sorted(re.findall(r"rank (\d) is done", result.stdout)) == ["0", "1"], str(result)
 
 
 @pytest.mark.mpi

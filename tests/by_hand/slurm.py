@@ -1,0 +1,173 @@
+"""Jobs on a real Slurm of one node, with the same bits as a job without Slurm.
+
+    apt-get install slurm-wlm munge        # once, on a machine or in a container of your own
+    sudo python tests/by_hand/slurm.py --openmpi .venv/bin/python --mpich .venv-mpich/bin/python
+
+It is run by hand and needs root, because Slurm's daemons do. They run with a configuration of their
+own in a temporary directory, and end with this program; munged is started if it does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BITS = ROOT / "tests" / "hosts" / "bits_ranks.py"
+N = 3
+CONFIG = """
+ClusterName=byhand
+SlurmctldHost={host}
+AuthType=auth/munge
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort={ctld}
+SlurmdPort={slurmd}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def free_ports(n: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(n)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """Slurm's daemons, and the environment in which its commands find them."""
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    host, (ctld, slurmd) = socket.gethostname().split(".")[0], free_ports(2)
+    config = folder / "slurm.conf"
+    config.write_text(CONFIG.format(host=host, folder=folder, ctld=ctld, slurmd=slurmd))
+    # No cgroup is used, but slurmd 22 asks of which kind they are.
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    env = {**os.environ, "SLURM_CONF": str(config)}
+    if subprocess.run(["munge", "-n"], capture_output=True).returncode:
+        Path("/run/munge").mkdir(exist_ok=True)
+        shutil.chown("/run/munge", "munge", "munge")
+        subprocess.run(["runuser", "-u", "munge", "--", "munged"], check=True)
+    sbin = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    daemons = []
+    try:
+        for name in ("slurmctld", "slurmd"):
+            program = shutil.which(name, path=sbin)
+            assert program, f"no {name}: apt-get install slurm-wlm munge"
+            daemons.append(subprocess.Popen([program, "-D"], env=env, stderr=subprocess.DEVNULL))
+        until = time.monotonic() + 60
+        while "idle" not in output(["sinfo", "-h", "-o", "%T"], env, check=False):
+            if time.monotonic() > until or any(d.poll() is not None for d in daemons):
+                logs = "\n".join(f.read_text()[-3000:] for f in folder.glob("*.log"))
+                raise SystemExit(f"the node does not become idle:\n{logs}")
+            time.sleep(0.5)
+        yield env
+    finally:
+        for daemon in daemons:
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(20)
+
+
+def output(command: list[str], env: dict[str, str], *, check: bool = True) -> str:
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=180, cwd="/", check=False
+    )
+    if check and done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    return done.stdout + (done.stderr if done.returncode else "")
+
+
+def batch(lines: str, env: dict[str, str], folder: Path) -> str:
+    """What a script prints that sbatch has been given."""
+    script, out = folder / "job.sh", folder / "job.out"
+    script.write_text(f"#!/bin/bash\n{lines}\n")
+    output(["sbatch", "--wait", "-n", str(N), "-o", str(out), str(script)], env, check=False)
+    return out.read_text()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--openmpi", help="a Python with Open MPI", required=True)
+    parser.add_argument("--mpich", help="a Python with MPICH", required=True)
+    args = parser.parse_args()
+    os.environ["HORO_LITE_TEST_HOSTS"] = "2,1"  # two hosts, so that MPI or gloo carries bytes
+    os.environ["HORO_LITE_START_TIMEOUT_S"] = "60"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
+    pythons = {name: os.path.abspath(getattr(args, name)) for name in ("openmpi", "mpich")}
+    mpiexecs = {name: str(Path(python).parent / "mpiexec") for name, python in pythons.items()}
+    job = f"{BITS}"
+    digests: dict[str, set[str]] = {}
+
+    def record(what: str, said: str) -> None:
+        found = re.findall(r"rank \d at (?:\S+ ){2}on \S+: ([0-9a-f]{64})", said)
+        digests[what] = set(found)
+        right = len(found) == N and len(set(found)) == 1
+        print(f"{'ok ' if right else 'BAD'} {what}", flush=True)
+        if not right:
+            print(said)
+
+    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
+        folder = Path(name)
+        with cluster(folder) as env:
+            print(output(["srun", "--version"], env).strip())
+            listed = subprocess.run(
+                ["srun", "--mpi=list"], env=env, capture_output=True, text=True, check=False
+            )
+            kinds = listed.stdout + listed.stderr
+            print(kinds)
+            srun = ["srun", "-n", str(N)]
+            for mpi, kind in (("mpich", "pmi2"), ("openmpi", "pmix")):
+                if kind in kinds.split():
+                    command = [*srun, f"--mpi={kind}", pythons[mpi], job]
+                    record(f"srun --mpi={kind}, {mpi}", output(command, env, check=False))
+            for mpi in pythons:
+                line = f"{mpiexecs[mpi]} -n {N} {pythons[mpi]} {job} 2>&1"
+                record(f"sbatch, mpiexec of {mpi}", batch(line, env, folder))
+            master = "export MASTER_ADDR=$(scontrol show hostnames | head -1) MASTER_PORT=29517\n"
+            line = f"{master} srun --mpi=none {pythons['openmpi']} {job} 2>&1"
+            record("sbatch, srun without MPI, MASTER_ADDR", batch(line, env, folder))
+            own = env | {"HORO_LITE_ADDRESS": f"{socket.gethostname()}:29518"}
+            command = [*srun, "--mpi=none", pythons["openmpi"], job]
+            record("srun without MPI, HORO_LITE_ADDRESS", output(command, own, check=False))
+            command = [*srun, "--mpi=none", pythons["openmpi"], job]
+            refused = subprocess.run(
+                command, env=env, capture_output=True, text=True, timeout=180, cwd="/", check=False
+            )
+            assert "HORO_LITE_ADDRESS=<host of rank 0>" in refused.stderr, refused.stderr
+            print("ok  srun without MPI and without an address is refused")
+        for mpi in pythons:
+            command = [mpiexecs[mpi], "-n", str(N), pythons[mpi], job]
+            record(f"without Slurm, mpiexec of {mpi}", output(command, dict(os.environ)))
+    everything = set().union(*digests.values())
+    if len(everything) != 1 or not all(digests.values()):
+        sys.exit("the bits differ")
+    print("all of them have the same bits")
+
+
+if __name__ == "__main__":
+    main()
