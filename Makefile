@@ -83,7 +83,7 @@ WHEEL := .venv-wheel
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
   nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 
-.PHONY: help demo build debug test test-frameworks sanitize check docs fix bench bench-hosts soak examples wheel gpu-check clean
+.PHONY: help demo build debug test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -119,6 +119,13 @@ else
 endif
 
 test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## JAX, Keras, NNabla and more, in environments of their own
+
+CLUSTERS ?= ray dask spark
+test-clusters: .venv-clusters/.ready ## hvd.run on CLUSTERS="ray dask spark", started on this machine; Spark needs a Java
+	@for cluster in $(CLUSTERS); do \
+	  echo "==> tests with $$cluster"; \
+	  .venv-clusters/bin/python -m pytest tests/clusters/test_$$cluster.py $(ARGS) || exit; \
+	done
 
 # Stand-ins need nothing that is not there already.
 STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests/frameworks/$(name).txt),,$(name)))
@@ -256,6 +263,15 @@ BUILD_nnabla := HORO_LITE_CUDA=0
 	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
 	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
+	@touch $@
+
+.venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(VENV)/.demo
+	@echo "==> making .venv-clusters with $(PYTHON) and $$(sed '/^#/d' $< | tr '\n' ' ')"
+	@rm -rf .venv-clusters
+	@$(PYTHON) -m venv .venv-clusters
+	@.venv-clusters/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) flock Makefile .venv-clusters/bin/python $(EDITABLE) \
+	  '.[$(MPI)ray,dask,spark,test-frameworks]' $(TORCH) -r $<
 	@touch $@
 
 $(DOCS)/.made: pyproject.toml

@@ -82,7 +82,18 @@ _HOME = {
 }
 __all__ = sorted(_HOME)
 # What is more than a name: horo_lite.jax and its like, imported when first used.
-_FACES = {"elastic", "jax", "keras", "mlx", "needle", "nnabla", "singa", "tensorflow", "torch"}
+_FACES = {
+    "elastic",
+    "jax",
+    "keras",
+    "mlx",
+    "needle",
+    "nnabla",
+    "ray",
+    "singa",
+    "tensorflow",
+    "torch",
+}
 
 
 def __getattr__(name: str) -> Any:

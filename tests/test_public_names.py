@@ -21,7 +21,18 @@ from horo_lite import ops
 from horo_lite.adapters import Adapter
 from horo_lite.training.options import Options
 
-FACES = {"elastic", "jax", "keras", "mlx", "needle", "nnabla", "singa", "tensorflow", "torch"}
+FACES = {
+    "elastic",
+    "jax",
+    "keras",
+    "mlx",
+    "needle",
+    "nnabla",
+    "ray",
+    "singa",
+    "tensorflow",
+    "torch",
+}
 FUNCTIONS = sorted(
     name for name in hvd.__all__ if inspect.isfunction(getattr(hvd, name))
 )  # fmt: skip

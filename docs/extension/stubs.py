@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Union
 
 FRAMEWORKS = {
-    "cupy", "jax", "jaxlib", "keras", "ml_dtypes", "mlx", "mpi4py", "needle", "nnabla",
-    "nnabla_ext", "optax", "paddle", "singa", "tensorflow", "threadpoolctl", "tinygrad", "torch",
+    "cupy", "distributed", "jax", "jaxlib", "keras", "ml_dtypes", "mlx", "mpi4py", "needle",
+    "nnabla", "nnabla_ext", "optax", "paddle", "pyspark", "ray", "singa", "tensorflow",
+    "threadpoolctl", "tinygrad", "torch",
 }  # fmt: skip
 CORE = "horo_lite._native"
 """The compiled core, which thus need not be compiled either."""

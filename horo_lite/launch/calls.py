@@ -1,0 +1,203 @@
+"""A call on its way to the ranks of a job, and what comes back: files in a directory of their own.
+
+The files have mode 0600, in a directory of mode 0700.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import runpy
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from horo_lite.errors import HoroLiteError, JobError, PeerLostError
+from horo_lite.start import launcher
+
+
+def _pickler() -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+def dumps(value: Any) -> bytes:
+    """Return an object pickled, by cloudpickle where that is installed."""
+    data: bytes = _pickler().dumps(value)
+    return data
+
+
+def pickled_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the call, pickled; TypeError says which part of it cannot be."""
+    try:
+        data = dumps((fn, args, kwargs))
+    except Exception as error:
+        parts = {"the function": fn}
+        parts |= {f"argument {i}": value for i, value in enumerate(args)}
+        parts |= {f"argument {name}": value for name, value in kwargs.items()}
+        raise TypeError(_unpicklable(parts, error)) from error
+    main: Any = sys.modules["__main__"]
+    file = getattr(main, "__file__", None) or ""
+    if b"__main__" not in data or _pickler() is not pickle:
+        return {"call": data, "main": None}
+    if not os.path.exists(file):
+        raise TypeError(
+            f"{fn!r} is of a notebook or a prompt, which other processes cannot import: "
+            "pip install cloudpickle, or move it into a module"
+        )
+    return {"call": data, "main": os.path.abspath(file)}
+
+
+def unpickled(result: bytes, rank: int) -> Any:
+    """Return the result that a rank has pickled.
+
+    Raises:
+        TypeError: It cannot be read in this process.
+    """
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        raise TypeError(
+            f"the result of rank {rank} cannot be read in this process ({type(error).__name__}: "
+            f"{error}): return numbers, arrays, lists or dicts"
+        ) from error
+
+
+def _unpicklable(parts: Mapping[str, Any], error: Exception) -> str:
+    culprit = "the call"
+    for name, value in parts.items():
+        try:
+            dumps(value)
+        except Exception as its:
+            culprit, error = f"{name} ({type(value).__name__})", its
+            break
+    hint = "open files, locks and the like stay where they are: make them inside the function"
+    if _pickler() is pickle:
+        hint = "lambdas and inner functions need the package cloudpickle: pip install cloudpickle"
+    return f"{culprit} cannot be sent to the ranks ({error}); {hint}"
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    new = path.with_name(f"new-{path.name}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    new.replace(path)
+
+
+def alias_main() -> None:
+    """Let what ranks pickled with a script's classes find them in this script."""
+    sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
+
+
+class RankError(NamedTuple):
+    """How `fn` ended on a rank."""
+
+    rank: int
+    where: str
+    summary: str
+    traceback: str
+    pickled: bytes | None
+    is_victim: bool  # of another rank's end
+
+    def as_exception(self) -> BaseException:
+        cause = RankTraceback(f"on {self.where}:\n{self.traceback}")
+        error: BaseException = JobError(f"{self.where} raised {self.summary}")
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):  # its class may not be known here
+                error = pickle.loads(self.pickled)
+        error.__cause__ = cause
+        return error
+
+
+class RankTraceback(Exception):  # noqa: N818 (shown as the cause of the exception itself)
+    """Where on the rank the exception came from."""
+
+
+def errors_in(folder: Path) -> list[RankError]:
+    """Return the ranks' errors, the likeliest cause of the others first."""
+    alias_main()
+    files = sorted(folder.glob("error.*"), key=lambda file: file.stat().st_mtime_ns)
+    errors = [RankError(*pickle.loads(file.read_bytes())) for file in files]
+    return sorted(errors, key=lambda error: error.is_victim)
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def serve(folder: str, size: int, rank: int | None = None) -> None:
+    """Make the call in `folder` on this rank, and leave its result or error there.
+
+    The error is raised as well, so that the job ends as it would have without `run`.
+
+    Args:
+        folder: Where `run` has left the call.
+        size: The number of ranks.
+        rank: The number of this one; by default as the launcher says.
+    """
+    if rank is None:
+        launch = launcher.detect(os.environ)
+        rank = (launch.rank if launch is not None else None) or 0
+    call: dict[str, Any] = {"is_last": False}
+    try:
+        try:
+            call = pickle.loads(Path(folder, "call").read_bytes())
+        except FileNotFoundError:
+            raise HoroLiteError(
+                f"{folder} is not there on host {socket.gethostname()}: ranks on several hosts "
+                "need a common directory for temporary files; name one in TMPDIR"
+            ) from None
+        sys.argv = call["argv"]
+        if call["main"] is not None:
+            main = types.ModuleType("__mp_main__")
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+            main.__dict__.update(runpy.run_path(call["main"], run_name="__mp_main__"))
+        fn, args, kwargs = pickle.loads(call["call"])
+        result = fn(*args, **kwargs)
+        try:
+            data = dumps(result)
+        except Exception as error:
+            raise TypeError(
+                f"the result on rank {rank}, a {type(result).__name__}, cannot be sent to the "
+                f"caller ({error}): return numbers, arrays, lists or dicts"
+            ) from error
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            write(Path(folder, f"error.{rank}"), pickle.dumps(tuple(_error_of(rank, size, error))))
+            if call["is_last"]:  # the caller shows it; once is enough
+                sys.stderr.flush()
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        raise
+    write(Path(folder, f"result.{rank}"), data)
+
+
+def _without_serve(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without serve() itself."""
+    return trace.tb_next or trace if trace is not None else None
+
+
+def _error_of(rank: int, size: int, error: BaseException) -> RankError:
+    pickled = None
+    if isinstance(error, Exception):  # the caller's process is not to end by sys.exit() here
+        with contextlib.suppress(Exception):
+            pickled = dumps(error)
+            pickle.loads(pickled)  # some can only be pickled
+    name, text = type(error).__name__, " ".join(str(error).split())
+    return RankError(
+        rank,
+        f"rank {rank} of {size} ({socket.gethostname()}, pid {os.getpid()})",
+        f"{name}: {text}" if text else name,
+        "".join(
+            traceback.format_exception(type(error), error, _without_serve(error.__traceback__))
+        ),
+        pickled,
+        isinstance(error, (PeerLostError, KeyboardInterrupt)),
+    )

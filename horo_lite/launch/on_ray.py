@@ -1,0 +1,57 @@
+"""Ranks on a Ray cluster: one task for each, on CPUs that are reserved for all of them at once."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+from ray.util import get_node_ip_address, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from horo_lite.errors import LauncherError
+from horo_lite.launch.tasks import RankEnd, RankTask, address_of, free_port, ranks_by_host
+from horo_lite.settings import Settings
+
+
+def run_tasks(task: RankTask) -> list[RankEnd]:
+    """Run every rank's task on the cluster that this process is connected to.
+
+    Without a connection it makes one: to the cluster in RAY_ADDRESS, or to one of its own.
+
+    Raises:
+        LauncherError: The cluster has not enough free CPUs.
+        ray.exceptions.RayError: A worker was lost, or cannot import horo_lite.
+    """
+    if not ray.is_initialized():
+        ray.init()
+    timeout_s = Settings.read({}, os.environ).start_timeout_s
+    reserved = placement_group([{"CPU": 1}] * task.size, strategy="PACK")
+    try:
+        if not reserved.wait(timeout_s):
+            raise LauncherError(
+                f"{task.size} ranks on Ray need a CPU each, and within {timeout_s:.0f} s the "
+                f"cluster did not have them (free: {ray.available_resources().get('CPU', 0):g}, "
+                f"in all: {ray.cluster_resources().get('CPU', 0):g}): start fewer ranks, add "
+                "nodes, or wait for longer (HORO_LITE_START_TIMEOUT_S)"
+            )
+        places = [
+            PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
+            for bundle in range(task.size)
+        ]
+        host = ray.remote(num_cpus=1, max_retries=0)(get_node_ip_address)
+        port = ray.remote(num_cpus=1, max_retries=0)(free_port)
+        rank = ray.remote(num_cpus=1, max_retries=0)(RankTask.run)
+        hosts = ray.get([host.options(scheduling_strategy=place).remote() for place in places])
+        ranks = ranks_by_host(hosts)
+        zero = ranks.index(0)
+        first_port = ray.get(port.options(scheduling_strategy=places[zero]).remote())
+        address = address_of(hosts[zero], first_port)
+        ends: list[RankEnd] = ray.get(
+            [
+                rank.options(scheduling_strategy=place).remote(task, number, address)
+                for place, number in zip(places, ranks, strict=True)
+            ]
+        )
+        return ends
+    finally:
+        remove_placement_group(reserved)  # and whatever still runs there

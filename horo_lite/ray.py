@@ -1,0 +1,58 @@
+"""Ray Train's workers as ranks: `DataParallelTrainer(train, backend_config=HoroLiteConfig())`.
+
+The training function calls `init()`, and its ranks are those of Ray Train. They find each other
+without MPI, for which PyTorch must be installed. `hvd.run(fn, np=4, on="ray")` needs none of this.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from ray.train.backend import Backend, BackendConfig
+from ray.util import get_node_ip_address
+
+# ruff: noqa: F403
+from horo_lite import *
+from horo_lite.launch.tasks import address_of, free_port
+from horo_lite.start.launcher import JOB_TOKEN
+
+
+class HoroLiteConfig(BackendConfig):
+    """The backend of a `DataParallelTrainer` whose function trains with horo_lite.
+
+    There is nothing to set: the number of ranks is that of the trainer's `ScalingConfig`, and
+    everything else are variables `HORO_LITE_…` or arguments of `init()`.
+
+        trainer = DataParallelTrainer(
+            train, backend_config=HoroLiteConfig(), scaling_config=ScalingConfig(num_workers=4)
+        )
+        trainer.fit()
+    """
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What Ray Train starts."""
+        return _Backend
+
+
+class _Backend(Backend):
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Tell every worker which rank it is; Ray calls it before the training function."""
+        host, port = worker_group.execute_single(0, _place)
+        world = {
+            "HORO_LITE_SIZE": str(len(worker_group)),
+            "HORO_LITE_ADDRESS": address_of(host, port),
+            JOB_TOKEN: secrets.token_hex(16),
+        }
+        for rank in range(len(worker_group)):
+            worker_group.execute_single(rank, _become, world | {"HORO_LITE_RANK": str(rank)})
+
+
+def _place() -> tuple[str, int]:
+    return get_node_ip_address(), free_port()
+
+
+def _become(rank: dict[str, str]) -> None:
+    os.environ.update(rank)

@@ -1,0 +1,49 @@
+"""What runs on every cluster, and what it must return."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+
+import horo_lite as hvd
+
+N = 3
+ENV = {"HORO_LITE_TEST_HOSTS": "2,1", "HORO_LITE_DEVICE": "cpu"}
+
+
+class NoDataError(Exception):
+    """What a rank raises."""
+
+
+def check_jobs(on: str) -> None:
+    """The bits of a job under mpiexec, twice on the same workers, and an exception in between."""
+
+    def train(scale: float) -> tuple[int, int, str]:
+        world = hvd.init()
+        assert world.transport in ("gloo", "mpi"), world
+        rng = np.random.default_rng(world.rank)
+        mine = (rng.standard_normal(5000) * 2.0 ** rng.integers(-9, 9, 5000)).astype(np.float32)
+        total = hvd.allreduce(mine * np.float32(scale), op=hvd.Sum)
+        return world.rank, os.getpid(), hashlib.sha256(total.tobytes()).hexdigest()
+
+    def fail() -> None:
+        hvd.init()
+        if hvd.rank() == 1:
+            raise ValueError("share 1 is missing")
+        hvd.barrier()
+
+    expected = {digest for *_, digest in hvd.run(train, (0.3,), np=N, env=ENV)}
+    assert len(expected) == 1
+    pids = set()
+    for _ in range(2):
+        found = hvd.run(train, (0.3,), np=N, on=on, env=ENV)
+        assert [rank for rank, *_ in found] == list(range(N))
+        assert {digest for *_, digest in found} == expected
+        pids |= {pid for _, pid, _ in found}
+        with pytest.raises(ValueError, match="share 1 is missing") as raised:
+            hvd.run(fail, np=2, on=on)
+        assert "on rank 1 of 2" in str(raised.value.__cause__)
+    assert len(pids) == 2 * N, "a process was the rank of two jobs"

@@ -1,0 +1,172 @@
+"""`hvd.run(fn, on=…)`: what Ray, Dask and Spark have in common, with threads in place of a cluster.
+
+The clusters themselves are in tests/clusters, each in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import horo_lite as hvd
+from horo_lite.launch import clusters, tasks
+from horo_lite.launch.tasks import RankEnd, RankTask, ranks_by_host
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[RankTask]]:
+    """A cluster whose workers are threads; what they were given. Nothing may be left of it."""
+    given: list[RankTask] = []
+
+    def run_tasks(task: RankTask) -> list[RankEnd]:
+        task = pickle.loads(pickle.dumps(task))
+        given.append(task)
+        hosts = ["a" if i % 2 else "b" for i in range(task.size)]
+        address = tasks.address_of("127.0.0.1", tasks.free_port())
+        with ThreadPoolExecutor(task.size) as pool:
+            ends = pool.map(lambda rank: task.run(rank, address), ranks_by_host(hosts))
+            return list(ends)
+
+    monkeypatch.setattr(clusters, "cluster", {"ray": run_tasks}.__getitem__)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield given
+    assert not list(tmp_path.iterdir())
+
+
+def bits(scale: float) -> tuple[int, int, str]:
+    """Sums whose bits depend on their order, from a world of two simulated hosts."""
+    world = hvd.init(device="cpu")
+    rng = np.random.default_rng(world.rank)
+    mine = (rng.standard_normal(5000) * 2.0 ** rng.integers(-9, 9, 5000)).astype(np.float32)
+    total = hvd.allreduce(mine * np.float32(scale), op=hvd.Sum)
+    return world.rank, os.getpid(), hashlib.sha256(total.tobytes()).hexdigest()
+
+
+@pytest.mark.mpi
+def test_the_bits_are_those_of_mpiexec(cluster: list[RankTask]) -> None:
+    env = {"HORO_LITE_TEST_HOSTS": "2,1", "HORO_LITE_DEVICE": "cpu"}
+    found = hvd.run(bits, (0.3,), np=3, on="ray", env=env)
+    expected = hvd.run(bits, (0.3,), np=3, env=env)
+    assert [rank for rank, *_ in found] == [0, 1, 2]
+    assert len({pid for _, pid, _ in found} | {os.getpid()}) == 4
+    assert [digest for *_, digest in found] == [digest for *_, digest in expected]
+    alone = hvd.run(bits, (0.3,), np=1, on="ray")
+    assert alone[0][2] != expected[0][2]
+    assert [task.size for task in cluster] == [3, 1]
+    # A secret that all ranks have: nobody else writes in their rendezvous.
+    assert len(cluster[0].env["HORO_LITE_JOB_TOKEN"]) == 32
+
+
+class NoDataError(Exception):
+    pass
+
+
+def fail(before_init: bool) -> None:
+    if before_init and os.environ["HORO_LITE_RANK"] == "1":
+        raise NoDataError("share 1 is missing")
+    hvd.init(start_timeout_s=2 if before_init else None)
+    if hvd.rank() == 1:
+        raise NoDataError("share 1 is missing")
+    hvd.barrier()
+
+
+@pytest.mark.parametrize("before_init", [False, True])
+def test_an_exception_comes_back(before_init: bool, cluster: list[RankTask]) -> None:
+    """That of the rank that failed, and not those of the ranks that have waited for it."""
+    with pytest.raises(NoDataError, match="share 1 is missing") as raised:
+        hvd.run(fail, (before_init,), np=2, on="ray")
+    assert "on rank 1 of 2" in str(raised.value.__cause__)
+
+
+def exit_early() -> None:
+    hvd.init()
+    if hvd.rank() == 0:
+        os._exit(7)
+    hvd.barrier()
+
+
+def count(folder: str) -> str:
+    state = hvd.elastic.State(count=0, checkpoint=os.path.join(folder, "run.ckpt"))
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        while state.count < 3:
+            state.count += 1
+            state.commit()
+            if state.count == 2 and os.environ["HORO_LITE_RESTART"] == "0":
+                os._exit(9)
+        return int(state.count)
+
+    hvd.init()
+    return f"{train(state)} after {os.environ['HORO_LITE_RESTART']} restarts"
+
+
+def test_other_ends_and_restarts(cluster: list[RankTask], tmp_path_factory: Any) -> None:
+    with pytest.raises(hvd.PeerLostError, match=r"rank 0 .* os\._exit\(7\)"):
+        hvd.run(exit_early, np=2, on="ray")
+    kept = str(tmp_path_factory.mktemp("kept"))
+    said = hvd.run(count, (kept,), np=1, on="ray", restarts=1)
+    assert said == ["3 after 1 restarts"]
+
+
+def test_a_cancelled_task_ends_its_rank() -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    def is_cancelled() -> bool:
+        begun.set()
+        return cancelled.is_set()
+
+    call = {"call": pickle.dumps((time.sleep, (600,), {})), "main": None, "argv": [""]}
+    task = RankTask(pickle.dumps(call | {"is_last": True}), 1, {}, sys.path)
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(task.run, 0, "127.0.0.1:1", is_cancelled)
+        assert begun.wait(60)
+        cancelled.set()
+        assert end.result(60).code != 0
+    assert not end.result().files.keys() & {"result.0"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks"),
+    [
+        (["a"], [0]),
+        (["a", "a", "a"], [0, 1, 2]),
+        (["b", "a", "b", "a"], [0, 2, 1, 3]),
+        (["c", "a", "b", "a", "c"], [0, 2, 4, 3, 1]),
+    ],
+)
+def test_ranks_of_a_host_are_consecutive(hosts: list[str], ranks: list[int]) -> None:
+    assert ranks_by_host(hosts) == ranks
+
+
+def test_addresses() -> None:
+    assert tasks.address_of("node7", 5) == "node7:5"
+    assert tasks.address_of("fe80::1", 5) == "[fe80::1]:5"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"on": "flink"}, "on is 'ray', 'dask' or 'spark'"),
+        ({"on": "ray", "hosts": "a:2"}, "mpiexec's"),
+        ({"on": "dask", "mpiexec_args": ["-v"]}, "mpiexec's"),
+    ],
+)
+def test_wrong_options_say_what_to_give(options: dict[str, Any], words: str) -> None:
+    run: Callable[..., Any] = hvd.run
+    with pytest.raises(ValueError, match=words):
+        run(bits, np=2, **options)
