@@ -70,7 +70,7 @@ def main() -> None:
         for images, labels in train:
             loss_sum += float(step(tf.constant(images), tf.constant(labels)))
             n_seen += len(labels)
-        loss_sum, n_seen = hvd.allreduce(np.array([loss_sum, n_seen]), hvd.Sum)
+        loss_sum, n_seen = hvd.allreduce(np.array([loss_sum, n_seen]), op=hvd.Sum)
         if world.rank == 0:
             print(f"epoch {epoch + 1:2}  train loss {loss_sum / n_seen:.4f}", flush=True)
 

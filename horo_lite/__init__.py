@@ -84,6 +84,7 @@ __all__ = sorted(_HOME)
 # What is more than a name: horo_lite.jax and its like, imported when first used.
 _FACES = {
     "elastic",
+    "horovod",
     "jax",
     "keras",
     "mlx",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError
+from horo_lite.horovod import aliases
 from horo_lite.launch import doctor, jobs
 
 _EXAMPLES = """\
@@ -21,6 +22,7 @@ examples:
   %(prog)s -n 4 train.py --epochs 10
   %(prog)s -n 4 --restarts 3 --checkpoint run.ckpt train.py
   %(prog)s -n 4 --mpiexec-args="--bind-to none" -m package.train
+  %(prog)s -n 4 --as-horovod train.py       (a script for Horovod, as it is)
   %(prog)s --check
 
 Without restarts, mpiexec takes this process's place: its exit code and signals are mpiexec's own.
@@ -59,6 +61,16 @@ def _parser() -> argparse.ArgumentParser:
         help="a rank that dies does not end the job (Open MPI 5; see horo_lite.elastic)",
     )
     add("--mpiexec-args", default="", metavar="'…'", help="more arguments for mpiexec itself")
+    add(
+        "--as-horovod",
+        action="store_true",
+        help="`import horovod` finds horo_lite in the job; not where a real Horovod is installed",
+    )
+    add(
+        "--as-horovod-anyway",
+        action="store_true",
+        help="the same, also in place of a real Horovod that is installed",
+    )
     add("--check", action="store_true", help="show what is installed, and try it on two ranks")
     add("--version", action="version", version=f"horo_lite {__version__}")
     add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, as python -m does")
@@ -89,12 +101,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = [sys.executable, *program]
     if shutil.which(program[0]) is None:
         parser.error(f"there is no {program[0]}")
+    more = {}
+    if args.as_horovod or args.as_horovod_anyway:
+        found = None if args.as_horovod_anyway else aliases.installed_horovod()
+        if found:
+            parser.error(f"{found}: uninstall it, or use --as-horovod-anyway")
+        more["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [aliases.PATH, os.environ.get("PYTHONPATH")])
+        )
     try:
         with (
             jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint,
             contextlib.ExitStack() as stack,
         ):
-            more = {jobs.CHECKPOINT: checkpoint} if checkpoint else {}
+            if checkpoint:
+                more[jobs.CHECKPOINT] = checkpoint
             env = jobs.environment(more | {jobs.RESTART: "0"})
             # With fault tolerance mpiexec's exit code is 0 even if all ranks were killed.
             end = Path(f"{checkpoint}.end") if args.elastic and args.restarts else None

@@ -23,6 +23,7 @@ from horo_lite.training.options import Options
 
 FACES = {
     "elastic",
+    "horovod",
     "jax",
     "keras",
     "mlx",

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 MODULES = (
     *(f"horo_lite.{face}" for face in sorted(horo_lite._FACES)),
     "horo_lite.keras.callbacks",
+    "horo_lite.keras.elastic",
+    "horo_lite.tensorflow.elastic",
     "horo_lite.torch.ddp_hooks",
     "horo_lite.torch.distributed",
     "horo_lite.torch.elastic",
@@ -49,7 +51,8 @@ def public_names(module_name: str) -> tuple[list[str], dict[str, str]]:
     dict: the full name there, by the name here.
     """
     module = import_module(module_name)
-    homes = [horo_lite] if module_name == "horo_lite.elastic" else [horo_lite, horo_lite.elastic]
+    others = [horo_lite.elastic, horo_lite.horovod]
+    homes = [horo_lite, *(home for home in others if home.__name__ != module_name)]
     of_ours = {
         id(getattr(home, name)): f"{home.__name__}.{name}"
         for home in homes

@@ -13,7 +13,9 @@ from horo_lite.adapters.object import Adapter, Array, Named
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:
     """What an eager tensor holds: where that is in the host's memory, a view not to be written."""
     # Scalars of some dtypes, such as bfloat16, give NumPy's scalars, which __array__ must not.
-    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+    array = np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+    array.flags.writeable = False  # a scalar is a copy: what is written there would be lost
+    return array
 
 
 class TensorflowAdapter(Adapter):

@@ -274,7 +274,7 @@ def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
     def content(x: Any) -> Any:
         if hasattr(x, "state_dict") and hasattr(x, "load_state_dict"):
             return mapped(dict(x.state_dict()), content)
-        if is_array(x):
+        if is_array(x) or _is_variable(x):
             return take(x)
         if known := _Known(x):
             return mapped(known.content(), content)
@@ -296,12 +296,17 @@ def _taken(old: Any, content: Any) -> Any:
     if hasattr(old, "state_dict") and hasattr(old, "load_state_dict"):
         old.load_state_dict(copy.deepcopy(content))
         return old
-    if is_array(old) and is_array(content):
+    if (is_array(old) or _is_variable(old)) and is_array(content):
         return _written(old, content)
     if known := _Known(old):
         known.take(content)
         return old
     return copy.deepcopy(content)
+
+
+def _is_variable(x: Any) -> bool:
+    """Whether it is one of TensorFlow's or Keras': they hold arrays that cannot be written."""
+    return hasattr(x, "assign") and hasattr(x, "trainable") and hasattr(x, "shape")
 
 
 def _hash_of(array: Any) -> int:
@@ -328,6 +333,9 @@ def _written(old: Any, content: Any) -> Any:
         old.detach().copy_(content)
         return old
     new = from_numpy(np.array(content), old)
+    if fits and _is_variable(old):
+        old.assign(new)
+        return old
     if fits and adapter_of(old).mutable and is_writable(old):
         old[...] = new
         return old

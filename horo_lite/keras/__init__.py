@@ -13,9 +13,17 @@ from __future__ import annotations
 
 # ruff: noqa: F403
 from horo_lite import *
+from horo_lite.horovod.exceptions import HorovodInternalError as HorovodInternalError
+from horo_lite.horovod.objects import *
+from horo_lite.horovod.process_sets import *
+from horo_lite.horovod.reductions import Adasum as Adasum
+from horo_lite.horovod.world import *
 from horo_lite.keras import callbacks as callbacks
+from horo_lite.keras import elastic as elastic
 from horo_lite.keras.callbacks import (
     broadcast_global_variables as broadcast_global_variables,
 )
+from horo_lite.keras.operations import *
 from horo_lite.keras.optimizer import DistributedOptimizer as DistributedOptimizer
+from horo_lite.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
 from horo_lite.keras.optimizer import load_model as load_model

@@ -8,19 +8,31 @@ from typing import Any
 
 import keras
 
-from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
+from horo_lite.horovod.gradients import Exchange, Set, options_of, scaled
+from horo_lite.horovod.process_sets import global_process_set
 from horo_lite.training.options import Options
 from horo_lite.training.transform import Transform
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: Any,
-    *,
-    compression: Compressor = Compression.none,
-    op: Op = Average,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
     sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Op = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Set = global_process_set,
+    scale_local_gradients: bool = True,
+    *,
     group: Group | None = None,
 ) -> Any:
     """`optimizer`, which from now on applies the gradients of all ranks.
@@ -33,9 +45,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     The result is of the class of `optimizer` and shares everything with it: variables, learning
     rate, configuration. Gradients are averaged when `apply()` (or `apply_gradients`,
     `stateless_apply`) is called, so clipping, accumulation, decay and moving averages see what one
-    process with all the samples would see. With gradient_accumulation_steps every pass is
-    exchanged. It works in `fit` on every backend, compiled on JAX; on TensorFlow the model has to
-    be compiled with jit_compile=False, which is the default where there is no GPU.
+    process with all the samples would see. With Keras' own gradient_accumulation_steps every pass
+    is exchanged. It works in `fit` on every backend, compiled on JAX; on TensorFlow the model has
+    to be compiled with jit_compile=False, which is the default where there is no GPU.
 
     `model.save` writes what it would write of `optimizer`, so a file needs no horo_lite to be read:
     continue with `horo_lite.keras.load_model`, which makes the optimizer distributed again.
@@ -47,16 +59,33 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     A gradient missing on some ranks counts as zeros there. Variables are known by their paths: a
     rank that has built more models than others needs layers with names (Keras counts those without:
-    dense, dense_1).
+    dense, dense_1). `register_local_var(variable)`, before the first step, keeps the gradient of a
+    variable to this rank.
 
     Args:
         optimizer: A Keras optimizer, or the name of one. Under mixed_float16 give a
             LossScaleOptimizer: all ranks then skip the same steps.
-        compression: What travels; `Compression.fp16` halves the bytes.
-        op: Average or Sum.
+        name: Horovod's argument, which has no meaning here.
+        device_dense: The same.
+        device_sparse: The same.
+        compression: What travels; `Compression.fp16` halves the bytes. What has `compress` and
+            `decompress` of its own is called.
         sparse_as_dense: On TensorFlow, gradients of embeddings become dense before they travel;
             otherwise the rows of all ranks are gathered.
-        group: The ranks; default all.
+        gradient_predivide_factor: Gradients are divided by it before they are added up, and the sum
+            by size / factor. Only with op=Average.
+        op: Average or Sum.
+        backward_passes_per_step: The gradients of so many batches are added up, and then applied at
+            once; exchanged then too, where steps are not compiled by JAX (there at every pass, to
+            the same numbers). Keras' gradient_accumulation_steps does it, and must not be set.
+        average_aggregated_gradients: True: the sum is divided by backward_passes_per_step, as Keras
+            itself does.
+        num_groups: Horovod's older name for `groups`.
+        groups: Which gradients travel together in Horovod. Results do not depend on it, and here
+            nothing does.
+        process_set: The ranks; default all.
+        scale_local_gradients: Gradients of local variables are divided by the number of ranks.
+        group: The ranks as a `Group`.
 
     Raises:
         MismatchError: From `apply()`, on every rank, naming the first variable that differs, where
@@ -65,23 +94,130 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, AveragingOptimizer):
         raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
-    options = Options(op=op, compression=compression, group=group)
+    options, own_compression = options_of(
+        op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
+    )
+    passes = _checked_passes(optimizer, backward_passes_per_step)
     kind: Any = type(optimizer)
     wrapped = object.__new__(_class_of(kind))
     # One state, whoever loads or changes it; Keras would look into it while it is being set.
     object.__setattr__(wrapped, "__dict__", vars(optimizer))
-    transform = _transform(options, sparse_as_dense)
-    vars(wrapped).update(_transform=transform, _is_averaged=False)
+    exchange = Exchange(
+        _transform(options, sparse_as_dense),
+        own_compression,
+        gradient_predivide_factor,
+        scale_local_gradients,
+    )
+    sum_of = 1 if average_aggregated_gradients else passes
+    vars(wrapped).update(
+        _exchange=exchange, _is_averaged=False, _passes=passes, _sum_of=sum_of, _accumulated=None
+    )
+    if passes > 1:
+        vars(optimizer)["gradient_accumulation_steps"] = passes
     return wrapped
+
+
+def _checked_passes(optimizer: Any, passes: Any) -> int:
+    if not hasattr(passes, "__index__") or passes.__index__() < 1:
+        raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
+    if passes > 1:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise ValueError(
+                "backward_passes_per_step and a LossScaleOptimizer do not go together: give the "
+                "optimizer inside of it gradient_accumulation_steps"
+            )
+        if getattr(optimizer, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "gradient_accumulation_steps of Keras and backward_passes_per_step are two names "
+                "for the same: give one of them"
+            )
+        if optimizer.built:
+            raise ValueError(
+                "backward_passes_per_step needs an optimizer that has not been built: make the "
+                "DistributedOptimizer before the first step"
+            )
+    return int(passes.__index__())
+
+
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Op = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Set = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A `DistributedOptimizer` that keeps the gradients of some layers to this rank.
+
+    Args:
+        optimizer: As for `DistributedOptimizer`.
+        name: As there.
+        device_dense: As there.
+        device_sparse: As there.
+        compression: As there.
+        sparse_as_dense: As there.
+        gradient_predivide_factor: As there.
+        op: As there.
+        backward_passes_per_step: As there.
+        average_aggregated_gradients: As there.
+        num_groups: As there.
+        groups: As there.
+        process_set: As there.
+        local_layers: A layer, or several, which have been built.
+        scale_local_gradients: As there.
+    """
+    wrapped = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in variables_of(local_layers):
+        wrapped.register_local_var(variable)
+    return wrapped
+
+
+def variables_of(local_layers: Any) -> list[Any]:
+    """Return the trainable variables of a layer, of several, or of None."""
+    if local_layers is None:
+        return []
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers)
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers are layers of Keras, not {layer!r}")
+        if not layer.built:
+            raise ValueError(f"the layer {layer.name!r} has no variables yet: build it first")
+    return [variable for layer in layers for variable in layer.trainable_weights]
 
 
 def load_model(
     filepath: Any,
+    custom_optimizers: Any = None,
     custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    *,
     compile: bool = True,
     safe_mode: bool = True,
-    *,
-    compression: Compressor = Compression.none,
     op: Op = Average,
     sparse_as_dense: bool = False,
     group: Group | None = None,
@@ -92,15 +228,18 @@ def load_model(
 
     Args:
         filepath: As for `keras.models.load_model`.
-        custom_objects: As there.
-        compile: As there.
-        safe_mode: As there.
+        custom_optimizers: Classes of optimizers that are not Keras' own.
+        custom_objects: As for `keras.models.load_model`.
         compression: As for DistributedOptimizer; a file does not keep it, or what follows.
-        op: As there.
+        legacy_opts: Horovod's argument, which has no meaning here.
+        compile: As for `keras.models.load_model`.
+        safe_mode: As there.
+        op: As for DistributedOptimizer.
         sparse_as_dense: As there.
         group: As there.
     """
-    model = keras.models.load_model(filepath, custom_objects, compile, safe_mode)
+    known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.models.load_model(filepath, known or None, compile, safe_mode)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(
             model.optimizer,
@@ -123,9 +262,19 @@ _LOSS_SCALE = (
 class AveragingOptimizer:
     """What a wrapped optimizer has beside its own class."""
 
-    _transform: Transform
+    _exchange: Exchange
     _is_averaged: bool
+    _passes: int
+    _sum_of: int
+    _accumulated: list[Any] | None
     _trainable_variables: list[Any]
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradient of this variable to this rank, before the first step.
+
+        It is divided by the number of ranks unless scale_local_gradients=False.
+        """
+        self._exchange.register_local([var])
 
     def apply(
         self,
@@ -167,11 +316,32 @@ class AveragingOptimizer:
     def _averaged(
         self, grads: Sequence[Any], variables: list[Any] | None, weight: Any
     ) -> Sequence[Any]:
+        if self._passes > 1:
+            if weight is not None:
+                raise ValueError("weight= and backward_passes_per_step do not go together")
+            return grads  # when they have been added up: see _clip_gradients
         if variables is None:
             variables = self._trainable_variables
         if self._is_averaged or len(grads) != len(variables):  # Keras says what is wrong with that
             return grads
-        return self._transform([_name_of(variable) for variable in variables], grads, weight)
+        return self._exchange(variables, list(map(_name_of, variables)), grads, weight)
+
+    # Two methods that every backend's optimizer of Keras calls, in this order, the second one with
+    # what the passes have added up to.
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        vars(self)["_accumulated"] = list(trainable_variables)
+        try:
+            super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            vars(self)["_accumulated"] = None
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        variables = self._accumulated
+        if self._passes > 1 and variables is not None:
+            sums = [scaled(gradient, self._sum_of) for gradient in grads]
+            grads = self._exchange(variables, list(map(_name_of, variables)), sums)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:  # as a LossScaleOptimizer does inside it

@@ -15,11 +15,21 @@ Everything that `horo_lite` has is here as well; what is not listed below takes 
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 # ruff: noqa: F401, F403
 from horo_lite import *
+from horo_lite.errors import HoroLiteError as HorovodInternalError
+from horo_lite.horovod.objects import *
+from horo_lite.horovod.process_sets import *
+from horo_lite.horovod.reductions import Adasum
+from horo_lite.horovod.world import *
+from horo_lite.tensorflow import elastic
 from horo_lite.tensorflow.gradients import (
     DistributedGradientTape,
     DistributedOptimizer,
+    PartialDistributedGradientTape,
     broadcast_,
     broadcast_global_variables,
     broadcast_variables,
@@ -32,5 +42,22 @@ from horo_lite.tensorflow.operations import (
     grouped_allgather,
     grouped_allreduce,
     grouped_reducescatter,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
     reducescatter,
+    size_op,
 )
+
+# Those that need Keras, which is imported when they are first used.
+_WITH_KERAS = {
+    "PartialDistributedOptimizer": "horo_lite.keras.optimizer",
+    "SyncBatchNormalization": "horo_lite.tensorflow.sync_batch_norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_KERAS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_WITH_KERAS[name]), name)

@@ -12,11 +12,13 @@ import tensorflow as tf
 
 from horo_lite import ops
 from horo_lite.adapters.tensorflow import array_of
-from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op, Sum
 from horo_lite.errors import MismatchError
-from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python
+from horo_lite.horovod.gradients import Exchange, Set, options_of, ranks_given
+from horo_lite.horovod.process_sets import global_process_set, root_in
+from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python, ranks_of
 from horo_lite.training import transform
 from horo_lite.training.options import Options
 
@@ -149,32 +151,59 @@ class DistributedGradientTape:
     `jacobian()` and `batch_jacobian()` are this rank's.
 
     Args:
-        tape: The tape; it may be a persistent one.
-        compression: What travels; `Compression.fp16` halves the bytes.
-        op: Average or Sum.
+        gradtape: The tape; it may be a persistent one.
+        device_dense: Horovod's argument, which has no meaning here.
+        device_sparse: The same.
+        compression: What travels; `Compression.fp16` halves the bytes. What has `compress` and
+            `decompress` of its own is called.
         sparse_as_dense: Gradients of embeddings become dense before they travel; otherwise they
             stay tf.IndexedSlices, with the rows of all ranks.
-        group: The ranks; default all.
+        op: Average or Sum.
+        gradient_predivide_factor: Gradients are divided by it before they are added up, and the sum
+            by size / factor. Only with op=Average.
+        num_groups: Horovod's older name for `groups`.
+        groups: Which gradients travel together in Horovod; here nothing depends on it.
+        process_set: The ranks; default all.
+        scale_local_gradients: Gradients of local sources are divided by the number of ranks.
+        group: The ranks as a `Group`.
     """
 
     def __init__(
         self,
-        tape: tf.GradientTape,
-        *,
-        compression: Compressor = Compression.none,
-        op: Op = Average,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
         sparse_as_dense: bool = False,
+        op: Op = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: Set = global_process_set,
+        scale_local_gradients: bool = True,
+        *,
         group: Group | None = None,
     ) -> None:
-        if isinstance(tape, DistributedGradientTape) or not hasattr(tape, "gradient"):
+        if isinstance(gradtape, DistributedGradientTape) or not hasattr(gradtape, "gradient"):
             raise TypeError(
                 "DistributedGradientTape is put around a tf.GradientTape, once, not around "
-                f"{type(tape).__name__}"
+                f"{type(gradtape).__name__}"
             )
-        self._tape = tape
-        self._transform = Transform(
-            Options(op=op, compression=compression, group=group), sparse_as_dense
+        self._tape = gradtape
+        options, own_compression = options_of(
+            op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
         )
+        self._transform = Transform(options, sparse_as_dense)
+        self._exchange = Exchange(
+            self._transform, own_compression, gradient_predivide_factor, scale_local_gradients
+        )
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradient of this variable to this rank.
+
+        It is divided by the number of ranks unless scale_local_gradients=False.
+        """
+        self._exchange.register_local([source])
 
     @as_it_is
     def gradient(
@@ -185,6 +214,7 @@ class DistributedGradientTape:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         *,
         weight: Any = None,
+        use_generic_names: bool = False,
     ) -> Any:
         """The averages over all ranks of what the tape's own `gradient()` returns.
 
@@ -198,10 +228,16 @@ class DistributedGradientTape:
             unconnected_gradients: As the tape's.
             weight: This rank's number of samples, given on every rank or on none: with it the
                 average is the mean over all samples, however uneven the batches. 0 is allowed.
+            use_generic_names: Horovod's argument: gradients are known by their places, not by the
+                names of the sources.
         """
         gradients = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
-        names = [_name(source, i) for i, source in enumerate(tf.nest.flatten(sources))]
-        averages = self._transform(names, tf.nest.flatten(gradients), weight)
+        variables = tf.nest.flatten(sources)
+        names = [
+            f"sources[{i}]" if use_generic_names else _name(source, i)
+            for i, source in enumerate(variables)
+        ]
+        averages = self._exchange(variables, names, tf.nest.flatten(gradients), weight)
         return tf.nest.pack_sequence_as(gradients, averages)
 
     def __enter__(self) -> DistributedGradientTape:
@@ -215,31 +251,104 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
 
+def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Op = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Set = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> DistributedGradientTape:
+    """A `DistributedGradientTape` that keeps the gradients of some layers to this rank.
+
+    Args:
+        gradtape: As for `DistributedGradientTape`.
+        device_dense: As there.
+        device_sparse: As there.
+        compression: As there.
+        sparse_as_dense: As there.
+        op: As there.
+        gradient_predivide_factor: As there.
+        num_groups: As there.
+        groups: As there.
+        process_set: As there.
+        local_layers: A Keras layer, or several, which have been built.
+        scale_local_gradients: As there.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in import_module("horo_lite.keras.optimizer").variables_of(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: Any,
-    *,
-    compression: Compressor = Compression.none,
-    op: Op = Average,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
     sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Op = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Set = global_process_set,
+    scale_local_gradients: bool = True,
+    *,
     group: Group | None = None,
 ) -> Any:
     """A Keras optimizer that applies the gradients of all ranks.
 
     Not for gradients that a DistributedGradientTape has averaged already.
-    See `horo_lite.keras.DistributedOptimizer` for what it does and for the arguments.
+    See `horo_lite.keras.DistributedOptimizer` for what it does and for the arguments, which are in
+    another order there, as in Horovod; `use_locking` has no meaning here.
     """
     return import_module("horo_lite.keras").DistributedOptimizer(
         optimizer,
+        name,
         compression=compression,
-        op=op,
         sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
         group=group,
     )
 
 
 @as_it_is
 def broadcast_variables(
-    variables: Iterable[Any], root_rank: int = 0, *, group: Group | None = None
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: Set = global_process_set,
+    inplace: bool = False,
+    *,
+    group: Group | None = None,
 ) -> None:
     """The variables, TensorFlow's or Keras', have the values of rank `root_rank`.
 
@@ -247,18 +356,26 @@ def broadcast_variables(
 
     Args:
         variables: tf.Variables or Keras', such as `model.variables` and `optimizer.variables`.
-        root_rank: Whose values; among the ranks of `group`, if that is given.
-        group: The ranks; default all.
+        root_rank: Whose values: the world's number of a rank of the set; among the ranks of
+            `group`, if that is given.
+        process_set: The ranks; default all.
+        inplace: Horovod's argument, which changes nothing here.
+        group: The ranks as a `Group`.
 
     Raises:
         MismatchError: On every rank, where names, dtypes or shapes are not alike.
     """
-    _assign("broadcast_variables", list(variables), root_rank, group)
+    _assign("broadcast_variables", list(variables), root_rank, process_set, group)
 
 
 @as_it_is
 def broadcast_(
-    variables: Any, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
+    variables: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
 ) -> Any:
     """The variables have the values of rank `root_rank`, which are returned as tensors.
 
@@ -268,15 +385,18 @@ def broadcast_(
 
     Args:
         variables: What is to be written.
-        root_rank: Whose values; among the ranks of `group`, if that is given.
+        root_rank: As for `broadcast_variables`.
         name: For messages; where given, alike on all ranks.
-        group: The ranks; default all.
+        process_set: The ranks; default all.
+        group: The ranks as a `Group`.
     """
     if isinstance(variables, (list, tuple)):
-        return _assign("broadcast_", variables, root_rank, group, name)
+        return _assign("broadcast_", variables, root_rank, process_set, group, name)
     if isinstance(variables, np.ndarray):
-        return ops.broadcast_(variables, root_rank, name=name, group=group)
-    return _assign("broadcast_", [variables], root_rank, group, name)[0]
+        ranks = ranks_of(ranks_given(process_set, group))
+        root = root_rank if group is not None else root_in(ranks, root_rank)
+        return ops.broadcast_(variables, root, name=name, group=ranks)
+    return _assign("broadcast_", [variables], root_rank, process_set, group, name)[0]
 
 
 def broadcast_global_variables(root_rank: int = 0) -> None:
@@ -297,9 +417,11 @@ def _assign(
     what: str,
     variables: Sequence[Any],
     root_rank: int,
+    process_set: Set,
     group: Group | None,
     title: str | None = None,
 ) -> list[Any]:
+    members = ranks_given(process_set, group)
     for i, variable in enumerate(variables):
         if not callable(getattr(variable, "assign", None)):
             raise TypeError(
@@ -315,7 +437,9 @@ def _assign(
 
     def exchange(*arrays: Array) -> list[Array]:
         copies = [np.array(x) for x in arrays]
-        return ops.grouped_broadcast_(copies, root_rank, names=names, group=group)
+        ranks = ranks_of(members)
+        root = root_rank if group is not None else root_in(ranks, root_rank)
+        return ops.grouped_broadcast_(copies, root, names=names, group=ranks)
 
     values = in_python(exchange, tensors, [(x.dtype, x.shape) for x in tensors])
     for variable, value in zip(variables, values, strict=True):

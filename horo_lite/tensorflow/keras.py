@@ -4,7 +4,10 @@
 from horo_lite.keras import *
 from horo_lite.keras import (
     DistributedOptimizer,
+    HorovodInternalError,
+    PartialDistributedOptimizer,
     broadcast_global_variables,
     callbacks,
+    elastic,
     load_model,
 )

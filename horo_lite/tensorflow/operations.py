@@ -26,6 +26,14 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op, Sum
 from horo_lite.context import world
+from horo_lite.horovod.gradients import Set, checked_compression, ranks_given
+from horo_lite.horovod.process_sets import (
+    global_process_set,
+    group_of,
+    root_in,
+    set_of,
+)
+from horo_lite.horovod.reductions import AdasumOp, op_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,9 +61,9 @@ def as_it_is(function: Callable[P, T]) -> Callable[P, T]:
     return cast("Callable[P, T]", tf.autograph.experimental.do_not_convert(function))
 
 
-def ranks_of(group: Group | None) -> Group:
+def ranks_of(ranks: Set) -> Group:
     """To be asked when an operation runs: there may be another world than when it was traced."""
-    return world().group if group is None else group
+    return group_of(ranks)
 
 
 def in_python(
@@ -95,13 +103,17 @@ def in_python(
 @as_it_is
 def allreduce(
     tensor: Tensor,
-    op: Op | None = None,
-    *,
     average: bool | None = None,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: Set = global_process_set,
+    ignore_name_scope: bool = False,
+    *,
     group: Group | None = None,
 ) -> Tensor:
     """The op over all ranks' `tensor`, as a new one; called by every rank.
@@ -113,26 +125,32 @@ def allreduce(
 
     Args:
         tensor: Of the same shape and dtype on every rank.
-        op: Average (the default), Sum, Min, Max or Product. IndexedSlices take the first two.
-            Averages of integers are cut towards zero.
         average: Horovod's older form: True for Average, False for Sum.
-        name: For messages; where given, alike on all ranks.
-        compression: What travels, such as Compression.fp16; not for IndexedSlices.
+        device_dense: Horovod's argument, which has no meaning here.
+        device_sparse: The same.
+        compression: What travels, such as Compression.fp16; not for IndexedSlices. What has
+            `compress` and `decompress` of its own is called.
+        op: Average (the default), Sum, Min, Max or Product, or Horovod's number for one.
+            IndexedSlices take the first two. Averages of integers are cut towards zero.
         prescale_factor: Multiplies what this rank contributes.
         postscale_factor: Multiplies the result.
-        group: The ranks; default all.
+        name: For messages; where given, alike on all ranks.
+        process_set: The ranks; default all.
+        ignore_name_scope: Horovod's argument, which has no meaning here.
+        group: The ranks as a `Group`.
 
     Raises:
         MismatchError: On every rank, where shapes, dtypes or options are not alike.
     """
     (result,) = grouped_allreduce(
         [tensor],
-        _op_of("allreduce", op, average),
-        name=name,
+        average,
         compression=compression,
+        op=op,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
-        group=group,
+        process_set=ranks_given(process_set, group),
+        name=name,
     )
     return result
 
@@ -140,18 +158,38 @@ def allreduce(
 @as_it_is
 def grouped_allreduce(
     tensors: Sequence[Tensor],
-    op: Op | None = None,
-    *,
     average: bool | None = None,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Set = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+    *,
     group: Group | None = None,
 ) -> list[Tensor]:
     """The op over all ranks' `tensors`, reduced as one. See `allreduce`."""
-    op = _op_of("grouped_allreduce", op, average)
+    op = _op_of(average, op)
+    ranks = ranks_given(process_set, group)
     results = list(tensors)
+    if not isinstance(compression, Compressor):
+        own = checked_compression(compression)
+        pairs = [(x, None) if isinstance(x, tf.IndexedSlices) else own.compress(x) for x in results]
+        reduced_ones = grouped_allreduce(
+            [x for x, _ in pairs],
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            process_set=ranks,
+            name=name,
+        )
+        return [
+            x if isinstance(x, tf.IndexedSlices) else own.decompress(x, context)
+            for x, (_, context) in zip(reduced_ones, pairs, strict=True)
+        ]
     slices = [i for i, x in enumerate(results) if isinstance(x, tf.IndexedSlices)]
     dense = [i for i in range(len(results)) if i not in slices]
 
@@ -163,7 +201,7 @@ def grouped_allreduce(
             compression=compression,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
-            group=group,
+            group=ranks_of(ranks),
         )
 
     def reduced(*xs: Tensor) -> Any:
@@ -171,12 +209,12 @@ def grouped_allreduce(
             _check_linear("allreduce", op)
             return grouped_allreduce(
                 [tf.convert_to_tensor(gradient) for gradient in gradients],
-                op,
-                name=_backward(name),
                 compression=compression,
+                op=op,
                 prescale_factor=prescale_factor,
                 postscale_factor=postscale_factor,
-                group=group,
+                process_set=ranks,
+                name=_backward(name),
             )
 
         return in_python(exchange, xs, [(x.dtype, x.shape) for x in xs]), backward
@@ -186,14 +224,21 @@ def grouped_allreduce(
         for i, result in zip(dense, _differentiable(reduced, xs), strict=True):
             results[i] = result
     for i in slices:
-        own = name if len(results) == 1 else f"{name or 'allreduce'}[{i}]"
+        own_name = name if len(results) == 1 else f"{name or 'allreduce'}[{i}]"
         factor = prescale_factor * postscale_factor
-        results[i] = _gathered_slices(results[i], op, own, factor, group)
+        results[i] = _gathered_slices(results[i], op, own_name, factor, ranks)
     return results
 
 
 @as_it_is
-def allgather(tensor: Tensor, *, name: str | None = None, group: Group | None = None) -> Tensor:
+def allgather(
+    tensor: Tensor,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
+) -> Tensor:
     """All ranks' `tensor`, one after the other along the first dimension, which may differ.
 
     A scalar counts as one row. The gradient, as Horovod's, is this rank's rows of the *average* of
@@ -202,14 +247,17 @@ def allgather(tensor: Tensor, *, name: str | None = None, group: Group | None = 
     Args:
         tensor: Alike on every rank in dtype and all dimensions but the first.
         name: For messages; where given, alike on all ranks.
-        group: The ranks; default all.
+        ignore_name_scope: Horovod's argument, which has no meaning here.
+        process_set: The ranks; default all.
+        group: The ranks as a `Group`.
     """
+    members = ranks_given(process_set, group)
 
     def exchange(array: Array) -> list[Array]:
-        return [ops.allgather(array, name=name, group=group)]
+        return [ops.allgather(array, name=name, group=ranks_of(members))]
 
     def place(shape: Array) -> list[Array]:
-        ranks = ranks_of(group)
+        ranks = ranks_of(members)
         n_mine = int(shape[0]) if len(shape) else 1
         n_rows = ops.allgather(np.array([n_mine]), name=_backward(name), group=ranks)
         begin = n_rows[: ranks.rank].sum()
@@ -218,7 +266,7 @@ def allgather(tensor: Tensor, *, name: str | None = None, group: Group | None = 
     def gathered(x: Tensor) -> Any:
         def backward(gradient: Tensor) -> Tensor:
             average = allreduce(
-                tf.convert_to_tensor(gradient), Average, name=_backward(name), group=group
+                tf.convert_to_tensor(gradient), name=_backward(name), process_set=members
             )
             (rows,) = in_python(place, [tf.shape(x)], [(tf.int64, [2])])
             return tf.reshape(average[rows[0] : rows[1]], tf.shape(x))
@@ -231,15 +279,27 @@ def allgather(tensor: Tensor, *, name: str | None = None, group: Group | None = 
 
 @as_it_is
 def grouped_allgather(
-    tensors: Sequence[Tensor], *, name: str | None = None, group: Group | None = None
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
 ) -> list[Tensor]:
     """`allgather` of each of these."""
-    return [allgather(x, name=_of_many(name, i), group=group) for i, x in enumerate(tensors)]
+    ranks = ranks_given(process_set, group)
+    return [allgather(x, name=_of_many(name, i), process_set=ranks) for i, x in enumerate(tensors)]
 
 
 @as_it_is
 def broadcast(
-    tensor: Tensor, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
+    tensor: Tensor,
+    root_rank: int = 0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
 ) -> Tensor:
     """What `tensor` is on rank `root_rank`, as a new one.
 
@@ -248,20 +308,28 @@ def broadcast(
 
     Args:
         tensor: Of the same shape and dtype on every rank.
-        root_rank: Whose; among the ranks of `group`, if that is given.
+        root_rank: Whose: the world's number of a rank of the set; among the ranks of `group`, if
+            that is given.
         name: For messages; where given, alike on all ranks.
-        group: The ranks; default all.
+        ignore_name_scope: Horovod's argument, which has no meaning here.
+        process_set: The ranks; default all.
+        group: The ranks as a `Group`.
     """
+    members = ranks_given(process_set, group)
+
+    def root(ranks: Group) -> int:
+        return root_rank if group is not None else root_in(ranks, root_rank)
 
     def exchange(array: Array) -> list[Array]:
-        return [ops.broadcast(array, root_rank, name=name, group=group)]
+        ranks = ranks_of(members)
+        return [ops.broadcast(array, root(ranks), name=name, group=ranks)]
 
     def received(x: Tensor) -> Any:
         def backward(gradient: Tensor) -> Tensor:
             average = allreduce(
-                tf.convert_to_tensor(gradient), Average, name=_backward(name), group=group
+                tf.convert_to_tensor(gradient), name=_backward(name), process_set=members
             )
-            is_root = _when_run(lambda ranks: ranks.rank == root_rank, group, tf.bool, average)
+            is_root = _when_run(lambda ranks: ranks.rank == root(ranks), members, tf.bool, average)
             return tf.where(is_root, average, tf.zeros_like(average))
 
         (result,) = in_python(exchange, [x], [(x.dtype, x.shape)])
@@ -274,8 +342,10 @@ def broadcast(
 def alltoall(
     tensor: Tensor,
     splits: Tensor | None = None,
-    *,
     name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: Set = global_process_set,
+    *,
     group: Group | None = None,
 ) -> Any:
     """The rows that all ranks had for this one, in rank order; called by every rank.
@@ -286,19 +356,22 @@ def alltoall(
         tensor: Alike on every rank in dtype and all dimensions but the first.
         splits: How many rows go to each rank, in order; without it, each gets as many.
         name: For messages; where given, alike on all ranks.
-        group: The ranks; default all.
+        ignore_name_scope: Horovod's argument, which has no meaning here.
+        process_set: The ranks; default all.
+        group: The ranks as a `Group`.
 
     Returns:
         The received rows; with `splits`, a pair of these and an int32 tensor of how many came from
         each rank.
     """
+    members = ranks_given(process_set, group)
     if splits is not None:
         splits = tf.convert_to_tensor(splits)
         if not splits.dtype.is_integer:
             raise TypeError(f"alltoall: splits are numbers of rows, not {splits.dtype.name}")
 
     def exchange(array: Array, splits: Array | None = None) -> list[Array]:
-        ranks = ranks_of(group)
+        ranks = ranks_of(members)
         if splits is None:
             n_rows = len(array) if array.ndim else 1
             if n_rows % ranks.size:
@@ -315,7 +388,7 @@ def alltoall(
 
         def backward(gradient: Tensor, _: Tensor) -> Tensor:
             gradient = tf.convert_to_tensor(gradient)
-            back, _ = alltoall(gradient, received, name=_backward(name), group=group)
+            back, _ = alltoall(gradient, received, name=_backward(name), process_set=members)
             return tf.reshape(back, tf.shape(x))
 
         return (rows, received), backward
@@ -327,13 +400,15 @@ def alltoall(
 @as_it_is
 def reducescatter(
     tensor: Tensor,
-    op: Op | None = None,
-    *,
-    average: bool | None = None,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: Any = Average,
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    process_set: Set = global_process_set,
+    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
     group: Group | None = None,
 ) -> Tensor:
     """This rank's rows of `allreduce(tensor)`; called by every rank.
@@ -345,7 +420,19 @@ def reducescatter(
 
     The arguments are those of `allreduce`.
     """
-    op = _op_of("reducescatter", op, average)
+    op = _op_of(None, op)
+    members = ranks_given(process_set, group)
+    if not isinstance(compression, Compressor):
+        small, context = checked_compression(compression).compress(tensor)
+        part = reducescatter(
+            small,
+            op=op,
+            name=name,
+            process_set=members,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+        )
+        return compression.decompress(part, context)
 
     def exchange(array: Array) -> list[Array]:
         part = ops.reducescatter(
@@ -355,17 +442,19 @@ def reducescatter(
             compression=compression,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
-            group=group,
+            group=ranks_of(members),
         )
         return [part]
 
     def scattered(x: Tensor) -> Any:
         def backward(gradient: Tensor) -> Tensor:
             _check_linear("reducescatter", op)
-            whole = allgather(tf.convert_to_tensor(gradient), name=_backward(name), group=group)
+            whole = allgather(
+                tf.convert_to_tensor(gradient), name=_backward(name), process_set=members
+            )
             n_times = prescale_factor * postscale_factor
             factor = _when_run(
-                lambda ranks: n_times * (ranks.size if op is Sum else 1), group, tf.float64, whole
+                lambda ranks: n_times * (ranks.size if op is Sum else 1), members, tf.float64, whole
             )
             return tf.reshape(whole, tf.shape(x)) * tf.cast(factor, whole.dtype)
 
@@ -378,29 +467,68 @@ def reducescatter(
 @as_it_is
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
-    op: Op | None = None,
-    *,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: Set = global_process_set,
+    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    name: str | None = None,
+    *,
     group: Group | None = None,
 ) -> list[Tensor]:
     """`reducescatter` of each of these."""
-    op = _op_of("grouped_reducescatter", op, average)
+    ranks = ranks_given(process_set, group)
     return [
         reducescatter(
             x,
-            op,
-            name=_of_many(name, i),
             compression=compression,
+            op=op,
+            name=_of_many(name, i),
+            process_set=ranks,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
-            group=group,
         )
         for i, x in enumerate(tensors)
     ]
+
+
+@as_it_is
+def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
+    """The number of ranks when the graph runs; of the set with that number, if given."""
+    return _number(lambda: set_of(process_set_id).size())
+
+
+@as_it_is
+def rank_op(name: str | None = None) -> Tensor:
+    """This rank's number when the graph runs."""
+    return _number(lambda: world().rank)
+
+
+@as_it_is
+def local_size_op(name: str | None = None) -> Tensor:
+    """The number of ranks on this host when the graph runs."""
+    return _number(lambda: world().local_size)
+
+
+@as_it_is
+def local_rank_op(name: str | None = None) -> Tensor:
+    """This rank's number on its host when the graph runs."""
+    return _number(lambda: world().local_rank)
+
+
+@as_it_is
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
+    """1 if this rank is in the set of that number when the graph runs, otherwise 0."""
+    return _number(lambda: int(set_of(process_set_id).included()))
+
+
+def _number(known: Callable[[], int]) -> Tensor:
+    (value,) = in_python(
+        lambda _: [np.array(known(), np.int32)], [tf.constant(0)], [(tf.int32, [])]
+    )
+    return value
 
 
 def _differentiable(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
@@ -409,7 +537,7 @@ def _differentiable(function: Callable[..., Any], tensors: Sequence[Tensor]) -> 
 
 
 def _gathered_slices(
-    slices: tf.IndexedSlices, op: Op, name: str | None, factor: float, group: Group | None
+    slices: tf.IndexedSlices, op: Op, name: str | None, factor: float, ranks: Set
 ) -> tf.IndexedSlices:
     """All ranks' rows, the ranks' average or sum as soon as rows of one index are added up."""
     if op not in (Average, Sum):
@@ -418,10 +546,10 @@ def _gathered_slices(
             "with tf.convert_to_tensor(slices)"
         )
     title = name or "allreduce of IndexedSlices"
-    values = allgather(slices.values, name=f"{title}, values", group=group)
-    indices = allgather(slices.indices, name=f"{title}, indices", group=group)
+    values = allgather(slices.values, name=f"{title}, values", process_set=ranks)
+    indices = allgather(slices.indices, name=f"{title}, indices", process_set=ranks)
     scale = _when_run(
-        lambda ranks: factor / (ranks.size if op is Average else 1), group, tf.float64, indices
+        lambda group: factor / (group.size if op is Average else 1), ranks, tf.float64, indices
     )
     if values.dtype.is_floating:
         scaled = values * tf.cast(scale, values.dtype)
@@ -430,12 +558,10 @@ def _gathered_slices(
     return tf.IndexedSlices(scaled, indices, slices.dense_shape)
 
 
-def _when_run(
-    known: Callable[[Group], object], group: Group | None, dtype: Any, near: Tensor
-) -> Tensor:
+def _when_run(known: Callable[[Group], object], ranks: Set, dtype: Any, near: Tensor) -> Tensor:
     """What `known` says of the ranks when the graph runs that has the tensor `near`; a scalar."""
     (value,) = in_python(
-        lambda _: [np.array(known(ranks_of(group)), dtype.as_numpy_dtype)],
+        lambda _: [np.array(known(ranks_of(ranks)), dtype.as_numpy_dtype)],
         [tf.shape(near)],
         [(dtype, [])],
     )
@@ -465,16 +591,11 @@ def check_dtype(what: str, tensor: Tensor) -> None:
         )
 
 
-def _op_of(what: str, op: Any, average: bool | None) -> Op:
-    if average is not None:
-        if op is not None:
-            raise ValueError(f"{what}: average and op are two names for one thing: give op alone")
-        return Average if average else Sum
-    if op is None:
-        return Average
-    if isinstance(op, Op):
-        return op
-    raise ValueError(f"{what}: op is one of {', '.join(f'hvd.{o.name}' for o in Op)}, not {op!r}")
+def _op_of(average: Any, op: Any) -> Op:
+    found = op_of(average, op)
+    if isinstance(found, AdasumOp):
+        raise ValueError("op=hvd.Adasum is for PyTorch (horo_lite.torch): use Average or Sum")
+    return found
 
 
 def _check_linear(what: str, op: Op) -> None:

@@ -15,15 +15,16 @@ from __future__ import annotations
 # ruff: noqa: F401, F403
 from horo_lite.autoload import register as _register
 from horo_lite.errors import HoroLiteError as HorovodInternalError
+from horo_lite.horovod.process_sets import *
+from horo_lite.horovod.world import *
 from horo_lite.ops import irecv, isend, recv, send
 from horo_lite.start.trace import start_timeline, stop_timeline
 from horo_lite.torch import elastic
 from horo_lite.torch.compression import Compression
+from horo_lite.torch.data_parallel import DistributedDataParallel
 from horo_lite.torch.functions import *
 from horo_lite.torch.mpi_ops import *
 from horo_lite.torch.optimizer import DistributedOptimizer
-from horo_lite.torch.process_sets import *
 from horo_lite.torch.sync_batch_norm import SyncBatchNorm
-from horo_lite.torch.world import *
 
 _register()  # torch itself does it only where the package's entry points are installed

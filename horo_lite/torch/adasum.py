@@ -30,21 +30,6 @@ if TYPE_CHECKING:
     from horo_lite.transports import Transport
 
 
-class AdasumOp:
-    """The op Adasum: its only instance is hvd.Adasum."""
-
-    name = "Adasum"
-
-    def __repr__(self) -> str:
-        return "Adasum"
-
-    def __reduce__(self) -> str:
-        return "Adasum"  # a copy, or what was pickled, is the same
-
-
-Adasum = AdasumOp()
-
-
 def adasum_(group: Group, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
     """Each tensor holds, in place, the Adasum of what it is on all ranks of the group.
 

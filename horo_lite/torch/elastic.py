@@ -8,7 +8,18 @@ from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, Sampler, State
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState", "run"]
 
-ElasticSampler = Sampler
+
+class ElasticSampler(Sampler):
+    """A `horo_lite.elastic.Sampler` with Horovod's arguments.
+
+    Args:
+        dataset: Anything with a length: the same on every rank.
+        shuffle: Whether every epoch has an order of its own, drawn from `seed`.
+        seed: Alike on all ranks.
+    """
+
+    def __init__(self, dataset: object, shuffle: bool = True, seed: int = 0) -> None:
+        super().__init__(dataset, shuffle, seed)
 
 
 class TorchState(State):

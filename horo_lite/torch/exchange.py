@@ -24,13 +24,13 @@ from horo_lite.collectives.reductions import Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
 from horo_lite.errors import MismatchError
+from horo_lite.horovod.process_sets import ProcessSet, group_of
+from horo_lite.horovod.reductions import Adasum, AdasumOp
 from horo_lite.state.drift import DriftCheck
 from horo_lite.torch import bucket_views
-from horo_lite.torch.adasum import Adasum, AdasumOp
 from horo_lite.torch.group_views import group_for
 from horo_lite.torch.options import TorchOptions
 from horo_lite.torch.passes import graph_task, notify_at_end
-from horo_lite.torch.process_sets import ProcessSet, group_of
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse, sparse_note
 from horo_lite.training.options import averaging
 from horo_lite.transports.shm import SharedMemory

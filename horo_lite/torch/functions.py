@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
 from horo_lite.state.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
 from horo_lite.state.broadcast import broadcast_parameters as _broadcast_parameters
 from horo_lite.state.drift import check_in_sync as _check_in_sync
 from horo_lite.torch.mpi_ops import allgather, allgather_async, broadcast_, synchronize
-from horo_lite.torch.process_sets import global_process_set, group_of, root_in
 from horo_lite.torch.submission import Set
 
 __all__ = [

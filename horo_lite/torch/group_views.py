@@ -10,7 +10,8 @@ from horo_lite.collectives.compression import Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Op
-from horo_lite.torch.adasum import AdasumOp, adasum_async_
+from horo_lite.horovod.reductions import AdasumOp
+from horo_lite.torch.adasum import adasum_async_
 
 
 class _GroupView:

@@ -34,7 +34,8 @@ from torch import Tensor
 from horo_lite import ops
 from horo_lite.collectives.calls import Barrier, Part
 from horo_lite.collectives.reductions import Average, Max, Min, Product, Sum
-from horo_lite.torch.adasum import Adasum
+from horo_lite.horovod.process_sets import global_process_set, group_of
+from horo_lite.horovod.reductions import Adasum, AnyOp, op_of
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.differentiable import (
     gathered,
@@ -43,13 +44,10 @@ from horo_lite.torch.differentiable import (
     scattered,
     sent_from_root,
 )
-from horo_lite.torch.process_sets import global_process_set, group_of
 from horo_lite.torch.submission import (
-    AnyOp,
     Handle,
     Set,
     name_of,
-    op_of,
     poll,
     submit_allgather,
     submit_alltoall,

@@ -16,10 +16,10 @@ import torch
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
-from horo_lite.torch.adasum import AdasumOp
+from horo_lite.horovod.process_sets import ProcessSet, global_process_set
+from horo_lite.horovod.reductions import AdasumOp, named_op
 from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, Exchange, nobody
 from horo_lite.torch.options import TorchOptions
-from horo_lite.torch.process_sets import ProcessSet, global_process_set
 from horo_lite.training.optimizer import takes_weight
 
 _wrapper_of: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -130,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if group is not None and process_set is not global_process_set:
         raise TypeError("give group= or process_set=, not both: they are two names for the same")
     options = TorchOptions(
-        op=op,
+        op=named_op(op),
         compression=compression,
         bucket_bytes=bucket_bytes,
         backward_passes_per_step=backward_passes_per_step,

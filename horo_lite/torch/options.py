@@ -10,8 +10,8 @@ from typing import Any
 from horo_lite.collectives.compression import Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum
-from horo_lite.torch.adasum import Adasum
-from horo_lite.torch.process_sets import ProcessSet, global_process_set
+from horo_lite.horovod.process_sets import ProcessSet, global_process_set
+from horo_lite.horovod.reductions import Adasum
 from horo_lite.training.options import Options
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -16,13 +15,13 @@ from horo_lite.collectives import compression as core
 from horo_lite.collectives.calls import Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle as Submitted
-from horo_lite.collectives.reductions import AllReduce, Average, Op, ReduceScatter, Sum
-from horo_lite.torch.adasum import AdasumOp, adasum_async_
+from horo_lite.collectives.reductions import AllReduce, Op, ReduceScatter
+from horo_lite.horovod.process_sets import ProcessSet, group_of, root_in
+from horo_lite.horovod.reductions import AdasumOp, AnyOp
+from horo_lite.torch.adasum import adasum_async_
 from horo_lite.torch.compression import Compression
-from horo_lite.torch.process_sets import ProcessSet, group_of, root_in
 
 Set: TypeAlias = "ProcessSet | Group | None"
-AnyOp: TypeAlias = "Op | AdasumOp"
 
 
 class Handle:
@@ -183,26 +182,6 @@ def submit_broadcast(
         return _written([tensor], [work])[0] if in_place else work
 
     return Handle("broadcast", name, group, [part], finish)
-
-
-def op_of(average: bool | None, op: AnyOp | None) -> AnyOp:
-    """The op that Horovod's `average=` and `op=` ask for; Average where neither is given."""
-    if average is not None:
-        if op is not None:
-            raise ValueError("average and op are two names for one thing: give op alone")
-        warnings.warn(
-            "average= is Horovod's old name: say op=hvd.Average or op=hvd.Sum",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return Average if average else Sum
-    if op is None:
-        return Average
-    if not isinstance(op, (Op, AdasumOp)):
-        raise ValueError(
-            f"op is hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product, not {op!r}"
-        )
-    return op
 
 
 def checked(tensors: Sequence[Tensor]) -> list[Tensor]:

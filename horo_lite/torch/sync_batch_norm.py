@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Sum
-from horo_lite.torch.process_sets import ProcessSet, global_process_set, group_of
+from horo_lite.horovod.process_sets import ProcessSet, global_process_set, group_of
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -84,7 +84,7 @@ class Transform:
             op=self.options.op,
             compression=self.options.compression,
             weight=weight,
-            group=self.options.group,
+            group=None if self.options.group is None else self.options.ranks,
         )
         return [averages.get(key) for key in keys]
 

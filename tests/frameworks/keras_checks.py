@@ -495,6 +495,159 @@ def check_group() -> None:
     hvd.check_in_sync(model, group=group)
 
 
+def applied(optimizer: Any, *steps: list[Any], values: Any = (2.0, 3.0)) -> list[float]:
+    """Two variables' values after each of these steps' gradients, two numbers, was applied."""
+    variables = [
+        keras.Variable(keras.ops.convert_to_tensor([value], "float32"), name=f"number_{i}")
+        for i, value in enumerate(values)
+    ]
+    for variable in variables[1:]:
+        if hasattr(optimizer, "register_local_var") and getattr(optimizer, "keeps_last", False):
+            optimizer.register_local_var(variable)
+    for step in steps:
+        found = [keras.ops.convert_to_tensor([g], "float32") for g in step]
+        optimizer.apply(found, variables)
+    return [float(keras.ops.convert_to_numpy(v.value)[0]) for v in variables]
+
+
+def check_passes_per_step() -> None:
+    """Horovod: the passes' gradients are added up, and divided only if they are to be averaged."""
+    n = world.size
+    mean = (n + 1) / 2  # of rank + 1
+    for average, factor in ((False, 1.0), (True, 0.5)):
+
+        def wrapped(average: bool = average, **options: Any) -> Any:
+            return hvd.DistributedOptimizer(
+                keras.optimizers.SGD(1.0),
+                backward_passes_per_step=2,
+                average_aggregated_gradients=average,
+                **options,
+            )
+
+        one, two = [world.rank + 1.0, 1.0], [4.0 * (world.rank + 1), 2.0]
+        assert applied(wrapped(), one) == [2.0, 3.0]  # not applied yet
+        found = applied(wrapped(), one, two)
+        np.testing.assert_allclose(found, [2 - factor * 5 * mean, 3 - factor * 3], rtol=1e-6)
+        found = applied(wrapped(), one, two, one, two)
+        np.testing.assert_allclose(found, [2 - factor * 10 * mean, 3 - factor * 6], rtol=1e-6)
+        found = applied(wrapped(op=hvd.Sum), one, two)
+        np.testing.assert_allclose(found, [2 - factor * 5 * mean * n, 3 - factor * 3 * n])
+    # In fit, compiled or not, with clipping, which sees the average.
+    options = {"momentum": 0.9, "global_clipnorm": 0.5}
+    model, alone = (
+        compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, **options), **passes))
+        if together
+        else compiled(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2, **options))
+        for together, passes in (
+            (True, {"backward_passes_per_step": 2, "average_aggregated_gradients": True}),
+            (False, {}),
+        )
+    )
+    alone.set_weights(hvd.broadcast_object(model.get_weights(), 0))
+    fit(model, callbacks=broadcast())
+    fit(alone, alone=True)
+    check_same_bits(model)
+    check_close(model, alone)
+    for optimizer, words in (
+        (keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "two names for the same"),
+        (keras.optimizers.LossScaleOptimizer(adam()), "LossScaleOptimizer do not go together"),
+    ):
+        with pytest.raises(ValueError, match=words.split()[-1]):
+            hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+    with pytest.raises(ValueError, match="backward_passes_per_step is 0"):
+        hvd.DistributedOptimizer("sgd", backward_passes_per_step=0)
+
+
+def check_local_variables_and_predivision() -> None:
+    """Horovod: a local gradient is this rank's, divided by the number of ranks; sum(g/f) * f/N."""
+    n, own = world.size, world.rank + 1.0
+    mean = (n + 1) / 2
+    for scale, kept in ((True, own / n), (False, own)):
+        for passes in (1, 2):
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(1.0),
+                backward_passes_per_step=passes,
+                scale_local_gradients=scale,
+            )
+            vars(optimizer)["keeps_last"] = True
+            found = applied(optimizer, *[[own, own]] * passes)
+            np.testing.assert_allclose(found, [2 - passes * mean, 3 - passes * kept], rtol=1e-6)
+    for factor in (0.5, 4.0):
+        sgd = keras.optimizers.SGD(1.0)
+        optimizer = hvd.DistributedOptimizer(sgd, gradient_predivide_factor=factor)
+        np.testing.assert_allclose(applied(optimizer, [own, 2 * own]), [2 - mean, 3 - 2 * mean])
+    with pytest.raises(ValueError, match="needs op=Average"):
+        hvd.DistributedOptimizer("sgd", gradient_predivide_factor=2.0, op=hvd.Sum)
+    model = network()
+    partly = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=[model.layers[0]]
+    )
+    model.compile(optimizer=partly, loss="mse")
+    model.set_weights(hvd.broadcast_object(model.get_weights(), 0))
+    fit(model, epochs=1)
+    first, last = ([w.tolist() for w in layer.get_weights()] for layer in model.layers)
+    everyone = hvd.allgather_object((first, last))
+    assert all(each[1] == last for each in everyone)
+    assert n == 1 or everyone[0][0] != everyone[1][0]
+    with pytest.raises(ValueError, match="are layers of Keras"):
+        hvd.PartialDistributedOptimizer("sgd", local_layers=["first"])
+
+
+def check_process_sets_and_values() -> None:
+    """Values of any kind, with Horovod's positions; roots are the world's numbers."""
+    n, ranks = world.size, np.arange(world.size)
+    x = np.arange(n) * (world.rank + 1.0)
+    assert hvd.allreduce(x, "sums", False).tolist() == (np.arange(n) * (ranks + 1).sum()).tolist()
+    assert float(hvd.allreduce(world.rank + 1.0)) == (n + 1) / 2
+    assert float(hvd.allreduce(2.0, None, None, 3.0, 0.5, hvd.Max)) == 3.0
+    tensor = keras.ops.convert_to_tensor(x)
+    found = hvd.allreduce(tensor, op=4)  # Horovod's number for Max
+    assert isinstance(found, type(tensor))
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(found), np.arange(n) * n)
+    assert hvd.allgather(x[:1], "rows").shape == (n,)
+    assert hvd.broadcast(x, n - 1, "root").tolist() == (np.arange(n) * n).tolist()
+    own = np.arange(n)[world.rank] * (ranks + 1).sum()
+    assert hvd.reducescatter(x, "parts", hvd.Sum).tolist() == [own]
+    assert hvd.mpi_threads_supported() in (True, False)
+    members = [0, n - 1] if n > 2 else list(range(n))
+    part = hvd.add_process_set(members)
+    if part.included():
+        mean = np.mean([r + 1.0 for r in members])
+        assert float(hvd.allreduce(world.rank + 1.0, process_set=part)) == mean
+        assert hvd.broadcast_object(world.rank, members[-1], process_set=part) == members[-1]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=part)
+        np.testing.assert_allclose(applied(optimizer, [world.rank + 1.0, 1.0]), [2 - mean, 2])
+    hvd.remove_process_set(part)
+
+
+def check_elastic_state() -> None:
+    model = compiled(hvd.DistributedOptimizer(adam()))
+    state = hvd.elastic.KerasState(model, batch=world.rank, epoch=0)
+    state.sync()
+    check_same_bits(model)
+    before = model.get_weights()
+    elastic = hvd.elastic
+    fit(
+        model,
+        callbacks=[
+            elastic.UpdateBatchStateCallback(state),
+            elastic.UpdateEpochStateCallback(state),
+            elastic.CommitStateCallback(state, batches_per_commit=4),
+        ],
+    )
+    assert (state.batch, state.epoch) == (0, 2)
+    after = model.get_weights()
+    assert any((a != b).any() for a, b in zip(before, after, strict=True))
+    n_steps = int(model.optimizer.iterations)
+    fit(model, epochs=1)
+    state.epoch = 9
+    state.restore()
+    assert state.epoch == 2
+    assert int(model.optimizer.iterations) == n_steps == 2 * N_STEPS
+    for a, b in zip(model.get_weights(), after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def check_mismatches_are_named() -> None:
     if world.size == 1:
         return

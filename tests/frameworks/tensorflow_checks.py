@@ -36,12 +36,12 @@ def check_operations(made: Maker) -> None:
         def all_of_them(x: Any) -> Any:
             rows = tf.repeat(x, RANK + 1, axis=0)
             return (
-                hvd.allreduce(x, hvd.Sum),
+                hvd.allreduce(x, op=hvd.Sum),
                 hvd.allgather(rows),
                 hvd.broadcast(x, SIZE - 1),
                 hvd.allgather(x[0, 1]),
-                hvd.allreduce(x[0, 1], hvd.Sum),
-                *hvd.grouped_allreduce([x, x[0] + 1], hvd.Max),
+                hvd.allreduce(x[0, 1], op=hvd.Sum),
+                *hvd.grouped_allreduce([x, x[0] + 1], op=hvd.Max),
             )
 
         results = made(all_of_them)(tf.cast(x, dtype))
@@ -146,7 +146,10 @@ def check_gradients_are_horovods(made: Maker) -> None:
         scaled = partial(hvd.reducescatter, op=op, prescale_factor=3.0, postscale_factor=0.5)
         close(gradient_of(made, scaled, n_all, n_parts[RANK]), 1.5 * factor * gathered)
     two = gradient_of(
-        made, lambda x: tf.add_n(hvd.grouped_reducescatter([x, x], hvd.Sum)), n_all, n_parts[RANK]
+        made,
+        lambda x: tf.add_n(hvd.grouped_reducescatter([x, x], op=hvd.Sum)),
+        n_all,
+        n_parts[RANK],
     )
     close(two, 2 * SIZE * gathered)
 
@@ -193,11 +196,11 @@ def check_what_is_not_linear_in_its_shapes(made: Maker) -> None:
 
     def all_of_them(x: Any) -> Any:
         return (
-            hvd.allreduce(x, hvd.Sum),
+            hvd.allreduce(x, op=hvd.Sum),
             hvd.allgather(x),
             hvd.broadcast(x, 0),
             hvd.alltoall(x),
-            hvd.reducescatter(x, hvd.Sum),
+            hvd.reducescatter(x, op=hvd.Sum),
         )
 
     function = all_of_them
@@ -212,7 +215,7 @@ def check_what_is_not_linear_in_its_shapes(made: Maker) -> None:
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(x)
             chosen = tf.gather(hvd.allreduce(x), [1, 1])
-            cubes = tf.reduce_sum(hvd.allreduce(x, hvd.Sum) ** 3)
+            cubes = tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum) ** 3)
             slope = tape.gradient(cubes, x)
         return tape.gradient(chosen, x), tape.gradient(slope, x)
 
@@ -235,12 +238,12 @@ def check_indexed_slices(made: Maker) -> None:
 
     def reduced(values: Any, op: Any) -> Any:
         slices = tf.IndexedSlices(values, tf.constant(indices), tf.constant([4, 3]))
-        one = hvd.allreduce(slices, op, prescale_factor=3.0)
-        two, dense = hvd.grouped_allreduce([slices, tf.constant([RANK + 1.0])], op)
+        one = hvd.allreduce(slices, op=op, prescale_factor=3.0)
+        two, dense = hvd.grouped_allreduce([slices, tf.constant([RANK + 1.0])], op=op)
         with tf.GradientTape() as tape:
             tape.watch(values)
             watched = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
-            loss = tf.reduce_sum(hvd.allreduce(watched, op).values * 2.0**RANK)
+            loss = tf.reduce_sum(hvd.allreduce(watched, op=op).values * 2.0**RANK)
         return one, two, dense, tape.gradient(loss, values)
 
     for op, n in ((hvd.Average, SIZE), (hvd.Sum, 1)):
@@ -307,8 +310,10 @@ def check_signatures() -> None:
 def check_errors_say_what_to_do() -> None:
     x = tf.constant([1.0])
     for call, words in (
-        (lambda: hvd.allreduce(x, False), "allreduce: op is one of hvd.Average"),
-        (lambda: hvd.allreduce(x, hvd.Sum, average=True), "give op alone"),
+        (lambda: hvd.allreduce(x, op=False), "op is hvd.Average, hvd.Sum"),
+        (lambda: hvd.allreduce(x, hvd.Sum), "average is True or False.*give op="),
+        (lambda: hvd.allreduce(x, op=hvd.Adasum), "for PyTorch"),
+        (lambda: hvd.allreduce(x, op=hvd.Sum, average=True), "give op alone"),
         (lambda: hvd.allreduce(x, opp=hvd.Sum), r"allreduce\(\) got an unexpected .* 'opp'"),
         (lambda: hvd.DistributedOptimizer("sgd", compresion=1), r"DistributedOptimizer\(\) got"),
         (lambda: hvd.allreduce(tf.constant(1j)), "allreduce: dtype complex128 cannot be"),
@@ -454,7 +459,7 @@ def check_a_rank_without_rows() -> None:
         loss = tf.reduce_sum(table if RANK == 0 else tf.gather(table, [0]))
     with pytest.raises(hvd.MismatchError, match="sparse_as_dense=True"):
         hvd.DistributedGradientTape(tape).gradient(loss, table)
-    assert hvd.allreduce(float(RANK), hvd.Sum).numpy() == RANKS.sum()
+    assert hvd.allreduce(float(RANK), op=hvd.Sum).numpy() == RANKS.sum()
 
 
 def check_embeddings_with_keras_optimizers(made: Maker) -> None:
@@ -520,6 +525,148 @@ def check_persistent_tape(made: Maker) -> None:
     assert nothing == {}
 
 
+def check_horovods_options_of_a_tape(made: Maker) -> None:
+    """The formulas: sum(g / f) * f / N; local sources g / N, or g; the compression's two calls."""
+    local, shared = tf.Variable([2.0, 3.0], name="local"), tf.Variable([1.0, 4.0], name="shared")
+
+    class Halves:
+        """Sends half of everything, and gives back twice what comes."""
+
+        @staticmethod
+        def compress(tensor: Any) -> Any:
+            return tensor / 2, "context"
+
+        @staticmethod
+        def decompress(tensor: Any, context: Any) -> Any:
+            assert context == "context"
+            return tensor * 2 + 1
+
+    def found(register: bool = True, **options: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(local**2) * (RANK + 1) + tf.reduce_sum(shared**2) * (RANK + 1)
+        tape = hvd.DistributedGradientTape(tape, **options)
+        if register:
+            tape.register_local_source(local)
+        return tape.gradient(loss, [local, shared], use_generic_names=True)
+
+    own, mean = np.array([4.0, 6.0]) * (RANK + 1), np.array([2.0, 8.0]) * (RANKS + 1).mean()
+    for options, mine, all_ranks in (
+        ({}, own / SIZE, mean),
+        ({"scale_local_gradients": False}, own, mean),
+        ({"gradient_predivide_factor": 4.0}, own / SIZE, mean),
+        ({"op": 1}, own / SIZE, mean * SIZE),
+        ({"compression": Halves}, own / SIZE, mean + 1),
+        ({"register": False}, np.array([4.0, 6.0]) * (RANKS + 1).mean(), mean),
+    ):
+        mine_found, shared_found = made(partial(found, **options))()
+        np.testing.assert_allclose(mine_found, mine, rtol=1e-6, err_msg=str(options))
+        np.testing.assert_allclose(shared_found, all_ranks, rtol=1e-6, err_msg=str(options))
+    for options, words in (
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "needs op=Average"),
+        ({"op": hvd.Adasum}, "Adasum is not there"),
+        ({"groups": "many"}, "groups is a number"),
+        ({"compression": 7}, "has compress"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hvd.DistributedGradientTape(tf.GradientTape(), **options)
+
+    layer = keras.layers.Dense(1, kernel_initializer="ones", name="kept_here")
+    layer.build((None, 2))
+
+    def partly() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(tf.ones([1, 2])) * (RANK + 1)) + tf.reduce_sum(shared**2)
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer)
+        return tape.gradient(loss, [*layer.trainable_variables, shared])
+
+    kernel, _, squares = made(partly)()
+    np.testing.assert_allclose(kernel, np.full((2, 1), (RANK + 1) / SIZE), rtol=1e-6)
+    np.testing.assert_allclose(squares, [2.0, 8.0], rtol=1e-6)
+
+
+def check_process_sets_and_basics(made: Maker) -> None:
+    """Roots are the world's numbers, and what is asked of a graph is known when it runs."""
+    assert hvd.mpi_built()
+    assert not hvd.gloo_built()
+    assert hvd.global_process_set.size() == SIZE
+    assert issubclass(hvd.MismatchError, hvd.HorovodInternalError)
+    numbers = made(lambda: (hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op()))
+    assert [int(n) for n in numbers()] == [SIZE, RANK, hvd.local_size(), hvd.local_rank()]
+    assert hvd.broadcast_object_fn(root_rank=SIZE - 1)(RANK) == SIZE - 1
+    assert hvd.allgather_object({"rank": RANK}) == [{"rank": r} for r in RANKS]
+    members = [r for r in RANKS if r != 1] if SIZE > 2 else [int(r) for r in RANKS]
+    part = hvd.add_process_set(members)
+    included = made(lambda: hvd.process_set_included_op(part.process_set_id))
+    assert int(included()) == (RANK in members)
+    variable = tf.Variable(float(RANK))
+    if RANK in members:
+        root = members[-1]
+
+        def within() -> Any:
+            x = tf.fill([len(members)], tf.cast(RANK + 1, tf.float32))
+            hvd.broadcast_variables([variable], root, part)
+            return (
+                hvd.allreduce(x, op=hvd.Sum, process_set=part),
+                hvd.allgather(x[:1], process_set=part),
+                hvd.broadcast(x, root, process_set=part),
+                hvd.reducescatter(x, op=hvd.Sum, process_set=part),
+                hvd.alltoall(x, process_set=part),
+                hvd.size_op(part.process_set_id),
+            )
+
+        total, gathered, sent, own, exchanged, n = made(within)()
+        values = np.array(members) + 1.0
+        assert total.numpy().tolist() == [values.sum()] * len(members)
+        assert gathered.numpy().tolist() == exchanged.numpy().tolist() == values.tolist()
+        assert sent.numpy().tolist() == [root + 1.0] * len(members)
+        assert own.numpy().tolist() == [values.sum()]
+        assert int(n) == len(members)
+        assert variable.numpy() == root
+        hvd.barrier(part)
+        assert hvd.broadcast_object(RANK, root, process_set=part) == root
+    hvd.remove_process_set(part)
+
+
+def check_sync_batch_normalization(made: Maker) -> None:
+    """Outputs, statistics and gradients are those of the whole, uneven batch."""
+    rng = np.random.default_rng(3)
+    x = (rng.normal(size=(BATCH, 4, 2)) + 5).astype(np.float32)
+    scale = rng.normal(size=x.shape).astype(np.float32)
+    begin = sum(UNEVEN[:RANK])
+    mine = slice(begin, begin + UNEVEN[RANK])
+    ours, alone = hvd.SyncBatchNormalization(name="norm"), keras.layers.BatchNormalization()
+    for layer in (ours, alone):
+        layer.build(x.shape)
+
+    def run(layer: Any, rows: Any, factors: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            y = layer(rows, training=True)
+            loss = tf.reduce_sum(y * factors)
+        return y, tape.gradient(loss, [rows, layer.gamma.value])
+
+    y, (dx, dgamma) = made(partial(run, ours))(tf.constant(x[mine]), tf.constant(scale[mine]))
+    whole, (dx_whole, dgamma_whole) = run(alone, tf.constant(x), tf.constant(scale))
+    close = partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5)
+    close(y, whole[mine])
+    close(dx, dx_whole[mine])
+    close(hvd.allreduce(dgamma, op=hvd.Sum), dgamma_whole)
+    for a, b in zip(ours.get_weights(), alone.get_weights(), strict=True):
+        close(a, b)
+
+
+def check_elastic_states() -> None:
+    variable = tf.Variable([1.0 + RANK])
+    state = hvd.elastic.TensorFlowState([variable], batch=RANK)
+    state.sync()
+    assert (variable.numpy().tolist(), state.batch) == ([1.0], 0)
+    variable.assign([7.0])
+    state.batch = 3
+    state.restore()
+    assert (variable.numpy().tolist(), state.batch) == ([1.0], 0)
+    assert hvd.elastic.TensorFlowKerasState is of_keras.elastic.KerasState
+
+
 def check_mismatches_are_named(made: Maker) -> None:
     if SIZE == 1:
         return
@@ -543,7 +690,7 @@ def check_order_inside_a_graph() -> None:
 
     @tf.function
     def many(x: Any) -> Any:
-        return [hvd.allreduce(x + k, hvd.Sum, name=f"number {k}") for k in range(20)]
+        return [hvd.allreduce(x + k, op=hvd.Sum, name=f"number {k}") for k in range(20)]
 
     for _ in range(5):
         for k, result in enumerate(many(tf.constant(float(RANK)))):

@@ -33,7 +33,7 @@ def launched(
 )
 def test_two_ranks_train_as_one_process_would(backend: str) -> None:
     result = launched("keras_checks.py", 2, backend).check()
-    assert result.stdout.count(f"{backend} on 2: check_") == 15, result
+    assert result.stdout.count(f"{backend} on 2: check_") == 19, result
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
@@ -46,9 +46,12 @@ def test_three_ranks_do_as_well(backend: str) -> None:
         "check_what_acts_on_averages",
         "check_group",
         "check_mismatches_are_named",
+        "check_passes_per_step",
+        "check_local_variables_and_predivision",
+        "check_process_sets_and_values",
     )
     result = launched("keras_checks.py", 3, backend, *chosen).check()
-    assert result.stdout.count(f"{backend} on 3: check_") == 7, result
+    assert result.stdout.count(f"{backend} on 3: check_") == 10, result
 
 
 LONGER = """

@@ -20,7 +20,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 def test_tape_and_operations(size: int) -> None:
     checks = FOLDER / "tensorflow_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"{size} ranks: check_") == 17, result
+    assert result.stdout.count(f"{size} ranks: check_") == 21, result
 
 
 def test_gradients_of_operations_on_four_ranks() -> None:
@@ -34,7 +34,7 @@ def test_gradients_of_operations_on_four_ranks() -> None:
 def test_keras_trains_as_one_process_would(size: int) -> None:
     checks = FOLDER / "keras_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"tensorflow on {size}: check_") == 15, result
+    assert result.stdout.count(f"tensorflow on {size}: check_") == 19, result
 
 
 def test_a_rank_with_more_steps_is_told_who_left() -> None:

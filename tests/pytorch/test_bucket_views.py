@@ -25,8 +25,8 @@ from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Exchange, Sum  # noqa: E402
 from horo_lite.collectives.shared_memory import share  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
+from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.torch import Compression, bucket_views  # noqa: E402
-from horo_lite.torch.adasum import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 from horo_lite.transports import Reduction  # noqa: E402
 from horo_lite.transports.shm import SharedMemory  # noqa: E402

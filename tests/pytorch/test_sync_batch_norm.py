@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
-from horo_lite.torch.process_sets import ProcessSet, global_process_set  # noqa: E402
+from horo_lite.horovod.process_sets import ProcessSet, global_process_set  # noqa: E402
 from horo_lite.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 # BatchNorm itself, for any number of dimensions.

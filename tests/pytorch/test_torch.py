@@ -18,8 +18,8 @@ from horo_lite.collectives.compression import Compression  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Sum  # noqa: E402
 from horo_lite.errors import DriftError, MismatchError, NonFiniteError  # noqa: E402
+from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
-from horo_lite.torch.adasum import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import _Distributed  # noqa: E402
 from horo_lite.training.optimizer import DistributedOptimizer  # noqa: E402
 

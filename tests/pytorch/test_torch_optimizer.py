@@ -22,7 +22,7 @@ from horo_lite.collectives.compression import Compression  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
-from horo_lite.torch.adasum import Adasum  # noqa: E402
+from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
@@ -1042,7 +1042,7 @@ SCRIPT = """
 import io, os, pickle, signal, threading
 import torch
 import horo_lite as hvd
-from horo_lite.torch.adasum import Adasum  # noqa: E402
+from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer
 
 world = hvd.init()

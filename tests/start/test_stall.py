@@ -250,7 +250,7 @@ def test_horovods_variables(
     given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from horo_lite.torch.world import _adopt_stall_limits
+    from horo_lite.horovod.world import _adopt_stall_limits
 
     monkeypatch.setattr(os, "environ", {f"HOROVOD_STALL_CHECK_{k}": v for k, v in given.items()})
     os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "600"

@@ -20,11 +20,11 @@ from horo_lite.context import (
     world,
 )
 from horo_lite.errors import DeviceError
+from horo_lite.horovod.process_sets import ProcessSet, add_process_set
 from horo_lite.settings import seconds
 from horo_lite.start import launcher, mpi
 from horo_lite.start.session import init as _init
 from horo_lite.start.session import shutdown, started_by_mpi
-from horo_lite.torch.process_sets import ProcessSet, add_process_set
 from horo_lite.transports.nccl_library import nccl_candidates
 
 __all__ = [

@@ -206,6 +206,16 @@ def group_of(process_set: ProcessSet | Group | None) -> Group:
     return process_set.group()
 
 
+def set_of(process_set_id: int) -> ProcessSet:
+    """Return the registered set of that number; ValueError where there is none."""
+    if process_set_id == 0:
+        return global_process_set
+    entry = _entries.get(process_set_id)
+    if entry is None:
+        raise ValueError(f"there is no process set with the number {process_set_id}")
+    return entry.sets[0]
+
+
 def root_in(group: Group, root_rank: int) -> int:
     """The place in the group of a root, which callers name by its number in the world."""
     ranks = list(group.transport.ranks)

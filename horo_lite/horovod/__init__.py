@@ -1,0 +1,42 @@
+"""Horovod's API: what its faces for all frameworks share, and Horovod's name for them.
+
+    import horo_lite.horovod
+    horo_lite.horovod.install()
+
+    import horovod.torch as hvd            # horo_lite.torch
+
+For a script that is not to be touched, `python -m horo_lite -n 4 --as-horovod train.py` does that.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from horo_lite.horovod.aliases import install as install
+from horo_lite.horovod.aliases import installed_horovod as installed_horovod
+
+if TYPE_CHECKING:
+    from horo_lite.horovod.process_sets import *  # noqa: F403
+    from horo_lite.horovod.reductions import Adasum as Adasum
+    from horo_lite.horovod.world import *  # noqa: F403
+
+# Where the names that the faces share are defined. Nothing is imported before it is used: the
+# command line needs `install` alone.
+_HOME = {
+    name: home
+    for home, names in {
+        "process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+        "reductions": "Adasum",
+        "world": "ccl_built cuda_built ddl_built gloo_built gloo_enabled init mpi_built "
+        "mpi_enabled mpi_threads_supported nccl_built rocm_built",
+    }.items()
+    for name in names.split()
+}
+__all__ = sorted([*_HOME, "install", "installed_horovod"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,8 @@
+"""Horovod's names for what can go wrong."""
+
+from __future__ import annotations
+
+from horo_lite.elastic.recovery import HostsUpdatedInterrupt
+from horo_lite.errors import HoroLiteError as HorovodInternalError
+
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

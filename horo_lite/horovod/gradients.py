@@ -1,0 +1,153 @@
+"""What Horovod's options do to the gradients of a Keras optimizer or a TensorFlow tape.
+
+With N ranks and the gradients g of one variable:
+
+    op=Average          sum(g) / N
+    gradient_predivide_factor=f
+                        sum(g / f) * (f / N): the same but for rounding and overflow
+    local variables     this rank's own g, divided by N (scale_local_gradients) or as it is
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average
+from horo_lite.horovod.process_sets import ProcessSet, global_process_set, group_of
+from horo_lite.horovod.reductions import AdasumOp, named_op
+from horo_lite.training.options import Options
+from horo_lite.training.transform import Transform
+
+Set = ProcessSet | Group | None
+
+
+class SetOptions(Options):
+    """Options whose ranks are a process set, as it is in the world at the time."""
+
+    @property
+    def ranks(self) -> Group:
+        return group_of(self.group)
+
+
+def options_of(
+    op: Any,
+    compression: Any,
+    process_set: Set,
+    group: Group | None,
+    gradient_predivide_factor: float,
+    num_groups: int,
+    groups: Any,
+) -> tuple[SetOptions, Any]:
+    """Return the options, checked, and the user's own compression, if that is what was given."""
+    op = named_op(op)
+    if isinstance(op, AdasumOp):
+        raise ValueError("op=hvd.Adasum is not there in Keras: use Average or Sum, or PyTorch")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, not above 0")
+    if gradient_predivide_factor != 1 and op is not Average:
+        raise ValueError("gradient_predivide_factor needs op=Average")
+    if num_groups:
+        warnings.warn("num_groups is Horovod's old name: say groups=", DeprecationWarning, 3)
+    groups = num_groups if groups is None else groups
+    if not isinstance(groups, (list, tuple)) and (not isinstance(groups, int) or groups < 0):
+        raise ValueError(f"groups is a number, 0 or more, or a list of lists, not {groups!r}")
+    if group is not None and process_set not in (None, global_process_set):
+        raise TypeError("give group= or process_set=, not both: they are two names for the same")
+    own = None if isinstance(compression, Compressor) else checked_compression(compression)
+    options = SetOptions(
+        op=op,
+        compression=compression if own is None else Compression.none,
+        group=ranks_given(process_set, group),
+    )
+    return options, own
+
+
+def checked_compression(given: Any) -> Any:
+    """Return a compression of the user's own; ValueError says what one needs."""
+    if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
+        return given
+    raise ValueError(
+        "compression is hvd.Compression.none, .fp16, .bf16, or has compress() and decompress(), "
+        f"not {given!r}"
+    )
+
+
+def ranks_given(process_set: Set, group: Group | None) -> Any:
+    """Return the ranks that were asked for; None for all, of whichever world there is."""
+    given = process_set if group is None else group
+    return None if given is global_process_set else given
+
+
+class Exchange:
+    """The way of the gradients of one optimizer or tape to their averages.
+
+    Args:
+        transform: What exchanges them.
+        own_compression: An object with `compress` and `decompress`, or None.
+        predivide_factor: Horovod's gradient_predivide_factor.
+        scale_local: Whether gradients of local variables are divided by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        transform: Transform,
+        own_compression: Any,
+        predivide_factor: float,
+        scale_local: bool,
+    ) -> None:
+        self._transform = transform
+        self._compression = own_compression
+        self._factor = float(predivide_factor)
+        self._scale_local = scale_local
+        self._local: dict[int, Any] = {}
+
+    def register_local(self, variables: Iterable[Any]) -> None:
+        """Keep the gradients of these to this rank."""
+        for variable in variables:
+            self._local[id(_identity(variable))] = variable  # kept, so that no other gets its id
+
+    def __call__(
+        self,
+        variables: Sequence[Any],
+        names: Sequence[str],
+        gradients: Sequence[Any],
+        weight: Any = None,
+    ) -> list[Any]:
+        """Return what the optimizer is to apply; called by every rank."""
+        results = list(gradients)
+        away = [i for i, v in enumerate(variables) if id(_identity(v)) not in self._local]
+        if self._scale_local and len(away) < len(results):
+            n_ranks = self._transform.options.ranks.size
+            for i in {*range(len(results))}.difference(away):
+                results[i] = scaled(results[i], 1 / n_ranks)
+        travelling, contexts = [scaled(results[i], 1 / self._factor) for i in away], []
+        if self._compression is not None:
+            pairs = [(g, None) if g is None else self._compression.compress(g) for g in travelling]
+            travelling, contexts = [g for g, _ in pairs], [context for _, context in pairs]
+        averages = self._transform([names[i] for i in away], travelling, weight)
+        if self._compression is not None:
+            averages = [
+                None if g is None else self._compression.decompress(g, context)
+                for g, context in zip(averages, contexts, strict=True)
+            ]
+        for i, average in zip(away, averages, strict=True):
+            results[i] = scaled(average, self._factor)
+        return results
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """Return the gradient times a number; of TensorFlow's IndexedSlices, the values."""
+    if gradient is None or factor == 1:
+        return gradient
+    if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):
+        return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _identity(variable: Any) -> Any:
+    """Return what a Keras variable and the framework's own inside of it have in common."""
+    return getattr(variable, "_value", variable)

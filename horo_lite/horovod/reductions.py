@@ -1,0 +1,56 @@
+"""The ops of reductions as Horovod's scripts give them: names, numbers, or `average=`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, TypeAlias
+
+from horo_lite.collectives.reductions import Average, Max, Min, Op, Product, Sum
+
+
+class AdasumOp:
+    """The op Adasum: its only instance is hvd.Adasum."""
+
+    name = "Adasum"
+
+    def __repr__(self) -> str:
+        return "Adasum"
+
+    def __reduce__(self) -> str:
+        return "Adasum"  # a copy, or what was pickled, is the same
+
+
+Adasum = AdasumOp()
+AnyOp: TypeAlias = "Op | AdasumOp"
+
+# Horovod's ops are these numbers, which configurations of scripts may hold.
+_NUMBERED: tuple[AnyOp, ...] = (Average, Sum, Adasum, Min, Max, Product)
+
+
+def op_of(average: Any, op: Any) -> AnyOp:
+    """The op that Horovod's `average=` and `op=` ask for; Average where neither is given."""
+    if average is not None:
+        if not isinstance(average, bool):
+            raise ValueError(f"average is True or False, not {average!r}: give op={average!r}")
+        if op is not None:
+            raise ValueError("average and op are two names for one thing: give op alone")
+        warnings.warn(
+            "average= is Horovod's old name: say op=hvd.Average or op=hvd.Sum",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    if op is None:
+        return Average
+    return named_op(op)
+
+
+def named_op(op: object) -> AnyOp:
+    """The op itself where `op` is one or Horovod's number for it; ValueError otherwise."""
+    if isinstance(op, (Op, AdasumOp)):
+        return op
+    if isinstance(op, int) and not isinstance(op, bool) and 0 <= op < len(_NUMBERED):
+        return _NUMBERED[op]
+    raise ValueError(
+        f"op is hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product, not {op!r}"
+    )

@@ -1,0 +1,48 @@
+"""`horovod.run` and `horovod.runner.run`: a function on every rank of a job of its own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from horo_lite.launch import run as launch
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+
+
+def run(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int = 1,
+    *,
+    hosts: str | None = None,
+    mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    verbose: Any = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+) -> list[T]:
+    """Call a function on every rank of a job of its own, and return what it returned on each.
+
+    `horo_lite.run` with Horovod's arguments.
+
+    Args:
+        func: The function, called on every rank; it calls `init()` itself.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+        np: The number of ranks.
+        hosts: Hosts, each with its number of ranks, such as "a:4,b:4".
+        mpi_args: More arguments for mpiexec, in one string.
+        env: More environment variables for the ranks.
+        verbose: Horovod's argument, which has no meaning here.
+        use_gloo: Must not be True: jobs are started by mpiexec.
+        use_mpi: Horovod's argument, which has no meaning here.
+    """
+    if use_gloo:
+        raise ValueError("use_gloo=True: horo_lite starts jobs with mpiexec, so leave it out")
+    more = shlex.split(mpi_args or "")
+    return launch.run(func, args, kwargs, np=np, hosts=hosts, mpiexec_args=more, env=env)

@@ -1,0 +1,115 @@
+"""Horovod's `hvd.elastic` for Keras: see horo_lite.elastic, and docs/elastic.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+
+__all__ = [
+    "CommitStateCallback",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+
+class TensorFlowKerasState(State):
+    """A `State` of a model, its optimizer and whatever else is named.
+
+        state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+    Args:
+        model: A Keras model that has been built.
+        optimizer: Its optimizer, if the model has not been compiled with it.
+        backend: TensorFlow 1's, which has no meaning here.
+        **things: What else belongs to the state: see `horo_lite.elastic.State`.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **things: Any
+    ) -> None:
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if not getattr(model, "built", True):
+            raise ValueError("the model has no weights yet: call model.build(input_shape) first")
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        own = {} if optimizer is None else {"optimizer": optimizer}
+        super().__init__(model=model, **own, **things)
+
+
+KerasState = TensorFlowKerasState
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Calls `state.commit()` after every `batches_per_commit` batches and after each epoch.
+
+    Put it after the callbacks that change the state.
+
+    Args:
+        state: The state.
+        batches_per_commit: How many batches may be lost; a commit copies the model.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self._n_batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._n_batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._n_batches += 1
+        if self._n_batches % self.batches_per_commit == 0:
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """`state.batch` is the number of the epoch's last batch, as in Horovod, and 0 after the epoch.
+
+    Keras 3 does not let a callback shorten an epoch that goes on in its middle: give fit() its
+    rest, such as `steps_per_epoch=n - state.batch`, where that matters.
+
+    Args:
+        state: A state with an attribute `batch`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """`state.epoch` is the number of epochs that are done, also over several calls of fit().
+
+    Args:
+        state: A state with an attribute `epoch`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._n_before = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._n_before = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.epoch = self._n_before + epoch + 1

@@ -1,0 +1,120 @@
+"""Operations on values, with Horovod's arguments: numbers, NumPy arrays, tensors of the backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from horo_lite import ops
+from horo_lite.collectives.compression import Compression
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.reductions import Average
+from horo_lite.horovod.gradients import Set, ranks_given
+from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
+from horo_lite.horovod.reductions import AdasumOp, op_of
+
+__all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
+) -> Any:
+    """Return the op over all ranks' `value`: by default the average. Every rank calls it.
+
+    Not inside compiled steps: it is for metrics and the like.
+
+    Args:
+        value: A number, an array or an eager tensor: of the same shape and dtype on every rank.
+        name: For messages; where given, alike on all ranks.
+        average: Horovod's older form: True for Average, False for Sum.
+        prescale_factor: Multiplies what this rank contributes.
+        postscale_factor: Multiplies the result.
+        op: Average, Sum, Min, Max or Product, or Horovod's number for one.
+        compression: What travels, such as Compression.fp16.
+        process_set: The ranks; default all.
+        group: The same as a `Group`.
+    """
+    op = op_of(average, op)
+    _check_not_adasum(op)
+    return ops.allreduce(
+        value,
+        op,
+        name=name,
+        compression=compression,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        group=group_of(ranks_given(process_set, group)),
+    )
+
+
+def allgather(
+    value: Any,
+    name: str | None = None,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
+) -> Any:
+    """Return all ranks' `value`, one after the other along the first dimension.
+
+    Args:
+        value: An array or an eager tensor; only the first dimension may differ between ranks.
+        name: For messages; where given, alike on all ranks.
+        process_set: The ranks; default all.
+        group: The same as a `Group`.
+    """
+    return ops.allgather(value, name=name, group=group_of(ranks_given(process_set, group)))
+
+
+def broadcast(
+    value: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
+) -> Any:
+    """Return what `value` is on rank `root_rank`.
+
+    Args:
+        value: Of the same shape and dtype on every rank.
+        root_rank: The world's number of a rank of the set; with `group`, its own number there.
+        name: For messages; where given, alike on all ranks.
+        process_set: The ranks; default all.
+        group: The same as a `Group`.
+    """
+    ranks = group_of(ranks_given(process_set, group))
+    root = root_rank if group is not None else root_in(ranks, root_rank)
+    return ops.broadcast(value, root, name=name, group=ranks)
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: Set = global_process_set,
+    *,
+    group: Group | None = None,
+) -> Any:
+    """Return this rank's rows of `allreduce(value)`; the first ranks get one more where it must be.
+
+    The arguments are those of `allreduce`.
+    """
+    op = op_of(None, op)
+    _check_not_adasum(op)
+    value = np.asarray(value) if isinstance(value, (list, tuple)) else value
+    return ops.reducescatter(value, op, name=name, group=group_of(ranks_given(process_set, group)))
+
+
+def _check_not_adasum(op: Any) -> None:
+    if isinstance(op, AdasumOp):
+        raise ValueError("op=hvd.Adasum is for PyTorch (horo_lite.torch): use Average or Sum")

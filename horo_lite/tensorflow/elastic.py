@@ -1,0 +1,30 @@
+"""Horovod's `hvd.elastic` for TensorFlow: see horo_lite.elastic, and docs/elastic.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+
+__all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "TensorFlowState", "run"]
+
+
+class TensorFlowState(State):
+    """A `State` of tf.Variables and whatever else is named.
+
+    Args:
+        variables: The variables, such as `model.variables`. TensorFlow 2 has no collection of all.
+        session: TensorFlow 1's, which has no meaning here.
+        **things: What else belongs to the state: see `horo_lite.elastic.State`.
+    """
+
+    def __init__(self, variables: Sequence[Any], session: Any = None, **things: Any) -> None:
+        super().__init__(variables=list(variables), **things)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TensorFlowKerasState":  # needs Keras
+        return import_module("horo_lite.keras.elastic").TensorFlowKerasState
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

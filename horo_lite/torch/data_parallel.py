@@ -1,0 +1,147 @@
+"""DistributedDataParallel: for scripts that wrap the model, as with torch's or Apex's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horo_lite.collectives.compression import Compression
+from horo_lite.collectives.reductions import Average, Op
+from horo_lite.horovod.process_sets import global_process_set
+from horo_lite.horovod.reductions import AdasumOp, named_op
+from horo_lite.torch.exchange import Exchange
+from horo_lite.torch.functions import broadcast_parameters
+from horo_lite.torch.options import TorchOptions
+from horo_lite.torch.slots import Slot
+from horo_lite.torch.submission import Set
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """The model `module`, whose gradients are averaged over the ranks while backward() runs.
+
+        model = hvd.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)     # a plain one
+
+    Every rank makes one, of equal modules; their parameters and buffers are then those of rank 0.
+    Whenever a backward() returns that has touched its parameters, their `.grad` are the averages
+    over the ranks, as torch's DistributedDataParallel leaves them: with gradients that were there
+    before (no zero_grad()), the average of the sums. The optimizer is a plain one; for what else
+    `DistributedOptimizer` can do, such as uneven batches, use that one instead, with a plain model.
+
+    A gradient missing on some ranks counts as zeros there, without `find_unused_parameters`; one
+    that is missing on all stays None. As with torch's, keys of `state_dict()` begin with "module.".
+
+    Args:
+        module: The model, on the CPU or on this rank's GPU already.
+        device_ids: Torch's, and not needed: gradients are exchanged wherever they are.
+        output_device: Torch's, and not needed.
+        dim: Torch's, and not needed.
+        broadcast_buffers: Every forward pass of training that is not inside `no_sync()` begins with
+            the buffers of rank 0, such as running statistics. All ranks then need equally many.
+        init_sync: False: the ranks' parameters and buffers are alike already.
+        process_group: The ranks: a `ProcessSet`; default all.
+        bucket_cap_mb: How many MiB of gradients travel together; default HORO_LITE_BUCKET_BYTES, or
+            25. Results do not depend on it.
+        find_unused_parameters: Torch's, and not needed.
+        check_reduction: Torch's, and not needed.
+        gradient_as_bucket_view: As for `DistributedOptimizer`.
+        static_graph: Torch's, and not needed.
+        compression: What travels; `Compression.fp16` halves the bytes.
+        op: Average, Sum or Adasum.
+
+    Raises:
+        ValueError: A parameter belongs to a `DistributedOptimizer` or to another model that is
+            wrapped, so that it would be averaged twice.
+        MismatchError: On every rank: the modules or options differ; from here or from backward().
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: Set = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        compression: Any = Compression.none,
+        op: Op | AdasumOp = Average,
+    ) -> None:
+        super().__init__()
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("this module has no parameter that needs a gradient: use it as it is")
+        ranks = global_process_set if process_group is None else process_group
+        options = TorchOptions(
+            op=named_op(op),
+            compression=compression,
+            bucket_bytes=None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20)),
+            check_every=0,
+            process_set=ranks,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self._ranks = ranks
+        self._owner = _Owner([parameter for _, parameter in named])
+        self._exchange = _ModuleExchange(self._owner, named, options)
+        if init_sync and self._exchange.active:
+            broadcast_parameters(module.state_dict(), self._root(), ranks)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        exchange = self._exchange
+        if self.broadcast_buffers and self.training and torch.is_grad_enabled():
+            buffers = dict(self.module.named_buffers())
+            if buffers and exchange.active and not exchange.is_paused:
+                broadcast_parameters(buffers, self._root(), self._ranks)
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside are this rank's alone: their gradients add up in `.grad`.
+
+        The first backward() outside of it exchanges the sums of all that it touches. Forward and
+        backward both belong inside, on every rank alike.
+        """
+        before, self._exchange.is_paused = self._exchange.is_paused, True
+        try:
+            yield
+        finally:
+            self._exchange.is_paused = before
+
+    def _root(self) -> int:
+        """Whose parameters and buffers are everyone's: the world's number of the first rank."""
+        group = self._exchange.group
+        return 0 if group is None else next(iter(group.transport.ranks))
+
+
+class _Owner:
+    """The parameters in the form in which an optimizer holds them."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+
+class _ModuleExchange(Exchange):
+    """An exchange that learns of no step() or zero_grad(): every backward() begins anew."""
+
+    is_paused = False
+
+    def touch(self, slot: Slot) -> None:
+        if not self.is_paused:
+            super().touch(slot)
+
+    def enter(self, task: int) -> bool:
+        if not self.tasks:
+            self.begin()
+        return super().enter(task)

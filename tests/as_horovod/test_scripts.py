@@ -1,0 +1,74 @@
+"""Scripts for Horovod, unedited, under --as-horovod: N ranks give what one process gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import environment
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+LIMIT_S = 120
+needs = [
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("torch", "sklearn")
+]
+pytestmark = [*needs, pytest.mark.timeout(4 * LIMIT_S)]
+
+
+def run(script: str, n: int, *args: object) -> str:
+    """What the script printed on `n` ranks."""
+    command = [sys.executable, "-m", "horo_lite", "-n", str(n), "--as-horovod"]
+    command += [str(SCRIPTS / script), *map(str, args)]
+    path = os.pathsep.join(filter(None, sys.path))
+    found = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=environment({"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}),
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def figures(text: str, n: int) -> list[float]:
+    """The losses and the sum of the weights that a script printed."""
+    assert f"ranks {n} weights" in text, text
+    words = text.split()
+    return [float(b) for a, b in itertools.pairwise(words) if a in ("loss", "weights")]
+
+
+@pytest.mark.mpi
+def test_digits_and_accumulation() -> None:
+    """The learning rate is the same after the script has multiplied it by the number of ranks."""
+    whole = figures(run("pytorch_digits.py", 1, "--batch-size", 64, "--lr", 0.08), 1)
+    assert whole[1] < 0.97 * whole[0]
+    shared = run("pytorch_digits.py", 2, "--batch-size", 32, "--lr", 0.04)
+    assert figures(shared, 2) == pytest.approx(whole, rel=2e-4)
+    # Two passes of 16 a rank: the script divides the loss by the passes.
+    options = ["--batches-per-allreduce", 2, "--gradient-predivide-factor", 2]
+    passes = run("pytorch_digits.py", 2, "--batch-size", 16, "--lr", 0.02, *options)
+    assert figures(passes, 2) == pytest.approx(whole, rel=2e-4)
+
+
+def test_compression_and_adasum_learn() -> None:
+    for option in ("--fp16-allreduce", "--use-adasum"):
+        lr = 0.08 if option == "--use-adasum" else 0.04
+        first, last, _ = figures(run("pytorch_digits.py", 2, "--lr", lr, option), 2)
+        assert last < 0.97 * first
+
+
+def test_the_synthetic_benchmark() -> None:
+    assert "Total img/sec on 2 CPU(s): " in run("pytorch_synthetic.py", 2)
+
+
+def test_elastic_training() -> None:
+    alone = figures(run("pytorch_elastic.py", 1), 1)
+    assert figures(run("pytorch_elastic.py", 2), 2) == pytest.approx(alone, rel=1e-5)

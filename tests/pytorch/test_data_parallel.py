@@ -1,0 +1,163 @@
+"""DistributedDataParallel: a wrapped model and a plain optimizer, on ranks as threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launch import run_threads
+
+torch = pytest.importorskip("torch")
+
+import horo_lite.torch as hvd  # noqa: E402
+from horo_lite.collectives.group import Group  # noqa: E402
+from horo_lite.errors import MismatchError  # noqa: E402
+
+BATCH = 12
+
+
+def network(seed: int, width: int = 5) -> Any:
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
+    ).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return net
+
+
+def batch(step: int) -> Any:
+    return torch.randn(BATCH, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def part(group: Group, step: int) -> Any:
+    n = BATCH // group.size
+    return batch(step)[n * group.rank : n * (group.rank + 1)]
+
+
+def backward(net: Any, x: Any) -> None:
+    net(x).square().mean().backward()
+
+
+def gradients(net: Any) -> list[Any]:
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def expected(*steps: int) -> list[Any]:
+    """One process' gradients of these whole batches, added up, with the weights of rank 0."""
+    net = network(0)
+    for step in steps:
+        backward(net, batch(step))
+    return gradients(net)
+
+
+def close(ours: list[Any], theirs: list[Any]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_training_is_that_of_one_process(size: int, as_view: bool) -> None:
+    def rank(group: Group) -> list[Any]:
+        inner = network(group.rank)
+        net = hvd.DistributedDataParallel(
+            inner, device_ids=[0], process_group=group, gradient_as_bucket_view=as_view
+        )
+        assert net.module is inner
+        assert all(name.startswith("module.") for name in net.state_dict())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step != 1)
+            backward(net, part(group, step))
+            optimizer.step()
+        return [p.detach().clone() for p in net.parameters()]
+
+    alone = network(0)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(alone, batch(step))
+        optimizer.step()
+    everyone = run_threads(size, rank)
+    for ours in everyone:
+        close(ours, [p.detach() for p in alone.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(ours, everyone[0], strict=True))
+
+
+def test_passes_in_no_sync_add_up_until_the_next_one() -> None:
+    def rank(group: Group) -> None:
+        net = hvd.DistributedDataParallel(network(group.rank), process_group=group)
+        with net.no_sync():
+            backward(net, part(group, 0))
+            own = network(0)
+            backward(own, part(group, 0))
+            close(gradients(net), gradients(own))  # this rank's alone
+            backward(net, part(group, 1))
+        backward(net, part(group, 2))
+        close(gradients(net), expected(0, 1, 2))
+        # As in torch: without zero_grad(), mean(g0 + g1 + g2) + mean(g3), and so on.
+        backward(net, part(group, 3))
+        close(gradients(net), expected(0, 1, 2, 3))
+
+    run_threads(2, rank)
+
+
+def test_a_gradient_that_some_ranks_lack_counts_as_zeros() -> None:
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.unused = (
+                torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3)
+            )
+
+        def forward(self, which: str, scale: float) -> Any:
+            return (getattr(self, which) * scale).sum()
+
+    def rank(group: Group) -> None:
+        net = hvd.DistributedDataParallel(
+            Branches(), process_group=group, find_unused_parameters=True
+        )
+        for _ in range(2):
+            net.zero_grad()
+            net("left" if group.rank else "right", group.rank + 1.0).backward()
+            assert net.module.left.grad.tolist() == [1.0, 1.0]  # 2 / 2
+            assert net.module.right.grad.tolist() == [0.5, 0.5]  # 1 / 2
+            assert net.module.unused.grad is None
+
+    run_threads(2, rank)
+
+
+def test_forward_passes_of_training_begin_with_rank_zeros_buffers() -> None:
+    def rank(group: Group) -> None:
+        norm = torch.nn.BatchNorm1d(3).double()
+        net = hvd.DistributedDataParallel(norm, process_group=group)
+        for step in range(2):
+            net(part(group, step)).sum().backward()
+        alone = torch.nn.BatchNorm1d(3).double()
+        alone(batch(0)[: BATCH // 2])
+        mean = 0.9 * alone.running_mean + 0.1 * part(group, 1).mean(0)
+        torch.testing.assert_close(norm.running_mean, mean)
+        before = norm.running_mean.clone()
+        net.eval()
+        net(part(group, 2))
+        assert torch.equal(norm.running_mean, before)
+
+    run_threads(2, rank)
+
+
+def test_what_cannot_be_wrapped_is_an_error() -> None:
+    def rank(group: Group) -> None:
+        net = network(group.rank)
+        wrapped = hvd.DistributedDataParallel(net, process_group=group)
+        with pytest.raises(ValueError, match="belongs to another"):
+            hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), group=group)
+        with pytest.raises(ValueError, match="no parameter that needs a gradient"):
+            hvd.DistributedDataParallel(torch.nn.ReLU(), process_group=group)
+        with pytest.raises(MismatchError, match=r"0\.bias"):
+            hvd.DistributedDataParallel(network(0, 5 + group.rank), process_group=group)
+        backward(wrapped, part(group, 0))
+        close(gradients(wrapped), expected(0))
+
+    run_threads(2, rank)
