@@ -546,7 +546,7 @@ def check_passes_per_step() -> None:
     alone.set_weights(hvd.broadcast_object(model.get_weights(), 0))
     fit(model, callbacks=broadcast())
     fit(alone, alone=True)
-    check_same_bits(model)
+    hvd.check_in_sync(model)  # what the passes add up to is each rank's own
     check_close(model, alone)
     for optimizer, words in (
         (keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "two names for the same"),
