@@ -149,5 +149,9 @@ def scaled(gradient: Any, factor: float) -> Any:
 
 
 def _identity(variable: Any) -> Any:
-    """Return what a Keras variable and the framework's own inside of it have in common."""
-    return getattr(variable, "_value", variable)
+    """Return what stays the same: of a Keras variable on TensorFlow, the tf.Variable inside.
+
+    A tape may be asked for either of the two. JAX's variables get another array with every step.
+    """
+    inner = getattr(variable, "_value", None)
+    return inner if hasattr(inner, "assign") else variable
