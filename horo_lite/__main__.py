@@ -1,4 +1,7 @@
-"""`python -m horo_lite -n 4 train.py`: a script on several ranks, whichever MPI there is."""
+"""`horo-lite -n 4 train.py`: a script on several ranks, whichever MPI there is.
+
+`python -m horo_lite` is the same command.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,57 @@ from pathlib import Path
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError
 from horo_lite.horovod import aliases
-from horo_lite.launch import doctor, jobs
+from horo_lite.launch import doctor, hostfile, jobs
 
+_TIMELINE = "HORO_LITE_TIMELINE"
 _EXAMPLES = """\
 examples:
   %(prog)s -n 4 train.py --epochs 10
+  %(prog)s -H node1:4,node2:4 train.py
   %(prog)s -n 4 --restarts 3 --checkpoint run.ckpt train.py
   %(prog)s -n 4 --mpiexec-args="--bind-to none" -m package.train
   %(prog)s -n 4 --as-horovod train.py       (a script for Horovod, as it is)
-  %(prog)s --check
+  %(prog)s doctor
 
 Without restarts, mpiexec takes this process's place: its exit code and signals are mpiexec's own.
 """
 
 
+def _prog() -> str:
+    name = os.path.basename(sys.argv[0])
+    return name if name in ("horo-lite", "horo_lite") else "python -m horo_lite"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="horo_lite" if os.path.basename(sys.argv[0]) == "horo_lite" else "python -m horo_lite",
-        usage="%(prog)s -n N [options] {script.py | -m module | command} [arguments]\n"
-        "       %(prog)s --check",
-        description="Run a program on several ranks; or --check what is installed.",
+        prog=_prog(),
+        usage="%(prog)s [run] -n N [options] {script.py | -m module | command} [arguments]\n"
+        "       %(prog)s doctor [--json]",
+        description="Run a program on several ranks (`run` may be left out), or examine with "
+        "`doctor` what is installed.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "-np", "--num-proc", type=int, dest="n", metavar="N", help="how many ranks")
+    add(
+        *("-n", "-np", "--num-proc"),
+        type=int,
+        dest="n",
+        metavar="N",
+        help="how many ranks; by default as many as --hosts or --hostfile have room for",
+    )
     add("-H", "--hosts", metavar="A:4,B:4", help="hosts, each with its number of ranks")
+    add(
+        *("--hostfile", "-hostfile"),
+        metavar="FILE",
+        help="the same in a file, with lines such as `node1 slots=4`",
+    )
+    add(
+        "--timeline-filename",
+        metavar="FILE",
+        help="write a trace of rank 0's operations; with {rank} in the name, every rank's",
+    )
     add(
         "--restarts",
         type=int,
@@ -71,11 +98,22 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the same, also in place of a real Horovod that is installed",
     )
-    add("--check", action="store_true", help="show what is installed, and try it on two ranks")
+    add("--check", action="store_true", help="the same as `doctor`")
+    add("-cb", "--check-build", action="store_true", help="list frameworks and what carries data")
     add("--version", action="version", version=f"horo_lite {__version__}")
     add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, as python -m does")
     add("program", nargs=argparse.REMAINDER, help="script.py or any command, with its arguments")
     return parser
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{_prog()} doctor",
+        description="Show what is installed, what to do where something is amiss, and a first job.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="for programs and bug reports")
+    return doctor.main(as_json=parser.parse_args(arguments).json)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,13 +122,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The job's exit code, or 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong arguments.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["doctor"]:
+        return _doctor(arguments[1:])
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments[1:] if arguments[:1] == ["run"] else arguments)
     if args.check:
         return doctor.main()
+    if args.check_build:
+        return doctor.check_build()
     program = ["-m", *args.module] if args.module else args.program
     if not program:
-        parser.error("which program? (--check needs none)")
+        parser.error("which program? (`doctor` needs none)")
+    if args.hosts and args.hostfile:
+        parser.error("--hosts or --hostfile, not both")
+    try:
+        hosts = hostfile.read_hostfile(args.hostfile) if args.hostfile else args.hosts
+    except LauncherError as error:
+        parser.error(str(error))
+    if args.n is None and hosts:
+        args.n = hostfile.n_ranks(hosts)
     if args.n is None or args.n < 1:
         parser.error("-n: how many ranks? 1 or more")
     if args.restarts < 0:
@@ -116,21 +167,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             if checkpoint:
                 more[jobs.CHECKPOINT] = checkpoint
+            if args.timeline_filename:
+                more[_TIMELINE] = os.path.abspath(args.timeline_filename)
             env = jobs.environment(more | {jobs.RESTART: "0"})
             # With fault tolerance mpiexec's exit code is 0 even if all ranks were killed.
             end = Path(f"{checkpoint}.end") if args.elastic and args.restarts else None
             if end:
                 env[jobs.END] = str(end)
-            if args.n > 1 or args.hosts or args.elastic or args.mpiexec_args:
+            if args.n > 1 or hosts or args.elastic or args.mpiexec_args:
                 program = jobs.find_mpiexec().command(
                     program,
                     args.n,
-                    hosts=args.hosts,
+                    hosts=hosts,
                     elastic=args.elastic,
                     more=shlex.split(args.mpiexec_args),
                     env=env,
                 )
-            if args.restarts and not args.hosts:
+            if args.restarts and not hosts:
                 place = tempfile.TemporaryDirectory(prefix="hvd-", ignore_cleanup_errors=True)
                 jobs.set_session_folder(env, stack.enter_context(place))
             if not args.restarts:

@@ -1,6 +1,6 @@
 """What can be set: the arguments of `init()`, and every variable HORO_LITE_….
 
-`VARIABLES` is the one table of the variables; the README's is compared with it by a test.
+`VARIABLES` is the one table of the variables; docs/environment.md is compared with it by a test.
 `Settings` holds those that a world is made with; the functions below it read the others.
 """
 
@@ -218,7 +218,7 @@ def _whole(argument: str, given: int | None, least: int, form: str) -> int | Non
 
 
 class Variable(NamedTuple):
-    """Variables of the environment that belong together: one row of the README's table."""
+    """Variables of the environment that belong together: one row of docs/environment.md."""
 
     names: tuple[str, ...]
     argument: str
@@ -272,7 +272,7 @@ VARIABLES = (
         "`init(slot_stores=)`",
         "on one host, how ranks write the memory through which they exchange: `cached`, "
         "`streaming` (past the caches), or `auto`, by a measured core-to-core round trip "
-        "([performance.md](docs/performance.md#ranks-that-share-no-cache))",
+        "([performance.md](performance.md#ranks-that-share-no-cache))",
         "`auto`",
     ),
     Variable(
@@ -359,7 +359,7 @@ VARIABLES = (
         ("HORO_LITE_TIMELINE",),
         "`hvd.start_timeline(path)`",
         "where rank 0 writes a trace of its operations "
-        "([when-it-hangs.md](docs/when-it-hangs.md#timeline)); with `{rank}` in the path,"
+        "([when-it-hangs.md](when-it-hangs.md#timeline)); with `{rank}` in the path,"
         " every rank",
         "none",
     ),
@@ -367,7 +367,7 @@ VARIABLES = (
         ("HORO_LITE_INSIDE_JIT",),
         "",
         "in JAX's compiled functions on CPUs: `callback` uses callbacks instead of XLA "
-        "custom calls ([jax.md](docs/jax.md))",
+        "custom calls ([jax.md](jax.md))",
         "`xla`",
     ),
     Variable(

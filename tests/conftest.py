@@ -8,7 +8,7 @@ import signal
 import pytest
 from launch import mpi_name
 
-FEATURES = ("eager", "jit", "overlap", "in place", "fp16")  # the columns of README's table
+FEATURES = ("eager", "jit", "overlap", "in place", "fp16")  # the columns of docs/frameworks.md
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A mark `shows` of a feature that README's table of frameworks does not have is an error."""
+    """A mark `shows` of a feature that docs/frameworks.md does not have is an error."""
     for item in items:
         for mark in item.iter_markers("shows"):
             unknown = [feature for feature in mark.args if feature not in FEATURES]

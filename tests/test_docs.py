@@ -18,7 +18,7 @@ import horo_lite
 from horo_lite import errors
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")]
 DOCUMENTS = [*PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = ROOT / "docs" / "snippets"
 
@@ -138,18 +138,26 @@ def test_every_message_in_troubleshooting_is_one_of_ours_and_every_error_is_ther
     }
 
 
+def test_the_figures_of_the_readme_are_those_of_the_measurements() -> None:
+    _, _, section = (ROOT / "README.md").read_text().partition("\n## Speed\n")
+    rows = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    measured = (ROOT / "docs" / "measurements.md").read_text().splitlines()
+    assert len(rows) > 4
+    assert [row for row in rows if row not in measured] == []
+
+
 def test_links_between_files_become_links_between_pages() -> None:
     to_pages = loaded(ROOT / "docs" / "extension" / "links.py").to_pages
     for text, page in (
         ("[a](docs/jobs.md#restarts)", "[a](/jobs.md#restarts)"),
-        ("[a](README.md#supported-frameworks)", "[a](/frameworks.md)"),
+        ("[a](docs/frameworks.md)", "[a](/frameworks.md)"),
         ("[a](ARCHITECTURE.md#invariants)", "[a](/architecture.md#invariants)"),
         ("[`x`](examples/digits.py)", "[`x`](/../examples/digits.py)"),
         ("[results](benchmarks/results)", "results"),
         ("[here](#anchor) and x[0](1)", "[here](#anchor) and x[0](1)"),
     ):
         assert to_pages(text, ROOT) == page
-    assert to_pages("[a](../README.md#installation)", ROOT / "docs") == "[a](/install.md)"
+    assert to_pages("[a](../README.md)", ROOT / "docs") == "[a](/index.md)"
 
 
 def test_docstrings_become_rst() -> None:
@@ -195,7 +203,7 @@ def test_every_cell_of_the_table_of_frameworks_has_a_test_and_every_test_a_cell(
         *tests.glob("training/test_optimizer.py"),
         *tests.glob("collectives/test_*.py"),
     ]
-    _, table = (ROOT / "README.md").read_text().split("| framework | tested ")
+    _, table = (ROOT / "docs" / "frameworks.md").read_text().split("| framework | tested ")
     rows = {}
     for line in table.split("\n\n")[0].splitlines()[2:]:
         name, version, *cells = (cell.strip() for cell in line.strip("|").split("|"))

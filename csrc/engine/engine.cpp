@@ -395,6 +395,8 @@ std::shared_ptr<Job> Engine::take(const std::string& name) {
   const std::shared_ptr<Job> job = found->second;
   jobs_.erase(found);
   for (const auto& [begin, end] : job->changes) changing_.erase(begin);
+  // A withdrawal that came while it ran would be news of nothing, for peers that may have ended by then.
+  std::erase_if(unannounced_, [&](const Entry& entry) { return entry.name == name; });
   return job;
 }
 

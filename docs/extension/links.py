@@ -9,18 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "README.md": "/index.md",
-    "README.md#migrating-from-horovod": "/from-horovod.md",
-    "README.md#supported-frameworks": "/frameworks.md",
-    "README.md#installation": "/install.md",
-    "README.md#performance": "/measurements.md",
-    "README.md#environment-variables": "/environment.md",
-    "README.md#common-pitfalls": "/troubleshooting.md#common-pitfalls",
-    "README.md#security": "/security.md",
     "ARCHITECTURE.md": "/architecture.md",
     "CONTRIBUTING.md": "/contributing.md",
     "CHANGELOG.md": "/changelog.md",
 }
-"""The pages that include files, or sections of files, which lie outside of docs/."""
+"""The pages that include files which lie outside of docs/."""
 
 
 def to_pages(text: str, folder: Path) -> str:

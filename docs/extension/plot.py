@@ -1,4 +1,4 @@
-"""`exchange-times`: a bar chart of README's table of exchange times, drawn as SVG in the page."""
+"""`exchange-times`: a bar chart of the exchange times in docs/measurements.md, drawn as SVG."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Bar(NamedTuple):
     ours: bool
 
 
-def bars(readme: str) -> tuple[str, list[Bar]]:
-    """Return the heading and the rows of the first column of README's first table of times."""
-    lines = readme.partition("\n## Performance\n")[2].splitlines()
+def bars(page: str) -> tuple[str, list[Bar]]:
+    """Return the heading and the rows of the first column of the page's first table of times."""
+    lines = page.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| | ResNet-50"))
     heading = lines[start].split("|")[2].strip()
     rows = []
@@ -66,9 +66,9 @@ class ExchangeTimes(SphinxDirective):
     """The chart."""
 
     def run(self) -> list[nodes.Node]:
-        readme = ROOT / "README.md"
-        self.env.note_dependency(str(readme))
-        return [nodes.raw("", svg(*bars(readme.read_text())), format="html")]
+        page = ROOT / "docs" / "measurements.md"
+        self.env.note_dependency(str(page))
+        return [nodes.raw("", svg(*bars(page.read_text())), format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

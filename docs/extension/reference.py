@@ -1,4 +1,4 @@
-"""The API reference: every public name, and the table of variables, from the sources.
+"""The API reference: every public name, from the sources.
 
 `.. face:: horo_lite.torch` documents a module: its docstring, what it defines, and the names that
 it shares with `horo_lite`. At the end of a build every public name has to be on a page.
@@ -23,7 +23,6 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 import horo_lite
-from horo_lite.settings import VARIABLES
 
 from . import docstrings, links
 
@@ -108,20 +107,6 @@ def _same(shared: dict[str, str]) -> list[str]:
     ]
 
 
-class Variables(SphinxDirective):
-    """A Markdown directive: the environment variables, as horo_lite/settings.py has them."""
-
-    def run(self) -> list[nodes.Node]:
-        rows = ["| variable | argument | meaning | default |", "|---|---|---|---|"]
-        for each in VARIABLES:
-            names = ", ".join(f"`{name}`" for name in each.names)
-            rows.append(f"| {names} | {each.argument} | {each.meaning} | {each.default} |")
-        text = links.to_pages("\n".join(rows), links.ROOT)
-        node = nodes.container(classes=["variables"])
-        self.state.nested_parse(StringList(text.splitlines(), "settings.py"), 0, node)
-        return [node]
-
-
 class LinkNames(SphinxTransform):
     """`hvd.allreduce(x)` in a page's text links to the reference.
 
@@ -182,7 +167,6 @@ def _check(app: Sphinx, env: BuildEnvironment) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register all of it."""
     app.add_directive("face", Face)
-    app.add_directive("variables", Variables)
     app.add_transform(LinkNames)
     app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon
     app.connect("source-read", _source)

@@ -117,8 +117,8 @@ def _load(name: str) -> Adapter | None:
         version = getattr(sys.modules[name], "__version__", "of unknown version")
         warnings.warn(
             f"horo_lite cannot read the arrays of {name} {version}, which is imported here "
-            f"({type(error).__name__}: {error}): README says with which version it was tested. "
-            "Other frameworks are not affected",
+            f"({type(error).__name__}: {error}): docs/frameworks.md says with which version it was "
+            "tested. Other frameworks are not affected",
             RuntimeWarning,
             stacklevel=3,
         )

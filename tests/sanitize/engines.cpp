@@ -132,6 +132,31 @@ void withdrawals(unsigned seed) {
   });
 }
 
+// A rank withdraws what is about to end, when its peers have ended: they need not hear of that.
+void late_withdrawals(unsigned seed) {
+  for (unsigned i = 0; i < 5; ++i) {
+    Host host(3);
+    std::latch peers_have_ended(host.size - 1), is_withdrawn(1);
+    as_ranks(host, [&](Rank& me) {
+      const bool is_last = me.rank == static_cast<int>(seed % 3);
+      const Pending pending = reduction_job(me, "bucket", draw(seed + i, me.size));
+      pending.job->run = [&, run = pending.job->run](const std::vector<Entry>& entries) {
+        run(entries);
+        if (is_last) is_withdrawn.wait();
+      };
+      me.engine->submit(pending.job);
+      if (is_last) {
+        peers_have_ended.wait();
+        me.engine->withdraw(pending.job);
+        is_withdrawn.count_down();
+      }
+      await(me, pending);
+      end(me);
+      if (!is_last) peers_have_ended.count_down();
+    });
+  }
+}
+
 // What goes wrong on all ranks alike leaves the engine as it was.
 void mismatches(unsigned seed) {
   Host host(3);

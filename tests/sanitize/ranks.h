@@ -35,6 +35,7 @@ void several_hosts(unsigned seed);
 void losses(unsigned seed);
 void asynchronous(unsigned seed);
 void withdrawals(unsigned seed);
+void late_withdrawals(unsigned seed);
 void mismatches(unsigned seed);
 void joins(unsigned seed);
 void broken_engines(unsigned seed);

@@ -1,4 +1,4 @@
-"""What can be set: one table of variables, shown in the README, and what init() makes of them."""
+"""What can be set: one table of variables, shown in the docs, and what init() makes of them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [name for variable in VARIABLES for name in variable.names]
 
 
-def test_the_readme_has_the_table_of_variables() -> None:
-    _, _, after = (ROOT / "README.md").read_text().partition("| variable | argument | meaning |")
+def test_the_docs_have_the_table_of_variables() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    _, _, after = page.partition("| variable | argument | meaning |")
     rows = after.partition("\n\n")[0].splitlines()[2:]
     shown = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert shown == [

