@@ -17,6 +17,7 @@ from horo_lite.horovod.aliases import install as install
 from horo_lite.horovod.aliases import installed_horovod as installed_horovod
 
 if TYPE_CHECKING:
+    from horo_lite.horovod.objects import *  # noqa: F403
     from horo_lite.horovod.process_sets import *  # noqa: F403
     from horo_lite.horovod.reductions import Adasum as Adasum
     from horo_lite.horovod.world import *  # noqa: F403
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME = {
     name: home
     for home, names in {
+        "objects": "allgather_object barrier broadcast_object broadcast_object_fn join",
         "process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
         "reductions": "Adasum",
         "world": "ccl_built cuda_built ddl_built gloo_built gloo_enabled init mpi_built "

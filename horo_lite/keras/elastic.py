@@ -69,9 +69,16 @@ class CommitStateCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._n_batches += 1
         if self._n_batches % self.batches_per_commit == 0:
-            self.state.commit()
+            self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._commit()
+
+    def _commit(self) -> None:
+        # On JAX the variables are empty while fit() runs, unless it is asked to fill them.
+        fill = getattr(self.model, "jax_state_sync", None)
+        if fill is not None:
+            fill()
         self.state.commit()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from horovod_scripts import figures, run_script
 from launch import Result, run_ranks
 
 FOLDER = Path(__file__).resolve().parent
@@ -97,3 +98,15 @@ def test_digits_are_learned() -> None:
     result = launched("../../examples/digits_keras.py", 2, "torch", "--epochs", "6").check()
     assert float(result.stdout.split("test accuracy ")[1].split()[0]) > 0.93, result
     assert "parameters bit-identical on all 2 ranks" in result.stdout
+
+
+def test_a_script_for_horovod_runs_as_it_is() -> None:
+    def run(n: int, *args: object) -> list[float]:
+        env = {"KERAS_BACKEND": "torch"}
+        return figures(run_script("keras_digits.py", n, *args, timeout_s=LIMIT_S, env=env), n)
+
+    # The warm-up depends on the number of ranks: with passes the script leaves it out.
+    first, last, _ = run(2)
+    assert last < first
+    whole = run(1, "--batch-size", 64, "--lr", 0.08, "--passes", 2)
+    assert run(2, "--passes", 2) == pytest.approx(whole, rel=1e-3)

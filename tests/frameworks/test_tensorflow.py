@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from digits_runs import accuracy_of
+from horovod_scripts import figures, run_script
 from launch import run_ranks
 
 FOLDER = Path(__file__).resolve().parent
@@ -61,3 +62,15 @@ def test_a_rank_with_more_steps_is_told_who_left() -> None:
 
 def test_digits_are_learned() -> None:
     assert accuracy_of("tensorflow", epochs=6, env=QUIET, timeout_s=LIMIT_S) > 0.9
+
+
+def test_scripts_for_horovod_run_as_they_are() -> None:
+    def run(script: str, n: int, *args: object) -> list[float]:
+        return figures(run_script(script, n, *args, timeout_s=LIMIT_S, env=QUIET), n)
+
+    whole = run("tensorflow2_digits.py", 1, "--batch-size", 64, "--lr", 0.08)
+    assert whole[1] < whole[0]
+    assert run("tensorflow2_digits.py", 2) == pytest.approx(whole, rel=1e-3)
+    passes = ["--passes", 2]
+    whole = run("keras_digits.py", 1, "--batch-size", 64, "--lr", 0.08, *passes)
+    assert run("keras_digits.py", 2, *passes) == pytest.approx(whole, rel=1e-3)

@@ -1,0 +1,39 @@
+"""Scripts written for Horovod, started as they are: `python -m horo_lite --as-horovod`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from launch import TESTS, environment
+
+SCRIPTS = TESTS / "as_horovod" / "scripts"
+
+
+def run_script(
+    script: str, n: int, *args: object, timeout_s: float, env: Mapping[str, str] | None = None
+) -> str:
+    """What the script printed on `n` ranks."""
+    command = [sys.executable, "-m", "horo_lite", "-n", str(n), "--as-horovod"]
+    command += [str(SCRIPTS / script), *map(str, args)]
+    path = os.pathsep.join(filter(None, sys.path))
+    found = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}),
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def figures(text: str, n: int) -> list[float]:
+    """The losses and the sum of the weights that a script printed on `n` ranks."""
+    assert f"ranks {n} weights" in text, text
+    words = itertools.pairwise(text.split())
+    return [float(number) for word, number in words if word in ("loss", "weights")]
