@@ -302,9 +302,16 @@ std::vector<int> StallDetector::late(const std::vector<Waiting>& waits) const {
     awaited.insert(wait.late.begin(), wait.late.end());
     if (now - wait.since_ns > std::min(kWaitingNs, warn_ns_.load() / 2)) still.insert(wait.rank);
   }
+  // One that was stopped while it waited does not see that its wait is over.
+  std::erase_if(still, [&](int r) { return awaited.contains(r) && is_stopped(r); });
   std::vector<int> late;
   std::set_difference(awaited.begin(), awaited.end(), still.begin(), still.end(), std::back_inserter(late));
   return late;
+}
+
+bool StallDetector::is_stopped(int rank) const {
+  const char state = is_here(rank) && pids_[rank] != 0 ? state_of(pids_[rank]) : '?';
+  return state == 'T' || state == 't';
 }
 
 // --- the report

@@ -97,6 +97,7 @@ class StallDetector {
   std::atomic<int64_t>* waits_of(int rank) const;
   std::vector<Waiting> waiting() const;
   std::vector<int> late(const std::vector<Waiting>& waits) const;
+  bool is_stopped(int rank) const;
   std::string who_waits(const std::vector<Waiting>& waits, int64_t now) const;
   std::string last_call(int rank, int64_t now) const;
   std::string report(int64_t since_ns) const;

@@ -354,6 +354,31 @@ print("came through", flush=True)
     assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not come", result.stderr)
 
 
+@pytest.mark.mpi
+def test_a_rank_that_was_stopped_while_it_waited_is_late() -> None:
+    """Its wait is over, but it cannot know."""
+    body = """
+def waits():
+    hvd.allreduce(np.ones(3), name="loss")
+if rank == 0:
+    while not os.access("it is stopped", os.F_OK):
+        time.sleep(0.01)
+waits()
+print("came through", flush=True)
+"""
+    with start_ranks(PRELUDE + body, 2, env={"HORO_LITE_STALL_WARN_S": "0.5"}) as job:
+        job.wait_for("rank 0 is late", on_stderr=True)  # so it is known that rank 1 waits
+        pid = job.ranks()[1]
+        os.kill(pid, signal.SIGSTOP)
+        job.folder.joinpath("it is stopped").touch()
+        job.wait_for("SIGSTOP", on_stderr=True)
+        os.kill(pid, signal.SIGCONT)
+        job.wait(20).check()
+        (told, *_) = [one for one in reports(job) if "SIGSTOP" in one]
+    assert "rank 1 is late" in told, told
+    assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 lets it go on", told), told
+
+
 def test_where_ranks_wait_for_each_other() -> None:
     """Each in an operation of another set of ranks: the lines of both are shown."""
     body = """
