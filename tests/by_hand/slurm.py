@@ -90,7 +90,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         for daemon in daemons:
             daemon.terminate()
         for daemon in daemons:
-            daemon.wait(20)
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:  # slurmd 22 may wait for a step that has ended
+                daemon.kill()
 
 
 def output(command: list[str], env: dict[str, str], *, check: bool = True) -> str:
@@ -166,7 +169,7 @@ def main() -> None:
     everything = set().union(*digests.values())
     if len(everything) != 1 or not all(digests.values()):
         sys.exit("the bits differ")
-    print("all of them have the same bits")
+    print(f"all of them have the same bits: {everything.pop()}")
 
 
 if __name__ == "__main__":
