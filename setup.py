@@ -1,22 +1,27 @@
 """Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml.
 
 An editable install (`pip install -e`, `setup.py build_ext --inplace`) gets `horo_lite._testing` as
-well, which the tests need and no wheel has.
+well, which the tests need and no wheel has. A wheel's core, made with CPython 3.12 or later, uses
+only the stable ABI, and so serves every CPython from 3.12 on.
 
 Of the environment, csrc/gpu/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted),
 HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and HORO_LITE_CUDA_WHEELS (`make
 wheel`: the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own. HORO_LITE_DEBUG=1
-(`make debug`) builds with assertions and little optimization.
+(`make debug`) builds with assertions and little optimization, HORO_LITE_QUICK_BUILD=1 (`make demo`)
+for this machine's CPU only and without what the tests need.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -24,7 +29,16 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+HAS_STABLE_ABI = (
+    sys.implementation.name == "cpython"
+    and sys.version_info >= (3, 12)  # the first whose stable ABI has all that nanobind needs
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+)
 TESTING = "horo_lite._testing"
+
+
+def is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def tool(name: str) -> str:
@@ -44,21 +58,63 @@ def nanobind_dir() -> str:
     return given or subprocess.check_output(ask, text=True).strip()
 
 
+def say(text: str) -> None:
+    """Print a line, and also on the terminal if the output is captured, as by pip."""
+    print(f"horo_lite: {text}", file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            print(f"\n  horo_lite: {text}", file=terminal)
+
+
+def run(command: list[str], *, verbose: bool) -> int:
+    """Run CMake, and say what it does: what it found of CUDA, and how far it has come.
+
+    Args:
+        command: The command line.
+        verbose: Whether to print all that it prints, and not just what else it has to say.
+
+    Returns:
+        The exit code.
+    """
+    began, shown = time.monotonic(), 0
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            step = re.match(r"\[(\d+)/(\d+)\]", line)
+            if line.startswith("-- CUDA"):
+                say(line[3:].strip())
+            elif step and 4 * int(step[1]) // int(step[2]) > shown and int(step[2]) > 4:
+                shown = 4 * int(step[1]) // int(step[2])
+                took_s = time.monotonic() - began
+                say(f"compiled {step[1]} of {step[2]} files of the C++ core in {took_s:.0f} s")
+            if verbose or not (step or line.startswith(("--", "ninja: no work"))):
+                print(line, end="", flush=True)
+    return process.wait()
+
+
 class CMakeBuild(build_ext):
     def run(self) -> None:
+        if is_set("HORO_LITE_QUICK_BUILD"):
+            self.extensions = [ext for ext in self.extensions if ext.name != TESTING]
         if not self.inplace and not self.editable_mode:
             self.extensions = [ext for ext in self.extensions if ext.name != TESTING]
+            for ext in self.extensions:
+                ext.py_limited_api = HAS_STABLE_ABI  # which decides the file's name
             for built in Path(self.build_lib, "horo_lite").glob("_testing*"):
                 built.unlink()  # for an editable install, which shares the directory
         super().run()
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         # One lasting tree per Python ABI: pip's own build directory is thrown away, and with it
         # every object file that did not have to be compiled again.
         wheels = os.environ.get("HORO_LITE_CUDA_WHEELS", "")
-        debug = os.environ.get("HORO_LITE_DEBUG", "0") not in ("", "0")
+        debug = is_set("HORO_LITE_DEBUG")
         kind = "debug" if debug else "wheel" if wheels else "cmake"
-        tree = ROOT / "build" / f"{kind}{SUFFIX.removesuffix('.so')}"
+        stable = any(ext.py_limited_api for ext in self.extensions)
+        flavour = "-stable-abi" if stable else ""
+        tree = ROOT / "build" / f"{kind}{SUFFIX.removesuffix('.so')}{flavour}"
         cache, home = tree / "CMakeCache.txt", f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}/csrc\n"
         if cache.exists() and home not in cache.read_text():
             shutil.rmtree(tree)  # the checkout was moved or copied, and CMake refuses such a tree
@@ -68,6 +124,8 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if debug else 'Release'}",
+            f"-DHORO_LITE_STABLE_ABI={int(stable)}",
+            f"-DHORO_LITE_QUICK_BUILD={int(is_set('HORO_LITE_QUICK_BUILD'))}",
             f"-Dnanobind_DIR={nanobind_dir()}",
             # What they are not set to is said too: the cache remembers the last time.
             f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
@@ -75,23 +133,26 @@ class CMakeBuild(build_ext):
             f"-DHORO_LITE_CUDA_WHEELS={wheels}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        module = ext.name.rpartition(".")[2]
-        for command in (configure, [tool("cmake"), "--build", str(tree), "--target", module]):
-            if subprocess.run(command).returncode:
+        # Together: the last object files of one module are compiled beside the next one's.
+        modules = [ext.name.rpartition(".")[2] for ext in self.extensions]
+        for command in (configure, [tool("cmake"), "--build", str(tree), "--target", *modules]):
+            if run(command, verbose=bool(self.verbose)):
                 raise SystemExit(
                     "horo_lite: the C++ core could not be built; the messages above say why "
                     "(it needs a C++20 compiler such as g++ 11 or later)"
                 )
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Put in its place as a whole: a running process may have the old file mapped, and another
-        # may just be starting.
-        fresh = target.with_name(f".{target.name}.new")
-        shutil.copy2(tree / f"{module}{SUFFIX}", fresh)
-        fresh.replace(target)
+        for ext, module in zip(self.extensions, modules, strict=True):
+            target = Path(self.get_ext_fullpath(ext.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Put in its place as a whole: a running process may have the old file mapped, and
+            # another may just be starting.
+            fresh = target.with_name(f".{target.name}.new")
+            shutil.copy2(tree / f"{module}{'.abi3.so' if stable else SUFFIX}", fresh)
+            fresh.replace(target)
 
 
 setup(
     ext_modules=[Extension("horo_lite._native", sources=[]), Extension(TESTING, sources=[])],
     cmdclass={"build_ext": CMakeBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp312"}} if HAS_STABLE_ABI else {},
 )

@@ -334,8 +334,16 @@ VARIABLES = (
     Variable(
         ("HORO_LITE_CUDA", "HORO_LITE_CUDA_ARCHITECTURES"),
         "",
-        "at build time: `0` builds without GPU support; architectures such as `90` or `native`",
-        "all that the toolkit supports",
+        "at build time: `0` builds without GPU support; architectures: `all`, `native` or such as "
+        "`90`",
+        "all that the toolkit supports; without a GPU here PTX, compiled at the first use",
+    ),
+    Variable(
+        ("HORO_LITE_QUICK_BUILD",),
+        "",
+        "at build time: `1` builds for this machine's CPU only, and without what the tests "
+        "need, as `make demo` does",
+        "`0`",
     ),
     Variable(
         ("HORO_LITE_DEBUG",),

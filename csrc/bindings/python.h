@@ -107,7 +107,7 @@ class PythonError : public std::runtime_error {
 
  private:
   static std::string text_of(const nanobind::python_error& error) {
-    const std::string type = reinterpret_cast<PyTypeObject*>(error.type().ptr())->tp_name;
+    const auto type = nanobind::cast<std::string>(error.type().attr("__name__"));
     PyObject* text = PyObject_Str(error.value().ptr());
     if (text == nullptr) {  // a broken __str__ is no reason to fail here
       PyErr_Clear();

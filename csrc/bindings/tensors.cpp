@@ -296,7 +296,7 @@ bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_devic
   }
   if (exchange_ == nullptr) return false;
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
-  nb::object negated = nb::steal(PyObject_CallMethodNoArgs(array.ptr(), is_neg));
+  nb::object negated = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), is_neg, nullptr));
   if (!negated.is_valid()) {
     PyErr_Clear();
   } else if (negated.ptr() == Py_True) {  // DLPack does not tell

@@ -4,12 +4,23 @@
 
 # Turing and every later generation for which the compiler of this version can make code. One cubin
 # serves all later GPUs of its generation; PTX of the last serves GPUs that are not there yet.
+#
+# They take minutes. So where no GPU is, and nobody asked for more, there is PTX of the first alone, which the driver of
+# any GPU compiles when it is first used.
 function(horo_lite_architectures version)
   set(known 75 80 90)
   if(version VERSION_GREATER_EQUAL 12.8)
     list(APPEND known 100 120)
   endif()
-  if(NOT HORO_LITE_CUDA_ARCHITECTURES STREQUAL "")
+  set(HORO_LITE_PTX_ONLY 0 PARENT_SCOPE)
+  if(HORO_LITE_CUDA_ARCHITECTURES STREQUAL "" AND NOT HORO_LITE_CUDA_WHEELS AND NOT EXISTS /dev/nvidiactl
+     AND NOT EXISTS /dev/dxg AND NOT EXISTS /dev/nvhost-gpu)
+    set(HORO_LITE_PTX_ONLY 1 PARENT_SCOPE)
+    set(HORO_LITE_GENERATIONS "any GPU" PARENT_SCOPE)
+    set(CMAKE_CUDA_ARCHITECTURES 75-virtual PARENT_SCOPE)
+    return()
+  endif()
+  if(NOT HORO_LITE_CUDA_ARCHITECTURES MATCHES "^(all)?$")
     set(known ${HORO_LITE_CUDA_ARCHITECTURES})
   endif()
   set(HORO_LITE_GENERATIONS ${known} PARENT_SCOPE)
@@ -39,7 +50,7 @@ function(horo_lite_find_nvcc result)
 endfunction()
 
 option(HORO_LITE_CUDA "Use a CUDA toolkit if there is one" ON)
-set(HORO_LITE_CUDA_ARCHITECTURES "" CACHE STRING "Instead of every architecture the toolkit knows: 90, native")
+set(HORO_LITE_CUDA_ARCHITECTURES "" CACHE STRING "all, native or such as 90; empty: all if there is a GPU, else PTX")
 set(HORO_LITE_CUDA_WHEELS "" CACHE PATH "Folder nvidia/ with NVRTC, nvFatbin and the runtime of CUDA 12.9, from PyPI")
 set(HORO_LITE_CUDA_FROM none)
 if(NOT HORO_LITE_CUDA)
@@ -70,8 +81,13 @@ else()
     elseif(CMAKE_CUDA_COMPILER)
       horo_lite_architectures("${release}")
       set(HORO_LITE_CUDA_FROM nvcc)
-      message(STATUS "CUDA ${release} for ${HORO_LITE_GENERATIONS}: ${nvcc}. All of them take minutes; "
-        "HORO_LITE_CUDA_ARCHITECTURES=90 (or native) builds for one, HORO_LITE_CUDA=0 without GPUs")
+      if(HORO_LITE_PTX_ONLY)
+        message(STATUS "CUDA ${release} for any GPU: ${nvcc}. No GPU is here, so this is PTX, which a GPU's driver "
+          "compiles at the first use; HORO_LITE_CUDA_ARCHITECTURES=all (or 90) makes machine code, in minutes")
+      else()
+        message(STATUS "CUDA ${release} for ${HORO_LITE_GENERATIONS}: ${nvcc}. All architectures take minutes; "
+          "HORO_LITE_CUDA_ARCHITECTURES=90 (or native) builds for one, HORO_LITE_CUDA=0 without GPUs")
+      endif()
       set(CMAKE_CUDA_STANDARD 17)
       set(CMAKE_CUDA_STANDARD_REQUIRED ON)
       set(CMAKE_CUDA_EXTENSIONS OFF)

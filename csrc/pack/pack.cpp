@@ -22,18 +22,17 @@ struct InstructionSet {
 };
 
 const InstructionSet* instruction_sets() {
-#if HORO_LITE_X86
   static const InstructionSet sets[] = {
+#if HORO_LITE_AVX512
       {"avx512", avx512::select, avx512::copy_bytes,
        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl")},
+#endif
+#if HORO_LITE_AVX2
       {"avx2", avx2::select, avx2::copy_bytes, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
+#endif
       {"portable", portable::select, portable::copy_bytes, true},
       {nullptr, nullptr, nullptr, false}};
-#else
-  static const InstructionSet sets[] = {{"portable", portable::select, portable::copy_bytes, true},
-                                        {nullptr, nullptr, nullptr, false}};
-#endif
   return sets;
 }
 
