@@ -124,7 +124,10 @@ class StallDetector:
 
     def check(self) -> None: ...
 
-class ShmGroup:
+class EngineGroup:
+    """What an engine needs of a group of ranks."""
+
+class ShmGroup(EngineGroup):
     """The ranks of one host, in shared memory."""
 
     def __init__(
@@ -242,13 +245,6 @@ class Transfer:
     def __call__(self) -> bool:
         """Whether all of it is complete. Never waits; bytes may move only in these calls."""
 
-    def wait(self, on_idle: Callable[[], object]) -> None:
-        """Return when it is complete.
-
-        `on_idle` is called some 20 times a second, and raises to stop waiting. A PeerLostError does
-        not count if all is complete then.
-        """
-
 class PointToPoint:
     """Messages between ranks of different hosts."""
 
@@ -265,7 +261,51 @@ class PointToPoint:
         What it returns tells whether all have been received and sent. Neither waits.
         """
 
-class MpiPointToPoint(PointToPoint):
+class Carrier(PointToPoint):
+    """What carries bytes between ranks of different hosts."""
+
+    @staticmethod
+    def made_of(
+        start: Callable[
+            [Sequence[tuple[int, int, int, int]], Sequence[tuple[int, int, int, int]]],
+            Callable[[], bool],
+        ],
+        allgather: Callable[[int, int, int], Callable[[], bool]],
+        wait: Callable[[Callable[[], bool], Callable[[], object]], None] | None = None,
+        largest_message: int | None = None,
+    ) -> Carrier:
+        """Over anything.
+
+        Args:
+            start: As of `PointToPoint.calling`.
+            allgather: Given (address, n_bytes, address), leaves every rank's bytes at the second
+                address, in rank order; collective.
+            wait: Given what these have returned and `on_idle`, returns when that is complete.
+                Calls `on_idle` some 20 times a second, which raises to stop it.
+            largest_message: Bytes; longer ones are sent in pieces.
+        """
+
+class ControlChannel:
+    """Short messages between ranks of different hosts."""
+
+    @staticmethod
+    def calling(channel: object) -> ControlChannel:
+        """Over a `horo_lite.transports.hosts.carrier.Channel`."""
+
+class MpiControlChannel(ControlChannel):
+    """Over MPI, without the GIL."""
+
+    @property
+    def n_sent(self) -> int:
+        """How many messages every peer was sent, where each was sent as many."""
+
+    def drained(self, n_sent: Sequence[int]) -> bool:
+        """Take what has arrived.
+
+        Whether nothing is under way any more, of which rank r has sent this one n_sent[r].
+        """
+
+class MpiPointToPoint(Carrier):
     """Over MPI, without the GIL."""
 
     @staticmethod
@@ -273,19 +313,30 @@ class MpiPointToPoint(PointToPoint):
         functions: Sequence[int],
         communicator: bytes,
         byte: bytes,
+        any_source: int,
+        any_tag: int,
         status_bytes: int,
+        status_source: int,
+        status_tag: int,
         largest_message: int | None = None,
     ) -> MpiPointToPoint:
         """Over the MPI whose functions and handles these are.
 
         Args:
-            functions: The addresses of MPI_Isend, MPI_Irecv, MPI_Iallgather, MPI_Testall and
-                MPI_Error_string.
+            functions: The addresses of MPI_Isend, MPI_Irecv, MPI_Iallgather, MPI_Testall,
+                MPI_Iprobe, MPI_Recv, MPI_Get_count, MPI_Finalized and MPI_Error_string.
             communicator: The handle as it lies in memory.
             byte: The same of MPI_BYTE.
+            any_source: MPI_ANY_SOURCE.
+            any_tag: MPI_ANY_TAG.
             status_bytes: sizeof(MPI_Status).
+            status_source: Where in it MPI_SOURCE lies.
+            status_tag: Where in it MPI_TAG lies.
             largest_message: Bytes; longer ones are sent in pieces.
         """
+
+    def control_channel(self) -> MpiControlChannel:
+        """Return the short messages of the communicator; it must have no others."""
 
     def start(
         self,
@@ -294,9 +345,6 @@ class MpiPointToPoint(PointToPoint):
         owner: object,
     ) -> Transfer:
         """Messages: (peer, tag, address, n_bytes) of each. `owner` keeps the memory."""
-
-    def allgather(self, mine: int, n_bytes: int, everyone: int, owner: object) -> Transfer:
-        """Leave every rank's bytes in the memory at `everyone`, in rank order; collective."""
 
     def started(self, requests: Sequence[int], owner: object) -> Transfer:
         """What else was started, whose requests lie at these addresses.
@@ -341,6 +389,72 @@ class HostsAllreduce:
         `on_idle` is called a few times a second while messages are awaited; raises to stop that.
         """
 
+class HostsGroup(EngineGroup):
+    """The ranks of several hosts."""
+
+    def __init__(
+        self,
+        host: ShmGroup,
+        carrier: Carrier,
+        control: ControlChannel,
+        hosts: Sequence[Sequence[int]],
+        here: int,
+        memory: int,
+        detector: StallDetector,
+        ranks: Sequence[int],
+        names: Sequence[str],
+        direct: bool,
+    ) -> None:
+        """`hosts[h]` are the ranks of host h, as `carrier` numbers them; `host`, of host `here`.
+
+        `memory` is the address of what the latter share for a HostsAllreduce. `ranks` are the
+        world's numbers of all ranks, `names` what messages call them. `direct` are calls of the
+        training thread.
+        """
+
+    def for_engine(
+        self, wake_ups: ControlChannel, on_stop: Callable[[], object] | None = None
+    ) -> None:
+        """Let an engine use it: to be called before `Engine.over`.
+
+        `on_stop` ends what other threads were to do for the engine's.
+        """
+
+    @property
+    def label(self) -> str:
+        """The operation that began last."""
+
+    def agree(
+        self, label: str, digest: int, count: int = 0, weight: float = 1.0
+    ) -> list[tuple[int, int, float]]: ...
+    def allreduce(
+        self,
+        tensors: Tensors,
+        op: str,
+        wire: str,
+        prescale: float = 1.0,
+        scale: float = 1.0,
+        divisor: float = 1.0,
+        weights: Sequence[float] = (),
+    ) -> None: ...
+    def wait(self, transfer: Transfer | Callable[[], bool]) -> None:
+        """Return when what the carrier has started is complete."""
+
+    def check_peers(self, name: str, awaited: int = -1) -> None:
+        """Raise PeerLostError if a peer has died or given up, or if `awaited` has left."""
+
+    def has_left(self, rank: int, n_records: int) -> bool:
+        """Whether that rank has left, having sent this one at most so many records of messages."""
+
+    def count_record(self, peer: int) -> None:
+        """Another record of messages was sent to that rank."""
+
+    def announce(self, what: str, expect_s: float) -> None: ...
+    def abandon(self, reason: str) -> None: ...
+    def leave(self, reason: str) -> None: ...
+    @property
+    def given_up(self) -> bool: ...
+
 class Job:
     """An operation in flight."""
 
@@ -372,20 +486,18 @@ class Engine:
     """Runs asynchronous operations, matched by name across ranks."""
 
     @staticmethod
-    def over_shm(
-        group: ShmGroup,
-        direct: ShmGroup,
-        ranks: Sequence[int],
-        explain: Callable[[str, list[str], list[int]], str],
-    ) -> Engine: ...
-    @staticmethod
-    def over_channel(
-        channel: object,
+    def over(
+        group: EngineGroup,
+        direct: EngineGroup,
         ranks: Sequence[int],
         explain: Callable[[str, list[str], list[int]], str],
         serve: Callable[[float], bool] | None = None,
-        direct_waits: Callable[[], tuple[int, int]] | None = None,
-    ) -> Engine: ...
+    ) -> Engine:
+        """Over a group that is the engines' own; `direct` is that of the same ranks' direct calls.
+
+        `serve(timeout_s)`, where MPI allows one thread only, makes the calls that `group` asks for.
+        """
+
     def watched_by(self, detector: StallDetector) -> None:
         """To be called at once, if at all."""
 
@@ -397,7 +509,7 @@ class Engine:
     def drain(self) -> None: ...
     def submit_allreduce(
         self,
-        group: ShmGroup,
+        group: EngineGroup,
         name: str,
         digest: int,
         tensors: Tensors,

@@ -1,4 +1,4 @@
-// The engine for Python: operations that are Python functions, and engines that exchange through a Python object.
+// The engine for Python, and operations that are Python functions.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
@@ -11,11 +11,10 @@
 #include <memory>
 
 #include "bindings/python.h"
-#include "bindings/shm_group.h"
 #include "bindings/stall_detector.h"
 #include "bindings/tensors.h"
 #include "engine/engine.h"
-#include "engine/shm_channel.h"
+#include "engine/engine_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,51 +26,6 @@ namespace {
 bool is_raised_by_all(const nb::python_error& error) {
   return error.matches(PyExc_ValueError) || error.matches(error_class("RAISED_ALIKE"));
 }
-
-// Engines that reach each other through a Python object with the methods of Channel (MPI, through mpi4py).
-class PythonChannel : public Channel {
- public:
-  explicit PythonChannel(nb::object channel)
-      : channel_(shared(channel)),
-        rank_(nb::cast<int>(channel.attr("rank"))),
-        size_(nb::cast<int>(channel.attr("size"))) {}
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  std::vector<std::string> exchange(const std::string& mine, const std::string& label) override {
-    return in_python([&] {
-      std::vector<std::string> all;
-      for (nb::handle one : method("exchange")(nb::bytes(mine.data(), mine.size()), label)) {
-        const auto bytes = nb::cast<nb::bytes>(one);
-        all.emplace_back(bytes.c_str(), bytes.size());
-      }
-      return all;
-    });
-  }
-  void wait(double timeout_s) override {
-    in_python([&] { method("wait")(timeout_s); });
-  }
-  void wake() override {
-    in_python([&] { method("wake")(); });
-  }
-  void stop() override {
-    in_python([&] { method("stop")(); });
-  }
-  bool peer_is_ahead() override {
-    return in_python([&] { return nb::cast<bool>(method("peer_is_ahead")()); });
-  }
-  void check(int rank, const std::string& name) override {
-    in_python([&] { method("check")(rank, name); });
-  }
-  void abandon(const std::string& reason) override {
-    in_python([&] { method("abandon")(reason); });
-  }
-
- private:
-  nb::object method(const char* name) const { return nb::getattr(nb::handle(channel_.get()), name); }
-  Shared channel_;
-  int rank_;
-  int size_;
-};
 
 std::vector<double> weights_of(const std::vector<Entry>& entries) {
   std::vector<double> weights;
@@ -195,31 +149,11 @@ void bind_engine(nb::module_& m) {
 
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
       .def_static(
-          "over_shm",
-          [](std::shared_ptr<PyShmGroup> group, std::shared_ptr<PyShmGroup> direct, std::vector<int> ranks,
-             nb::callable explain) {
-            const auto direct_waits = [direct] {
-              return Engine::DirectWait{direct->shm.n_waits(), direct->shm.waiting_thread()};
-            };
-            group->shm.on_idle = nullptr;  // signals are seen by the training thread
-            auto channel = std::make_unique<ShmChannel>(std::shared_ptr<ShmGroup>(group, &group->shm));
-            return new_engine(std::move(channel), std::move(ranks), explain, direct_waits);
-          },
-          "group"_a, "direct"_a, "ranks"_a, "explain"_a)
-      .def_static(
-          "over_channel",
-          [](nb::object channel, std::vector<int> ranks, nb::callable explain, nb::object serve,
-             nb::object direct_waits) {
-            Engine::DirectWaits waits;
-            if (!direct_waits.is_none()) {
-              waits = [held = shared(direct_waits)] {
-                return in_python([&] {
-                  const auto [number, thread] = nb::cast<std::pair<uint64_t, int>>(nb::handle(held.get())());
-                  return Engine::DirectWait{number, thread};
-                });
-              };
-            }
-            auto engine = new_engine(std::make_unique<PythonChannel>(channel), std::move(ranks), explain, waits);
+          "over",
+          [](const std::shared_ptr<EngineGroup>& group, const std::shared_ptr<EngineGroup>& direct,
+             std::vector<int> ranks, nb::callable explain, nb::object serve) {
+            const auto direct_waits = [direct] { return direct->direct_wait(); };
+            auto engine = new_engine(group->engine_channel(group), std::move(ranks), explain, direct_waits);
             if (!serve.is_none()) {
               engine->serve = [held = shared(serve)](double timeout_s) {
                 return in_python([&] { return nb::cast<bool>(nb::handle(held.get())(timeout_s)); });
@@ -227,10 +161,9 @@ void bind_engine(nb::module_& m) {
             }
             return engine;
           },
-          "channel"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(), "direct_waits"_a = nb::none(),
-          "`serve(timeout_s)`, where MPI allows one thread only: runs what the channel asks of it. `direct_waits()`: "
-          "a number that is odd while this rank waits in a direct call, and never the same in two such waits; and the "
-          "native id of the thread that waits.")
+          "group"_a, "direct"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(),
+          "`direct` are the same ranks in direct calls. `serve(timeout_s)`, where MPI allows one thread only: runs "
+          "what the group asks of it.")
       .def(
           "watched_by",
           [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },
@@ -240,7 +173,7 @@ void bind_engine(nb::module_& m) {
       .def("drain", &Engine::drain, nb::call_guard<WithoutGil>())
       .def(
           "submit_allreduce",
-          [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<PyShmGroup>& group, const std::string& name,
+          [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<EngineGroup>& group, const std::string& name,
              uint64_t digest, nb::object tensors, const std::string& op, const std::string& wire, double prescale,
              double scale, double weight, nb::callable describe, nb::callable participation,
              const std::vector<ptrdiff_t>& distances, const Tensors* changes) {
@@ -248,12 +181,9 @@ void bind_engine(nb::module_& m) {
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
             job->job->run = [=, held = shared(tensors), op = op_of(op),
                              wire = wire_of(wire)](const std::vector<Entry>& entries) {
-              group->shm.agree(entries[0].name, {});
               auto [weights, divisor] = weighting(op, weights_of(entries));
               weights = multiplied(std::move(weights), prescale, entries.size());
-              const Factor factor{scale, divisor};
-              if (distances.empty()) all_reduce(group->shm, refs->refs(), op, wire, weights, factor);
-              else reduce_in_place(group->shm, refs->refs(), op, factor, distances);
+              group->reduce(entries[0].name, refs->refs(), op, wire, weights, {scale, divisor}, distances);
             };
             engine->submit(job->job);
             return job;

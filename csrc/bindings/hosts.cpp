@@ -1,4 +1,4 @@
-// The all-reduce among several hosts, for Python.
+// The ranks of several hosts, for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -9,12 +9,17 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <tuple>
 
 #include "bindings/shm_group.h"
+#include "bindings/stall_detector.h"
+#include "bindings/tensors.h"
+#include "engine/hosts_channel.h"
 #include "hosts/hosts_allreduce.h"
+#include "hosts/hosts_group.h"
 #include "hosts/mpi.h"
 
 namespace nb = nanobind;
@@ -43,13 +48,25 @@ std::vector<Message> messages(const std::vector<MessageTuple>& tuples) {
 
 class PythonTransfer : public Transfer {
  public:
-  explicit PythonTransfer(Shared done) : done_(std::move(done)) {}
+  // `wait`, if any, is how a thread waits that has other things to do meanwhile.
+  PythonTransfer(Shared done, Shared wait) : done_(std::move(done)), wait_(std::move(wait)) {}
   bool done() override {
     return in_python([&] { return nb::cast<bool>(nb::handle(done_.get())()); });
+  }
+  void wait(const std::function<void()>& on_idle) override {
+    if (wait_ == nullptr) return Transfer::wait(on_idle);
+    in_python([&] {
+      const auto idle = [&on_idle] {
+        const WithoutGil release;
+        if (on_idle) on_idle();
+      };
+      nb::handle(wait_.get())(nb::handle(done_.get()), nb::cpp_function(idle));
+    });
   }
 
  private:
   Shared done_;
+  Shared wait_;
 };
 
 class PythonPointToPoint : public PointToPoint {
@@ -60,13 +77,79 @@ class PythonPointToPoint : public PointToPoint {
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
       const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
-      return std::make_unique<PythonTransfer>(shared(done));
+      return std::make_unique<PythonTransfer>(shared(done), nullptr);
     });
   }
 
  private:
   Shared start_;
   size_t largest_message_;
+};
+
+// A Python object with the methods of carrier.py's Carrier.
+class PythonCarrier : public Carrier {
+ public:
+  PythonCarrier(nb::callable start, nb::callable allgather, nb::object wait, size_t largest_message)
+      : start_(shared(start)),
+        allgather_(shared(allgather)),
+        wait_(wait.is_none() ? nullptr : shared(wait)),
+        largest_message_(largest_message) {}
+  size_t largest_message() const override { return largest_message_; }
+  std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
+    return in_python([&] { return transfer(nb::handle(start_.get())(tuples(receive), tuples(send))); });
+  }
+  std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) override {
+    return in_python([&] {
+      return transfer(nb::handle(allgather_.get())(reinterpret_cast<uintptr_t>(mine), n_bytes,
+                                                   reinterpret_cast<uintptr_t>(everyone)));
+    });
+  }
+  std::unique_ptr<Transfer> transfer(nb::handle done) const {
+    return std::make_unique<PythonTransfer>(shared(done), wait_);
+  }
+
+ private:
+  Shared start_;
+  Shared allgather_;
+  Shared wait_;
+  size_t largest_message_;
+};
+
+// A Python object with the methods of carrier.py's Channel.
+class PythonControlChannel : public ControlChannel {
+ public:
+  explicit PythonControlChannel(nb::object channel) : channel_(shared(channel)) {}
+  void send(const std::map<int, std::string>& texts, int tag) override {
+    in_python([&] {
+      nb::dict given;
+      for (const auto& [peer, text] : texts) given[nb::int_(peer)] = nb::bytes(text.data(), text.size());
+      method("send")(given, tag);
+    });
+  }
+  std::vector<ShortMessage> receive() override {
+    return in_python([&] {
+      std::vector<ShortMessage> received;
+      for (nb::handle one : method("receive")()) {
+        const auto [peer, tag, text] = nb::cast<std::tuple<int, int, nb::bytes>>(one);
+        received.push_back({peer, tag, std::string(text.c_str(), text.size())});
+      }
+      return received;
+    });
+  }
+  std::vector<int> ended() override {
+    return in_python([&] {
+      std::vector<int> ended;
+      for (nb::handle one : method("ended")()) ended.push_back(nb::cast<int>(one));
+      return ended;
+    });
+  }
+  bool is_over() override {
+    return in_python([&] { return nb::cast<bool>(method("is_over")()); });
+  }
+
+ private:
+  nb::object method(const char* name) const { return nb::getattr(nb::handle(channel_.get()), name); }
+  Shared channel_;
 };
 
 std::vector<uint8_t> contents(const nb::bytes& bytes) {
@@ -93,6 +176,40 @@ struct PyHostsAllreduce {
         hosts(group->shm, std::move(messages), {std::move(ranks), here}, reinterpret_cast<uint8_t*>(memory)) {}
 };
 
+// A group of ranks of several hosts, and what it works on.
+struct PyHostsGroup : EngineGroup {
+  std::shared_ptr<PyShmGroup> host;
+  std::shared_ptr<Carrier> carrier;
+  std::shared_ptr<ControlChannel> wake_ups;  // of the engines' group
+  Shared on_stop;
+  HostsGroup hosts;
+
+  PyHostsGroup(std::shared_ptr<PyShmGroup> host, const std::shared_ptr<Carrier>& carrier,
+               const std::shared_ptr<ControlChannel>& control, std::vector<std::vector<int>> all, int here,
+               uintptr_t memory, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks,
+               std::vector<std::string> names, bool direct)
+      : host(host),
+        carrier(carrier),
+        hosts(host->shm, carrier, control, {std::move(all), here}, static_cast<uint8_t*>(pointer(memory)),
+              std::move(detector), std::move(ranks), std::move(names), direct) {
+    hosts.on_idle = check_signals;
+  }
+
+  std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override {
+    host->shm.on_idle = hosts.on_idle = nullptr;  // signals are seen by the training thread
+    const auto stop = [held = on_stop] {
+      if (held != nullptr) in_python([&] { nb::handle(held.get())(); });
+    };
+    return std::make_unique<HostsChannel>(std::shared_ptr<HostsGroup>(self, &hosts), wake_ups, stop);
+  }
+  Engine::DirectWait direct_wait() const override { return {hosts.n_waits(), hosts.waiting_thread()}; }
+  void reduce(const std::string&, const std::vector<TensorRef>& tensors, Op op, Wire wire,
+              const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>&) override {
+    // The engines' round was the handshake.
+    hosts.allreduce(tensors, op, wire, weights, factor);
+  }
+};
+
 }  // namespace
 
 void bind_hosts(nb::module_& m) {
@@ -100,15 +217,7 @@ void bind_hosts(nb::module_& m) {
       .def(
           // With the GIL in hand: to have it back takes longer where Python is busy.
           "__call__", [](PyTransfer& self) { return self.transfer->done(); },
-          "Whether all of it is complete. Never waits; bytes may move only in these calls.")
-      .def(
-          "wait",
-          [](PyTransfer& self, nb::callable on_idle) {
-            const Shared idle = shared(on_idle);
-            const WithoutGil release;
-            self.transfer->wait([&] { in_python([&] { nb::handle(idle.get())(); }); });
-          },
-          "on_idle"_a);
+          "Whether all of it is complete. Never waits; bytes may move only in these calls.");
 
   nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
       .def_static(
@@ -119,17 +228,44 @@ void bind_hosts(nb::module_& m) {
           },
           "start"_a, "largest_message"_a = nb::none());
 
-  nb::class_<MpiPointToPoint, PointToPoint>(m, "MpiPointToPoint", "Over MPI, without the GIL.")
+  nb::class_<Carrier, PointToPoint>(m, "Carrier", "What carries bytes between ranks of different hosts.")
+      .def_static(
+          "made_of",
+          [](nb::callable start, nb::callable allgather, nb::object wait, std::optional<size_t> largest_message) {
+            return std::shared_ptr<Carrier>(
+                std::make_shared<PythonCarrier>(start, allgather, wait, largest_message.value_or(SIZE_MAX)));
+          },
+          "start"_a, "allgather"_a, "wait"_a = nb::none(), "largest_message"_a = nb::none());
+
+  nb::class_<ControlChannel>(m, "ControlChannel", "Short messages between ranks of different hosts.")
+      .def_static(
+          "calling",
+          [](nb::object channel) {
+            return std::shared_ptr<ControlChannel>(std::make_shared<PythonControlChannel>(channel));
+          },
+          "channel"_a);
+
+  nb::class_<MpiControlChannel, ControlChannel>(m, "MpiControlChannel", "Over MPI, without the GIL.")
+      .def_prop_ro("n_sent", &MpiControlChannel::n_sent)
+      .def("drained", &MpiControlChannel::drained, "n_sent"_a, nb::call_guard<WithoutGil>());
+
+  nb::class_<MpiPointToPoint, Carrier>(m, "MpiPointToPoint", "Over MPI, without the GIL.")
       .def_static(
           "over",
-          [](const std::array<uintptr_t, 5>& functions, const nb::bytes& communicator, const nb::bytes& byte,
-             size_t status_bytes, std::optional<size_t> largest_message) {
-            const auto [isend, irecv, iallgather, testall, error_string] = functions;
+          [](const std::array<uintptr_t, 9>& functions, const nb::bytes& communicator, const nb::bytes& byte,
+             int any_source, int any_tag, size_t status_bytes, size_t status_source, size_t status_tag,
+             std::optional<size_t> largest_message) {
+            const auto [isend, irecv, iallgather, testall, iprobe, recv, get_count, finalized, error_string] =
+                functions;
             return std::shared_ptr<MpiPointToPoint>(mpi_point_to_point(
-                {pointer(isend), pointer(irecv), pointer(iallgather), pointer(testall), pointer(error_string)},
-                {contents(communicator), contents(byte), status_bytes}, largest_message.value_or(SIZE_MAX)));
+                {pointer(isend), pointer(irecv), pointer(iallgather), pointer(testall), pointer(iprobe), pointer(recv),
+                 pointer(get_count), pointer(finalized), pointer(error_string)},
+                {contents(communicator), contents(byte), any_source, any_tag, status_bytes, status_source, status_tag},
+                largest_message.value_or(SIZE_MAX)));
           },
-          "functions"_a, "communicator"_a, "byte"_a, "status_bytes"_a, "largest_message"_a = nb::none())
+          "functions"_a, "communicator"_a, "byte"_a, "any_source"_a, "any_tag"_a, "status_bytes"_a, "status_source"_a,
+          "status_tag"_a, "largest_message"_a = nb::none())
+      .def("control_channel", &MpiPointToPoint::control_channel)
       .def(
           "start",
           [](std::shared_ptr<MpiPointToPoint> self, const std::vector<MessageTuple>& receive,
@@ -137,15 +273,6 @@ void bind_hosts(nb::module_& m) {
             return std::make_shared<PyTransfer>(self, shared(owner), self->start(messages(receive), messages(send)));
           },
           "receive"_a, "send"_a, "owner"_a)
-      .def(
-          "allgather",
-          [](std::shared_ptr<MpiPointToPoint> self, uintptr_t mine, size_t n_bytes, uintptr_t everyone,
-             nb::object owner) {
-            auto transfer = self->allgather(static_cast<const uint8_t*>(pointer(mine)), n_bytes,
-                                            static_cast<uint8_t*>(pointer(everyone)));
-            return std::make_shared<PyTransfer>(self, shared(owner), std::move(transfer));
-          },
-          "mine"_a, "n_bytes"_a, "everyone"_a, "owner"_a)
       .def(
           "started",
           [](std::shared_ptr<MpiPointToPoint> self, const std::vector<uintptr_t>& requests, nb::object owner) {
@@ -176,6 +303,79 @@ void bind_hosts(nb::module_& m) {
             self.hosts.allreduce(layout, multipliers, {scale, divisor}, label);
           },
           "layout"_a, "prescale"_a, "scale"_a, "divisor"_a, "weights"_a, "label"_a, "on_idle"_a);
+
+  nb::class_<PyHostsGroup, EngineGroup>(m, "HostsGroup", "The ranks of several hosts.")
+      .def(nb::init<std::shared_ptr<PyShmGroup>, const std::shared_ptr<Carrier>&,
+                    const std::shared_ptr<ControlChannel>&, std::vector<std::vector<int>>, int, uintptr_t,
+                    std::shared_ptr<PyStallDetector>, std::vector<int>, std::vector<std::string>, bool>(),
+           "host"_a, "carrier"_a, "control"_a, "hosts"_a, "here"_a, "memory"_a, "detector"_a, "ranks"_a, "names"_a,
+           "direct"_a)
+      .def(
+          "for_engine",
+          [](PyHostsGroup& g, std::shared_ptr<ControlChannel> wake_ups, nb::object on_stop) {
+            g.wake_ups = std::move(wake_ups);
+            g.on_stop = on_stop.is_none() ? nullptr : shared(on_stop);
+          },
+          "wake_ups"_a, "on_stop"_a = nb::none())
+      .def_prop_ro("label", [](const PyHostsGroup& g) { return g.hosts.peers().label(); })
+      .def(
+          "agree",
+          [](PyHostsGroup& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
+            std::vector<Header> headers;
+            {
+              const WithoutGil release;
+              headers = g.hosts.agree(label, {digest, count, weight});
+            }
+            std::vector<std::tuple<uint64_t, int64_t, double>> result;
+            for (const Header& h : headers) result.emplace_back(h.digest, h.count, h.weight);
+            return result;
+          },
+          "label"_a, "digest"_a, "count"_a = 0, "weight"_a = 1.0)
+      .def(
+          "allreduce",
+          [](PyHostsGroup& g, const Tensors& tensors, const std::string& op, const std::string& wire, double prescale,
+             double scale, double divisor, const std::vector<double>& weights) {
+            const WithoutGil release;
+            const auto multipliers = multiplied(weights, prescale, g.hosts.size());
+            g.hosts.allreduce(tensors.refs(), op_of(op), wire_of(wire), multipliers, {scale, divisor});
+          },
+          "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
+          "weights"_a = std::vector<double>())
+      .def(
+          "wait",
+          [](PyHostsGroup& g, nb::object transfer) {
+            if (PyTransfer* native = nullptr; nb::try_cast(transfer, native)) {
+              const WithoutGil release;
+              g.hosts.wait(*native->transfer);
+              return;
+            }
+            const auto called = dynamic_cast<PythonCarrier&>(*g.carrier).transfer(transfer);
+            const WithoutGil release;
+            g.hosts.wait(*called);
+          },
+          "transfer"_a)
+      .def(
+          "check_peers",
+          [](PyHostsGroup& g, const std::string& name, int awaited) { g.hosts.peers().check_one(awaited, name); },
+          "name"_a, "awaited"_a = -1, nb::call_guard<WithoutGil>(),
+          "Raises PeerLostError if a peer has died or given up, or if `awaited` has left.")
+      .def(
+          "has_left",
+          [](PyHostsGroup& g, int rank, int64_t n_records) { return g.hosts.peers().has_left(rank, n_records); },
+          "rank"_a, "n_records"_a, nb::call_guard<WithoutGil>())
+      .def(
+          "count_record", [](PyHostsGroup& g, int peer) { g.hosts.peers().count_record(peer); }, "peer"_a)
+      .def(
+          "announce",
+          [](PyHostsGroup& g, const std::string& what, double expect_s) { g.hosts.peers().announce(what, expect_s); },
+          "what"_a, "expect_s"_a, nb::call_guard<WithoutGil>())
+      .def(
+          "abandon", [](PyHostsGroup& g, const std::string& reason) { g.hosts.abandon(reason); }, "reason"_a,
+          nb::call_guard<WithoutGil>())
+      .def(
+          "leave", [](PyHostsGroup& g, const std::string& reason) { g.hosts.peers().leave(reason); }, "reason"_a,
+          nb::call_guard<WithoutGil>())
+      .def_prop_ro("given_up", [](const PyHostsGroup& g) { return g.hosts.given_up(); });
 }
 
 }  // namespace horo

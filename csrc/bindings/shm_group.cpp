@@ -12,6 +12,7 @@
 #include "bindings/shm_group.h"
 #include "bindings/stall_detector.h"
 #include "bindings/tensors.h"
+#include "engine/shm_channel.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -36,8 +37,7 @@ size_t total_bytes(const std::vector<TensorRef>& refs) {
   return total;
 }
 
-}  // namespace
-
+// Both lay the tensors out on the wire for the call.
 void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire,
                 const std::vector<double>& weights, Factor factor) {
   const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size());
@@ -50,8 +50,23 @@ void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op,
   group.reduce_in_place(layout, distances, factor);
 }
 
+}  // namespace
+
+std::unique_ptr<Channel> PyShmGroup::engine_channel(const std::shared_ptr<EngineGroup>& self) {
+  shm.on_idle = nullptr;  // signals are seen by the training thread
+  return std::make_unique<ShmChannel>(std::shared_ptr<ShmGroup>(self, &shm));
+}
+
+void PyShmGroup::reduce(const std::string& name, const std::vector<TensorRef>& tensors, Op op, Wire wire,
+                        const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>& distances) {
+  shm.agree(name, {});
+  if (distances.empty()) all_reduce(shm, tensors, op, wire, weights, factor);
+  else reduce_in_place(shm, tensors, op, factor, distances);
+}
+
 void bind_shm_group(nb::module_& m) {
-  nb::class_<PyShmGroup>(m, "ShmGroup", "The ranks of one host, in shared memory.")
+  nb::class_<EngineGroup>(m, "EngineGroup", "What an engine needs of a group of ranks.");
+  nb::class_<PyShmGroup, EngineGroup>(m, "ShmGroup", "The ranks of one host, in shared memory.")
       .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(),
            "segment"_a, "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
       .def_static("memory_bytes", &ShmGroup::memory_bytes, "size"_a)

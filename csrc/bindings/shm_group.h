@@ -7,13 +7,14 @@
 #include <vector>
 
 #include "bindings/python.h"
+#include "engine/engine_group.h"
 #include "pack/layout.h"
 #include "shm/segment.h"
 #include "shm/shm_group.h"
 
 namespace horo {
 
-struct PyShmGroup {
+struct PyShmGroup : EngineGroup {
   std::shared_ptr<Segment> segment;
   ShmGroup shm;
 
@@ -22,12 +23,11 @@ struct PyShmGroup {
       : segment(std::move(memory)), shm(segment->data() + offset, rank, size, std::move(pids), std::move(names)) {
     shm.on_idle = check_signals;
   }
-};
 
-// Both lay the tensors out on the wire for the call.
-void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire,
-                const std::vector<double>& weights, Factor factor);
-void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Factor factor,
-                     const std::vector<ptrdiff_t>& distances);
+  std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override;
+  Engine::DirectWait direct_wait() const override { return {shm.n_waits(), shm.waiting_thread()}; }
+  void reduce(const std::string& name, const std::vector<TensorRef>& tensors, Op op, Wire wire,
+              const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>& distances) override;
+};
 
 }  // namespace horo

@@ -1,6 +1,9 @@
 #include "hosts/mpi.h"
 
+#include <algorithm>
 #include <cstring>
+#include <list>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -18,10 +21,18 @@ struct Mpi {
   int (*irecv)(void*, int, Handle, int, int, Handle, Handle*);
   int (*iallgather)(const void*, int, Handle, void*, int, Handle, Handle, Handle*);
   int (*testall)(int, Handle*, int*, void*);
+  int (*iprobe)(int, int, Handle, int*, void*);
+  int (*recv)(void*, int, Handle, int, int, Handle, void*);
+  int (*get_count)(const void*, Handle, int*);
+  int (*finalized)(int*);
   int (*error_string)(int, char*, int*);
   Handle communicator;
   Handle byte;
+  int any_source;
+  int any_tag;
   size_t status_bytes;
+  size_t status_source;
+  size_t status_tag;
 
   void check(int code) const {
     if (code == kSuccess) return;
@@ -78,6 +89,98 @@ class MpiTransfer : public Transfer {
 };
 
 template <class Handle>
+class Control : public MpiControlChannel {
+ public:
+  explicit Control(const Mpi<Handle>& mpi) : mpi_(mpi) {}
+
+  void send(const std::map<int, std::string>& texts, int tag) override {
+    const std::lock_guard lock(mutex_);
+    forget_sent();
+    for (const auto& [peer, text] : texts) {
+      ++n_sent_[peer];
+      Sent& sent = under_way_.emplace_back();
+      sent.text = text;
+      auto* data = reinterpret_cast<uint8_t*>(sent.text.data());
+      sent.transfer = std::make_unique<MpiTransfer<Handle>>(mpi_, std::vector<Message>{},
+                                                            std::vector<Message>{{peer, tag, data, sent.text.size()}});
+    }
+  }
+
+  std::vector<ShortMessage> receive() override {
+    const std::lock_guard lock(mutex_);
+    // An engine that nobody has ended may ask until the process has.
+    return is_over() ? std::vector<ShortMessage>() : received();
+  }
+
+  bool is_over() override {
+    int flag = 0;
+    mpi_.finalized(&flag);
+    return flag != 0;
+  }
+
+  int n_sent() const override {
+    const std::lock_guard lock(mutex_);
+    int most = 0;
+    for (const auto& [peer, n] : n_sent_) most = std::max(most, n);
+    return most;
+  }
+
+  bool drained(const std::vector<int>& n_sent) override {
+    const std::lock_guard lock(mutex_);
+    received();
+    forget_sent();
+    // This rank has sent itself nothing, whatever it says.
+    for (const auto& [peer, _] : n_sent_) {
+      if (n_received_[peer] < n_sent[peer]) return false;
+    }
+    return under_way_.empty();
+  }
+
+ private:
+  struct Sent {
+    std::string text;
+    std::unique_ptr<Transfer> transfer;  // none where it could not be started
+  };
+
+  void forget_sent() {
+    for (auto sent = under_way_.begin(); sent != under_way_.end();) {
+      if (sent->transfer == nullptr || sent->transfer->done()) sent = under_way_.erase(sent);
+      else ++sent;
+    }
+  }
+
+  std::vector<ShortMessage> received() {
+    std::vector<ShortMessage> received;
+    std::vector<uint8_t> status(mpi_.status_bytes);
+    try {
+      while (true) {
+        int flag = 0;
+        mpi_.check(mpi_.iprobe(mpi_.any_source, mpi_.any_tag, mpi_.communicator, &flag, status.data()));
+        if (flag == 0) break;
+        ShortMessage message;
+        std::memcpy(&message.peer, status.data() + mpi_.status_source, sizeof(int));
+        std::memcpy(&message.tag, status.data() + mpi_.status_tag, sizeof(int));
+        int n_bytes = 0;
+        mpi_.check(mpi_.get_count(status.data(), mpi_.byte, &n_bytes));
+        message.text.resize(static_cast<size_t>(n_bytes));
+        mpi_.check(mpi_.recv(message.text.data(), n_bytes, mpi_.byte, message.peer, message.tag, mpi_.communicator,
+                             status.data()));
+        ++n_received_[message.peer];
+        received.push_back(std::move(message));
+      }
+    } catch (const PeerLost&) {  // of MPI with fault tolerance
+      if (received.empty()) throw;
+    }
+    return received;
+  }
+
+  Mpi<Handle> mpi_;
+  mutable std::mutex mutex_;  // from a probe to what was probed, and for what follows
+  std::list<Sent> under_way_;
+  std::map<int, int> n_sent_, n_received_;  // by peer
+};
+
+template <class Handle>
 class WithHandles : public MpiPointToPoint {
  public:
   WithHandles(const MpiFunctions& functions, const MpiHandles& handles, size_t largest_message)
@@ -86,10 +189,18 @@ class WithHandles : public MpiPointToPoint {
     mpi_.irecv = reinterpret_cast<decltype(mpi_.irecv)>(functions.irecv);
     mpi_.iallgather = reinterpret_cast<decltype(mpi_.iallgather)>(functions.iallgather);
     mpi_.testall = reinterpret_cast<decltype(mpi_.testall)>(functions.testall);
+    mpi_.iprobe = reinterpret_cast<decltype(mpi_.iprobe)>(functions.iprobe);
+    mpi_.recv = reinterpret_cast<decltype(mpi_.recv)>(functions.recv);
+    mpi_.get_count = reinterpret_cast<decltype(mpi_.get_count)>(functions.get_count);
+    mpi_.finalized = reinterpret_cast<decltype(mpi_.finalized)>(functions.finalized);
     mpi_.error_string = reinterpret_cast<decltype(mpi_.error_string)>(functions.error_string);
     std::memcpy(&mpi_.communicator, handles.communicator.data(), sizeof(Handle));
     std::memcpy(&mpi_.byte, handles.byte.data(), sizeof(Handle));
+    mpi_.any_source = handles.any_source;
+    mpi_.any_tag = handles.any_tag;
     mpi_.status_bytes = handles.status_bytes;
+    mpi_.status_source = handles.status_source;
+    mpi_.status_tag = handles.status_tag;
   }
   size_t largest_message() const override { return largest_message_; }
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
@@ -100,6 +211,9 @@ class WithHandles : public MpiPointToPoint {
   }
   std::unique_ptr<Transfer> started(const std::vector<void*>& requests) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, requests);
+  }
+  std::shared_ptr<MpiControlChannel> control_channel() const override {
+    return std::make_shared<Control<Handle>>(mpi_);
   }
 
  private:

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "hosts/point_to_point.h"
+#include "hosts/carrier.h"
 
 namespace horo {
 
@@ -16,23 +16,39 @@ struct MpiFunctions {
   void* irecv;
   void* iallgather;
   void* testall;
+  void* iprobe;
+  void* recv;
+  void* get_count;
+  void* finalized;
   void* error_string;
 };
 
-// Handles as they lie in memory: an int in MPICH's ABI, a pointer in Open MPI's.
+// Handles and constants as they are in memory: a handle is an int in MPICH's ABI, a pointer in Open MPI's.
 struct MpiHandles {
   std::vector<uint8_t> communicator;
   std::vector<uint8_t> byte;  // MPI_BYTE
+  int any_source;
+  int any_tag;
   size_t status_bytes;
+  size_t status_source;  // where in a status MPI_SOURCE lies
+  size_t status_tag;
+};
+
+// Short messages over a communicator that has no others. It outlives them all, or MPI.
+class MpiControlChannel : public ControlChannel {
+ public:
+  // How many messages every peer was sent, where each was sent as many.
+  virtual int n_sent() const = 0;
+  // Takes what has arrived. Whether nothing is under way any more, of which rank r has sent this one n_sent[r].
+  virtual bool drained(const std::vector<int>& n_sent) = 0;
 };
 
 // Messages, and what else MPI does without waiting.
-class MpiPointToPoint : public PointToPoint {
+class MpiPointToPoint : public Carrier {
  public:
-  // Leaves every rank's `n_bytes` in `everyone`, in rank order; all ranks of the communicator call it.
-  virtual std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) = 0;
   // Operations that somebody else has started, whose requests lie at these addresses until they are done.
   virtual std::unique_ptr<Transfer> started(const std::vector<void*>& requests) = 0;
+  virtual std::shared_ptr<MpiControlChannel> control_channel() const = 0;
 };
 
 // For a thread that may call MPI. Throws std::invalid_argument for handles of neither kind.

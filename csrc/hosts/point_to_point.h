@@ -25,7 +25,7 @@ class Transfer {
   virtual bool done() = 0;
   // Returns when all have been. Calls `on_idle`, if any, some 20 times a second; it throws to stop waiting. What it
   // says about a peer that is lost does not count where that peer has done its part.
-  void wait(const std::function<void()>& on_idle);
+  virtual void wait(const std::function<void()>& on_idle);
 };
 
 class PointToPoint {

@@ -1,6 +1,5 @@
 #include "shm/shm_group.h"
 
-#include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -18,6 +17,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "shm/futex.h"
 #include "shm/text.h"
 
 #if defined(__x86_64__)
@@ -54,19 +54,6 @@ void pause_briefly() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-uint32_t* word(std::atomic<uint32_t>& value) { return reinterpret_cast<uint32_t*>(&value); }
-
-void futex_wait(std::atomic<uint32_t>& value, uint32_t expected, double timeout_s) {
-  timespec timeout;
-  timeout.tv_sec = static_cast<time_t>(timeout_s);
-  timeout.tv_nsec = static_cast<long>((timeout_s - static_cast<double>(timeout.tv_sec)) * 1e9);
-  syscall(SYS_futex, word(value), FUTEX_WAIT, expected, &timeout, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>& value) {
-  syscall(SYS_futex, word(value), FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
 }
 
 // Counted from 1; where the kernel does not say, 0 or less.

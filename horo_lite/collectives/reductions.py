@@ -142,10 +142,10 @@ class AllReduce(Call[bool]):
         def participation(joined: Sequence[int]) -> tuple[float, bytes]:
             return self.participation(part, transport.ranks, joined)
 
-        if memory.stream is None and transport.native_group is not None:
+        if memory.stream is None and transport.engine_group is not None:
             in_place = part.offsets is not None and part.shared is not None
             job = engine.submit_allreduce(
-                transport.native_group,
+                transport.engine_group,
                 part.label,
                 digest,
                 memory.tensors,

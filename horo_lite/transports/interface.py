@@ -86,7 +86,9 @@ class Transport(ABC):
     executor: MainThreadExecutor | None = None
     """Makes all MPI calls in one thread, where MPI does not grant THREAD_MULTIPLE."""
     native_group: _native.ShmGroup | None = None
-    """The C++ group behind the transport, through which the engine reduces without Python."""
+    """The C++ group behind the transport, where all ranks are on one host."""
+    engine_group: _native.EngineGroup | None = None
+    """What an engine reduces through without Python."""
     shares_memory = False
     """All ranks are on one host, and see each other's `SharedMemory`."""
 

@@ -26,7 +26,7 @@ class ShmTransport(Transport):
         ranks: Sequence[int] | None = None,
         stall_detector: _native.StallDetector | None = None,
     ) -> None:
-        self.group = self.native_group = group
+        self.group = self.native_group = self.engine_group = group
         self.rank = group.rank
         self.size = group.size
         self.ranks = range(group.size) if ranks is None else ranks
@@ -83,8 +83,8 @@ class ShmTransport(Transport):
     ) -> _native.Engine | None:
         if self.size == 1:
             return None
-        assert direct.native_group is not None
-        engine = _native.Engine.over_shm(self.group, direct.native_group, list(self.ranks), explain)
+        assert direct.engine_group is not None
+        engine = _native.Engine.over(self.group, direct.engine_group, list(self.ranks), explain)
         if self.stall_detector is not None:
             engine.watched_by(self.stall_detector)
         return engine

@@ -409,6 +409,7 @@ class CountedTransport(OverHost):
         self.name = transport.name
         self.shares_memory = transport.shares_memory
         self.native_group = transport.native_group
+        self.engine_group = transport.engine_group
         self.watchdog: Watchdog | None = None
         self.n_agreed = 0
         self._label = ""

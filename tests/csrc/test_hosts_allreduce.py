@@ -298,4 +298,4 @@ def test_a_message_that_cannot_be_sent_raises() -> None:
 
 def test_handles_of_no_known_mpi_are_refused() -> None:
     with pytest.raises(ValueError, match="handles of 3 bytes"):
-        _native.MpiPointToPoint.over([1] * 5, b"abc", b"abc", 20)
+        _native.MpiPointToPoint.over([1] * 9, b"abc", b"abc", -1, -1, 20, 0, 4)

@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
                 {"collectives", collectives},
                 {"distances", distances},
                 {"several_hosts", several_hosts},
+                {"engines_of_several_hosts", engines_of_several_hosts},
                 {"losses", losses},
                 {"asynchronous", asynchronous},
                 {"withdrawals", withdrawals},

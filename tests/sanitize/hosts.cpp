@@ -1,4 +1,4 @@
-// HostsAllreduce: ranks of several hosts as threads, whose messages take their time.
+// HostsAllreduce, HostsGroup and engines: ranks of several hosts as threads, whose messages take their time.
 #include "hosts/hosts_allreduce.h"
 
 #include <algorithm>
@@ -6,7 +6,10 @@
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
+#include "engine/hosts_channel.h"
+#include "hosts/hosts_group.h"
 #include "ranks.h"
 
 namespace horo {
@@ -17,9 +20,9 @@ class Network {
  public:
   explicit Network(unsigned seed) : random_(seed) {}
 
-  class Endpoint : public PointToPoint {
+  class Endpoint : public Carrier {
    public:
-    Endpoint(Network& network, int rank) : network_(network), rank_(rank) {}
+    Endpoint(Network& network, int rank, int n_ranks) : network_(network), rank_(rank), n_ranks_(n_ranks) {}
     std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
       auto transfer = std::make_unique<Waiting>(network_);
       const std::lock_guard lock(network_.mutex_);
@@ -27,10 +30,39 @@ class Network {
       for (const Message& m : send) network_.add({rank_, m.peer, m.tag}, &Way::sent, m, *transfer);
       return transfer;
     }
+    std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) override {
+      constexpr int kTag = 0;
+      std::vector<Message> receive, send;
+      for (int r = 0; r < n_ranks_; ++r) {
+        uint8_t* theirs = everyone + static_cast<size_t>(r) * n_bytes;
+        if (r == rank_) std::memcpy(theirs, mine, n_bytes);
+        else receive.push_back({r, kTag, theirs, n_bytes});
+        if (r != rank_) send.push_back({r, kTag, const_cast<uint8_t*>(mine), n_bytes});
+      }
+      return start(receive, send);
+    }
 
    private:
     Network& network_;
-    int rank_;
+    int rank_, n_ranks_;
+  };
+
+  // Short messages, which arrive at once.
+  class Notes : public ControlChannel {
+   public:
+    Notes(Network& network, int channel, int rank) : network_(network), channel_(channel), rank_(rank) {}
+    void send(const std::map<int, std::string>& texts, int tag) override {
+      const std::lock_guard lock(network_.mutex_);
+      for (const auto& [peer, text] : texts) network_.notes_[{channel_, peer}].push_back({rank_, tag, text});
+    }
+    std::vector<ShortMessage> receive() override {
+      const std::lock_guard lock(network_.mutex_);
+      return std::exchange(network_.notes_[{channel_, rank_}], {});
+    }
+
+   private:
+    Network& network_;
+    int channel_, rank_;
   };
 
  private:
@@ -74,6 +106,7 @@ class Network {
   std::mutex mutex_;
   Random random_;
   std::map<std::tuple<int, int, int>, Way> ways_;
+  std::map<std::pair<int, int>, std::vector<ShortMessage>> notes_;  // by channel and receiver
 };
 
 void reduce_among(unsigned seed, const std::vector<int>& sizes) {
@@ -105,7 +138,8 @@ void reduce_among(unsigned seed, const std::vector<int>& sizes) {
         Hosts mine = hosts;
         mine.here = static_cast<int>(h);
         const int number = mine.ranks[h][static_cast<size_t>(me.rank)];
-        HostsAllreduce among(me.direct, std::make_shared<Network::Endpoint>(network, number), mine, memory[h].data());
+        HostsAllreduce among(me.direct, std::make_shared<Network::Endpoint>(network, number, n_ranks), mine,
+                             memory[h].data());
         for (size_t i = 0; i < all.size(); ++i) {
           const Reduction& what = all[i];
           Tensors tensors(what, number);
@@ -124,7 +158,183 @@ void reduce_among(unsigned seed, const std::vector<int>& sizes) {
   }
 }
 
+// What the ranks of one host share.
+struct HostMemory {
+  HostMemory(const Hosts& hosts, int n_ranks, int here)
+      : size(static_cast<int>(hosts.ranks[static_cast<size_t>(here)].size())),
+        direct(Segment::local(ShmGroup::memory_bytes(size))),
+        asynchronous(Segment::local(ShmGroup::memory_bytes(size))),
+        board(Segment::local(StallDetector::memory_bytes(n_ranks))),
+        windows(Hosts{hosts.ranks, here}.memory_bytes()),
+        asynchronous_windows(windows.size()) {}
+  int size;
+  Segment direct, asynchronous, board;
+  std::vector<uint8_t> windows, asynchronous_windows;
+};
+
+// A world of several hosts.
+struct World {
+  World(unsigned seed, const std::vector<int>& sizes) : direct(seed), asynchronous(seed + 1) {
+    for (size_t h = 0; h < sizes.size(); ++h) {
+      hosts.ranks.emplace_back();
+      for (int i = 0; i < sizes[h]; ++i) {
+        hosts.ranks.back().push_back(static_cast<int>(ranks.size()));
+        ranks.push_back(static_cast<int>(ranks.size()));
+        names.push_back("rank " + std::to_string(ranks.back()));
+        host_of_rank.push_back(static_cast<int>(h));
+      }
+    }
+    for (int h = 0; h < hosts.size(); ++h) memory.push_back(std::make_unique<HostMemory>(hosts, size(), h));
+  }
+  int size() const { return static_cast<int>(ranks.size()); }
+
+  Network direct, asynchronous;
+  Hosts hosts{{}, 0};
+  std::vector<int> ranks, host_of_rank;
+  std::vector<std::string> names;
+  std::vector<std::unique_ptr<HostMemory>> memory;
+};
+
+// One rank of it.
+struct Member {
+  Member(World& world, int rank, int here, int place)
+      : rank(rank),
+        world(world),
+        memory(*world.memory[static_cast<size_t>(here)]),
+        detector(std::make_shared<StallDetector>(memory.board.data(), rank, world.host_of_rank,
+                                                 std::vector<int>(world.ranks.size(), 0), world.names)),
+        direct_host(memory.direct.data(), place, memory.size, pids(), own_names(here)),
+        asynchronous_host(memory.asynchronous.data(), place, memory.size, pids(), own_names(here)),
+        direct(group(world.direct, direct_host, here, memory.windows, true)),
+        asynchronous(group(world.asynchronous, asynchronous_host, here, memory.asynchronous_windows, false)) {
+    const auto explain = [](const std::string& name, const std::vector<std::string>& said, const std::vector<int>&) {
+      return name + " differs: " + said.front() + ", " + said.back();
+    };
+    const auto waits = [this] { return Engine::DirectWait{direct->n_waits(), direct->waiting_thread()}; };
+    auto wake_ups = std::make_shared<Network::Notes>(world.asynchronous, 1, rank);
+    auto channel = std::make_unique<HostsChannel>(asynchronous, std::move(wake_ups));
+    engine = std::make_unique<Engine>(std::move(channel), world.ranks, explain, waits);
+    engine->watched_by(detector);
+  }
+
+  struct Pending {
+    Reduction what;
+    std::shared_ptr<Tensors> tensors;
+    std::shared_ptr<Job> job;
+  };
+  Pending submit(const std::string& name, const Reduction& what, uint64_t digest) {
+    Pending pending{what, std::make_shared<Tensors>(what, rank), std::make_shared<Job>()};
+    pending.job->entry.name = name;
+    pending.job->entry.digest = digest;
+    pending.job->run = [this, what, tensors = pending.tensors](const std::vector<Entry>&) {
+      reduce(*asynchronous, what, *tensors);
+    };
+    // Longer than one message.
+    pending.job->describe = [digest] { return std::string(3 << 20, 'x') + std::to_string(digest); };
+    engine->submit(pending.job);
+    return pending;
+  }
+  void await(const Pending& pending) {
+    engine->begin_wait(pending.job);
+    while (!pending.job->done()) engine->wait(*pending.job);
+    engine->end_wait(*pending.job);
+    engine->result(*pending.job);
+    check_result(pending.what, *pending.tensors, world.size(), world.size());
+  }
+  void reduce_directly(const Reduction& what) {
+    Tensors tensors(what, rank);
+    const std::vector<Header> headers = direct->agree("a direct call", {7, rank, 0.5});
+    for (int r = 0; r < world.size(); ++r) {
+      const Header& header = headers[static_cast<size_t>(r)];
+      expect(header.digest == 7 && header.count == r && header.weight == 0.5, "every rank's header is what it sent");
+    }
+    reduce(*direct, what, tensors);
+    check_result(what, tensors, world.size(), world.size());
+  }
+  void reduce(HostsGroup& group, const Reduction& what, Tensors& tensors) const {
+    group.allreduce(tensors.refs, what.op, what.wire, {}, {1.0, is_average(what.op) ? world.size() : 1.0});
+  }
+
+  int rank;
+  World& world;
+  HostMemory& memory;
+  std::shared_ptr<StallDetector> detector;
+  ShmGroup direct_host, asynchronous_host;
+  std::shared_ptr<HostsGroup> direct, asynchronous;
+  std::unique_ptr<Engine> engine;
+
+ private:
+  std::vector<int> pids() const { return std::vector<int>(static_cast<size_t>(memory.size), 0); }
+  std::vector<std::string> own_names(int here) const {
+    std::vector<std::string> own;
+    for (const int r : world.hosts.ranks[static_cast<size_t>(here)]) own.push_back(world.names[static_cast<size_t>(r)]);
+    return own;
+  }
+  std::shared_ptr<HostsGroup> group(Network& network, ShmGroup& host, int here, std::vector<uint8_t>& windows,
+                                    bool is_direct) const {
+    return std::make_shared<HostsGroup>(host, std::make_shared<Network::Endpoint>(network, rank, world.size()),
+                                        std::make_shared<Network::Notes>(network, 0, rank),
+                                        Hosts{world.hosts.ranks, here}, windows.data(), detector, world.ranks,
+                                        world.names, is_direct);
+  }
+};
+
+// What all ranks of a world do, and how it ends: rank 0 leaves where the others wait for it.
+void run_asynchronously(unsigned seed, const std::vector<int>& sizes) {
+  World world(seed, sizes);
+  Random drawn(seed);
+  std::vector<Reduction> all;
+  for (int i = 0; i < 5; ++i) {
+    all.push_back(Reduction::draw(drawn, world.size(), 3000));
+    all.back().wire = Wire::kBetweenHosts;
+    all.back().op = kOps[i % 2];
+    for (DType& dtype : all.back().dtypes) dtype = drawn() % 2 == 0 ? DType::kFloat32 : DType::kInt64;
+  }
+  std::vector<std::jthread> threads;
+  for (int h = 0; h < world.hosts.size(); ++h) {
+    for (size_t i = 0; i < world.hosts.ranks[static_cast<size_t>(h)].size(); ++i) {
+      threads.emplace_back([&, h, i] {
+        const int rank = world.hosts.ranks[static_cast<size_t>(h)][i];
+        try {
+          Member me(world, rank, h, static_cast<int>(i));
+          Random order(seed + static_cast<unsigned>(rank));
+          std::vector<Member::Pending> pending;
+          std::vector<size_t> numbers = {0, 1, 2, 3};
+          std::shuffle(numbers.begin(), numbers.end(), order);
+          for (const size_t n : numbers) pending.push_back(me.submit("operation " + std::to_string(n), all[n], 1));
+          me.reduce_directly(all[4]);
+          for (const Member::Pending& each : pending) me.await(each);
+          const Member::Pending different = me.submit("different", all[0], static_cast<uint64_t>(rank));
+          const std::string why = thrown_by<Mismatch>([&] { me.await(different); });
+          expect(contains(why, "x0, xxx"), "a mismatch has what every rank said");
+          me.await(me.submit("afterwards", all[1], 1));
+          me.reduce_directly(all[4]);
+          try {
+            me.engine->drain();
+          } catch (const Mismatch&) {  // unless it was seen
+            expect(false, "the mismatch has been seen");
+          }
+          if (rank != 0) {
+            const std::string lost = thrown_by<PeerLost>([&] { me.direct->agree("another call", {}); });
+            expect(contains(lost, "rank 0"), "who has left is named");
+            thrown_by<PeerLost>([&] { me.direct->agree("yet another call", {}); });
+          }
+          me.direct->peers().leave("its program has ended");
+          me.asynchronous->peers().leave("its program has ended");
+        } catch (const std::exception& error) {
+          expect(false, "rank " + std::to_string(rank) + " raised " + error.what());
+        }
+      });
+    }
+  }
+  threads.clear();
+}
+
 }  // namespace
+
+void engines_of_several_hosts(unsigned seed) {
+  for (const std::vector<int>& sizes : {std::vector<int>{1, 1}, {2, 1}}) run_asynchronously(seed, sizes);
+}
 
 void several_hosts(unsigned seed) {
   for (const std::vector<int>& sizes : {std::vector<int>{1, 1}, {2, 1}, {1, 1, 2}}) reduce_among(seed, sizes);

@@ -32,6 +32,7 @@ void replicas(unsigned seed);
 void collectives(unsigned seed);
 void distances(unsigned seed);
 void several_hosts(unsigned seed);
+void engines_of_several_hosts(unsigned seed);
 void losses(unsigned seed);
 void asynchronous(unsigned seed);
 void withdrawals(unsigned seed);

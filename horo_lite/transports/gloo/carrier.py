@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite import _native
 from horo_lite.transports.gloo.connections import GlooConnections, Transfer
-from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message, memory_at
+from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
 
 # Gloo's tags: first come those of the world's channel, then each other channel has a few.
 _WORLD_TAGS = 1 << 15
@@ -171,17 +170,6 @@ class GlooCarrier(Carrier):
             return sending is not None and sending()
 
         return done
-
-    def point_to_point(self) -> _native.PointToPoint:
-        def start(
-            receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
-        ) -> Done:
-            def messages(of: Sequence[tuple[int, int, int, int]]) -> list[Message]:
-                return [(peer, tag, memory_at(at, n)) for peer, tag, at, n in of]
-
-            return self._main.exchange(messages(receive), messages(send))
-
-        return _native.PointToPoint.calling(start)
 
     def channel(self) -> GlooChannel:
         return self._new_channel()

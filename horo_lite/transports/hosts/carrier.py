@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite.errors import PeerLostError
+from horo_lite import _native
 
 if TYPE_CHECKING:
-    from horo_lite import _native
     from horo_lite.transports.mpi.executor import MainThreadExecutor
 
 __all__ = ["Carrier", "Channel", "Done", "Message", "memory_at"]
@@ -34,8 +32,6 @@ class Channel(ABC):
 
     rank: int
     size: int
-    lost: tuple[type[Exception], ...] = ()
-    """What calls raise where a peer has died, if anything."""
 
     @abstractmethod
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
@@ -64,6 +60,10 @@ class Channel(ABC):
         """Whether nothing can be sent any more, since this process is about to end."""
         return False
 
+    def native(self) -> _native.ControlChannel:
+        """Return the short messages of this channel for C++, which then has all of them."""
+        return _native.ControlChannel.calling(self)
+
 
 class Carrier(ABC):
     """Carries the bytes of one transport. All of its ranks make its collective calls in one order.
@@ -76,8 +76,6 @@ class Carrier(ABC):
     """Of the transport."""
     rank: int
     size: int
-    lost: tuple[type[Exception], ...] = ()
-    """What calls raise where a peer has died, if anything."""
     executor: MainThreadExecutor | None = None
     """Makes all calls of MPI's in one thread, where it must."""
     serve: Callable[[float], bool] | None = None
@@ -96,7 +94,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        """As of a channel, with tag 0. Nothing else uses that tag."""
+        """As of a channel. Python uses tag 0 and nothing else does."""
 
     @abstractmethod
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
@@ -106,33 +104,37 @@ class Carrier(ABC):
     def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
         """Leave the root's bytes in every rank's memory; collective."""
 
-    def wait(self, done: Done, on_idle: Callable[[], object], longest_pause_s: float) -> None:
-        """Return when something that this carrier or a channel of it has started is complete.
+    def native(self) -> _native.Carrier:
+        """Return this carrier for C++: for its handshakes, and for messages with tags above 0."""
+        return self.called_by_native()
 
-        `on_idle` is called some 20 times a second, and raises to stop waiting. A PeerLostError does
-        not count if all is complete then.
+    def called_by_native(
+        self,
+        wait: Callable[[Done, Callable[[], object]], None] | None = None,
+        largest_message: int | None = None,
+    ) -> _native.Carrier:
+        """Return what calls `exchange` and `allgather`.
+
+        Args:
+            wait: Returns when something is complete. It calls its second argument some 20 times a
+                second, which raises to stop it. By default C++ waits.
+            largest_message: Bytes; longer ones are sent in pieces.
         """
-        pause = self.serve or time.sleep
-        n_polls = 0
-        due = time.monotonic() + 0.05
-        while not done():
-            n_polls += 1
-            if n_polls < 200:
-                continue
-            pause(min(longest_pause_s, 20e-6 * (n_polls - 199)))
-            if time.monotonic() < due:
-                continue
-            due = time.monotonic() + 0.05
-            try:
-                on_idle()
-            except PeerLostError:
-                if not done():
-                    raise
-                return
 
-    @abstractmethod
-    def point_to_point(self) -> _native.PointToPoint:
-        """Return the messages of all-reduces, with tags above 0."""
+        def messages(of: Sequence[tuple[int, int, int, int]]) -> list[Message]:
+            return [(peer, tag, memory_at(address, n)) for peer, tag, address, n in of]
+
+        def start(
+            receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
+        ) -> Done:
+            return self.exchange(messages(receive), messages(send))
+
+        def allgather(mine: int, n_bytes: int, everyone: int) -> Done:
+            return self.allgather(
+                memory_at(mine, n_bytes), memory_at(everyone, self.size * n_bytes)
+            )
+
+        return _native.Carrier.made_of(start, allgather, wait, largest_message)
 
     @abstractmethod
     def channel(self) -> Channel:

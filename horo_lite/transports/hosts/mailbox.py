@@ -34,7 +34,7 @@ class HostsMailbox:
 
     def send(self, peer: int, record: bytes) -> bool:
         self.channel.send({peer: record}, _RECORD)
-        self._transport.peers.n_records[peer] += 1
+        self._transport.group.count_record(peer)
         return True
 
     def receive(self) -> list[bytes]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from horo_lite import _native
 from horo_lite.errors import PeerLostError
 from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
-from horo_lite.transports.mpi.point_to_point import executed_point_to_point, point_to_point
+from horo_lite.transports.mpi.point_to_point import largest_message, point_to_point
 from horo_lite.transports.peers import allgather_objects
 
 if TYPE_CHECKING:
@@ -34,6 +34,19 @@ def _addresses(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
 
 def _at_once(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
+
+
+def _noticing_the_dead(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what raises PeerLostError where MPI, with fault tolerance, reports that one died."""
+    from mpi4py import MPI
+
+    def noticing(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except MPI.Exception as error:
+            raise PeerLostError(f"a rank died ({error})") from error
+
+    return noticing
 
 
 class MpiChannel(Channel):
@@ -61,35 +74,32 @@ class MpiChannel(Channel):
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
-        self.lost = (MPI.Exception, PeerLostError)
-        self._call = call
-        self._messages = None if executed else point_to_point(comm)
+        self._call = _noticing_the_dead(call)
+        self.messages = None if executed else point_to_point(comm)
         """MPI without mpi4py, which gives up the GIL in each call."""
         self._probed = SHORT if is_shared else MPI.ANY_TAG
         self.n_sent = [0] * comm.size
         """Short messages, to each peer."""
         self._n_received = [0] * comm.size
         self._under_way: list[Done] = []
+        self._native: _native.MpiControlChannel | None = None
 
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        if self._messages is not None:
+        if self.messages is not None:
             owner = receive, send
-            return self._messages.start(_addresses(receive), _addresses(send), owner)
+            return self.messages.start(_addresses(receive), _addresses(send), owner)
         return self._polled(self._call(self._post, receive, send))
 
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
         """As of a carrier."""
-        if self._messages is not None:
-            at = mine.ctypes.data, mine.nbytes, everyone.ctypes.data
-            return self._messages.allgather(*at, (mine, everyone))
         byte = self._mpi.BYTE
         return self._polled([self._call(self.comm.Iallgather, [mine, byte], [everyone, byte])])
 
     def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
         """As of a carrier."""
         request = self._call(self.comm.Ibcast, [memory, self._mpi.BYTE], root)
-        if self._messages is not None:
-            return self._messages.started([self._mpi._addressof(request)], (request, memory))
+        if self.messages is not None:
+            return self.messages.started([self._mpi._addressof(request)], (request, memory))
         return self._polled([request])
 
     def _polled(self, requests: list[MPI.Request]) -> Done:
@@ -136,15 +146,30 @@ class MpiChannel(Channel):
     def is_over(self) -> bool:
         return bool(self._mpi.Is_finalized())
 
+    def native(self) -> _native.ControlChannel:
+        if self.messages is None:
+            return super().native()
+        self._native = self.messages.control_channel()
+        return self._native
+
+    @property
+    def most_sent(self) -> int:
+        """How many short messages each peer was sent, where each was sent as many."""
+        return max(self.n_sent) if self._native is None else self._native.n_sent
+
     def free(self, n_sent: Sequence[int]) -> None:
         """Give the communicator back; `n_sent` is how many short messages each rank has sent here.
 
         All are received first: else they would turn up in the next communicator, which may well be
         given the same number.
         """
+        if self._native is not None:
+            to_this = [n if peer != self.rank else 0 for peer, n in enumerate(n_sent)]
+            while not self._native.drained(to_this):
+                time.sleep(1e-4)
         status = self._mpi.Status()
         for peer, n in enumerate(n_sent):
-            while peer != self.rank and self._n_received[peer] < n:
+            while self._native is None and peer != self.rank and self._n_received[peer] < n:
                 self.comm.Probe(peer, self._mpi.ANY_TAG, status)
                 self._receive_one(status)
         while any([not sent() for sent in self._under_way]):  # noqa: C419  all are asked
@@ -176,7 +201,6 @@ class MpiCarrier(Carrier):
         self._mpi = MPI
         self.rank = comm.rank
         self.size = comm.size
-        self.lost = (MPI.Exception,)
         self.executor = executor
         self._is_direct = is_direct
         self._call: Callable[..., Any] = _at_once
@@ -201,16 +225,32 @@ class MpiCarrier(Carrier):
     def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
         return self._main.broadcast(memory, root)
 
-    def wait(self, done: Done, on_idle: Callable[[], object], longest_pause_s: float) -> None:
-        if isinstance(done, _native.Transfer):
-            done.wait(on_idle)
-        else:
-            super().wait(done, on_idle, longest_pause_s)
+    def native(self) -> _native.Carrier:
+        if self._main.messages is not None:
+            return self._main.messages
+        wait = None if self.serve is None else self._serving_wait
+        return self.called_by_native(wait, largest_message())
 
-    def point_to_point(self) -> _native.PointToPoint:
-        if self.executor is None:
-            return point_to_point(self.comm)
-        return executed_point_to_point(self.comm, self.executor, serves=self._is_direct)
+    def _serving_wait(self, done: Done, on_idle: Callable[[], object]) -> None:
+        """Make other threads' calls while waiting. A PeerLostError counts unless it is done."""
+        assert self.serve is not None
+        n_polls = 0
+        due = time.monotonic() + 0.05
+        while not done():
+            n_polls += 1
+            if n_polls < 200:
+                self.serve(0.0)
+                continue
+            self.serve(min(1e-3, 2e-6 * (n_polls - 199)))
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + 0.05
+            try:
+                on_idle()
+            except PeerLostError:
+                if not done():
+                    raise
+                return
 
     def channel(self) -> MpiChannel:
         executed = self.executor is not None
@@ -246,7 +286,7 @@ class MpiCarrier(Carrier):
         former = [one for one in MpiCarrier.in_use if MPI.Comm.Compare(one.comm, comm) in alike]
         mine = [
             # Each channel that is given back has sent every peer as many as any other.
-            (one._is_closed, [max(channel.n_sent) for channel in one._channels])
+            (one._is_closed, [channel.most_sent for channel in one._channels])
             for one in former
         ]
         everyone = allgather_objects(comm, mine)

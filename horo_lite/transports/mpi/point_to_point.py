@@ -1,20 +1,29 @@
-"""Messages over a communicator, for the all-reduce in C++."""
+"""Messages over a communicator without Python: MPI's functions, as mpi4py has loaded them."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from horo_lite import _native
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from horo_lite.transports.mpi.executor import MainThreadExecutor
+_FUNCTIONS = (
+    "MPI_Isend",
+    "MPI_Irecv",
+    "MPI_Iallgather",
+    "MPI_Testall",
+    "MPI_Iprobe",
+    "MPI_Recv",
+    "MPI_Get_count",
+    "MPI_Finalized",
+    "MPI_Error_string",
+)
 
 
-def _largest_message() -> int | None:
+def largest_message() -> int | None:
     """Return what the MPI library sends best.
 
     Open MPI announces what is larger than 64 KiB with its header, and over TCP the answer queues
@@ -30,51 +39,29 @@ def point_to_point(comm: MPI.Comm) -> _native.MpiPointToPoint:
     from mpi4py import MPI
 
     library = ctypes.CDLL(MPI.__file__)  # finds them in the library that mpi4py is linked to
-    names = ("MPI_Isend", "MPI_Irecv", "MPI_Iallgather", "MPI_Testall", "MPI_Error_string")
-    functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+    functions = [
+        ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS
+    ]
+    # Where they lie in a status differs between libraries.
+    source, tag = 1234567, 7654321
+    status = MPI.Status()
+    status.Set_source(source)
+    status.Set_tag(tag)
 
-    def handle(of: MPI.Comm | MPI.Datatype) -> bytes:
+    def in_memory(of: MPI.Comm | MPI.Datatype | MPI.Status) -> bytes:
         return ctypes.string_at(MPI._addressof(of), MPI._sizeof(of))
+
+    def place(number: int) -> int:
+        return in_memory(status).index(bytes(ctypes.c_int(number)))
 
     return _native.MpiPointToPoint.over(
         functions,
-        handle(comm),
-        handle(MPI.BYTE),
+        in_memory(comm),
+        in_memory(MPI.BYTE),
+        MPI.ANY_SOURCE,
+        MPI.ANY_TAG,
         MPI._sizeof(MPI.Status),
-        _largest_message(),
+        place(source),
+        place(tag),
+        largest_message(),
     )
-
-
-def executed_point_to_point(
-    comm: MPI.Comm, executor: MainThreadExecutor, serves: bool
-) -> _native.PointToPoint:
-    """Return the same where only one thread may call MPI.
-
-    It is that thread if it `serves` others, which it then does while it waits.
-    """
-    from mpi4py import MPI
-
-    call: Callable[..., Any] = executor.call
-
-    def post(
-        receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
-    ) -> list[MPI.Request]:
-        def memory(address: int, n_bytes: int) -> Any:
-            return [MPI.buffer.fromaddress(address, n_bytes), MPI.BYTE]
-
-        receiving = [comm.Irecv(memory(at, n), peer, tag) for peer, tag, at, n in receive]
-        return receiving + [comm.Isend(memory(at, n), peer, tag) for peer, tag, at, n in send]
-
-    def start(
-        receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
-    ) -> Callable[[], bool]:
-        requests = call(post, receive, send)
-
-        def done() -> bool:
-            if serves:
-                executor.serve(0.0)
-            return bool(call(MPI.Request.Testall, requests))
-
-        return done
-
-    return _native.PointToPoint.calling(start, _largest_message())

@@ -6,16 +6,26 @@ import os
 import sys
 import time
 from contextlib import suppress
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from horo_lite.errors import PeerLostError, StallError
-from horo_lite.transports.hosts.control import MESSAGE_BYTES, Tag, fitting
 from horo_lite.transports.peers import allgather_objects, host_key, lives
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_REASON_BYTES = 480
+
+
+class Tag(IntEnum):
+    """What a message of a barrier's is about."""
+
+    LEFT = 1
+    ARRIVED = 2
+
 
 _kept: list[Any] = []
 """Requests that may be under way until MPI ends, and their memory."""
@@ -146,7 +156,7 @@ class StartBarrier:
         # came.
         if self._comm.Iprobe(self._mpi.ANY_SOURCE, Tag.LEFT, status) and self._missing():
             peer = status.Get_source()
-            reason = np.empty(MESSAGE_BYTES, np.uint8)
+            reason = np.empty(_REASON_BYTES, np.uint8)
             self._comm.Recv([reason, self._mpi.BYTE], peer, Tag.LEFT, status)
             why = reason[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
             raise PeerLostError(
@@ -191,7 +201,7 @@ class StartBarrier:
         """Make peers that wait for this rank, now or later, raise PeerLostError: it ends."""
         if os.getpid() != self._pid or self._mpi.Is_finalized():
             return
-        self._send(fitting(reason), Tag.LEFT)
+        self._send(_fitting(reason), Tag.LEFT)
 
     def _send(self, text: bytes, tag: Tag) -> None:
         data = np.frombuffer(text, np.uint8)
@@ -200,3 +210,8 @@ class StartBarrier:
                 with suppress(self._mpi.Exception):  # it is dead
                     request = self._comm.Isend([data, self._mpi.BYTE], peer, tag)
                     _kept.append((request, data))
+
+
+def _fitting(text: str) -> bytes:
+    """Return as much of the text as one message holds, cut between two characters."""
+    return text.encode(errors="backslashreplace")[:_REASON_BYTES].decode(errors="ignore").encode()

@@ -1,0 +1,165 @@
+#include "hosts/hosts_group.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace horo {
+namespace {
+
+// Not a tag of the all-reduce's.
+constexpr int kGatherTag = 3;
+constexpr size_t kLargestPiece = 1 << 20;
+
+void add_pieces(std::vector<Message>& messages, int peer, std::string& text, size_t largest) {
+  for (size_t at = 0; at < text.size(); at += largest) {
+    messages.push_back(
+        {peer, kGatherTag, reinterpret_cast<uint8_t*>(text.data()) + at, std::min(largest, text.size() - at)});
+  }
+}
+
+}  // namespace
+
+HostsGroup::HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::shared_ptr<ControlChannel> control,
+                       Hosts hosts, uint8_t* memory, std::shared_ptr<StallDetector> detector, std::vector<int> ranks,
+                       std::vector<std::string> names, bool direct)
+    : carrier_(std::move(carrier)),
+      detector_(std::move(detector)),
+      ranks_(std::move(ranks)),
+      rank_(hosts.ranks[hosts.here][host.rank()]),
+      direct_(direct),
+      allreduce_(host, carrier_, std::move(hosts), memory),
+      peers_(std::move(control), host, detector_, rank_, ranks_, std::move(names)),
+      arrivals_(ranks_.size()),
+      incoming_(ranks_.size()) {}
+
+// --- operations
+// -------------------------------------------------------------------------------------------------------
+
+std::vector<Header> HostsGroup::agree(const std::string& label, Header mine) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!broken_.empty()) {
+      throw PeerLost("an operation failed, and this group of ranks can no longer be used (" + broken_ +
+                     "): to go on, call shutdown() and then init() on every rank");
+    }
+  }
+  detector_->check();
+  arrival_ = {mine, waited_s_};
+  if (direct_) detector_->doing(label, StallDetector::clock_ns());
+  peers_.begin(label);
+  giving_up_on_error([&] {
+    wait(*carrier_->allgather(reinterpret_cast<const uint8_t*>(&arrival_), sizeof(arrival_),
+                              reinterpret_cast<uint8_t*>(arrivals_.data())));
+  });
+  record_last_rank();
+  waited_s_ = 1e-9 * static_cast<double>(StallDetector::clock_ns() - peers_.began_ns());
+  std::vector<Header> headers;
+  for (const Arrival& arrival : arrivals_) headers.push_back(arrival.header);
+  return headers;
+}
+
+// Hosts have clocks of their own: last in the handshake before this one was who waited least.
+void HostsGroup::record_last_rank() {
+  const auto last = std::min_element(arrivals_.begin(), arrivals_.end(), [](const Arrival& one, const Arrival& other) {
+    return one.waited_s < other.waited_s;
+  });
+  const auto number = last - arrivals_.begin();
+  if (!direct_ || number == rank_ || waited_s_ <= 0) return;
+  detector_->waited_for(ranks_[number], static_cast<int64_t>(1e9 * (waited_s_ - last->waited_s)));
+}
+
+std::vector<std::string> HostsGroup::gather(const std::string& mine, const std::vector<Header>& headers) {
+  const size_t largest = std::min(carrier_->largest_message(), kLargestPiece);
+  std::vector<Message> receive, send;
+  outgoing_ = mine;
+  for (int i = 1; i < size(); ++i) {
+    const int peer = (rank_ + i) % size();  // not all to 0 first
+    incoming_[peer].resize(static_cast<size_t>(headers[peer].count));
+    add_pieces(receive, peer, incoming_[peer], largest);
+    add_pieces(send, peer, outgoing_, largest);
+  }
+  giving_up_on_error([&] { wait(*carrier_->start(receive, send)); });
+  std::vector<std::string> everyone = incoming_;
+  everyone[rank_] = mine;
+  return everyone;
+}
+
+void HostsGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
+                           Factor factor) {
+  const Hosts& hosts = allreduce_.hosts();
+  const Wire between_hosts = wire == Wire::kNone ? Wire::kBetweenHosts : wire;
+  const Layout layout(tensors, op, between_hosts, hosts.window_bytes(), hosts.n_shares());
+  std::vector<double> here;
+  for (const int r : hosts.ranks[hosts.here]) {
+    if (!weights.empty()) here.push_back(weights[r]);
+  }
+  StallDetector::Wait wait(detector_);
+  giving_up_on_error([&] {
+    allreduce_.on_idle = [&] { idle(wait); };
+    allreduce_.allreduce(layout, here, factor, peers_.label());
+  });
+  wait.over();
+}
+
+// --- waiting and ending
+// -----------------------------------------------------------------------------------------------
+
+void HostsGroup::wait(Transfer& transfer) {
+  StallDetector::Wait wait(detector_);
+  struct Waiting {
+    std::atomic<uint64_t>& n_waits;
+    ~Waiting() { n_waits += n_waits % 2; }
+  } waiting{n_waits_};
+  giving_up_on_error([&] {
+    transfer.wait([&] {
+      if (n_waits_ % 2 == 0) {
+        waiting_thread_ = static_cast<int>(syscall(SYS_gettid));
+        ++n_waits_;
+      }
+      idle(wait);
+    });
+  });
+  wait.over();
+}
+
+void HostsGroup::idle(StallDetector::Wait& wait) {
+  peers_.check_all();
+  peers_.report_wait(wait);
+  if (on_idle) on_idle();
+}
+
+// Whatever ends an operation early leaves the group unusable, and the others learn of that.
+template <class Operation>
+void HostsGroup::giving_up_on_error(Operation operation) {
+  try {
+    operation();
+  } catch (const PeerLost& lost) {
+    fail(lost.what(), lost.what());
+    throw;
+  } catch (const Stalled& stalled) {
+    fail(stalled.what(), stalled.what());
+    throw;
+  } catch (...) {
+    fail("this rank was interrupted in the middle of an operation", "it was interrupted");
+    throw;
+  }
+}
+
+void HostsGroup::fail(const std::string& broken, const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (broken_.empty()) broken_ = broken;
+  }
+  peers_.abandon(reason);
+}
+
+void HostsGroup::abandon(const std::string& reason) { fail("this rank gave up: " + reason, reason); }
+
+bool HostsGroup::given_up() const {
+  const std::lock_guard lock(mutex_);
+  return !broken_.empty();
+}
+
+}  // namespace horo

@@ -1,0 +1,254 @@
+#include "hosts/peer_status.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+
+namespace horo {
+namespace {
+
+enum Tag : int { kLeft = 1, kGaveUp = 2, kStalled = 3, kArrived = 4, kAnnounced = 5 };
+
+constexpr size_t kTextBytes = 480;
+// A rank that waits for longer reports that it has arrived; repeatedly, since it may be stopped.
+constexpr int64_t kArrivedNs = 250'000'000, kAgainNs = 10'000'000'000;
+constexpr int64_t kFreshNs = 25'000'000'000;
+
+// As much of the text as one message holds, cut between two characters.
+std::string fitting(const std::string& text) {
+  size_t n = std::min(text.size(), kTextBytes);
+  while (n > 0 && n < text.size() && (static_cast<uint8_t>(text[n]) & 0xC0) == 0x80) --n;
+  return text.substr(0, n);
+}
+
+template <class Number>
+std::string text_of(Number number) {
+  char digits[64];
+  return {digits, std::to_chars(digits, digits + sizeof(digits), number).ptr};
+}
+
+// The number that `text` begins with, which is taken away with the space that follows.
+template <class Number>
+Number take(std::string& text) {
+  Number number{};
+  const auto end = std::from_chars(text.data(), text.data() + text.size(), number).ptr;
+  text.erase(0, std::min(text.size(), static_cast<size_t>(end - text.data()) + 1));
+  return number;
+}
+
+}  // namespace
+
+PeerStatus::PeerStatus(std::shared_ptr<ControlChannel> control, ShmGroup& host, std::shared_ptr<StallDetector> detector,
+                       int rank, std::vector<int> ranks, std::vector<std::string> names)
+    : control_(std::move(control)),
+      host_(host),
+      detector_(std::move(detector)),
+      rank_(rank),
+      ranks_(std::move(ranks)),
+      names_(std::move(names)),
+      scope_(detector_->scope(ranks_)),
+      n_records_(ranks_.size()) {}
+
+void PeerStatus::begin(const std::string& label) {
+  const std::lock_guard lock(mutex_);
+  label_ = label;
+  ++n_begun_;
+  began_ns_ = StallDetector::clock_ns();
+}
+
+std::string PeerStatus::label() const {
+  const std::lock_guard lock(mutex_);
+  return label_;
+}
+
+int64_t PeerStatus::began_ns() const {
+  const std::lock_guard lock(mutex_);
+  return began_ns_;
+}
+
+// What this rank does, for error messages; under the mutex.
+std::string PeerStatus::doing() const {
+  return names_[rank_] + " waited in " + (label_.empty() ? "an operation" : label_);
+}
+
+// --- from the peers
+// ---------------------------------------------------------------------------------------------------
+
+// Notes what peers have sent since the last call.
+void PeerStatus::receive() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (said_.contains(kLeft)) {  // another thread has ended the world, or the program
+      throw PeerLost(names_[rank_] + " has left while " + doing());
+    }
+  }
+  // One thread at a time, so that nobody takes a peer for dead whose last words another thread has at hand.
+  if (!is_receiving_.exchange(true)) {
+    struct Over {
+      std::atomic<bool>& is_receiving;
+      ~Over() { is_receiving = false; }
+    } over{is_receiving_};
+    const std::vector<int> ended = control_->ended();  // before what they have sent is received
+    const std::vector<ShortMessage> messages = control_->receive();
+    const std::lock_guard lock(mutex_);
+    for (const ShortMessage& message : messages) note(message);
+    for (const int peer : ended) {
+      if (lost_.empty() && !left_.contains(peer)) lost_ = names_[peer] + " died (its connection has ended)";
+    }
+  }
+  detector_->check();
+}
+
+void PeerStatus::note(const ShortMessage& message) {
+  std::string text = message.text;
+  switch (message.tag) {
+    case kGaveUp:
+      if (lost_.empty()) lost_ = names_[message.peer] + " gave up (" + text + ")";
+      break;
+    case kStalled:
+      detector_->stall(text);
+      break;
+    case kArrived:
+      arrivals_[message.peer] = {take<uint64_t>(text), StallDetector::clock_ns()};
+      break;
+    case kAnnounced: {
+      const auto expect_s = take<double>(text);
+      detector_->announce(ranks_[message.peer], text, expect_s);
+      break;
+    }
+    case kLeft: {
+      const auto n_begun = take<uint64_t>(text);
+      const auto n_records = take<int64_t>(text);
+      left_[message.peer] = {n_begun, n_records, text};
+      break;
+    }
+  }
+}
+
+// Under the mutex.
+void PeerStatus::check_lost() const {
+  if (!lost_.empty()) throw PeerLost(lost_ + " while " + doing());
+}
+
+void PeerStatus::check_all() {
+  receive();
+  std::string label;
+  {
+    const std::lock_guard lock(mutex_);
+    check_lost();
+    for (const auto& [peer, left] : left_) {
+      // Who has been in this operation had done its part when it left, and what it has sent is on its way.
+      if (left.n_begun < n_begun_) throw PeerLost(names_[peer] + " has left (" + left.reason + ") while " + doing());
+    }
+    label = label_;
+  }
+  host_.check_peers(-1, label);
+}
+
+void PeerStatus::check_one(int peer, const std::string& name) {
+  receive();
+  {
+    const std::lock_guard lock(mutex_);
+    check_lost();
+    if (const auto found = left_.find(peer); found != left_.end()) {
+      throw PeerLost(names_[peer] + " has left (" + found->second.reason + ") while " + names_[rank_] +
+                     " waited for it in " + name);
+    }
+  }
+  host_.check_peers(-1, name);
+  send_arrived();  // and continued: others may still wait in that operation
+}
+
+bool PeerStatus::has_left(int peer, int64_t n_records) {
+  receive();
+  const std::lock_guard lock(mutex_);
+  const auto found = left_.find(peer);
+  return found != left_.end() && found->second.n_records <= n_records;
+}
+
+// --- to the peers
+// -----------------------------------------------------------------------------------------------------
+
+void PeerStatus::report_wait(StallDetector::Wait& wait) {
+  send_arrived();
+  std::string label;
+  std::vector<int> here, late;
+  {
+    const std::lock_guard lock(mutex_);
+    label = label_;
+    const int64_t now = StallDetector::clock_ns();
+    for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
+      const auto found = arrivals_.find(r);
+      const bool is_here = r == rank_ || (found != arrivals_.end() && found->second.n_begun >= n_begun_ &&
+                                          now - found->second.ns < kFreshNs);
+      (is_here ? here : late).push_back(ranks_[r]);
+    }
+  }
+  if (label == kJoin) detector_->check();
+  else wait.report_if_due(label + scope_, here, late);
+}
+
+// Tells peers which operation this rank is in, if it has been for a while.
+void PeerStatus::send_arrived() {
+  uint64_t n_begun;
+  {
+    const std::lock_guard lock(mutex_);
+    const int64_t now = StallDetector::clock_ns();
+    n_begun = n_begun_;
+    const bool is_due = now - began_ns_ > kArrivedNs && (arrival_.n_begun < n_begun || now - arrival_.ns > kAgainNs);
+    if (!is_due) return;
+    arrival_ = {n_begun, now};
+  }
+  control_->send(to_all(text_of(n_begun)), kArrived);
+}
+
+void PeerStatus::announce(const std::string& what, double expect_s) {
+  control_->send(to_all(fitting(text_of(expect_s) + " " + what)), kAnnounced);
+}
+
+void PeerStatus::count_record(int peer) {
+  const std::lock_guard lock(mutex_);
+  ++n_records_[peer];
+}
+
+void PeerStatus::abandon(const std::string& reason) {
+  host_.abandon(reason);
+  try {
+    detector_->check();
+  } catch (const Stalled& stalled) {
+    say_once(to_all(fitting(stalled.what())), kStalled);
+  }
+  say_once(to_all(fitting(reason)), kGaveUp);
+}
+
+void PeerStatus::leave(const std::string& reason) {
+  host_.leave(reason);
+  std::map<int, std::string> texts = to_all("");
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto& [peer, text] : texts) text = fitting(text_of(n_begun_) + " " + text_of(n_records_[peer]) + " " + reason);
+  }
+  say_once(texts, kLeft);
+}
+
+void PeerStatus::say_once(const std::map<int, std::string>& texts, int tag) {
+  if (control_->is_over()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!said_.insert(tag).second) return;
+  }
+  try {
+    control_->send(texts, tag);
+  } catch (const PeerLost&) {  // some are dead
+  }
+}
+
+std::map<int, std::string> PeerStatus::to_all(const std::string& text) const {
+  std::map<int, std::string> texts;
+  for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
+    if (r != rank_) texts[r] = text;
+  }
+  return texts;
+}
+
+}  // namespace horo
