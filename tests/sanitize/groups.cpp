@@ -122,7 +122,7 @@ void distances(unsigned seed) {
         Distance distance(all, r);
         bool measured = false;
         // At least once each; until alarm() ends the program.
-        for (int i = 0; i < 200 || n_measured != size; ++i) {
+        for (int i = 0; i < 60 || n_measured != size; ++i) {
           if (random() % 8 == 0) std::this_thread::yield();
           distance.measure();
           const double ns = distance.round_trip_ns();
