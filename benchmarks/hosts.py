@@ -16,7 +16,8 @@ ends the benchmark. MPI only sums one flat buffer; the others average 40 arrays.
 "exposed" is the share of an asynchronous exchange in fp32 that a step still waits for, beside
 computing that takes as long as the exchange alone does: (both at once - computing) / exchange. The
 training thread computes either in Python, without ever giving up the GIL by itself, or by NumPy's
-matrix products on one core.
+matrix products on one core. "Python, cores free": so that the exchange has a core to run on, the
+training threads of all ranks compute on one core, which they share.
 
 All hosts share the cores of this machine: what the ranks compute, and the kernel's work for TCP,
 may limit fast links here where it would not on real hosts. So the table ends with how many cores
@@ -35,7 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +52,8 @@ from network import INTERFACE, Network, environment, missing, unavailable  # noq
 WIRES = ("fp32", "fp16", "bf16")
 MPI_FLAT, GLOO = "MPI, one flat buffer", "torch gloo, 25 MiB buckets"
 ASYNC = "asynchronous"
-KINDS = ("Python", "NumPy")
+FREE = "Python, cores free"
+KINDS = ("Python", FREE, "NumPy")
 N_ARRAYS = 40
 SIDE = 256  # of the matrices that NumPy multiplies
 
@@ -118,7 +121,9 @@ class Work:
     def __init__(self, kind: str) -> None:
         self._a = np.full((SIDE, SIDE), 0.5, np.float32)
         self._out = np.empty_like(self._a)
-        self._unit = {"Python": self._in_python, "NumPy": self._in_numpy}[kind]
+        self._unit = self._in_numpy if kind == "NumPy" else self._in_python
+        self._all_cores = os.sched_getaffinity(0)
+        self._cores = {min(self._all_cores)} if kind == FREE else self._all_cores
         self.n_units = 0
 
     def _in_python(self) -> None:
@@ -131,17 +136,28 @@ class Work:
 
     def __call__(self) -> None:
         """Compute."""
-        for _ in range(self.n_units):
-            self._unit()
+        with self._bound():
+            for _ in range(self.n_units):
+                self._unit()
+
+    @contextmanager
+    def _bound(self) -> Iterator[None]:
+        """Bind this thread, and none of its process's others, to the cores for computing."""
+        os.sched_setaffinity(0, self._cores)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self._all_cores)
 
     def calibrate(self, seconds: float, comm: Any) -> None:
         """Take about that long, while all ranks compute; the same amount on every rank."""
         until = time.perf_counter() + min(seconds, 0.5)
         rest(comm)
         began, n = time.perf_counter(), 0
-        while time.perf_counter() < until or n == 0:
-            self._unit()
-            n += 1
+        with self._bound():
+            while time.perf_counter() < until or n == 0:
+                self._unit()
+                n += 1
         units = seconds * n / (time.perf_counter() - began)
         self.n_units = max(1, round(statistics.median(comm.allgather(units))))
 
