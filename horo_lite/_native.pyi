@@ -295,9 +295,8 @@ class ControlChannel:
 class MpiControlChannel(ControlChannel):
     """Over MPI, without the GIL."""
 
-    @property
-    def n_sent(self) -> int:
-        """How many messages every peer was sent, where each was sent as many."""
+    def n_sent(self, peer: int) -> int:
+        """How many messages that peer was sent."""
 
     def drained(self, n_sent: Sequence[int]) -> bool:
         """Take what has arrived.

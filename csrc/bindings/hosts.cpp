@@ -246,7 +246,7 @@ void bind_hosts(nb::module_& m) {
           "channel"_a);
 
   nb::class_<MpiControlChannel, ControlChannel>(m, "MpiControlChannel", "Over MPI, without the GIL.")
-      .def_prop_ro("n_sent", &MpiControlChannel::n_sent)
+      .def("n_sent", &MpiControlChannel::n_sent, "peer"_a)
       .def("drained", &MpiControlChannel::drained, "n_sent"_a, nb::call_guard<WithoutGil>());
 
   nb::class_<MpiPointToPoint, Carrier>(m, "MpiPointToPoint", "Over MPI, without the GIL.")

@@ -118,19 +118,17 @@ class Control : public MpiControlChannel {
     return flag != 0;
   }
 
-  int n_sent() const override {
+  int n_sent(int peer) const override {
     const std::lock_guard lock(mutex_);
-    int most = 0;
-    for (const auto& [peer, n] : n_sent_) most = std::max(most, n);
-    return most;
+    const auto found = n_sent_.find(peer);
+    return found == n_sent_.end() ? 0 : found->second;
   }
 
   bool drained(const std::vector<int>& n_sent) override {
     const std::lock_guard lock(mutex_);
     received();
     forget_sent();
-    // This rank has sent itself nothing, whatever it says.
-    for (const auto& [peer, _] : n_sent_) {
+    for (int peer = 0; peer < static_cast<int>(n_sent.size()); ++peer) {
       if (n_received_[peer] < n_sent[peer]) return false;
     }
     return under_way_.empty();

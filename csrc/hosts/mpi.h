@@ -37,8 +37,8 @@ struct MpiHandles {
 // Short messages over a communicator that has no others. It outlives them all, or MPI.
 class MpiControlChannel : public ControlChannel {
  public:
-  // How many messages every peer was sent, where each was sent as many.
-  virtual int n_sent() const = 0;
+  // How many messages that peer was sent.
+  virtual int n_sent(int peer) const = 0;
   // Takes what has arrived. Whether nothing is under way any more, of which rank r has sent this one n_sent[r].
   virtual bool drained(const std::vector<int>& n_sent) = 0;
 };

@@ -75,13 +75,7 @@ std::string PeerStatus::doing() const {
 // ---------------------------------------------------------------------------------------------------
 
 // Notes what peers have sent since the last call.
-void PeerStatus::receive() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (said_.contains(kLeft)) {  // another thread has ended the world, or the program
-      throw PeerLost(names_[rank_] + " has left while " + doing());
-    }
-  }
+void PeerStatus::update() {
   // One thread at a time, so that nobody takes a peer for dead whose last words another thread has at hand.
   if (!is_receiving_.exchange(true)) {
     struct Over {
@@ -96,6 +90,16 @@ void PeerStatus::receive() {
       if (lost_.empty() && !left_.contains(peer)) lost_ = names_[peer] + " died (its connection has ended)";
     }
   }
+}
+
+void PeerStatus::receive() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (said_.contains(kLeft)) {  // another thread has ended the world, or the program
+      throw PeerLost(names_[rank_] + " has left while " + doing());
+    }
+  }
+  update();
   detector_->check();
 }
 
@@ -223,9 +227,16 @@ void PeerStatus::abandon(const std::string& reason) {
 
 void PeerStatus::leave(const std::string& reason) {
   host_.leave(reason);
+  if (control_->is_over()) return;
   std::map<int, std::string> texts = to_all("");
+  try {
+    update();
+  } catch (const PeerLost&) {  // some are dead
+  }
   {
     const std::lock_guard lock(mutex_);
+    // Who has left waits for nobody, and would not receive it: UCX warns of such messages when MPI ends.
+    for (const auto& [peer, _] : left_) texts.erase(peer);
     for (auto& [peer, text] : texts) text = fitting(text_of(n_begun_) + " " + text_of(n_records_[peer]) + " " + reason);
   }
   say_once(texts, kLeft);

@@ -61,6 +61,7 @@ class PeerStatus {
   };
 
   std::string doing() const;
+  void update();
   void receive();
   void note(const ShortMessage& message);
   void check_lost() const;

@@ -7,13 +7,18 @@ import contextlib
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from horo_lite.errors import LauncherError
 from horo_lite.start import ending
 from horo_lite.start.launcher import SLURM, Launch, is_known_mismatch
+from horo_lite.transports.mpi.carrier import MpiCarrier
 from horo_lite.transports.mpi.start_barrier import StartBarrier, wait_for_first
+
+_LAST_MESSAGES_S = 2.0
+"""How long a rank that ends may wait for messages of peers that do not end."""
 
 
 def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
@@ -63,7 +68,7 @@ def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
     if barrier is None:
         # After mpi4py was imported, so that it runs before MPI is finalised.
         if not StartBarrier.made:
-            atexit.register(_announce_end)
+            atexit.register(_end)
         wait_for_first(comm, warn_s, abort_s)
         StartBarrier(comm)
     else:
@@ -71,10 +76,22 @@ def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
     return comm.Dup()
 
 
-def _announce_end() -> None:
-    """Let ranks that call init() again learn that this one never will."""
-    for barrier in StartBarrier.made:
+def _end() -> None:
+    """Let ranks that call init() again learn that this one never will; leave MPI no messages."""
+    barriers = [one for one in StartBarrier.made if one.is_usable()]
+    for barrier in barriers:
         barrier.end(ending.reason())
+    if not barriers or not _finalizes:
+        return
+    # Peers that end now have sent their last messages before the report of their end. Those that
+    # go on have received this rank's, and send it nothing any more: MPI_Finalize waits for them.
+    until = time.monotonic() + _LAST_MESSAGES_S
+    while True:
+        everyone = all([one.all_ended() for one in barriers])  # noqa: C419  each receives
+        MpiCarrier.drain()
+        if everyone or time.monotonic() > until:
+            break
+        time.sleep(1e-3)
 
 
 def load(launch: Launch | None) -> Any:

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 BITS = Path(__file__).with_name("bits_ranks.py")
+ENDS = Path(__file__).with_name("ends_ranks.py")
 STEPS = Path(__file__).with_name("steps_ranks.py")
 ABORT_S = 3.0
 needs_ulfm = pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
@@ -64,6 +65,15 @@ def test_bits_are_those_of_simulated_hosts() -> None:
     simulated = line.findall(run_ranks(BITS, 4, env=env, timeout_s=60).check().stdout)
     assert len(simulated) == 4
     assert len({digest for *_, digest in real + simulated}) == 1, (real, simulated)
+
+
+@pytest.mark.skipif(mpi_name() != "mpich", reason="MPICH's UCX counts what nobody has received")
+@pytest.mark.parametrize("how", ["together", "late"])
+def test_mpi_finds_no_message_that_nobody_has_received(how: str) -> None:
+    with Network(2) as network, start_on(network, [2, 2], ENDS, args=[how]) as job:
+        result = job.wait(30).check()
+    assert result.stdout.count("the end") == 4, str(result)
+    assert "UCX" not in result.stderr, str(result)
 
 
 def test_a_job_goes_on_after_a_link_was_cut_for_2_seconds(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 # Of the short messages in a communicator that has others, too.
 SHORT = 1
 
-_kept: list[Any] = []
-"""Requests that may be under way until MPI ends, and their memory."""
+_kept: list[MpiChannel] = []
+"""Channels for messages, whose requests may be under way until MPI ends."""
 
 
 def _addresses(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
@@ -152,24 +153,34 @@ class MpiChannel(Channel):
         self._native = self.messages.control_channel()
         return self._native
 
-    @property
-    def most_sent(self) -> int:
-        """How many short messages each peer was sent, where each was sent as many."""
-        return max(self.n_sent) if self._native is None else self._native.n_sent
+    def sent(self) -> list[int]:
+        """How many short messages each rank was sent."""
+        if self._native is None:
+            return list(self.n_sent)
+        return [self._native.n_sent(peer) for peer in range(self.size)]
+
+    def drain(self) -> None:
+        """Take the short messages that have arrived; nobody wants them any more."""
+        if self.comm == self._mpi.COMM_NULL:
+            return
+        with suppress(PeerLostError):
+            if self._native is not None:
+                self._native.drained([0] * self.size)
+            else:
+                self._receive()
 
     def free(self, n_sent: Sequence[int]) -> None:
-        """Give the communicator back; `n_sent` is how many short messages each rank has sent here.
+        """Give it back; `n_sent` is how many short messages each rank has sent this one.
 
         All are received first: else they would turn up in the next communicator, which may well be
         given the same number.
         """
         if self._native is not None:
-            to_this = [n if peer != self.rank else 0 for peer, n in enumerate(n_sent)]
-            while not self._native.drained(to_this):
+            while not self._native.drained(n_sent):
                 time.sleep(1e-4)
         status = self._mpi.Status()
         for peer, n in enumerate(n_sent):
-            while self._native is None and peer != self.rank and self._n_received[peer] < n:
+            while self._native is None and self._n_received[peer] < n:
                 self.comm.Probe(peer, self._mpi.ANY_TAG, status)
                 self._receive_one(status)
         while any([not sent() for sent in self._under_way]):  # noqa: C419  all are asked
@@ -268,10 +279,21 @@ class MpiCarrier(Carrier):
         """The communicators can be given back: see free_closed."""
         self._is_closed = in_good_order
 
-    def _free(self, n_sent: Sequence[Sequence[int]]) -> None:
+    def _free(self, n_sent: Sequence[Sequence[Sequence[int]]]) -> None:
         for i, channel in enumerate(self._channels):
-            channel.free([each[i] for each in n_sent])
+            channel.free([of_rank[i][self.rank] for of_rank in n_sent])
         self.comm.Free()
+
+    @staticmethod
+    def drain() -> None:
+        """Take all short messages that have arrived, of any world; nobody wants them any more.
+
+        UCX, which MPICH uses between hosts, warns of every message that nobody has received when
+        MPI ends.
+        """
+        carriers = [*MpiCarrier.in_use, *MpiCarrier.unusable]
+        for channel in [*_kept, *(each for one in carriers for each in one._channels)]:
+            channel.drain()
 
     @staticmethod
     def free_closed(comm: MPI.Comm) -> None:
@@ -284,11 +306,7 @@ class MpiCarrier(Carrier):
 
         alike = (MPI.IDENT, MPI.CONGRUENT)
         former = [one for one in MpiCarrier.in_use if MPI.Comm.Compare(one.comm, comm) in alike]
-        mine = [
-            # Each channel that is given back has sent every peer as many as any other.
-            (one._is_closed, [channel.most_sent for channel in one._channels])
-            for one in former
-        ]
+        mine = [(one._is_closed, [channel.sent() for channel in one._channels]) for one in former]
         everyone = allgather_objects(comm, mine)
         MpiCarrier.in_use = [one for one in MpiCarrier.in_use if one not in former]
         if len({len(offers) for offers in everyone}) == 1:

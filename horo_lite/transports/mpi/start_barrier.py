@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -104,6 +105,8 @@ class StartBarrier:
         self._is_here = False
         self._round = 0
         self._n_arrived = [0] * comm.size
+        self._ended: dict[int, str] = {}
+        """The ranks that have reported that they end, and why."""
         everyone = allgather_objects(self._comm, (host_key(), os.getpid()))
         self._here = {r: pid for r, (host, pid) in enumerate(everyone) if host == host_key()}
         """The processes of the ranks of this host."""
@@ -142,23 +145,28 @@ class StartBarrier:
 
     def _missing(self) -> list[int]:
         """The ranks that have not arrived in this round."""
-        status = self._mpi.Status()
-        while self._comm.Iprobe(self._mpi.ANY_SOURCE, Tag.ARRIVED, status):
-            peer = status.Get_source()
-            self._comm.Recv([bytearray(), self._mpi.BYTE], peer, Tag.ARRIVED)
-            self._n_arrived[peer] += 1
+        self._receive(self._mpi.ANY_SOURCE)
         rank = self._comm.rank
         return [r for r, n in enumerate(self._n_arrived) if r != rank and n < self._round]
 
-    def _raise_if_left(self) -> None:
+    def _receive(self, source: int) -> None:
+        """Note what has arrived."""
         status = self._mpi.Status()
+        text = np.empty(_REASON_BYTES, np.uint8)
+        while self._comm.Iprobe(source, self._mpi.ANY_TAG, status):
+            peer, tag = status.Get_source(), status.Get_tag()
+            self._comm.Recv([text, self._mpi.BYTE], peer, tag, status)
+            if tag == Tag.ARRIVED:
+                self._n_arrived[peer] += 1
+            else:
+                self._ended[peer] = text[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
+
+    def _raise_if_left(self) -> None:
+        self._receive(self._mpi.ANY_SOURCE)
         # Who has arrived may have left since, and then need not have reported it before this rank
         # came.
-        if self._comm.Iprobe(self._mpi.ANY_SOURCE, Tag.LEFT, status) and self._missing():
-            peer = status.Get_source()
-            reason = np.empty(_REASON_BYTES, np.uint8)
-            self._comm.Recv([reason, self._mpi.BYTE], peer, Tag.LEFT, status)
-            why = reason[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
+        if self._ended and self._missing():
+            peer, why = next(iter(self._ended.items()))
             raise PeerLostError(
                 f"rank {peer} has ended ({why}) while rank {self._comm.rank} waited for it in "
                 "init(): every rank calls init() again after shutdown(), or none does"
@@ -188,25 +196,33 @@ class StartBarrier:
     @staticmethod
     def ended() -> set[str]:
         """Name the ranks that have reported that they end, by their numbers when the job began."""
-        names = set()
-        for barrier in StartBarrier.made:
-            comm = barrier._comm
-            for peer in range(comm.size):
-                with suppress(barrier._mpi.Exception):  # it has died
-                    if peer != comm.rank and comm.Iprobe(peer, Tag.LEFT):
-                        names.add(f"rank {peer}")
-        return names
+        return {f"rank {peer}" for one in StartBarrier.made for peer in one._ended_peers()}
 
     def end(self, reason: str) -> None:
         """Make peers that wait for this rank, now or later, raise PeerLostError: it ends."""
-        if os.getpid() != self._pid or self._mpi.Is_finalized():
-            return
-        self._send(_fitting(reason), Tag.LEFT)
+        if self.is_usable():
+            # Who has ended waits for nobody, and would not receive it.
+            self._send(_fitting(reason), Tag.LEFT, but_to=self._ended_peers())
 
-    def _send(self, text: bytes, tag: Tag) -> None:
+    def is_usable(self) -> bool:
+        """Whether this is the process that made it, and MPI has not been finalized."""
+        return os.getpid() == self._pid and not self._mpi.Is_finalized()
+
+    def all_ended(self) -> bool:
+        """Whether all other ranks have reported that they end."""
+        return len(self._ended_peers()) == self._comm.size - 1
+
+    def _ended_peers(self) -> Collection[int]:
+        for peer in range(self._comm.size):
+            with suppress(self._mpi.Exception):  # it has died
+                if peer != self._comm.rank:
+                    self._receive(peer)
+        return self._ended.keys()
+
+    def _send(self, text: bytes, tag: Tag, but_to: Collection[int] = ()) -> None:
         data = np.frombuffer(text, np.uint8)
         for peer in range(self._comm.size):
-            if peer != self._comm.rank:
+            if peer != self._comm.rank and peer not in but_to:
                 with suppress(self._mpi.Exception):  # it is dead
                     request = self._comm.Isend([data, self._mpi.BYTE], peer, tag)
                     _kept.append((request, data))
