@@ -459,7 +459,7 @@ std::vector<uintptr_t> Tensors::addresses() const {
   return addresses;
 }
 
-// --- memory in common -----------------------------------------------------------------------------------------------
+// --- memory in common ---
 
 namespace {
 

@@ -31,8 +31,7 @@
 namespace horo {
 namespace body {
 
-// --- formats: how elements lie in memory, and the number each of them is
-// ----------------------------------------------
+// --- formats: how elements lie in memory, and the number each of them is ---
 
 #ifdef __CUDA_ARCH__
 HORO_BOTH float value_of_f16(uint16_t bits) {
@@ -139,7 +138,7 @@ struct RealOf<F64> {
 template <class G>
 using Real = typename RealOf<G>::Type;
 
-// --- arithmetic -----------------------------------------------------------------------------------------------------
+// --- arithmetic ---
 //
 // Nowhere here is a product added to anything, so there is nothing to contract to fmaf. That comparisons and casts are
 // the only other operations keeps the two compilers' results equal.
@@ -183,7 +182,7 @@ HORO_BOTH Quotient<Real<G>> divided_by(double divisor) {
   return {d, 1 / d, divide};
 }
 
-// --- arguments ------------------------------------------------------------------------------------------------------
+// --- arguments ---
 
 // A launch's arguments other than its pieces; as in KernelCall.
 struct Arguments {
@@ -206,8 +205,7 @@ HORO_BOTH int scale_exponent(const Arguments& a, uint32_t tensor) {
   return 15 - a.headroom - a.exponents[tensor];
 }
 
-// --- memory
-// -----------------------------------------------------------------------------------------------------------
+// --- memory ---
 
 struct alignas(16) Vector {
   uint32_t words[4];
@@ -288,8 +286,7 @@ HORO_BOTH typename F::Bits item_of(R x) {
   else return F::bits(value);
 }
 
-// --- geometry
-// ---------------------------------------------------------------------------------------------------------
+// --- geometry ---
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarp = 32;
@@ -339,8 +336,7 @@ struct Stretch {
   }
 };
 
-// --- exchange between neighbouring lanes
-// --------------------------------------------------------------------------------
+// --- exchange between neighbouring lanes ---
 //
 // Lane s of kRatio neighbours has a slot for each r; afterwards its slot r is what was in slot s of lane r. Twice is as
 // before, so that it serves both directions.
@@ -443,8 +439,7 @@ struct SeenOf<Raw<T>> {
   using Type = Nothing;
 };
 
-// --- from the tensor's numbers to the wire's, and back
-// ------------------------------------------------------------------
+// --- from the tensor's numbers to the wire's, and back ---
 
 template <class G, class W>
 struct ToWire {
@@ -517,8 +512,7 @@ struct FromWire<Raw<T>, Raw<T>> : Copy {
   using Copy::Copy;
 };
 
-// --- the steps
-// ----------------------------------------------------------------------------------------------------------
+// --- the steps ---
 
 // Elements in flight per thread where they go one by one.
 inline constexpr int kBatch = 8;
@@ -685,8 +679,7 @@ struct Unpack {
   }
 };
 
-// --- the launch
-// ---------------------------------------------------------------------------------------------------------
+// --- the launch ---
 
 // What a launch is given, in the kernel's own parameters: they reach the GPU with the launch, so that no copy has to be
 // ordered before it. CUDA 12.1 allows 32,764 bytes; most launches need few of them, and each costs time.

@@ -34,8 +34,7 @@ HostsGroup::HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::sh
       arrivals_(ranks_.size()),
       incoming_(ranks_.size()) {}
 
-// --- operations
-// -------------------------------------------------------------------------------------------------------
+// --- operations ---
 
 std::vector<Header> HostsGroup::agree(const std::string& label, Header mine) {
   {
@@ -103,8 +102,7 @@ void HostsGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wi
   wait.over();
 }
 
-// --- waiting and ending
-// -----------------------------------------------------------------------------------------------
+// --- waiting and ending ---
 
 void HostsGroup::wait(Transfer& transfer) {
   StallDetector::Wait wait(detector_);

@@ -71,8 +71,7 @@ std::string PeerStatus::doing() const {
   return names_[rank_] + " waited in " + (label_.empty() ? "an operation" : label_);
 }
 
-// --- from the peers
-// ---------------------------------------------------------------------------------------------------
+// --- from the peers ---
 
 // Notes what peers have sent since the last call.
 void PeerStatus::update() {
@@ -170,8 +169,7 @@ bool PeerStatus::has_left(int peer, int64_t n_records) {
   return found != left_.end() && found->second.n_records <= n_records;
 }
 
-// --- to the peers
-// -----------------------------------------------------------------------------------------------------
+// --- to the peers ---
 
 void PeerStatus::report_wait(StallDetector::Wait& wait) {
   send_arrived();

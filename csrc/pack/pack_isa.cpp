@@ -19,7 +19,7 @@ namespace horo {
 namespace HORO_LITE_ISA {
 namespace {
 
-// --- vectors: the one place where instruction sets differ -------------------------------------------------------
+// --- vectors: the one place where instruction sets differ ---
 
 #if defined(__AVX512F__)
 constexpr size_t kVectorBytes = 64;
@@ -111,7 +111,7 @@ inline void stream(void* to, V x) {
 }
 #endif
 
-// --- scalars ----------------------------------------------------------------------------------------------------
+// --- scalars ---
 
 // 128 bits are for sums of 64-bit integers on their way to an average.
 template <class A>
@@ -210,7 +210,7 @@ inline A finished(A value, const Factor& factor) {
 
 constexpr size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
-// --- tiles: what a loop reads before it writes ----------------------------------------------------------------------
+// --- tiles: what a loop reads before it writes ---
 //
 // A processor compares a load with the stores before it by the lowest 12 bits of their addresses, and where these
 // overlap without being equal it waits for the store ("4K aliasing"). NumPy's large arrays begin 16 bytes into a page,
@@ -349,7 +349,7 @@ HORO_INLINE void touch_ahead(const void* tile, size_t n_bytes) {
     __builtin_prefetch(static_cast<const uint8_t*>(tile) + 2 * kPageBytes);
 }
 
-// --- bytes ----------------------------------------------------------------------------------------------------------
+// --- bytes ---
 
 using Bytes = Packed<uint8_t>;
 
@@ -402,7 +402,7 @@ void write(void* to, const void* from, size_t n, Stores stores) {
   else copy(to, from, n);
 }
 
-// --- Plain: the wire holds elements of type W, sums are kept in A ----------------------------------------------------
+// --- Plain: the wire holds elements of type W, sums are kept in A ---
 
 template <class T, class W, class A, Op op>
 struct Plain {
@@ -495,7 +495,7 @@ struct Plain {
   }
 };
 
-// --- ScaledHalf: float16 with a power-of-two scale per block --------------------------------------------------------
+// --- ScaledHalf: float16 with a power-of-two scale per block ---
 //
 // A block travels as a header holding k, then round(x * 2^k) in binary16, with k chosen so that the largest finite
 // magnitude lands in [2^14, 2^15]. Elements down to 2^-28 of it keep all 11 bits; below, the error stays under 2^-39
@@ -669,7 +669,7 @@ struct ScaledHalf {
   }
 };
 
-// --- tables ---------------------------------------------------------------------------------------------------------
+// --- tables ---
 
 template <class Codec>
 const Kernels* kernels_of() {

@@ -250,8 +250,7 @@ uint8_t* ShmGroup::slot(int rank, size_t chunk) const {
   return slots + (static_cast<size_t>(rank) * kSlots + chunk % kSlots) * kSlotBytes;
 }
 
-// --- waiting
-// ----------------------------------------------------------------------------------------------------------
+// --- waiting ---
 
 void ShmGroup::signal(Flag& flag, uint32_t value) {
   flag.cpu.store(this_cpu(), std::memory_order_relaxed);
@@ -459,8 +458,7 @@ void ShmGroup::report_killed_peer() noexcept {
   }
 }
 
-// --- handshake
-// ----------------------------------------------------------------------------------------------------------
+// --- handshake ---
 
 static std::string unusable(const std::string& why) {
   return "an operation failed, and this group of ranks can no longer be used (" + why +
@@ -583,8 +581,7 @@ void ShmGroup::reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t
   wait_for_all(&RankBlock::reduced, reduced_);
 }
 
-// --- moving bytes
-// -----------------------------------------------------------------------------------------------------
+// --- moving bytes ---
 
 void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                         const std::vector<Wanted>& wanted) {

@@ -210,8 +210,7 @@ std::string StallDetector::scope(const std::vector<int>& ranks) const {
   return static_cast<int>(ranks.size()) == size() ? "" : " of " + ranks_text(ranks);
 }
 
-// --- stragglers
-// -------------------------------------------------------------------------------------------------------
+// --- stragglers ---
 
 void StallDetector::waited_for(int rank, int64_t ns) {
   std::atomic<int64_t>* own = waits_of(rank_) + 2 * rank;
@@ -235,8 +234,7 @@ std::vector<Lateness> StallDetector::lateness() const {
   return all;
 }
 
-// --- the board
-// --------------------------------------------------------------------------------------------------------
+// --- the board ---
 
 StallDetector::Wait::Wait(std::shared_ptr<StallDetector> detector, int64_t since_ns)
     : detector_(std::move(detector)), since_ns_(since_ns) {}
@@ -314,8 +312,7 @@ bool StallDetector::is_stopped(int rank) const {
   return state == 'T' || state == 't';
 }
 
-// --- the report
-// -------------------------------------------------------------------------------------------------------
+// --- the report ---
 
 bool StallDetector::all_excused(const std::vector<int>& late, int64_t now) const {
   return !late.empty() && std::all_of(late.begin(), late.end(), [&](int r) { return row(r).expected_ns.load() > now; });
