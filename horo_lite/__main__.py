@@ -18,7 +18,8 @@ from pathlib import Path
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError
 from horo_lite.horovod import aliases
-from horo_lite.launch import doctor, hostfile, jobs
+from horo_lite.launch import bench, doctor, hostfile, jobs
+from horo_lite.start import launcher
 
 _TIMELINE = "HORO_LITE_TIMELINE"
 _EXAMPLES = """\
@@ -29,6 +30,7 @@ examples:
   %(prog)s -n 4 --mpiexec-args="--bind-to none" -m package.train
   %(prog)s -n 4 --as-horovod train.py       (a script for Horovod, as it is)
   %(prog)s doctor
+  %(prog)s bench -n 4 --compare             (how fast collective operations are here)
 
 Without restarts, mpiexec takes this process's place: its exit code and signals are mpiexec's own.
 """
@@ -43,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_prog(),
         usage="%(prog)s [run] -n N [options] {script.py | -m module | command} [arguments]\n"
-        "       %(prog)s doctor [--json]",
+        "       %(prog)s doctor [--json]\n"
+        "       %(prog)s bench [-n N] [--op OP] [options]",
         description="Run a program on several ranks (`run` may be left out), or examine with "
         "`doctor` what is installed.",
         epilog=_EXAMPLES,
@@ -116,6 +119,15 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor.main(as_json=parser.parse_args(arguments).json)
 
 
+def _bench(arguments: Sequence[str]) -> int:
+    options = bench.parser(f"{_prog()} bench").parse_args(arguments)
+    if launcher.detect(os.environ) is not None:  # this process is a rank already
+        bench.work(arguments)
+        return 0
+    hosts = ["--hosts", options.hosts] if options.hosts else []
+    return main(["-n", str(options.n), *hosts, "-m", bench.__name__, *arguments])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -125,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["doctor"]:
         return _doctor(arguments[1:])
+    if arguments[:1] == ["bench"]:
+        return _bench(arguments[1:])
     parser = _parser()
     args = parser.parse_args(arguments[1:] if arguments[:1] == ["run"] else arguments)
     if args.check:

@@ -1,0 +1,367 @@
+"""`horo-lite bench`: how fast the collective operations are here, size by size.
+
+What it prints is read like the output of nccl-tests. A time is the median, of the slowest rank, of
+turns in which all ways of doing the same alternate, so that other load on the machine affects them
+equally. "algorithm" is bytes over time, "bus" that times the share of the bytes that each rank has
+to send and receive whatever the algorithm: 2 (n - 1) / n for an all-reduce, (n - 1) / n for
+allgather, reducescatter and alltoall, 1 for a broadcast
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from socket import gethostname
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import horo_lite
+from horo_lite.launch.tasks import free_port
+from horo_lite.start import session
+
+Array = NDArray[np.float32]
+
+OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall")
+FAR_NS = 320.0  # docs/performance.md: beyond that, two cores share no L3 cache
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_TURNS = 7
+_TURN_S = 0.02  # a turn repeats what takes less
+
+
+class Way(NamedTuple):
+    """One way of carrying out an operation: what is timed, and returns the result."""
+
+    name: str
+    run: Callable[[], Array]
+    divisor: int = 1
+    """Of a result that is an average."""
+
+
+class Row(NamedTuple):
+    """What was measured of one way at one size."""
+
+    way: str
+    n_bytes: int
+    """As nccl-tests counts them: of an allgather what a rank receives, otherwise what it gives."""
+    us: float
+    """The median time of the slowest rank, in microseconds."""
+    algorithm_gb_s: float
+    bus_gb_s: float
+    memcpys: float
+    """The time as a multiple of one rank's copying so many bytes."""
+    round_trip_ns: float
+    """From core to core, where the operation measured it; otherwise 0."""
+
+
+class Case:
+    """An operation at one size: this rank's numbers, and what the result has to be.
+
+    Args:
+        operation: One of OPERATIONS.
+        n_bytes: The size; a little less where it has to be a multiple of the number of ranks.
+        rank: This rank's number.
+        size: The number of ranks.
+    """
+
+    def __init__(self, operation: str, n_bytes: int, rank: int, size: int) -> None:
+        self.operation = operation
+        n = max(1, n_bytes // 4)
+        if operation not in ("allreduce", "broadcast"):
+            n = max(1, n // size) * size
+        self.n_bytes = 4 * n
+        # Element i of rank r is 1 where i and r are the same modulo 7, otherwise 0.
+        residues = np.arange(n, dtype=np.int32) % 7
+        ranks = np.arange(size) % 7
+        n_ranks = np.bincount(ranks, minlength=7)  # that have a 1 there
+        part = slice(rank * (n // size), (rank + 1) * (n // size))
+        expected: dict[str, Callable[[], NDArray[Any]]] = {
+            "allreduce": lambda: n_ranks[residues],
+            "broadcast": lambda: residues == 0,
+            "allgather": lambda: residues[: n // size] == ranks[:, None],
+            "reducescatter": lambda: n_ranks[residues[part]],
+            "alltoall": lambda: residues[part] == ranks[:, None],
+        }
+        given = residues[: n // size] if operation == "allgather" else residues
+        self.given: Array = (given == ranks[rank]).astype(np.float32)
+        self.expected: Array = expected[operation]().astype(np.float32).reshape(-1)
+
+    def bus_factor(self, size: int) -> float:
+        """Return the share of the bytes that each rank has to send and receive."""
+        factors = {"allreduce": 2 * (size - 1) / size, "broadcast": 1.0}
+        return factors.get(self.operation, (size - 1) / size)
+
+    def check(self, way: Way, tolerance: float) -> None:
+        """Carry it out once; ValueError if the result is wrong."""
+        result = np.asarray(way.run()).reshape(-1)
+        if not np.allclose(result, self.expected / way.divisor, rtol=tolerance, atol=0):
+            raise ValueError(f"{way.name}: wrong result of {self.operation}, {self.n_bytes} bytes")
+
+
+def ours(case: Case, size: int, compression: Any) -> Way:
+    """Return this library's way: an all-reduce is an average in place, a broadcast in place."""
+    x = case.given.copy()
+
+    def in_place(operation: Callable[..., object], **options: Any) -> Callable[[], Array]:
+        def run() -> Array:
+            operation(x, **options)
+            return x
+
+        return run
+
+    ways: dict[str, Callable[[], Any]] = {
+        # Averages, since sums of sums of sums would end at infinity.
+        "allreduce": in_place(horo_lite.allreduce_, compression=compression),
+        "broadcast": in_place(horo_lite.broadcast_, root_rank=0),
+        "allgather": lambda: horo_lite.allgather(x),
+        "reducescatter": lambda: horo_lite.reducescatter(
+            x, op=horo_lite.Sum, compression=compression
+        ),
+        "alltoall": lambda: horo_lite.alltoall(x),
+    }
+    return Way("horo_lite", ways[case.operation], size if case.operation == "allreduce" else 1)
+
+
+def mpi(case: Case, comm: Any) -> Way:
+    """Return MPI's way, in memory that is there already."""
+    from mpi4py import MPI
+
+    x, result = case.given.copy(), np.empty_like(case.expected)
+    ways: dict[str, Callable[[], None]] = {
+        "allreduce": lambda: comm.Allreduce(x, result),
+        "broadcast": lambda: comm.Bcast(result),
+        "allgather": lambda: comm.Allgather(x, result),
+        "reducescatter": lambda: comm.Reduce_scatter_block(x, result, MPI.SUM),
+        "alltoall": lambda: comm.Alltoall(x, result),
+    }
+    if comm.rank == 0 and case.operation == "broadcast":
+        result[:] = x
+    return Way("MPI", _then(ways[case.operation], result))
+
+
+def gloo(case: Case) -> Way:
+    """Return PyTorch's gloo's way, in memory that is there already."""
+    import torch
+    import torch.distributed as dist
+
+    given, result = torch.from_numpy(case.given.copy()), torch.empty(case.expected.size)
+    ways: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: dist.all_reduce(result.copy_(given)),
+        "broadcast": lambda: dist.broadcast(result, 0),
+        "allgather": lambda: _named(dist, "all_gather")(result, given),
+        "reducescatter": lambda: _named(dist, "reduce_scatter")(result, given),
+        "alltoall": lambda: dist.all_to_all_single(result, given),
+    }
+    if dist.get_rank() == 0 and case.operation == "broadcast":
+        result.copy_(given)
+    return Way("gloo", _then(ways[case.operation], result.numpy()))
+
+
+def _named(dist: Any, operation: str) -> Callable[..., object]:
+    """Return an operation on one tensor by its name since PyTorch 2.13, or before."""
+    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    found: Callable[..., object] = getattr(dist, f"{operation}_single", None) or getattr(
+        dist, old[operation]
+    )
+    return found
+
+
+def _then(operation: Callable[[], object], result: Array) -> Callable[[], Array]:
+    def run() -> Array:
+        operation()
+        return result
+
+    return run
+
+
+@contextmanager
+def peers(wanted: bool) -> Iterator[list[Callable[[Case], Way]]]:
+    """Give the other ways that there are here: MPI, if it started this job, and PyTorch's gloo."""
+    if not wanted:
+        yield []
+        return
+    comm = session.communicator()
+    found: list[Callable[[Case], Way]] = []
+    if comm is not None:
+        found.append(lambda case: mpi(case, comm))
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        yield found
+        return
+    world = session.current().world
+    if world.local_size == world.size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    here = ("127.0.0.1" if world.local_size == world.size else gethostname(), free_port())
+    host, port = horo_lite.broadcast_object(here)
+    store = dist.TCPStore(host, port, world.size, world.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    try:
+        yield [*found, gloo]
+    finally:
+        horo_lite.barrier()
+        dist.destroy_process_group()
+
+
+def measure(case: Case, ways: Sequence[Way], tolerance: float) -> list[Row]:
+    """Time all ways in turn, having checked what they compute. All ranks call it.
+
+    Raises:
+        ValueError: A result is wrong.
+    """
+    world = session.current().world
+    for way in ways:
+        case.check(way, tolerance)
+    native = world.group.transport.native_group
+    source, copy = np.ones(case.n_bytes // 4, np.float32), np.empty(case.n_bytes // 4, np.float32)
+
+    def memcpy() -> None:
+        if world.rank == 0:
+            np.copyto(copy, source)
+
+    timed: list[Callable[[], object]] = [memcpy, *(way.run for way in ways)]
+    once = horo_lite.allreduce(np.array([_turn(run, 1) for run in timed]), op=horo_lite.Max)
+    repeats = [max(1, min(1000, int(_TURN_S / seconds))) for seconds in once]
+    turns = [[_turn(run, n) for run, n in zip(timed, repeats, strict=True)] for _ in range(_TURNS)]
+    own = np.array([statistics.median(times) for times in zip(*turns, strict=True)])
+    slowest = horo_lite.allreduce(own, op=horo_lite.Max)
+    copying, round_trip_ns = slowest[0], 0.0 if native is None else float(native.round_trip_ns)
+    return [
+        Row(
+            way.name,
+            case.n_bytes,
+            round(1e6 * seconds, 2),
+            round(case.n_bytes / seconds / 1e9, 3),
+            round(case.n_bytes / seconds / 1e9 * case.bus_factor(world.size), 3),
+            round(seconds / copying, 3),
+            round_trip_ns,
+        )
+        for way, seconds in zip(ways, slowest[1:].tolist(), strict=True)
+    ]
+
+
+def _turn(run: Callable[[], object], repeats: int) -> float:
+    horo_lite.barrier()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - began) / repeats
+
+
+def sizes(begin: int, end: int, factor: float) -> list[int]:
+    """Return the sizes from `begin` to `end` bytes, each `factor` times the one before."""
+    found = [begin]
+    while found[-1] * factor <= end:
+        found.append(int(found[-1] * factor))
+    return found
+
+
+def _n_bytes(text: str) -> int:
+    number, unit = text.lower().removesuffix("b").removesuffix("i"), ""
+    if number[-1:] in _UNITS and number[-1:]:
+        number, unit = number[:-1], number[-1]
+    n = int(float(number) * _UNITS[unit])  # argparse shows a ValueError as "invalid value"
+    if n < 4:
+        raise argparse.ArgumentTypeError(f"{text} is less than one float32, 4 bytes")
+    return n
+
+
+def _factor(text: str) -> float:
+    if (factor := float(text)) <= 1:
+        raise argparse.ArgumentTypeError("a factor is larger than 1")
+    return factor
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Time a collective operation on arrays of the host's memory, size by size. "
+        "Inside of a job (mpiexec, srun, torchrun) its ranks are measured; elsewhere it starts "
+        "ranks of its own. For GPUs NCCL does the work: use nccl-tests.",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("-n", "-np", type=int, default=2, metavar="N", help="how many ranks to start (default: 2)")
+    add("-H", "--hosts", metavar="A:4,B:4", help="where, each host with its number of ranks")
+    add("--op", choices=OPERATIONS, default="allreduce", help="which (default: allreduce)")
+    add("-b", "--begin", type=_n_bytes, default=4, metavar="BYTES", help="from (default: 4)")
+    add("-e", "--end", type=_n_bytes, default=64 << 20, metavar="BYTES", help="to (default: 64M)")
+    add("-f", "--factor", type=_factor, default=4.0, help="from size to size (default: 4)")
+    add("--compression", choices=("none", "fp16", "bf16"), default="none", help="what travels")
+    add("--compare", action="store_true", help="also MPI and PyTorch's gloo, where they are here")
+    add("--json", type=Path, metavar="FILE", help="also write what was measured to this file")
+    add("--plot", type=Path, metavar="FILE", help="also draw it, with matplotlib: .png, .svg, .pdf")
+    return made
+
+
+def work(argv: Sequence[str] | None = None) -> None:
+    """Measure as a rank; rank 0 prints."""
+    options = parser("bench").parse_args(argv)
+    world = horo_lite.init(device="cpu")
+    is_first = world.rank == 0
+    compression = getattr(horo_lite.Compression, options.compression)
+    tolerance = 1e-6 if options.compression == "none" else 0.02
+    if is_first:
+        print(
+            f"{options.op}, float32, compression: {options.compression}; {world.size} ranks, "
+            f"through {world.transport}; {platform.node()}: {os.cpu_count()} cores, load "
+            f"{os.getloadavg()[0]:.1f}\n\n{_HEAD}"
+        )
+    rows: list[Row] = []
+    with peers(options.compare) as others:
+        for n_bytes in sizes(options.begin, options.end, options.factor):
+            case = Case(options.op, n_bytes, world.rank, world.size)
+            ways = [ours(case, world.size, compression), *(other(case) for other in others)]
+            rows += measure(case, ways, tolerance)
+            if is_first:
+                print(*map(_line, rows[-len(ways) :]), sep="\n", flush=True)
+    if is_first and options.json:
+        found = {"op": options.op, "compression": options.compression, "ranks": world.size}
+        found |= {"transport": world.transport, "rows": [row._asdict() for row in rows]}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if is_first and options.plot:
+        _plot(rows, options.op, world.size, options.plot)
+    horo_lite.shutdown()
+
+
+_HEAD = f"{'bytes':>12} {'':10} {'us':>12} {'algorithm':>10} {'bus GB/s':>9} {'memcpys':>8}"
+_LARGE = 64 << 10  # from here on it is the bytes that take time
+
+
+def _line(row: Row) -> str:
+    near, memcpys = "", f"{row.memcpys:8.2f}" if row.n_bytes >= _LARGE else ""
+    if row.way == "horo_lite" and row.round_trip_ns:
+        near = f"  {'near' if row.round_trip_ns <= FAR_NS else 'far'} ({row.round_trip_ns:.0f} ns)"
+    return (
+        f"{row.n_bytes:12,} {row.way:10} {row.us:12,.2f} {row.algorithm_gb_s:10.3f} "
+        f"{row.bus_gb_s:9.3f} {memcpys}{near}".rstrip()
+    )
+
+
+def _plot(rows: Sequence[Row], operation: str, size: int, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for way in dict.fromkeys(row.way for row in rows):
+        points = [(row.n_bytes, row.us) for row in rows if row.way == way]
+        axes.loglog(*zip(*points, strict=True), marker="o", label=way)
+    axes.set(xlabel="bytes", ylabel="microseconds", title=f"{operation}, {size} ranks")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1:])
