@@ -18,7 +18,7 @@ from pathlib import Path
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError
 from horo_lite.horovod import aliases
-from horo_lite.launch import bench, doctor, hostfile, jobs
+from horo_lite.launch import bench, doctor, hostfile, jobs, scaling
 from horo_lite.start import launcher
 
 _TIMELINE = "HORO_LITE_TIMELINE"
@@ -31,6 +31,7 @@ examples:
   %(prog)s -n 4 --as-horovod train.py       (a script for Horovod, as it is)
   %(prog)s doctor
   %(prog)s bench -n 4 --compare             (how fast collective operations are here)
+  %(prog)s model --parameters 25.6e6 --compute-s 0.2 --hosts 2 8 64 --gbit 10
 
 Without restarts, mpiexec takes this process's place: its exit code and signals are mpiexec's own.
 """
@@ -46,9 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         prog=_prog(),
         usage="%(prog)s [run] -n N [options] {script.py | -m module | command} [arguments]\n"
         "       %(prog)s doctor [--json]\n"
-        "       %(prog)s bench [-n N] [--op OP] [options]",
-        description="Run a program on several ranks (`run` may be left out), or examine with "
-        "`doctor` what is installed.",
+        "       %(prog)s bench [-n N] [--op OP] [options]\n"
+        "       %(prog)s model [--hosts H ...] [--gbit B] [options]",
+        description="Run a program on several ranks (`run` may be left out), examine with `doctor` "
+        "what is installed, or predict with `model` how training scales to other numbers of hosts.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -139,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _doctor(arguments[1:])
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
+    if arguments[:1] == ["model"]:
+        return scaling.main(arguments[1:], f"{_prog()} model")
     parser = _parser()
     args = parser.parse_args(arguments[1:] if arguments[:1] == ["run"] else arguments)
     if args.check:

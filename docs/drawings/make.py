@@ -1,13 +1,23 @@
-"""Draw the figures of docs/concepts.md: `python docs/drawings/make.py` writes SVG files beside it.
+"""Draw the figures of the pages: `python docs/drawings/make.py` writes SVG files beside it.
 
-Boxes, arrows and texts only, in few colours; each figure has a background of its own, since the
-page may be dark.
+Boxes, lines and texts only, in few colours; each figure has a background of its own, since the page
+may be dark.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from horo_lite.launch import model  # noqa: E402  needs neither the core nor NumPy
 
 INK, SOFT, PAPER = "#24292f", "#8c959f", "#ffffff"
 COLORS = ["#0a7d91", "#c26401", "#5b57c7", "#4d7c0f"]
@@ -53,6 +63,18 @@ class Figure:
         self._parts.append(
             f'<line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="{SOFT}" '
             'stroke-width="1.5" marker-end="url(#tip)"/>'
+        )
+
+    def line(
+        self, points: Sequence[tuple[float, float]], color: str = SOFT, dashed: bool = False,
+        width: float = 1,
+    ) -> None:  # fmt: skip
+        """Draw a line through points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dashes = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" '
+            f'stroke-width="{width}"{dashes}/>'
         )
 
     def write(self, name: str) -> None:
@@ -153,7 +175,58 @@ def hosts() -> None:
     figure.write("hosts")
 
 
+def scaling() -> None:
+    """How much of a step computes, by the model of docs/scaling.md."""
+    results = ROOT / "benchmarks" / "results" / "intel-xeon-2-cores-costs-openmpi.json"
+    costs = model.Costs.read(json.loads(results.read_text()))
+    wires = {**costs.wires, "int8": model.eight_bits(costs.wires["fp16"])}
+    shown = [  # what travels, every how many steps, in levels
+        ("fp32", 1, False, COLORS[0]),
+        ("fp16", 1, False, COLORS[1]),
+        ("int8", 1, False, COLORS[2]),
+        ("fp32", 4, False, COLORS[3]),
+        ("fp32", 1, True, COLORS[0]),
+    ]
+    panels = [(1.0, 1), (10.0, 1), (100.0, 8)]
+    figure = Figure(760, 330, "The share of a training step in which ranks compute, as modelled")
+    counts = [2**i for i in range(11)]
+    for panel, (gbit, ranks) in enumerate(panels):
+        left, top, width, height = 50 + 240 * panel, 50, 200, 190
+        ranks_text = f"{ranks} ranks" if ranks > 1 else "1 rank"
+        title = f"{gbit:g} Gbit/s, {ranks_text} a host"
+        figure.text(left + width / 2, 32, title, "middle", font_weight="bold")
+        for share in (0, 25, 50, 75, 100):
+            y = top + height * (1 - share / 100)
+            figure.line([(left, y), (left + width, y)], width=0.5)
+            if panel == 0:
+                figure.text(left - 6, y + 4, f"{share} %", "end", fill=SOFT)
+        for hosts in (1, 8, 64, 1024):
+            x = left + width * math.log2(hosts) / 10
+            figure.text(x, top + height + 18, f"{hosts}", "middle", fill=SOFT)
+        figure.text(left + width / 2, top + height + 36, "hosts", "middle", fill=SOFT)
+        network = model.Network(gbit, latency_us=30)
+        for name, every, leveled, color in shown:
+            points = []
+            for hosts in counts:
+                exchange = model.allreduce(
+                    25.6e6, hosts, ranks, wires[name], replace(costs, cores=ranks), network,
+                    model.two_levels(hosts) if leveled else None,
+                )  # fmt: skip
+                step = model.step(0.2, exchange, last=1 / 8, every=every)
+                x = left + width * math.log2(hosts) / 10
+                points.append((x, top + height * (1 - step.efficiency)))
+            figure.line(points, color, dashed=leveled, width=2)
+    x = 50.0
+    for name, every, leveled, color in shown:
+        figure.line([(x, 306), (x + 24, 306)], color, dashed=leveled, width=2)
+        text = name + (", every 4th step" if every > 1 else ", two levels" if leveled else "")
+        figure.text(x + 30, 310, text)
+        x += 60 + 7.2 * len(text)
+    figure.write("scaling")
+
+
 if __name__ == "__main__":
+    scaling()
     plan()
     shared_memory()
     overlap()

@@ -16,6 +16,7 @@ import oracle
 import pytest
 
 from horo_lite import _native
+from horo_lite.launch import model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,6 +46,7 @@ class Network:
         self.cut = False
         self.largest = 0
         self.n_bytes = defaultdict[tuple[int, int], int](int)
+        self.n_messages = defaultdict[int, int](int)
 
     def start(self, rank: int) -> Callable[[Messages, Messages], Callable[[], bool]]:
         def start(receive: Messages, send: Messages) -> Callable[[], bool]:
@@ -74,6 +76,7 @@ class Network:
                     assert source.n_bytes == target.n_bytes
                     ctypes.memmove(target.address, source.address, source.n_bytes)
                     self.n_bytes[way[0], way[1]] += source.n_bytes
+                    self.n_messages[way[0]] += 1
                     self.largest = max(self.largest, source.n_bytes)
                     source.done = target.done = True
 
@@ -299,3 +302,29 @@ def test_a_message_that_cannot_be_sent_raises() -> None:
 def test_handles_of_no_known_mpi_are_refused() -> None:
     with pytest.raises(ValueError, match="handles of 3 bytes"):
         _native.MpiPointToPoint.over([1] * 9, b"abc", b"abc", -1, -1, 20, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "largest"),
+    [(2, 1, 60 << 10), (2, 2, 60 << 10), (4, 1, 1 << 20), (3, 2, 60 << 10)],
+)
+def test_the_cost_model_counts_the_bytes_and_messages_that_are_sent(
+    hosts: int, ranks: int, largest: int
+) -> None:
+    """horo_lite/launch/model.py repeats in formulas what C++ does."""
+    world = World([ranks] * hosts, largest_message=largest)
+    window = model.window_bytes(hosts, ranks)
+    assert {allreduce.window_bytes for allreduce in world.allreduces.values()} == {window}
+    n_elements = 3 * window // 4
+    world.run([[np.full(n_elements, rank, np.float32)] for rank in range(world.size)])
+    costs = model.Costs(1, 0, 0, 0, 0, {})
+    network = model.Network(8e-9, 0, framing=1, largest_message=largest)  # a byte a second
+    fp32 = model.Wire(4, 0, 0, 0)
+    predicted = model.allreduce(n_elements, hosts, ranks, fp32, costs, network)
+    sent = [0] * hosts
+    host_of = {rank: i for i, host in enumerate(world.hosts) for rank in host}
+    for (sender, _), n_bytes in world.network.n_bytes.items():
+        sent[host_of[sender]] += n_bytes
+    # Shares consist of whole blocks.
+    assert max(sent) == pytest.approx(predicted.link_s, rel=0.02)
+    assert max(world.network.n_messages.values()) == pytest.approx(predicted.n_messages, rel=0.1)

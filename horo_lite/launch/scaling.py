@@ -1,0 +1,210 @@
+"""`horo-lite model`: how long exchanges and steps should take on other numbers of hosts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from horo_lite.launch.model import Costs, Network, allreduce, eight_bits, step, two_levels
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
+
+INT8 = "int8"
+_EXAMPLES = """\
+examples:
+  %(prog)s --parameters 25.6e6 --compute-s 0.2 --gbit 10
+  %(prog)s --bytes 4e8 --hosts 8 64 --ranks 8 --cores 64 --gbit 100 --latency-us 10
+  %(prog)s --costs node.json --json > forecast.json
+
+The costs of a host's cores are measured here, in a few seconds, unless --costs names a file with
+those of another machine ("costs" of --json's output).
+"""
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description="Predict how long averaging the gradients, and a training step, should take on "
+        "several hosts, and where compression and fewer exchanges pay. docs/scaling.md explains "
+        "the model and how far it was off.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    size = made.add_mutually_exclusive_group()
+    size.add_argument("--parameters", type=float, metavar="N", help="float32 gradients: how many")
+    size.add_argument("--bytes", type=float, metavar="N", help="or how many bytes (1.024e8)")
+    add("--hosts", type=int, nargs="+", default=[1, 2, 8, 64, 1024], metavar="H")
+    add("--ranks", type=int, default=1, metavar="R", help="on each host (1)")
+    add("--cores", type=float, metavar="C", help="of a host, for its ranks (those here)")
+    add("--gbit", type=float, default=10.0, metavar="B", help="rate of a host's link (10)")
+    add("--flow-gbit", type=float, metavar="B", help="of one TCP connection, where it is limited")
+    add("--latency-us", type=float, default=50.0, metavar="T", help="of a message (50)")
+    add("--message-us", type=float, metavar="T", help="of a core, for a message (see docs)")
+    add("--compute-s", type=float, default=0.2, metavar="S", help="of a step (0.2)")
+    add(
+        "--overlap",
+        type=float,
+        default=2 / 3,
+        metavar="SHARE",
+        help="of that, during which gradients leave: backward()'s (0.67)",
+    )
+    add(
+        "--bucket-bytes",
+        type=float,
+        default=DEFAULT_BUCKET_BYTES,
+        metavar="N",
+        help="on the wire; the last bucket leaves when backward() has ended (25 MiB)",
+    )
+    add(
+        "--busy-cores",
+        action="store_true",
+        help="computing takes all cores: nothing of the exchange's own work can hide",
+    )
+    add(
+        "--wires",
+        nargs="+",
+        default=["fp32", "fp16"],
+        choices=["fp32", "fp16", "bf16", INT8],
+        help="on the wire; int8 is what a compressor with one byte would be (fp32 fp16)",
+    )
+    add(
+        "--every",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        metavar="K",
+        help="steps for one exchange: backward_passes_per_step (1 4)",
+    )
+    add("--costs", type=Path, metavar="FILE", help="JSON with the costs of a host, not measured")
+    add("--json", action="store_true", help="for programs: everything, in seconds")
+    return made
+
+
+def main(arguments: Sequence[str], prog: str) -> int:
+    """Run the command; return its exit code."""
+    made = parser(prog)
+    args = made.parse_args(arguments)
+    n_elements = args.parameters or (args.bytes or 1.024e8) / 4
+    positive = {
+        "--parameters and --bytes": n_elements,
+        "--hosts": min(args.hosts),
+        "--ranks": args.ranks,
+        "--cores": 1 if args.cores is None else args.cores,
+        "--gbit": args.gbit,
+        "--every": min(args.every),
+    }
+    if wrong := [name for name, value in positive.items() if value <= 0]:
+        made.error(f"{', '.join(wrong)}: more than 0")
+    network = Network(args.gbit, args.latency_us, args.flow_gbit)
+    try:
+        costs = _costs(args)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        made.error(f"--costs {args.costs}: {type(error).__name__}: {error}")
+    rows = [
+        _row(hosts, name, every, n_elements, costs, network, args)
+        for hosts in args.hosts
+        for name in args.wires
+        for every in args.every
+    ]
+    if args.json:
+        asked = {name: value for name, value in vars(args).items() if name not in ("json", "costs")}
+        print(json.dumps({"asked": asked, "costs": costs.data(), "rows": rows}, indent=1))
+    else:
+        _print(rows, n_elements, costs, network, args)
+    return 0
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    if args.costs is not None:
+        data = json.loads(args.costs.read_text())
+        costs = Costs.read(data.get("costs", data))
+        costs = costs if args.cores is None else replace(costs, cores=args.cores)
+    else:
+        from horo_lite.launch import measure  # needs the core
+
+        costs = measure.costs(args.cores)
+    if args.message_us is not None:
+        costs = replace(costs, message_us=args.message_us)
+    return replace(costs, wires={**costs.wires, INT8: eight_bits(costs.wires["fp16"])})
+
+
+def _row(
+    hosts: int,
+    name: str,
+    every: int,
+    n_elements: float,
+    costs: Costs,
+    network: Network,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    wire = costs.wires[name]
+    found = allreduce(n_elements, hosts, args.ranks, wire, costs, network)
+    leveled = allreduce(n_elements, hosts, args.ranks, wire, costs, network, two_levels(hosts))
+    last = min(1.0, args.bucket_bytes / (n_elements * wire.element_bytes))
+    stepped = step(
+        args.compute_s,
+        found,
+        overlap=args.overlap,
+        last=last,
+        every=every,
+        free_cores=not args.busy_cores,
+    )
+    return {
+        "hosts": hosts,
+        "ranks": hosts * args.ranks,
+        "wire": name,
+        "every": every,
+        "allreduce_s": found.total_s,
+        **found._asdict(),
+        "two_levels_s": leveled.total_s,
+        "step_s": stepped.total_s,
+        "exposed_s": stepped.exposed_s,
+        "efficiency": stepped.efficiency,
+    }
+
+
+def _print(
+    rows: Sequence[Mapping[str, Any]],
+    n_elements: float,
+    costs: Costs,
+    network: Network,
+    args: argparse.Namespace,
+) -> None:
+    source = f"of {args.costs}" if args.costs else "measured here"
+    wires = "; ".join(
+        f"{name} {wire.encode_ns:.2f} + {wire.reduce_ns:.2f} + {wire.decode_ns:.2f}"
+        for name, wire in costs.wires.items()
+        if name in args.wires and name != INT8
+    )
+    print(
+        f"{4 * n_elements / 1e6:.1f} MB of float32 gradients, {args.ranks} rank(s) on each host, "
+        f"{network.gbit:g} Gbit/s, {network.latency_us:g} us; computing takes "
+        f"{1e3 * args.compute_s:g} ms\n"
+        f"costs {source}: {costs.cores:g} core(s); encode + reduce + decode, ns for an element: "
+        f"{wires}; TCP {costs.tcp_ns:.2f} ns for a byte sent and received; "
+        f"{costs.message_us:g} us for a message\n"
+    )
+    heads = ["hosts", "wire", "all-reduce", "link", "cores", "messages", "fill", "two levels"]
+    heads += ["every", "step", "computing"]
+    print("  ".join(f"{head:>10}" for head in heads))
+    for row in rows:
+        times = ("allreduce_s", "link_s", "cpu_s")
+        cells = [f"{row['hosts']}", row["wire"], *(_ms(row[name]) for name in times)]
+        cells += [f"{row['n_messages']}", _ms(row["fill_s"] + row["start_s"])]
+        cells += [_ms(row["two_levels_s"]), f"{row['every']}", _ms(row["step_s"])]
+        print("  ".join(f"{cell:>10}" for cell in [*cells, f"{row['efficiency']:.0%}"]))
+    print(
+        "\nlink, cores: what these alone would take. messages: sent by a rank. two levels: hosts "
+        "in groups, which\nthe package does not do. every: steps for one exchange. computing: of a "
+        "step; 100% is linear scaling."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.{1 if seconds < 1 else 0}f} ms"
