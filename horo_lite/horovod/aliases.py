@@ -24,7 +24,11 @@ _ERRORS = "horo_lite.horovod.exceptions"
 _COMMON = ("horo_lite.horovod.world", "horo_lite.horovod.process_sets", "horo_lite.horovod.util")
 HOMES: dict[str, tuple[str, ...]] = {
     "horovod": ("horo_lite.horovod.runner",),
+    "horovod.ray": ("horo_lite.horovod.ray",),
+    "horovod.ray.runner": ("horo_lite.horovod.ray",),
     "horovod.runner": ("horo_lite.horovod.runner",),
+    "horovod.spark": ("horo_lite.horovod.spark",),
+    "horovod.spark.runner": ("horo_lite.horovod.spark",),
     "horovod.common": _COMMON,
     "horovod.common.basics": _COMMON,
     "horovod.common.elastic": ("horo_lite.elastic",),
@@ -54,6 +58,13 @@ HOMES: dict[str, tuple[str, ...]] = {
     "horovod.keras.elastic": ("horo_lite.keras.elastic",),
 }
 
+# What there is instead of a part of Horovod's that there is not.
+INSTEAD = {
+    "horovod.ray": "RayExecutor, whose workers do not come and go, is all there is of horovod.ray",
+    "horovod.spark": "horovod.spark.run(fn, num_proc=4) trains with a function; there are no "
+    "estimators, and no stores for them",
+}
+
 
 class _Alias(ModuleType):
     """A module of Horovod's: its names are those of other modules, and may be set over."""
@@ -67,10 +78,16 @@ class _Alias(ModuleType):
             for home in self._homes:
                 if hasattr(home, name):
                     return getattr(home, name)
+        instead = INSTEAD.get(".".join(self.__name__.split(".")[:2]), "")
         raise AttributeError(
-            f"{self.__name__}, which is horo_lite's, has no {name!r}: docs/from-horovod.md lists "
-            "what Horovod has and horo_lite does not"
+            f"{self.__name__}, which is horo_lite's, has no {name!r}: "
+            f"{instead and instead + '; '}docs/from-horovod.md lists what Horovod has and "
+            "horo_lite does not"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Functions that use a module of Horovod's are sent to other processes.
+        return import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:
         names = {name for home in self._homes for name in getattr(home, "__all__", dir(home))}
@@ -84,9 +101,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname.partition(".")[0] != "horovod":
             return None
         if fullname not in HOMES:
+            instead = INSTEAD.get(".".join(fullname.split(".")[:2]))
             raise ModuleNotFoundError(
                 f"there is no {fullname} here: `horovod` is horo_lite (docs/from-horovod.md), "
-                f"which stands for {', '.join(sorted(HOMES))}",
+                + (f"and {instead}" if instead else f"which stands for {', '.join(sorted(HOMES))}"),
                 name=fullname,
             )
         return ModuleSpec(fullname, self, origin="horo_lite", is_package=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from horo_lite.horovod.aliases import install
+from horo_lite.launch import calls
 from horo_lite.launch import run as launch
 
 __all__ = ["run"]
@@ -45,4 +48,32 @@ def run(
     if use_gloo:
         raise ValueError("use_gloo=True: horo_lite starts jobs with mpiexec, so leave it out")
     more = shlex.split(mpi_args or "")
-    return launch.run(func, args, kwargs, np=np, hosts=hosts, mpiexec_args=more, env=env)
+    return launch.run(
+        UnderTheName(func), args, kwargs, np=np, hosts=hosts, mpiexec_args=more, env=env
+    )
+
+
+class UnderTheName:
+    """A function for processes in which `horovod` is this package, before the function is read.
+
+    It may use modules of `horovod`, which are imported when it is unpickled.
+    """
+
+    def __init__(self, fn: Any) -> None:
+        if not callable(fn):
+            raise TypeError(f"a function is called on every rank, not {fn!r}")
+        self._fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self._fn)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read, (calls.dumps(self._fn),)
+
+
+def _read(fn: bytes) -> UnderTheName:
+    install(replace=True)  # the calling process has refused, unless told otherwise
+    return UnderTheName(pickle.loads(fn))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.util import get_node_ip_address, placement_group, remove_placement_group
@@ -25,15 +27,14 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
     if not ray.is_initialized():
         ray.init()
     timeout_s = Settings.read({}, os.environ).start_timeout_s
-    reserved = placement_group([{"CPU": 1}] * task.size, strategy="PACK")
+    reserved = reserve(
+        [{"CPU": 1}] * task.size,
+        "PACK",
+        timeout_s,
+        f"{task.size} ranks on Ray need a CPU each",
+        "HORO_LITE_START_TIMEOUT_S",
+    )
     try:
-        if not reserved.wait(timeout_s):
-            raise LauncherError(
-                f"{task.size} ranks on Ray need a CPU each, and within {timeout_s:.0f} s the "
-                f"cluster did not have them (free: {ray.available_resources().get('CPU', 0):g}, "
-                f"in all: {ray.cluster_resources().get('CPU', 0):g}): start fewer ranks, add "
-                "nodes, or wait for longer (HORO_LITE_START_TIMEOUT_S)"
-            )
         places = [
             PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
             for bundle in range(task.size)
@@ -55,3 +56,37 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
         return ends
     finally:
         remove_placement_group(reserved)  # and whatever still runs there
+
+
+def reserve(
+    bundles: Sequence[Mapping[str, float]],
+    strategy: str,
+    timeout_s: float,
+    needs: str,
+    limit: str,
+) -> Any:
+    """Reserve resources of the cluster, all bundles or none, and return the placement group.
+
+    Args:
+        bundles: What each is to have; a bundle lies on one node.
+        strategy: How Ray distributes them: "PACK", "STRICT_SPREAD" and so on.
+        timeout_s: Seconds that it may take.
+        needs: What needs them, for the message of the error.
+        limit: What sets `timeout_s`, for the same.
+
+    Raises:
+        LauncherError: The cluster does not have them free.
+    """
+    reserved = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    if reserved.wait(timeout_s):
+        return reserved
+    remove_placement_group(reserved)
+    free, total = ray.available_resources(), ray.cluster_resources()
+    kinds = sorted({kind for bundle in bundles for kind in bundle})
+    has = "; ".join(
+        f"{kind} free: {free.get(kind, 0):g}, in all: {total.get(kind, 0):g}" for kind in kinds
+    )
+    raise LauncherError(
+        f"{needs}, and within {timeout_s:.0f} s the cluster did not have them ({has}): start "
+        f"fewer ranks, add nodes, or wait for longer ({limit})"
+    )

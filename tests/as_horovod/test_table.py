@@ -21,6 +21,8 @@ HOMES = {
     "horovod.keras.callbacks": ["horovod.keras.callbacks", "horovod.tensorflow.keras.callbacks"],
     "horovod.keras.elastic": ["horovod.keras.elastic", "horovod.tensorflow.keras.elastic"],
     "horovod.runner": ["horovod.runner"],
+    "horovod.ray": ["horovod.ray", "horovod.ray.runner"],
+    "horovod.spark": ["horovod.spark", "horovod.spark.runner"],
 }
 COMMON = ("exceptions", "process_sets", "util")
 
@@ -118,6 +120,15 @@ POSITIONS = {
     "horovod.tensorflow.elastic": {"TensorFlowState": "variables session"},
     "horovod.torch.elastic": {"TorchState": "model optimizer", "ElasticSampler": "dataset"},
     "horovod.runner": {"run": "func args kwargs"},
+    "horovod.ray": {
+        "RayExecutor": "settings num_workers num_hosts num_workers_per_host cpus_per_worker "
+        "use_gpu gpus_per_worker use_current_placement_group min_workers max_workers reset_limit "
+        "cooldown_range elastic_timeout override_discovery",
+    },
+    "horovod.spark": {
+        "run": "fn args kwargs num_proc start_timeout use_mpi use_gloo extra_mpi_args env stdout "
+        "stderr verbose nics prefix_output_with_timestamp",
+    },
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +31,90 @@ def test_a_cluster_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HORO_LITE_START_TIMEOUT_S", "2")
     with pytest.raises(hvd.LauncherError, match=r"99 ranks on Ray .*in all: 4"):
         hvd.run(int, np=99, on="ray")
+
+
+class Model:
+    """What every worker of a RayExecutor makes."""
+
+    def __init__(self, start: int, *, step: int = 1) -> None:
+        self.value, self.step = start, step
+
+    def train(self) -> int:
+        self.value += self.step
+        return self.value
+
+
+def test_horovods_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import horo_lite.horovod
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    horo_lite.horovod.install(replace=True)
+    import horovod.torch as horovod_torch
+    import torch
+    from horovod.ray import RayExecutor
+
+    def train(scale: float, *, plus: float) -> tuple[int, int, float, bool]:
+        begins = not horovod_torch.is_initialized()
+        horovod_torch.init()
+        x = torch.full((2,), scale * (horovod_torch.rank() + 1))
+        total = horovod_torch.allreduce(x, op=horovod_torch.Sum, name="x")[0].item() + plus
+        return horovod_torch.rank(), os.getpid(), total, begins
+
+    def fail(late: bool) -> None:
+        horovod_torch.init()
+        if horovod_torch.rank() == 1 and not late:
+            raise ValueError("share 1 is missing")
+        horovod_torch.barrier()
+        if horovod_torch.rank() == 1:  # the others return
+            raise ValueError("share 1 is missing")
+
+    settings = RayExecutor.create_settings(timeout_s=60, placement_group_timeout_s=30)
+    executor = RayExecutor(settings, num_workers=N)
+    executor.start(Model, [10], {"step": 2}, extra_env_vars={"HORO_LITE_DEVICE": "cpu"})
+    first = executor.run(train, args=[0.5], kwargs={"plus": 1})
+    assert [(rank, total) for rank, _, total, _ in first] == [(r, 4.0) for r in range(N)]
+    again = ray.get(executor.run_remote(train, [0.5], {"plus": 2}))
+    assert again == [(rank, pid, 5.0, False) for rank, pid, *_ in first]
+    assert executor.execute(lambda model: model.train()) == [12] * N
+    assert executor.execute_single(lambda model: model.train()) == 14
+    assert executor.execute(lambda model: model.value) == [14, 12, 12]
+    for late in (False, True):
+        with pytest.raises(ValueError, match="share 1 is missing"):
+            executor.run(fail, [late])
+        after = executor.run(train, [1.0], {"plus": 0})
+        assert after == [(rank, pid, 6.0, True) for rank, pid, *_ in first]
+    executor.shutdown()
+    until = time.monotonic() + 60
+    while any(Path("/proc", str(pid)).exists() for _, pid, *_ in first):
+        assert time.monotonic() < until, "workers still run"
+        time.sleep(0.1)
+    until = time.monotonic() + 60
+    while ray.available_resources().get("CPU") != N + 1:  # what was reserved is free again
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_horovods_executor_in_the_group_of_its_task() -> None:
+    """Its workers run in what a trial of Tune, say, has reserved."""
+    from ray.util import placement_group, placement_group_table
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def trial() -> tuple[list[int], int]:
+        import horo_lite.torch
+        from horo_lite.horovod.ray import RayExecutor
+
+        executor = RayExecutor(None, num_workers=2)
+        executor.start(extra_env_vars={"HORO_LITE_DEVICE": "cpu"})
+        ranks = executor.run(lambda: horo_lite.torch.init().rank)
+        n_groups = len(placement_group_table())
+        executor.shutdown()
+        return ranks, n_groups
+
+    group = placement_group([{"CPU": 1}] * 3, strategy="PACK")
+    assert group.wait(60)
+    place = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    found = ray.remote(num_cpus=1)(trial).options(scheduling_strategy=place).remote()
+    assert ray.get(found, timeout=120) == ([0, 1], 1)
 
 
 def test_ray_train(tmp_path: Path) -> None:

@@ -21,3 +21,34 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[SparkSession]:
 
 def test_run() -> None:
     check_jobs("spark")
+
+
+def test_by_horovods_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import horo_lite.horovod
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    horo_lite.horovod.install(replace=True)
+    import horovod.spark
+    import horovod.torch as horovod_torch
+    import torch
+
+    def train(scale: float, *, plus: float) -> tuple[int, int, float]:
+        horovod_torch.init()
+        x = torch.full((2,), scale * (horovod_torch.rank() + 1))
+        total = horovod_torch.allreduce(x, op=horovod_torch.Sum, name="x")[0].item() + plus
+        return horovod_torch.rank(), horovod_torch.size(), total
+
+    env = {"HORO_LITE_DEVICE": "cpu"}
+    found = horovod.spark.run(train, (0.5,), {"plus": 1}, num_proc=3, start_timeout=90, env=env)
+    assert found == [(rank, 3, 4.0) for rank in range(3)]
+    found = horovod.spark.run(train, (0.5,), {"plus": 1}, env=env)  # spark.default.parallelism
+    assert found == [(rank, 4, 6.0) for rank in range(4)]
+
+    def fail() -> None:
+        horovod_torch.init()
+        if horovod_torch.rank() == 1:
+            raise ValueError("share 1 is missing")
+        horovod_torch.barrier()
+
+    with pytest.raises(ValueError, match="share 1 is missing"):
+        horovod.spark.run(fail, num_proc=2, env=env)

@@ -1,0 +1,398 @@
+"""`horovod.ray.RayExecutor`: actors of a Ray cluster as ranks, which keep what they have.
+
+Each rank is an actor, and so a process of its own. The ranks find each other without MPI, at an
+address of the host of rank 0, when the function that they are given calls `init()`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util import get_node_ip_address, remove_placement_group
+from ray.util.placement_group import get_current_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from horo_lite import context
+from horo_lite.errors import PeerLostError
+from horo_lite.horovod.runner import UnderTheName
+from horo_lite.launch.on_ray import reserve
+from horo_lite.launch.tasks import address_of, free_port, ranks_by_host
+from horo_lite.start import session
+from horo_lite.start.launcher import JOB_TOKEN
+
+__all__ = ["RayExecutor"]
+
+CAUSE_S = 10.0  # so long an error that others are the consequence of may be on its way
+
+
+@dataclass
+class RaySettings:
+    """What `RayExecutor.create_settings` returns.
+
+    Attributes:
+        timeout_s: Seconds within which all ranks must have come to `init()`.
+        placement_group_timeout_s: Seconds within which Ray must have reserved all workers.
+    """
+
+    timeout_s: float = 30
+    placement_group_timeout_s: float = 100
+
+
+class RayExecutor:
+    """Workers of a Ray cluster, each of them a rank, which call functions together.
+
+        executor = RayExecutor(RayExecutor.create_settings(timeout_s=30), num_workers=4)
+        executor.start()
+        results = executor.run(train, args=[0.1])     # in rank order
+        executor.shutdown()
+
+    The workers stay from call to call, with all that a function has left in them; the world, too,
+    unless a function called `shutdown()` or raised. Ranks of one node have consecutive numbers.
+
+    Args:
+        settings: Of `create_settings`; None for the standard ones.
+        num_workers: The number of ranks, which Ray places on as few nodes as it can.
+        num_hosts: Instead of it, the number of nodes.
+        num_workers_per_host: With `num_hosts`, the number of ranks on each.
+        cpus_per_worker: CPUs that each rank reserves.
+        use_gpu: Whether each rank reserves GPUs. A rank then sees all those of its node's ranks,
+            and `init()` takes the one that `local_rank()` says.
+        gpus_per_worker: How many; by default one.
+        use_current_placement_group: Whether the workers run in the placement group of the task or
+            actor that makes the executor, if it has one.
+        min_workers: Must not be given, nor the following: workers do not come and go.
+        max_workers: See `min_workers`.
+        reset_limit: See `min_workers`.
+        cooldown_range: See `min_workers`.
+        elastic_timeout: Has no meaning here.
+        override_discovery: Has no meaning here.
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[int] | None = None,
+        elastic_timeout: float = 600,
+        override_discovery: bool = True,
+    ) -> None:
+        if any(x is not None for x in (min_workers, max_workers, reset_limit, cooldown_range)):
+            raise ValueError(
+                "min_workers, max_workers, reset_limit and cooldown_range: workers on Ray do not "
+                "come and go here; give num_workers, and see docs/elastic.md for what there is"
+            )
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError("give num_workers, or num_hosts and num_workers_per_host")
+        counts: dict[str, Any] = {"num_workers": num_workers, "num_hosts": num_hosts}
+        counts |= {"num_workers_per_host": num_workers_per_host, "gpus_per_worker": gpus_per_worker}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise ValueError(f"{name} is a number, 1 or more, not {count!r}")
+        if gpus_per_worker and not use_gpu:
+            raise ValueError("gpus_per_worker is given, but not use_gpu=True")
+        self.settings = RaySettings() if settings is None else settings
+        self._needs: dict[str, float] = {"CPU": cpus_per_worker}
+        if use_gpu:
+            self._needs["GPU"] = gpus_per_worker or 1
+        self._n_hosts = num_hosts
+        self._per_host = num_workers_per_host
+        self.num_workers = num_workers or (num_hosts or 0) * num_workers_per_host
+        self._inherits = use_current_placement_group
+        self._reserved: Any = None  # the placement group, if it is this executor's own
+        self.workers: list[Any] = []
+        """The actors, in rank order."""
+        self._n_calls = 0
+        self._went_well = True  # the call before, as far as is known
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100,
+        nics: Any = None,
+    ) -> RaySettings:
+        """Return settings for the constructor.
+
+        Args:
+            timeout_s: Seconds within which all ranks must have come to `init()`.
+            ssh_identity_file: Has no meaning here: nothing uses SSH.
+            ssh_str: Likewise; it is not written to a file.
+            placement_group_timeout_s: Seconds within which Ray must have reserved all workers.
+            nics: Has no meaning here: GLOO_SOCKET_IFNAME names an interface.
+        """
+        return RaySettings(timeout_s, placement_group_timeout_s)
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            executable_cls: Every worker makes an object of this class, with which `execute` calls
+                its function.
+            executable_args: Positional arguments for that.
+            executable_kwargs: Named arguments for that.
+            extra_env_vars: Environment variables of the workers.
+
+        Raises:
+            LauncherError: The cluster does not have what they need.
+            RuntimeError: They have been started.
+        """
+        if self.workers:
+            raise RuntimeError(
+                "the workers have been started; call shutdown() before another start"
+            )
+        if not ray.is_initialized():
+            ray.init()
+        try:
+            workers = [worker.remote() for worker in self._placed()]
+            where = ray.get([worker.where.remote() for worker in workers])
+            hosts = [host for host, _ in where]
+            ranks = ranks_by_host(hosts)
+            order = sorted(range(len(workers)), key=ranks.__getitem__)
+            self.workers = [workers[i] for i in order]
+            env = {k: v for k, v in os.environ.items() if k.startswith("HORO_LITE_")}
+            env |= {
+                "HORO_LITE_SIZE": str(self.num_workers),
+                "HORO_LITE_ADDRESS": address_of(*where[order[0]]),
+                "HORO_LITE_START_TIMEOUT_S": str(self.settings.timeout_s),
+                JOB_TOKEN: secrets.token_hex(16),
+            }
+            env |= extra_env_vars or {}
+            gpus = self._gpus_by_host([hosts[i] for i in order])
+            path = [os.path.abspath(entry) for entry in sys.path]
+            started = []
+            for rank, i in enumerate(order):
+                own = env | gpus.get(hosts[i], {}) | {"HORO_LITE_RANK": str(rank)}
+                started.append(self.workers[rank].become.remote(own, path))
+            ray.get(started)
+            if executable_cls is not None:
+                made = UnderTheName(executable_cls)
+                args, kwargs = list(executable_args or ()), dict(executable_kwargs or {})
+                ray.get([w.start_executable.remote(made, args, kwargs) for w in self.workers])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Any = None,
+    ) -> list[Any]:
+        """Call a function on every rank, and return what it returned on each, in rank order.
+
+        Args:
+            fn: The function, which calls `init()` itself.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+            callbacks: Must not be given: there is no `ray_logger`.
+
+        Raises:
+            ray.exceptions.RayTaskError: What `fn` raised on a rank, which it also is an instance
+                of. The other ranks raise PeerLostError where they wait for that one.
+        """
+        _refuse_callbacks(callbacks)
+        return self._results(self.run_remote(fn, args, kwargs))
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Begin what `run` does, and return Ray's references to the results, in rank order.
+
+        A call that follows waits for its end.
+        """
+        given, named = list(args or ()), dict(kwargs or {})
+        return self._called(lambda _: fn(*given, **named))
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
+        """Call a function with the object that every worker has made, on every rank.
+
+        Args:
+            fn: The function.
+            callbacks: As in `run`.
+
+        Returns:
+            What it returned on each, in rank order.
+        """
+        _refuse_callbacks(callbacks)
+        return self._results(self._called(fn))
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """Call a function with the object that rank 0 has made, there alone.
+
+        Returns:
+            What it returned.
+        """
+        return self._results(self._called(fn, only_first=True))[0]
+
+    def shutdown(self) -> None:
+        """End the workers, whatever they do."""
+        workers, self.workers = self.workers, []
+        for worker in workers:
+            ray.kill(worker)
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            remove_placement_group(reserved)  # and whatever still runs there
+
+    def _placed(self) -> list[Any]:
+        """Return the class of the actors once for each, with its place."""
+        group = get_current_placement_group() if self._inherits else None
+        bundles = [-1] * self.num_workers  # wherever there is room in it
+        if group is None:
+            shares, strategy, per_bundle = self.num_workers, "PACK", 1
+            if self._n_hosts is not None:
+                shares, strategy, per_bundle = self._n_hosts, "STRICT_SPREAD", self._per_host
+            share = {kind: n * per_bundle for kind, n in self._needs.items()}
+            each = ", ".join(f"{kind} {n:g}" for kind, n in self._needs.items())
+            on = "" if self._n_hosts is None else f" on {self._n_hosts} nodes"
+            group = self._reserved = reserve(
+                [share] * shares,
+                strategy,
+                self.settings.placement_group_timeout_s,
+                f"{self.num_workers} workers on Ray{on} need {each} each",
+                "create_settings(placement_group_timeout_s=…)",
+            )
+            bundles = [rank // per_bundle for rank in range(self.num_workers)]
+        return [
+            ray.remote(_Worker).options(
+                num_cpus=self._needs["CPU"],
+                num_gpus=self._needs.get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=bundle
+                ),
+            )
+            for bundle in bundles
+        ]
+
+    def _gpus_by_host(self, hosts: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Return the variable that shows every rank the GPUs of all ranks of its node.
+
+        Ray shows each worker its own ones only, and `torch.cuda.set_device(hvd.local_rank())`, as
+        scripts have it, would not find another.
+        """
+        if "GPU" not in self._needs:
+            return {}
+        all_of: dict[str, list[str]] = {host: [] for host in hosts}
+        each = ray.get([worker.gpus.remote() for worker in self.workers])
+        for host, gpus in zip(hosts, each, strict=True):
+            all_of[host] += [gpu for gpu in gpus if gpu not in all_of[host]]
+        return {host: {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for host, gpus in all_of.items()}
+
+    def _called(self, fn: Callable[[Any], Any], only_first: bool = False) -> list[Any]:
+        if not self.workers:
+            raise RuntimeError("there are no workers: call start() before")
+        if not self._went_well:
+            # A rank may have returned from a function before another one raised.
+            ray.get([worker.be_idle.remote() for worker in self.workers])
+            ray.get([worker.leave_lost_world.remote() for worker in self.workers])
+        self._went_well = False
+        self._n_calls += 1
+        sent = ray.put(UnderTheName(fn))
+        workers = self.workers[:1] if only_first else self.workers
+        return [worker.execute.remote(sent, self._n_calls) for worker in workers]
+
+    def _results(self, references: Sequence[Any]) -> list[Any]:
+        """Return the ranks' results; raise the error that is the cause of the others."""
+        try:
+            results: list[Any] = ray.get(list(references))
+        except PeerLostError:
+            for reference in references:  # that of the rank which was waited for is about to come
+                try:
+                    ray.get(reference, timeout=CAUSE_S)
+                except (PeerLostError, ray.exceptions.GetTimeoutError):
+                    continue
+            raise
+        self._went_well = True
+        return results
+
+
+def _refuse_callbacks(callbacks: Any) -> None:
+    if callbacks:
+        raise ValueError(
+            "callbacks: horo_lite has no horovod.ray.ray_logger, whose values they are for; return "
+            "the values from the function"
+        )
+
+
+class _Worker:
+    """A rank: an actor."""
+
+    def __init__(self) -> None:
+        self._executable: Any = None
+
+    def where(self) -> tuple[str, int]:
+        """Return this host, and a port of it that is free."""
+        return get_node_ip_address(), free_port()
+
+    def gpus(self) -> list[str]:
+        """Return the GPUs that Ray has given to this actor."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def become(self, env: dict[str, str], path: list[str]) -> None:
+        """Make this process the rank that the variables say, with the caller's modules."""
+        os.environ.update(env)
+        sys.path += [entry for entry in path if entry not in sys.path]
+
+    def start_executable(
+        self, make: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Make the object that functions are called with."""
+        self._executable = make(*args, **kwargs)
+
+    def be_idle(self) -> None:
+        """Return once the functions before have ended."""
+
+    def leave_lost_world(self) -> None:
+        """Leave a world of which a rank has left, so that the next `init()` makes a new one."""
+        if context.is_initialized():
+            try:
+                context.world().group.transport.check_peer(-1, "the next function")
+            except PeerLostError:
+                _leave_world("another rank failed")
+
+    def execute(self, fn: Callable[[Any], Any], number: int) -> Any:
+        """Call a function of all ranks, the one of that number."""
+        # Ranks that meet now are not to find who came, and failed, before. Torch's own name for it.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        try:
+            return fn(self._executable)
+        except BaseException as error:
+            _leave_world(f"it raised {type(error).__name__}: {error}")
+            raise
+
+
+def _leave_world(reason: str) -> None:
+    """Let ranks that wait for this one raise PeerLostError; the next `init()` makes a new world."""
+    if context.is_initialized():
+        for transport in context.world().group.transports():
+            transport.abandon(reason)
+        with suppress(Exception):  # what was in flight has failed
+            session.shutdown()

@@ -1,0 +1,218 @@
+"""`horovod.ray.RayExecutor` and `horovod.spark.run`, with processes in place of a cluster.
+
+The clusters themselves are in tests/clusters.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import horo_lite as hvd
+import horo_lite.horovod
+from horo_lite.horovod import aliases
+from horo_lite.launch import clusters, tasks
+from horo_lite.launch.tasks import RankEnd, RankTask
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("cloudpickle")
+FAKE = Path(__file__).resolve().parents[1] / "support" / "fake_ray"
+ENV = {"HORO_LITE_DEVICE": "cpu"}
+
+
+@pytest.fixture
+def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`horovod` is this package, until the test ends."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    horo_lite.horovod.install(replace=True)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("horovod", "ray", "pyspark"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def ray(horovod: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The fake, and no process that is left."""
+    ours = ("horo_lite.launch.on_ray", "horo_lite.horovod.ray")
+    monkeypatch.syspath_prepend(str(FAKE))
+    for name in (*ours, *(name for name in sys.modules if name.partition(".")[0] == "ray")):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import ray
+
+    assert Path(ray.__file__ or "").is_relative_to(FAKE)
+    yield ray
+    left = [process for process in ray.started if process.is_alive()]
+    for process in left:
+        process.kill()
+    for name in ours:
+        sys.modules.pop(name, None)
+    assert not left
+
+
+class Model:
+    """What every worker makes."""
+
+    def __init__(self, start: int, *, step: int = 1) -> None:
+        self.value, self.step = start, step
+
+    def train(self) -> int:
+        self.value += self.step
+        return self.value
+
+
+def test_ray_executor(ray: Any) -> None:
+    import horovod.torch as horovod_torch  # which functions for the workers refer to
+    from horovod.ray import RayExecutor
+
+    def train(scale: float, *, plus: float) -> tuple[int, int, float, bool]:
+        begins = not horovod_torch.is_initialized()
+        horovod_torch.init()
+        x = torch.full((2,), scale * (horovod_torch.rank() + 1))
+        total = horovod_torch.allreduce(x, op=horovod_torch.Sum, name="x")[0].item() + plus
+        return horovod_torch.rank(), os.getpid(), total, begins
+
+    def fail(late: bool) -> None:
+        horovod_torch.init()
+        if horovod_torch.rank() == 1 and not late:
+            raise ValueError("share 1 is missing")
+        horovod_torch.barrier()
+        if horovod_torch.rank() == 1:  # the others return
+            raise ValueError("share 1 is missing")
+
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=3, use_gpu=True)
+    executor.start(Model, [10], {"step": 2}, extra_env_vars=ENV)
+    first = executor.run(train, args=[0.5], kwargs={"plus": 1})
+    assert [(rank, total) for rank, _, total, _ in first] == [(0, 4.0), (1, 4.0), (2, 4.0)]
+    assert len({pid for _, pid, *_ in first} | {os.getpid()}) == 4
+    # The same processes, in the same world, with what they have made.
+    again = ray.get(executor.run_remote(train, [0.5], {"plus": 2}))
+    assert again == [(rank, pid, 5.0, False) for rank, pid, *_ in first]
+    assert executor.execute(lambda model: (model.train(), horovod_torch.rank())) == [
+        (12, 0),
+        (12, 1),
+        (12, 2),
+    ]
+    assert executor.execute_single(lambda model: model.train()) == 14
+    assert executor.execute(lambda model: model.value) == [14, 12, 12]
+    # Those of one node have consecutive numbers, and see the GPUs of all of them.
+    visible = executor.run(lambda: (ray.node, os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert visible == [("127.0.0.1", "0,1"), ("127.0.0.1", "0,1"), ("127.0.0.2", "0")]
+    # The error of the rank that failed, for which the others do not wait; then a new world.
+    for late in (False, True):
+        with pytest.raises(ValueError, match="share 1 is missing"):
+            executor.run(fail, [late])
+        after = executor.run(train, [1.0], {"plus": 0})
+        assert after == [(rank, pid, 6.0, True) for rank, pid, *_ in first]
+    executor.shutdown()
+    assert [group.strategy for group in ray.util.removed] == ["PACK"]
+    with pytest.raises(RuntimeError, match=r"call start\(\)"):
+        executor.run(train, [1.0])
+
+
+def test_what_a_ray_executor_asks_for(ray: Any) -> None:
+    from horovod.ray import RayExecutor
+
+    settings = RayExecutor.create_settings(placement_group_timeout_s=3)
+    executor = RayExecutor(settings, num_hosts=2, num_workers_per_host=2, cpus_per_worker=2)
+    executor.start()
+    assert executor.run(lambda: os.environ["HORO_LITE_RANK"]) == ["0", "1", "2", "3"]
+    executor.shutdown()
+    (group,) = ray.util.removed
+    assert (group.strategy, group.bundles) == ("STRICT_SPREAD", [{"CPU": 4}] * 2)
+    few = RayExecutor(settings, num_hosts=3)
+    with pytest.raises(hvd.LauncherError, match=r"3 workers on Ray on 3 nodes .*within 3 s.*8"):
+        few.start()
+    assert few.workers == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "num_workers, or num_hosts"),
+        ({"num_workers": 2, "num_hosts": 1}, "num_workers, or num_hosts"),
+        ({"num_workers": 0}, "1 or more, not 0"),
+        ({"num_workers": 2, "gpus_per_worker": 1}, "use_gpu=True"),
+        ({"min_workers": 1, "max_workers": 2}, "do not come and go"),
+    ],
+)
+def test_wrong_options_of_a_ray_executor(ray: Any, options: dict[str, Any], words: str) -> None:
+    from horovod.ray import RayExecutor
+
+    with pytest.raises(ValueError, match=words):
+        RayExecutor(None, **options)
+
+
+def test_parts_that_there_are_not(ray: Any) -> None:
+    for module in ("horovod.spark.keras", "horovod.spark.common.store", "horovod.spark.torch"):
+        with pytest.raises(ModuleNotFoundError, match=r"there are no estimators"):
+            importlib.import_module(module)
+    with pytest.raises(ModuleNotFoundError, match=r"do not come and go"):
+        importlib.import_module("horovod.ray.elastic_v2")
+    import horovod.ray
+
+    with pytest.raises(AttributeError, match=r"RayExecutor, .* docs/from-horovod.md"):
+        horovod.ray.ElasticRayExecutor  # noqa: B018
+
+
+@pytest.fixture
+def spark(horovod: None, monkeypatch: pytest.MonkeyPatch) -> list[RankTask]:
+    """Tasks are threads; there is a session with a parallelism of 2."""
+    given: list[RankTask] = []
+
+    def run_tasks(task: RankTask) -> list[RankEnd]:
+        given.append(task)
+        address = tasks.address_of("127.0.0.1", tasks.free_port())
+        with ThreadPoolExecutor(task.size) as pool:
+            return list(pool.map(lambda rank: task.run(rank, address), reversed(range(task.size))))
+
+    pyspark = types.ModuleType("pyspark")
+    context = types.SimpleNamespace(defaultParallelism=2)
+    pyspark.SparkContext = types.SimpleNamespace(_active_spark_context=context)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyspark", pyspark)
+    monkeypatch.setattr(clusters, "cluster", {"spark": run_tasks}.__getitem__)
+    return given
+
+
+def test_spark(spark: list[RankTask]) -> None:
+    import horovod.spark
+    import horovod.torch as horovod_torch
+
+    def train(scale: float, *, plus: float) -> tuple[int, float]:
+        horovod_torch.init()
+        x = torch.full((2,), scale * (horovod_torch.rank() + 1))
+        total = horovod_torch.allreduce(x, op=horovod_torch.Sum, name="x")[0].item()
+        return horovod_torch.rank(), total + plus
+
+    found = horovod.spark.run(train, (0.5,), {"plus": 1}, start_timeout=77, env=ENV)
+    assert found == [(0, 2.5), (1, 2.5)]
+    (task,) = spark
+    assert task.env["HORO_LITE_START_TIMEOUT_S"] == "77"
+    run: Callable[..., Any] = horovod.spark.run
+    for options, words in (
+        ({"use_mpi": True}, "without MPI"),
+        ({"stdout": sys.stdout}, "logs of the executors"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(train, **options)
+    sys.modules["pyspark"].SparkContext._active_spark_context = None
+    with pytest.raises(hvd.LauncherError, match="no SparkContext"):
+        run(train)
+
+
+def test_aliases_are_pickled_by_name(horovod: None) -> None:
+    import pickle
+
+    import horovod.common.util
+
+    assert pickle.loads(pickle.dumps(horovod.common.util)) is horovod.common.util
+    assert horovod.common.util.__name__ in aliases.HOMES

@@ -1,0 +1,7 @@
+from typing import Any
+
+current: Any = None
+
+
+def get_current_placement_group() -> Any:
+    return current
