@@ -186,6 +186,23 @@ class ShmGroup(EngineGroup):
     ) -> None:
         """Tensors in memory that all ranks see, rank r's at distances[r] bytes from these."""
 
+    def reduce_scatter(
+        self,
+        parts: list[Tensors],
+        result: Tensors,
+        op: str,
+        wire: str,
+        prescale: float = 1.0,
+        scale: float = 1.0,
+        divisor: float = 1.0,
+        weights: Sequence[float] = (),
+    ) -> None:
+        """The reduction of parts[rank] in `result`; each part has the same sizes on all ranks."""
+
+    @staticmethod
+    def most_parts() -> int:
+        """How many ranks `reduce_scatter` is for."""
+
     def exchange(
         self,
         stream: list[Tensors],

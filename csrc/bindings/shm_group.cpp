@@ -37,11 +37,36 @@ size_t total_bytes(const std::vector<TensorRef>& refs) {
   return total;
 }
 
-// Both lay the tensors out on the wire for the call.
+// These lay the tensors out on the wire for the call.
 void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire wire,
                 const std::vector<double>& weights, Factor factor) {
   const Layout layout(refs, op, wire, group.chunk_bytes(total_bytes(refs)), group.size());
   group.allreduce(layout, weights, factor);
+}
+
+// The parts' sizes are alike on all ranks; that of `result` is checked.
+void reduce_scatter(ShmGroup& group, const std::vector<std::vector<TensorRef>>& refs,
+                    const std::vector<TensorRef>& result, Op op, Wire wire, const std::vector<double>& weights,
+                    Factor factor) {
+  const auto size = static_cast<size_t>(group.size());
+  if (refs.size() != size || group.size() > ShmGroup::kMostParts) {
+    throw std::invalid_argument("reduce_scatter takes a part for each of at most " +
+                                std::to_string(ShmGroup::kMostParts) + " ranks");
+  }
+  const std::vector<TensorRef>& mine = refs[static_cast<size_t>(group.rank())];
+  const auto alike = [](const TensorRef& a, const TensorRef& b) {
+    return a.n_elements == b.n_elements && a.dtype == b.dtype;
+  };
+  if (!std::equal(mine.begin(), mine.end(), result.begin(), result.end(), alike)) {
+    throw std::invalid_argument("the result is not as large as this rank's part, or of another dtype");
+  }
+  size_t total = 0;
+  for (const std::vector<TensorRef>& part : refs) total += total_bytes(part);
+  std::vector<Layout> parts;
+  for (const std::vector<TensorRef>& part : refs) parts.emplace_back(part, op, wire, group.part_bytes(total), 1);
+  std::vector<void*> results;
+  for (const TensorRef& ref : result) results.push_back(ref.address);
+  group.reduce_scatter(parts, results, weights, factor);
 }
 
 void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Factor factor,
@@ -119,6 +144,21 @@ void bind_shm_group(nb::module_& m) {
           },
           "tensors"_a, "op"_a, "scale"_a, "divisor"_a, "distances"_a,
           "Tensors in memory that all ranks see, rank r's at distances[r] bytes from these.")
+      .def(
+          "reduce_scatter",
+          [](PyShmGroup& g, nb::list parts, const Tensors& result, const std::string& op, const std::string& wire,
+             double prescale, double scale, double divisor, const std::vector<double>& weights) {
+            std::vector<std::vector<TensorRef>> refs;
+            for (nb::handle part : parts) refs.push_back(nb::cast<Tensors&>(part).refs());
+            const WithoutGil release;
+            reduce_scatter(g.shm, refs, result.refs(), op_of(op), wire_of(wire),
+                           multiplied(weights, prescale, g.shm.size()), {scale, divisor});
+          },
+          "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
+          "weights"_a = std::vector<double>(),
+          "The reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
+      .def_static(
+          "most_parts", [] { return ShmGroup::kMostParts; }, "How many ranks `reduce_scatter` is for.")
       .def(
           "exchange",
           [](PyShmGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {

@@ -88,6 +88,24 @@ class Layout {
   void reduce(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
               const std::vector<double>& weights, Factor factor, uint8_t* image, bool to_tensors,
               Stores stores = Stores::kCached) const {
+    reduce_to(chunk, share, images, own, weights, factor, image, stores,
+              [&](const Piece& piece) -> void* { return to_tensors ? source(piece) : nullptr; });
+  }
+
+  // The same into other tensors, as large as these, which stay as they are: results[t] is the address of the t-th.
+  void reduce_into(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
+                   const std::vector<double>& weights, Factor factor, uint8_t* image,
+                   const std::vector<void*>& results) const {
+    reduce_to(chunk, share, images, own, weights, factor, image, Stores::kCached, [&](const Piece& piece) -> void* {
+      return static_cast<uint8_t*>(results[piece.tensor]) + piece.first * kernels_[piece.tensor]->item_bytes;
+    });
+  }
+
+ private:
+  template <class Destination>  // void* Destination(Piece)
+  void reduce_to(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
+                 const std::vector<double>& weights, Factor factor, uint8_t* image, Stores stores,
+                 Destination destination) const {
     std::vector<const uint8_t*> wires(images.size());
     if (!weights.empty() && weights.size() != images.size()) {
       throw std::invalid_argument(std::to_string(images.size()) + " contributions, but " +
@@ -97,14 +115,14 @@ class Layout {
       for (size_t r = 0; r < images.size(); ++r) {
         wires[r] = images[r] == nullptr ? nullptr : images[r] + piece.offset;
       }
-      void* address = source(piece);
-      kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, address,
+      kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, source(piece),
                                       weights.empty() ? nullptr : weights.data(), piece.n_elements, factor,
-                                      image + piece.offset, to_tensors ? address : nullptr, stores});
+                                      image + piece.offset, destination(piece), stores});
     }
     finish_stores(stores);
   }
 
+ public:
   // The same where every rank's tensors lie alike in memory that all see: `distances[r]` is how far rank r's are from
   // these. The result goes into all of them. Only for kernels whose wire is the tensor's own format.
   void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor) const {

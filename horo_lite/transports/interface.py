@@ -51,6 +51,9 @@ class Reduction(NamedTuple):
         return cls(op, wire, prescale, scale, divisor, weights)
 
 
+ReduceScatter = Callable[[Sequence[_native.Tensors], _native.Tensors, Reduction], None]
+
+
 class QueuedReductions(Protocol):
     """Reductions that return when the GPU's work is queued, and on which nobody has agreed before.
 
@@ -89,6 +92,12 @@ class Transport(ABC):
     """The C++ group behind the transport, where all ranks are on one host."""
     engine_group: _native.EngineGroup | None = None
     """What an engine reduces through without Python."""
+    reduce_scatter: ReduceScatter | None = None
+    """Leaves in a list of tensors the reduction of what all ranks have for this one.
+
+    Given are what this rank has for each, which stays as it is, the result and the reduction. None
+    where everything travels to every rank anyway: `allreduce` is then as good.
+    """
     shares_memory = False
     """All ranks are on one host, and see each other's `SharedMemory`."""
 

@@ -31,6 +31,8 @@ class ShmTransport(Transport):
         self.size = group.size
         self.ranks = range(group.size) if ranks is None else ranks
         self.stall_detector = stall_detector
+        if 1 < self.size <= _native.ShmGroup.most_parts():
+            self.reduce_scatter = self._reduce_scatter
 
     @property
     def label(self) -> str:
@@ -43,6 +45,11 @@ class ShmTransport(Transport):
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         self.group.allreduce(tensors, *reduction)
+
+    def _reduce_scatter(
+        self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
+    ) -> None:
+        self.group.reduce_scatter(list(parts), result, *reduction)
 
     def reduce_in_place(
         self, tensors: _native.Tensors, memory: SharedMemory, reduction: Reduction

@@ -89,12 +89,36 @@ def reduce(group: Group) -> list[Tensor]:
     return [x] if group.rank() == root else []  # torch leaves open what the others have
 
 
-def reduce_scatter(group: Group) -> list[Tensor]:
-    parts = [mine(group, 3, plus=r) for r in range(group.size())]
-    out, single = torch.zeros(3), torch.zeros(2, 3)
-    dist.reduce_scatter(out, parts, group=group)
-    dist.reduce_scatter_tensor(single, mine(group, 2 * group.size(), 3), group=group)
+def reduce_scatter(op: Any, dtype: torch.dtype, group: Group) -> list[Tensor]:
+    n = group.size()
+    parts = [mine(group, 3, dtype=dtype, plus=r) for r in range(n)]
+    out, single = torch.zeros(3, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
+    dist.reduce_scatter(out, parts, op, group=group)
+    given = mine(group, 2 * n, 3, dtype=dtype)
+    dist.reduce_scatter_tensor(single, given, op, group=group)
+    assert torch.equal(given, mine(group, 2 * n, 3, dtype=dtype)), "the input has changed"
     return [out, single]
+
+
+def reduce_scatter_large(group: Group) -> list[Tensor]:
+    """So much that the memory between the ranks is used several times."""
+    n = group.size()
+    out, given = torch.zeros(301, 1001), mine(group, n * 301, 1001)
+    dist.reduce_scatter_tensor(out, given, group=group)
+    return [out]
+
+
+def reduce_scatter_of_views(group: Group) -> list[Tensor]:
+    """Not in C order, of no elements, and into the memory of the input."""
+    n, r = group.size(), group.rank()
+    turned = torch.zeros(3, 2).t()
+    dist.reduce_scatter_tensor(turned, mine(group, 3, 2 * n).t(), group=group)
+    nothing = torch.zeros(0, 3)
+    dist.reduce_scatter_tensor(nothing, torch.zeros(0, 3), group=group)
+    own, first = mine(group, n * 50), mine(group, n * 50)
+    dist.reduce_scatter_tensor(own[50 * r : 50 * (r + 1)], own, group=group)
+    dist.reduce_scatter_tensor(first[:50], first, group=group)
+    return [turned, nothing, own[50 * r : 50 * (r + 1)], first[:50]]
 
 
 def broadcast(dtype: torch.dtype, group: Group) -> list[Tensor]:
@@ -226,6 +250,11 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
         for op in ("BAND", "BOR", "BXOR")
         for dtype in INTEGERS
     },
+    **{
+        f"reduce_scatter {op} {dtype}": partial(reduce_scatter, getattr(ReduceOp, op), dtype)
+        for op in ("SUM", "MIN", "MAX", "PRODUCT")
+        for dtype in (*FLOATS, *INTEGERS)
+    },
     **{f"broadcast {d}": partial(broadcast, d) for d in (*FLOATS, *INTEGERS, torch.bool)},
     **{f"all_gather {d}": partial(all_gather, d) for d in (*FLOATS, *INTEGERS, torch.complex64)},
     **{
@@ -237,7 +266,8 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
             several_in_flight,
             by_future,
             reduce,
-            reduce_scatter,
+            reduce_scatter_large,
+            reduce_scatter_of_views,
             gather,
             scatter,
             all_to_all,
@@ -306,6 +336,33 @@ def test_what_gloo_cannot(group: Group) -> None:
     for part, total in zip(parts, (2 * n, n), strict=True):
         expected = sums_of([of(s, total) for s in ranks])
         assert torch.equal(part, expected.view(n, -1)[r]), parts
+
+    # A reduce-scatter's bits are those of the all-reduce, whose order of ranks shows in these.
+    for dtype in FLOATS:
+        for op in (ReduceOp.SUM, ReduceOp.AVG, dist._make_nccl_premul_sum(0.3)):
+            given = (torch.randn(n * 700, 3, generator=torch.Generator().manual_seed(r)) * 9).to(
+                dtype
+            )
+            out, whole = torch.zeros(700, 3, dtype=dtype), given.clone()
+            dist.reduce_scatter_tensor(out, given, op, group=group)
+            dist.all_reduce(whole, op, group=group)
+            assert torch.equal(out, whole[700 * r : 700 * (r + 1)]), (dtype, op)
+    sizes = [0, 5, 3000][:n]  # uneven
+    out = torch.zeros(sizes[r])
+    dist.reduce_scatter(
+        out, [mine(group, size, plus=d) for d, size in enumerate(sizes)], group=group
+    )
+    assert torch.equal(out, sums_of([of(s, sizes[r]) + r for s in ranks])), out
+    total = torch.stack(truths).sum(0)
+    for op, expected in ((ReduceOp.SUM, total > 0), (ReduceOp.BXOR, total % 2 == 1)):
+        out = torch.zeros(4, dtype=torch.bool)
+        dist.reduce_scatter(out, [truths[r]] * n, op, group=group)
+        assert torch.equal(out, expected), (op, out)
+    z = torch.complex(mine(group, 2 * n), -mine(group, 2 * n))
+    out = torch.zeros(2, dtype=torch.complex64)
+    dist.reduce_scatter_tensor(out, z, group=group)
+    total = sums_of([of(s, 2 * n) for s in ranks])[2 * r : 2 * r + 2]
+    assert torch.equal(out, torch.complex(total, -total)), out
 
     whole = mine(group, 6, 4)
     dist.all_reduce(whole[::2, 1:], group=group)

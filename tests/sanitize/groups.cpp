@@ -63,6 +63,32 @@ void in_place(Rank& me, Random& random) {
   check_result(what, tensors, me.size, me.size);
 }
 
+// Parts of the same dtypes for every rank, and of any sizes.
+void reduce_scatter(Rank& me, Random& random, size_t most_elements) {
+  Reduction what = Reduction::draw(random, me.size, most_elements);
+  const size_t n = what.dtypes.size();
+  for (size_t i = 0; i < n * static_cast<size_t>(me.size - 1); ++i) {
+    what.dtypes.push_back(what.dtypes[i]);
+    what.sizes.push_back(random() % 4 == 0 ? 0 : random() % (most_elements / 2));
+  }
+  const Tensors tensors(what, me.rank);
+  std::vector<Layout> parts;
+  for (size_t first = 0; parts.size() < static_cast<size_t>(me.size); first += n) {
+    const auto begin = tensors.refs.begin() + static_cast<ptrdiff_t>(first);
+    parts.emplace_back(std::vector<TensorRef>(begin, begin + static_cast<ptrdiff_t>(n)), what.op, what.wire,
+                       me.direct.part_bytes(tensors.total_bytes), 1);
+  }
+  const uint64_t before = tensors.hash();
+  const Tensors result(what, 0);  // of which this rank's part is written
+  const size_t part = static_cast<size_t>(me.rank) * n;
+  std::vector<void*> addresses;
+  for (size_t t = part; t < part + n; ++t) addresses.push_back(result.refs[t].address);
+  const Weighting weights = weighting(what.op, what.weights);
+  me.direct.reduce_scatter(parts, addresses, weights.weights, {1.0, weights.divisor});
+  expect(tensors.hash() == before, "what the parts are");
+  check_result(what, result, me.size, me.size, part, part + n);
+}
+
 void one_collective(Rank& me, Random& random, size_t most_elements) {
   const uint64_t digest = random();
   const auto headers = me.direct.agree("operation " + std::to_string(digest), {digest, me.rank, 0.5});
@@ -70,9 +96,10 @@ void one_collective(Rank& me, Random& random, size_t most_elements) {
     const Header& header = headers[static_cast<size_t>(r)];
     expect(header.digest == digest && header.count == r && header.weight == 0.5, "the header of every rank");
   }
-  const unsigned kind = random() % 4;
+  const unsigned kind = random() % 5;
   if (kind == 0) return exchange(me, random);
   if (kind == 1) return in_place(me, random);
+  if (kind == 2) return reduce_scatter(me, random, most_elements);
   const Reduction what = Reduction::draw(random, me.size, most_elements);
   Tensors tensors(what, me.rank);
   all_reduce(me.direct, what, tensors);

@@ -1,8 +1,10 @@
 // What the checks share: reductions drawn at random, and ranks as threads of this process.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -149,15 +151,16 @@ class Tensors {
   std::vector<std::unique_ptr<uint8_t[]>> memory_;
 };
 
-// `n_ranks` contributed, those from `n_with_data` on nothing but zeros.
-inline void check_result(const Reduction& what, const Tensors& got, int n_ranks, int n_with_data) {
+// `n_ranks` contributed, those from `n_with_data` on nothing but zeros. Looks at the tensors from `first` to `last`.
+inline void check_result(const Reduction& what, const Tensors& got, int n_ranks, int n_with_data, size_t first = 0,
+                         size_t last = SIZE_MAX) {
   std::vector<Tensors> inputs;
   for (int r = 0; r < n_ranks; ++r) {
     inputs.emplace_back(what, r);
     if (r >= n_with_data) inputs.back().set_zero();
   }
   std::vector<Number> all(static_cast<size_t>(n_ranks));
-  for (size_t t = 0; t < what.sizes.size(); ++t) {
+  for (size_t t = first; t < std::min(last, what.sizes.size()); ++t) {
     const DType dtype = what.dtypes[t];
     for (size_t i = 0; i < what.sizes[t]; ++i) {
       for (size_t r = 0; r < all.size(); ++r) all[r] = number_at(dtype, inputs[r].at(t, i));

@@ -59,6 +59,10 @@ class Staged:
             return memory
         return self._copied_back(memory, torch.empty_like(memory, memory_format=_C_ORDER))
 
+    def output_of(self, tensor: Tensor, copy: Tensor) -> Tensor:
+        """Return the copy, whose contents the tensor will have."""
+        return self._copied_back(self._plain(tensor), copy)
+
     def in_place(self, tensor: Tensor) -> Tensor:
         """Return memory that holds what the tensor holds, and whose contents it will have."""
         memory = self._plain(tensor)
@@ -173,6 +177,29 @@ def check_alike(tensors: Sequence[Tensor], like: Tensor, what: str) -> None:
                 f"{what} tensor for rank {r} is {described([x])}, and this rank's own "
                 f"{described([like])}: they must be alike"
             )
+
+
+def is_apart(output: Tensor, parts: Sequence[Sequence[Tensor]], own: Tensor) -> bool:
+    """Tell whether an output may be written while parts of the inputs are still read.
+
+    It may be the very memory of `own`, the part that it is the result for.
+    """
+    begin, end = _extent(output)
+    for each in parts:
+        for x in each:
+            first, last = _extent(x)
+            is_same = x is own and (first, last) == (begin, end)
+            if first < end and begin < last and not (is_same and x.is_contiguous()):
+                return False
+    return True
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Return between which addresses the elements of a tensor lie."""
+    if x.layout is not torch.strided or x.numel() == 0:
+        return 0, 0
+    reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    return x.data_ptr(), x.data_ptr() + reach * x.element_size()
 
 
 def op_of(opts: Any) -> tuple[str, float]:

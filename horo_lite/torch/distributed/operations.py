@@ -20,8 +20,10 @@ from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.errors import MismatchError
 from horo_lite.transports import Transport
 from horo_lite.transports.agreement import agree, digest_of, exchange_bytes
+from horo_lite.transports.interface import Reduction
 
 T = TypeVar("T")
+_SUM = Reduction("sum")
 
 
 @dataclass
@@ -111,6 +113,24 @@ class AllGather(Collective[None]):
         (mine,) = part.send
         mine.copy_to(part.receive[transport.rank])
         transport.allgather(mine, part.receive)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Collective[None]):
+    """The reduction of the tensors that all ranks have for this one.
+
+    For transports that have `reduce_scatter`.
+    """
+
+    reduction: Reduction = _SUM
+
+    kind = "reduce_scatter"
+
+    def move(self, part: Part, transport: Transport) -> None:
+        assert isinstance(part, Buffers)
+        assert transport.host.reduce_scatter is not None
+        (result,) = part.receive
+        transport.host.reduce_scatter(part.send, result, self.reduction)
 
 
 @dataclass(frozen=True)

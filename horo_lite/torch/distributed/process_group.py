@@ -32,6 +32,7 @@ from horo_lite.torch.distributed.memory import (
     check_number,
     cut,
     described,
+    is_apart,
     is_async,
     joined,
     listed,
@@ -49,9 +50,11 @@ from horo_lite.torch.distributed.operations import (
     Buffers,
     Gather,
     GatherSparse,
+    ReduceScatter,
     Scatter,
 )
 from horo_lite.torch.distributed.work import AllOf, Waiter, Work
+from horo_lite.transports.interface import Reduction
 
 NAME = "horo_lite"
 
@@ -72,6 +75,7 @@ _BOOL_OPS = {
     "PRODUCT": Op.Min,
     "BAND": Op.Min,
 }
+_LINEAR = ("SUM", "AVG", "PREMUL_SUM")
 _BITWISE = {
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
@@ -254,8 +258,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Leave in the output the reduction of the ranks' inputs for this rank."""
         (output,), (parts,) = listed(outputs), nested(inputs)
         check_number(parts, self.size(), "reduce_scatter: input tensors")
-        total, views = joined(parts)
-        return self._reduce_scattered([(output, total, views[self.rank()])], opts)
+        return self._reduce_scattered([output], [parts], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Leave in the output this rank's part of the reduction of the ranks' inputs."""
@@ -265,34 +268,85 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         """Do what `reduce_scatter_single` does with each pair, together."""
-        jobs = []
+        parts = []
         for output, each in zip(outputs, inputs, strict=True):
             if each.numel() != output.numel() * self.size():
                 raise ValueError(
                     f"reduce_scatter: the input has {each.numel()} elements, and not the output's "
                     f"{output.numel()} for each of {self.size()} ranks"
                 )
-            total = each.detach().clone(memory_format=torch.contiguous_format)
-            mine = total.view(-1).narrow(0, self.rank() * output.numel(), output.numel())
-            jobs.append((output, total, mine))
-        return self._reduce_scattered(jobs, opts)
+            whole, n = each.detach().contiguous().view(-1), output.numel()
+            parts.append([whole.narrow(0, r * n, n) for r in range(self.size())])
+        return self._reduce_scattered(list(outputs), parts, opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scattered(self, jobs: Sequence[tuple[Tensor, Tensor, Tensor]], opts: Any) -> Work:
-        """Reduce each job's second tensor, of which the third goes into the first."""
+    def _reduce_scattered(
+        self, outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
+        """Leave in each output the reduction of the ranks' parts for this one.
+
+        parts[i] is what this rank has for every rank of the i-th output.
+        """
+        for output, each in zip(outputs, parts, strict=True):
+            if output.numel() != each[self.rank()].numel():
+                raise ValueError(
+                    f"reduce_scatter: the output is {described([output])}, and this rank's input "
+                    f"for itself {described([each[self.rank()]])}"
+                )
+        op_name, factor = op_of(opts)
+        mine = [each[self.rank()] for each in parts]
+        ops = _BOOL_OPS if all(x.dtype == torch.bool for x in mine) else _OPS
+        # Which way it goes must be alike on all ranks.
+        if (
+            self.group.transport.host.reduce_scatter is None
+            or op_name not in ops
+            or any(x.is_complex() and op_name not in _LINEAR for x in mine)
+        ):
+            return self._reduce_scattered_by_all_reduce(outputs, parts, opts)
+        staged = Staged(is_async(opts))
+        send = [[staged.input(each[r]) for each in parts] for r in range(self.size())]
+        receive = []
+        for i, output in enumerate(outputs):
+            own = send[self.rank()][i]
+            if output.dtype == mine[i].dtype and is_apart(output, parts, mine[i]):
+                receive.append(staged.output(output))
+            else:  # what others have yet to read may lie there
+                receive.append(staged.output_of(output, torch.empty_like(own)))
+        each_of = [described(each) for each in send]
+        shown = each_of[:1] if len(set(each_of)) == 1 else each_of
+        if ops is _BOOL_OPS:
+            receive = [x.view(torch.uint8) for x in receive]
+            send = [[x.view(torch.uint8) for x in each] for each in send]
+        reduction = Reduction.of(ops[op_name].value, "none", factor, 1.0, [1.0] * self.size())
+        call = ReduceScatter(
+            contract=f"{op_name}, factor {factor}, of {'; '.join(shown)}",
+            reduction=reduction,
+        )
+        part = Buffers(
+            send=[_native.Tensors(each, writable=False) for each in send],
+            receive=[result := _native.Tensors(receive)],
+        )
+        _native.check_reducible(result, reduction.op)
+        return self._issue("reduce_scatter", call, part, outputs, timeout_of(opts), staged)
+
+    def _reduce_scattered_by_all_reduce(
+        self, outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
+        """Do it where everything travels to every rank anyway, on copies of the parts."""
+        wholes = [joined(each) for each in parts]
 
         def finish(_: Any) -> None:
-            for output, _, mine in jobs:
-                output.detach().copy_(mine.view_as(output))
+            for output, (_, views) in zip(outputs, wholes, strict=True):
+                output.detach().copy_(views[self.rank()].view_as(output))
 
         return self._reduced(
             "reduce_scatter",
-            [total for _, total, _ in jobs],
+            [whole for whole, _ in wholes],
             op_of(opts),
             timeout_of(opts),
-            results=[output for output, _, _ in jobs],
+            results=outputs,
             after=finish,
             is_async=is_async(opts),
         )
@@ -325,9 +379,7 @@ class ProcessGroup(dist.ProcessGroup):
         ops = _BOOL_OPS if is_bool else _OPS
         if op_name in _BITWISE and op_name not in ops:
             return self._reduced_bitwise(op_name, memory, staged, results, timeout_s)
-        if op_name not in ops or (
-            op_name not in ("SUM", "AVG", "PREMUL_SUM") and staged.is_complex
-        ):
+        if op_name not in ops or (op_name not in _LINEAR and staged.is_complex):
             raise ValueError(f"{what}: {op_name} of {tensors[0].dtype} has no meaning")
         if is_bool:
             memory = [x.view(torch.uint8) for x in memory]
