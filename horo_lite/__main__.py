@@ -12,13 +12,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError
 from horo_lite.horovod import aliases
 from horo_lite.launch import bench, doctor, hostfile, jobs, scaling
+from horo_lite.recording import flight_record, timeline
 from horo_lite.start import launcher
 
 _TIMELINE = "HORO_LITE_TIMELINE"
@@ -48,9 +49,11 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [run] -n N [options] {script.py | -m module | command} [arguments]\n"
         "       %(prog)s doctor [--json]\n"
         "       %(prog)s bench [-n N] [--op OP] [options]\n"
-        "       %(prog)s model [--hosts H ...] [--gbit B] [options]",
+        "       %(prog)s model [--hosts H ...] [--gbit B] [options]\n"
+        "       %(prog)s flight-record FOLDER | trace FILE",
         description="Run a program on several ranks (`run` may be left out), examine with `doctor` "
-        "what is installed, or predict with `model` how training scales to other numbers of hosts.",
+        "what is installed, predict with `model` how training scales to other numbers of hosts, or "
+        "write what the ranks of a job that hangs or was killed did last.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -72,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--timeline-filename",
         metavar="FILE",
-        help="write a trace of rank 0's operations; with {rank} in the name, every rank's",
+        help="write a trace of the ranks' operations; with {rank} in the name, one for each",
     )
     add(
         "--restarts",
@@ -130,6 +133,57 @@ def _bench(arguments: Sequence[str]) -> int:
     return main(["-n", str(options.n), *hosts, "-m", bench.__name__, *arguments])
 
 
+def _model(arguments: Sequence[str]) -> int:
+    return scaling.main(arguments, f"{_prog()} model")
+
+
+def _flight_record(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{_prog()} flight-record",
+        description="Write the last operations of every rank of a job, which may still run, as "
+        "PyTorch's flight recorder does: `torchfrtrace FOLDER` compares them. A job that fails "
+        "does so itself, unless its launcher has killed all ranks at once.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, help="the job's HORO_LITE_FLIGHT_RECORD")
+    folder = parser.parse_args(arguments).folder
+    everyone = flight_record.read(folder) if folder.is_dir() else []
+    if not everyone:
+        parser.error(f"no rank of a job that runs or was killed has recorded anything in {folder}")
+    flight_record.write(folder, everyone)
+    print(f"{folder}: the operations of {_ranks(one.rank for one in everyone)}")
+    return 0
+
+
+def _trace(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{_prog()} trace",
+        description="Complete the trace of a job that was killed with what its ranks have left "
+        "beside it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, help="the job's HORO_LITE_TIMELINE")
+    file = parser.parse_args(arguments).file
+    ranks = timeline.finish(file) if file.parent.is_dir() else []
+    if not ranks:
+        parser.error(f"no rank has left anything beside {file}")
+    print(f"{file}: the operations of {_ranks(ranks)}, too")
+    return 0
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+_COMMANDS = {
+    "bench": _bench,
+    "doctor": _doctor,
+    "flight-record": _flight_record,
+    "model": _model,
+    "trace": _trace,
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -137,12 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The job's exit code, or 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong arguments.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["doctor"]:
-        return _doctor(arguments[1:])
-    if arguments[:1] == ["bench"]:
-        return _bench(arguments[1:])
-    if arguments[:1] == ["model"]:
-        return scaling.main(arguments[1:], f"{_prog()} model")
+    if arguments and arguments[0] in _COMMANDS:
+        return _COMMANDS[arguments[0]](arguments[1:])
     parser = _parser()
     args = parser.parse_args(arguments[1:] if arguments[:1] == ["run"] else arguments)
     if args.check:

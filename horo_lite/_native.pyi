@@ -496,7 +496,49 @@ class Job:
     def wait(self, beside: bool = False) -> None:
         """`beside` the training thread, which may go on meanwhile."""
 
+    def record(self, channel: int, kind: int, names: int, tensors: Tensors | None) -> None:
+        """The recorder follows it."""
+
     def value(self) -> object: ...
+
+class Recorder:
+    """The last operations of this process."""
+
+    @staticmethod
+    def memory_bytes(capacity: int) -> int: ...
+    @staticmethod
+    def use(memory: object, anew: bool = False) -> None:
+        """From now on they are in this zeroed memory.
+
+        Those so far are forgotten if all begin `anew` to count.
+        """
+
+    @staticmethod
+    def n_operations() -> int:
+        """Recorded so far."""
+
+    @staticmethod
+    def text(text: str) -> int:
+        """The place of a text in the memory; 0 where it is full."""
+
+    @staticmethod
+    def time_phases(on: bool) -> None: ...
+    @staticmethod
+    def enter(channel: int) -> None:
+        """This thread makes a direct call."""
+
+    @staticmethod
+    def operation(
+        label: str, kind: int = 0, names: int = 0, tensors: Tensors | None = None
+    ) -> None:
+        """What the direct call is; of kind 0 what its label begins with."""
+
+    @staticmethod
+    def begin() -> None:
+        """All ranks have come to it."""
+
+    @staticmethod
+    def leave(failed: bool) -> None: ...
 
 class Engine:
     """Runs asynchronous operations, matched by name across ranks."""

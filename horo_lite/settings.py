@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -29,7 +30,7 @@ class Settings:
         test_hosts: Sizes of simulated hosts; None for the real ones.
         stall_warn_s: Seconds after which a wait is reported; 0 for never.
         stall_abort_s: Seconds after which a wait is a StallError; 0 for never.
-        timeline: The file for a trace of this rank's operations.
+        timeline: The file for a trace of the ranks' operations.
         problem: Why a value makes no sense; "" where all do. It is raised on every rank, once they
             have found each other.
     """
@@ -189,6 +190,12 @@ def nccl_timeout_s() -> float:
     """Return the seconds within which NCCL must have connected the GPUs."""
     name = "HORO_LITE_NCCL_TIMEOUT_S"
     return seconds(name, os.environ.get(name) or "120")
+
+
+def flight_record_folder() -> Path | None:
+    """Return where the ranks record their last operations, if a job that fails is to leave them."""
+    folder = os.environ.get("HORO_LITE_FLIGHT_RECORD")
+    return Path(folder).absolute() if folder else None
 
 
 def registers_with_nccl() -> bool:
@@ -366,9 +373,16 @@ VARIABLES = (
     Variable(
         ("HORO_LITE_TIMELINE",),
         "`hvd.start_timeline(path)`",
-        "where rank 0 writes a trace of its operations "
+        "where the ranks write a trace of their operations "
         "([when-it-hangs.md](when-it-hangs.md#timeline)); with `{rank}` in the path,"
-        " every rank",
+        " each its own",
+        "none",
+    ),
+    Variable(
+        ("HORO_LITE_FLIGHT_RECORD",),
+        "",
+        "the folder where a job that fails leaves the last operations of every rank "
+        "([when-it-hangs.md](when-it-hangs.md#flight-record))",
         "none",
     ),
     Variable(

@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "bindings/python.h"
+#include "bindings/recorder.h"
 #include "bindings/stall_detector.h"
 #include "bindings/tensors.h"
 #include "engine/engine.h"
@@ -145,6 +146,14 @@ void bind_engine(nb::module_& m) {
           },
           "When it was submitted, all ranks had submitted it, and it was done, by CLOCK_MONOTONIC in ns (0: not yet); "
           "whether it failed.")
+      .def(
+          "record",
+          [](const PyJob& job, uint32_t channel, uint32_t kind, uint32_t names, const Tensors* tensors) {
+            Operation what = operation_of(channel, kind, names, tensors);
+            what.submitted_ns = job.job->submitted_ns;
+            job.job->record_as(Recorder::of_process().submit(job.job->entry.name, what));
+          },
+          "channel"_a, "kind"_a, "names"_a, "tensors"_a, "The recorder follows it.")
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")

@@ -68,6 +68,7 @@ NB_MODULE(_native, m) {
       "op"_a, "weights"_a, "What multiplies each rank's contribution, if anything, and what divides the sum.");
 
   bind_tensors(m);
+  bind_recorder(m);
   bind_segment(m);
   bind_stall_detector(m);
   bind_shm_group(m);

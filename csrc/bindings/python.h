@@ -160,5 +160,6 @@ void bind_device(nanobind::module_& m);
 void bind_nccl(nanobind::module_& m);
 void bind_xla(nanobind::module_& m);
 void bind_reused_memory(nanobind::module_& m);
+void bind_recorder(nanobind::module_& m);
 
 }  // namespace horo

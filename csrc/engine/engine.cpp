@@ -10,6 +10,8 @@
 #include <cstring>
 #include <iterator>
 
+#include "recorder/recorder.h"
+
 namespace horo {
 namespace {
 
@@ -75,10 +77,33 @@ void Job::result() const {
   if (error_) std::rethrow_exception(error_);
 }
 
+void Job::record_as(uint64_t number) {
+  const std::lock_guard lock(mutex_);
+  record_ = number;
+  Recorder& recorder = Recorder::of_process();
+  recorder.place(record_, position_);
+  if (begun_ns != 0) recorder.begin(record_, begun_ns);
+  if (done()) recorder.finish(record_, done_ns, error_ != nullptr);
+}
+
+void Job::place(uint64_t position) {
+  const std::lock_guard lock(mutex_);
+  position_ = position;
+  Recorder::of_process().place(record_, position);
+}
+
+void Job::begin() {
+  const std::lock_guard lock(mutex_);
+  begun_ns = StallDetector::clock_ns();
+  PhaseClock::times = {};
+  Recorder::of_process().begin(record_, begun_ns);
+}
+
 void Job::finish(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   error_ = error;
   done_ns = StallDetector::clock_ns();
+  Recorder::of_process().finish(record_, done_ns, error != nullptr);
   done_.store(true, std::memory_order_release);
   changed_.notify_all();
 }
@@ -310,12 +335,17 @@ void Engine::exchange_round() {
       const auto [found, is_first] = known_.try_emplace(entry.name);
       if (is_first) order_.push_back(entry.name);
       Known& known = found->second;
+      if (is_first) known.position = entry.sequence;
       known.entries.resize(n_ranks);
       known.has.resize(n_ranks);
       known.has[r] = true;
       known.latest = known.round == n_rounds_ ? -1 : r;
       known.round = n_rounds_;
       known.entries[r] = std::move(entry);
+      if (r == channel_->rank()) {
+        const std::lock_guard lock(mutex_);
+        if (const auto job = jobs_.find(found->first); job != jobs_.end()) job->second->place(known.position);
+      }
     }
   }
 
@@ -424,7 +454,7 @@ void Engine::run(const std::string& name, Known known) {
       throw Mismatch(explain_(name, descriptions, numbers([&](int r) { return known.has[r]; })));
     }
     if (std::find(known.has.begin(), known.has.end(), false) != known.has.end()) job = stand_in(name, job, &known);
-    job->begun_ns = StallDetector::clock_ns();
+    job->begin();
     job->run(known.entries);
   } catch (const Mismatch&) {
     error = std::current_exception();

@@ -91,6 +91,12 @@ class Job {
   // When it was submitted, all ranks had submitted it, and it was done, by StallDetector::clock_ns(); 0: not yet.
   std::atomic<int64_t> submitted_ns{0}, begun_ns{0}, done_ns{0};
 
+  // Its record, from now on; see Recorder.
+  void record_as(uint64_t number);
+  // All ranks know it by this number.
+  void place(uint64_t position);
+  // All ranks have submitted it.
+  void begin();
   bool done() const { return done_.load(std::memory_order_acquire); }
   // True when the job is done; false after the time-out.
   bool wait(double timeout_s);
@@ -105,6 +111,8 @@ class Job {
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
+  uint64_t record_ = 0;
+  uint64_t position_ = 0;
 };
 
 class Engine {
@@ -165,8 +173,9 @@ class Engine {
   struct Known {                 // who has submitted one name, and their announcements
     std::vector<Entry> entries;  // by rank
     std::vector<bool> has;
-    uint64_t round = 0;  // the latest in which somebody did
-    int latest = -1;     // who; -1: several at once
+    uint64_t position = 0;  // alike on every rank: the number of the first announcement
+    uint64_t round = 0;     // the latest in which somebody did
+    int latest = -1;        // who; -1: several at once
   };
 
   struct Await {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 
+#include "recorder/recorder.h"
+
 namespace horo {
 namespace {
 
@@ -116,8 +118,8 @@ struct HostsAllreduce::Exchange {
     received_results[window % kSlots] = all.messages_->start(receive_results, {});
   }
 
+  // Once all hosts' sums of it have come.
   void send_results(size_t window) {
-    sums[window % kSlots]->wait(all.on_idle);
     std::vector<Message> send;
     for (size_t i = 0; i < all.parts_.size(); ++i) {
       const int part = all.parts_[i];
@@ -149,19 +151,28 @@ struct HostsAllreduce::Exchange {
     const size_t n_bytes = kSlots * all.hosts_.size() * all.parts_.size() * room;
     if (all.received_.size() < n_bytes) all.received_.resize(n_bytes);
     const size_t n = layout.n_chunks();
+    PhaseClock clock;
     for (size_t step = 0; step < n + kSumsUnderWay + kResultsUnderWay + 1; ++step) {
       // In turn the windows that are one step further: `at(k)` is the one that was encoded k steps ago, if any.
       const auto at = [&](size_t k) { return step >= k && step - k < n; };
       if (at(0)) encode(step);
+      clock.ends(Phase::kPack);
       // All ranks of the host have encoded this window, and received the results of the one to be decoded.
       if (all.group_.size() > 1) all.group_.agree(label, {});
+      clock.ends(Phase::kWait);
       if (at(0)) send_sums(step);
+      clock.ends(Phase::kReduce);
       if (at(kSumsUnderWay + kResultsUnderWay + 1)) decode(step - kSumsUnderWay - kResultsUnderWay - 1);
+      clock.ends(Phase::kUnpack);
+      if (at(kSumsUnderWay)) sums[(step - kSumsUnderWay) % kSlots]->wait(all.on_idle);
+      clock.ends(Phase::kWait);
       if (at(kSumsUnderWay)) send_results(step - kSumsUnderWay);
+      clock.ends(Phase::kReduce);
       if (at(kSumsUnderWay + kResultsUnderWay)) {
         const size_t slot = (step - kSumsUnderWay - kResultsUnderWay) % kSlots;
         received_results[slot]->wait(all.on_idle);
         sent_results[slot]->wait(all.on_idle);
+        clock.ends(Phase::kWait);
       }
     }
   }

@@ -17,6 +17,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "recorder/recorder.h"
 #include "shm/futex.h"
 #include "shm/text.h"
 
@@ -550,6 +551,7 @@ void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weight
   Stores stores = distance_.stores(slot_stores);
   std::vector<const uint8_t*> images(size_);
   size_t next = 0;
+  PhaseClock clock;
   for (size_t chunk = 0; chunk <= n_chunks; ++chunk) {
     for (; next < std::min(n_chunks, chunk + kAhead + 1); ++next) {
       for (int share = 0; share < size_; ++share) {
@@ -557,19 +559,24 @@ void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weight
       }
       signal(own.packed, ++packed_);
     }
+    clock.ends(Phase::kPack);
     if (chunk < n_chunks) {
       wait_for_all(&RankBlock::packed, packed + static_cast<uint32_t>(chunk) + 1);
+      clock.ends(Phase::kWait);
       if (chunk == 0) stores = stores_for(n_chunks);  // now that all are here
       for (int r = 0; r < size_; ++r) images[r] = slot(r, chunk);
       layout.reduce(chunk, rank_, images, rank_, weights, factor, slot(rank_, chunk), true, stores);
       signal(own.reduced, ++reduced_);
+      clock.ends(Phase::kReduce);
     }
     if (chunk > 0) {
       const size_t done = chunk - 1;
       for (int i = 1; i < size_; ++i) {
         const int share = (rank_ + i) % size_;
         wait_for(share, &RankBlock::reduced, reduced + static_cast<uint32_t>(done) + 1);
+        clock.ends(Phase::kWait);
         layout.decode(done, share, slot(share, done));
+        clock.ends(Phase::kUnpack);
       }
     }
   }
@@ -628,9 +635,12 @@ void ShmGroup::reduce_scatter(const std::vector<Layout>& parts, const std::vecto
 // Every element is read and written by the owner of its share only, so ranks need to wait for each other but once,
 // when all are done.
 void ShmGroup::reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor) {
+  PhaseClock clock;
   for (size_t chunk = 0; chunk < layout.n_chunks(); ++chunk) layout.reduce_in_place(chunk, rank_, distances, factor);
   signal(block(rank_).reduced, ++reduced_);
+  clock.ends(Phase::kReduce);
   wait_for_all(&RankBlock::reduced, reduced_);
+  clock.ends(Phase::kWait);
 }
 
 // --- moving bytes ---

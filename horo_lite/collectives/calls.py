@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, ca
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite import _native, arguments, timeline
+from horo_lite import _native, arguments
 from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays
 from horo_lite.collectives.participation import (
     ArraySpec,
@@ -50,7 +50,7 @@ class Part:
         data: Bytes, in what moves objects.
         shared: Memory that the ranks of a host share, where its arrays may lie.
         follows: False for a rank that waits to learn what the others do; see `Exchange`.
-        label: What messages and the timeline call the operation. The group sets it.
+        label: What messages and records call the operation. The group sets it.
     """
 
     memory: HostArrays | GpuArrays = field(default_factory=lambda: HostArrays([], fresh=True))
@@ -79,7 +79,7 @@ class Call(ABC, Generic[T]):
     name: str | None = None
 
     kind: ClassVar[str]
-    """What it is called in messages and in the timeline."""
+    """What it is called in messages and in records."""
 
     def __post_init__(self) -> None:
         arguments.text("name", self.name)
@@ -269,7 +269,6 @@ class Broadcast(Call[None]):
             # What one rank has in one place and another in two cannot become alike.
             tuple(memory.overlaps),
         )
-        timeline.waits(part.label, self.kind, self.names, memory.tensors.nbytes)
         headers = agree(
             transport,
             part.label,

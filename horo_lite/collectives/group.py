@@ -8,13 +8,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
 
-from horo_lite import _native, timeline
+from horo_lite import _native
 from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays, gpu_of
-from horo_lite.collectives.calls import Call, Part
+from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Exchange, Op
@@ -25,6 +24,7 @@ from horo_lite.errors import (
     MismatchError,
     NotInitializedError,
 )
+from horo_lite.recording import recorder
 from horo_lite.transports.agreement import (
     JOINED,
     Report,
@@ -82,6 +82,7 @@ class Group:
         self.rank = transport.rank
         self.size = transport.size
         self._number = transport.ranks[transport.rank]
+        self._channel = recorder.channel_of(transport.ranks)
         self._async_transport = async_transport
         self._watchdog_transport = watchdog_transport
         self._watchdog: Watchdog | None = None
@@ -115,7 +116,7 @@ class Group:
         part.label = part.label or call.label
         call.check(part)
         call.prepare(part)
-        return self.direct(partial(call.run, part), part.memory.stream)()
+        return self._run(call, part)()
 
     def submit(
         self, call: Call[T], part: Part, result: Callable[[T], Any] = lambda value: value
@@ -154,12 +155,18 @@ class Group:
             part.label = f"{call.kind} number {self.unnamed('')}"
         transport = self._async_transport
         if self._engine is None or transport is None:
-            finish = self.direct(partial(call.run, part), part.memory.stream)
+            finish = self._run(call, part)
             return Handle(part.label, None, lambda: result(finish()))
         job, finish = call.submit(part, self._engine, transport)
-        n_bytes = part.memory.tensors.nbytes
-        timeline.submitted(self.transport, job, call.kind, call.tensor_names, n_bytes)
+        recorder.submitted(self._channel, job, call.kind, call.tensor_names, part.memory.tensors)
         return Handle(part.label, job, lambda: result(finish()))
+
+    def _run(self, call: Call[T], part: Part) -> Finish[T]:
+        def run(transport: Transport) -> Finish[T]:
+            recorder.operation(part.label, call.kind, call.tensor_names, part.memory.tensors)
+            return call.run(part, transport)
+
+        return self.direct(run, part.memory.stream)
 
     def synchronize(self, handle: Handle, *, beside: bool = False) -> Any:
         """Wait for an asynchronous operation.
@@ -370,21 +377,28 @@ class Group:
             )
         if (executor := self._own[0].executor) is not None:
             executor.check_thread()  # now, since nothing has been sent that peers would wait for
-        with timeline.direct(self.transport), self._lock:
-            self._running = threading.get_ident()
-            try:
-                if stream is not None and self._watchdog is not None:
-                    self._watchdog.check()
-                return operation(self.transport if stream is None else stream.transport())
-            except DeviceError:
-                if stream is not None and self._watchdog is not None:
-                    self._watchdog.raise_common()
-                raise
-            except BaseException as error:
-                give_up_unless_alike(self.transport, error)
-                raise
-            finally:
-                self._running = 0
+        failed = True
+        recorder.enter(self._channel)
+        try:
+            with self._lock:
+                self._running = threading.get_ident()
+                try:
+                    if stream is not None and self._watchdog is not None:
+                        self._watchdog.check()
+                    result = operation(self.transport if stream is None else stream.transport())
+                except DeviceError:
+                    if stream is not None and self._watchdog is not None:
+                        self._watchdog.raise_common()
+                    raise
+                except BaseException as error:
+                    give_up_unless_alike(self.transport, error)
+                    raise
+                finally:
+                    self._running = 0
+            failed = False
+            return result
+        finally:
+            recorder.leave(failed)
 
     def stream(self, gpu: int | None, asynchronous: bool = False) -> CommunicationStream | None:
         """How a GPU takes part in this group; None for arrays in the host's memory."""

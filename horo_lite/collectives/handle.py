@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from horo_lite import timeline
-
 if TYPE_CHECKING:
     from horo_lite import _native
 
@@ -50,10 +48,7 @@ class Handle:
         `beside` says that the calling thread is another than the one that trains.
         """
         if self._job is not None:
-            try:
-                self._job.wait(beside)
-            finally:
-                timeline.record_completed()
+            self._job.wait(beside)
         return self._finish()
 
     def withdraw(self, beside: bool = False) -> bool:

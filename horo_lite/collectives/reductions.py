@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-from horo_lite import _native, arguments, timeline
+from horo_lite import _native, arguments
 from horo_lite.collectives.arrays import check_apart, described
 from horo_lite.collectives.calls import Call, Finish, Part, used_by_all
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.participation import ArraySpec, neutral
 from horo_lite.collectives.shared_memory import memory_of
+from horo_lite.recording import recorder
 from horo_lite.transports.agreement import agree, digest_of, needs_all
 from horo_lite.transports.interface import Reduction
 
@@ -104,7 +105,6 @@ class AllReduce(Call[bool]):
 
     def run(self, part: Part, transport: Transport) -> Finish[bool]:
         memory = part.memory
-        timeline.waits(part.label, self.kind, self.names, memory.tensors.nbytes)
         watchdog = None if memory.stream is None else memory.stream.watchdog
         if watchdog is not None and transport.queued is not None:
             is_queued = self._queue(part, transport.queued, watchdog)
@@ -259,7 +259,7 @@ class AllReduce(Call[bool]):
             watchdog.wait(notice)
             if notice.nobody_follows:
                 return False
-        timeline.runs()
+        recorder.begin()
         part.memory.begin()
         queued.reduce(tensors, reduction, part.weight)
         return True

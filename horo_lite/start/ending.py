@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _KILLED_WITHIN_S = 2.0
 
 _installed: _Hooks | None = None
+_before_abort: Callable[[], object] | None = None
 _is_forked = False
 _others_go_on = False
 _program_has_ended = False  # of its threads only daemons are left
@@ -61,6 +62,16 @@ def install(rank: int, size: int, MPI: Any) -> None:
     if earlier is not None:
         earlier.uninstall()
     _installed = _Hooks(rank, size, MPI, None if earlier is None else earlier.comm)
+
+
+def before_abort(callback: Callable[[], object]) -> None:
+    """Call back once on each host where a rank ends the job, before the others learn of it.
+
+    Args:
+        callback: It raises nothing.
+    """
+    global _before_abort
+    _before_abort = callback
 
 
 def uninstall() -> None:
@@ -119,7 +130,9 @@ def abort(why: str) -> NoReturn:
         NotInitializedError: There is no world.
     """
     here = context.world()
-    _write(f"[horo_lite] rank {here.rank} of {here.size} ends the job: {why}\n")
+    write(f"[horo_lite] rank {here.rank} of {here.size} ends the job: {why}\n")
+    if _before_abort is not None:
+        _before_abort()
     if _installed is not None:
         _installed.abort(1)
     os._exit(1)
@@ -208,14 +221,16 @@ class _Hooks:
         previous: Callable[[], object],
     ) -> None:
         first = not self.transports or self.transports[0].claim_report()
+        if first and _before_abort is not None:
+            _before_abort()  # before the other ranks do anything else
         try:
             usual = self._previous[:2] == (sys.__excepthook__, threading.__excepthook__)
             if usual:
                 self._report(error, trace, where, first)
             else:
-                _write(f"[horo_lite] {self.name} ends the job{where}:\n")
+                write(f"[horo_lite] {self.name} ends the job{where}:\n")
                 previous()
-                _write("")
+                write("")
             # Without THREAD_MULTIPLE another thread than init()'s could wait for that one here.
             if not where or self.MPI is None or self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE:
                 for transport in self.transports:
@@ -260,16 +275,16 @@ class _Hooks:
         if isinstance(error, PeerLostError) and not first:
             pass  # the cause lies elsewhere, and should not drown in the words of its victims
         elif isinstance(error, (MismatchError, StallError)) and not first:
-            _write(f"[horo_lite] {self.name}: {type(error).__name__} as well{at}\n")
+            write(f"[horo_lite] {self.name}: {type(error).__name__} as well{at}\n")
         elif isinstance(error, (PeerLostError, StallError, KeyboardInterrupt)) or not frames:
-            _write(f"[horo_lite] {self.name}: {in_one_line(error)}{at}\n")
+            write(f"[horo_lite] {self.name}: {in_one_line(error)}{at}\n")
         else:
             lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
             text = "".join(f"{self.prefix}{line}\n" for line in lines)
-            _write(f"[horo_lite] {self.name} ends the job with an exception{where}:\n{text}")
+            write(f"[horo_lite] {self.name} ends the job with an exception{where}:\n{text}")
 
     def report_exit(self, reason: str) -> None:
-        _write(f"[horo_lite] {self.name} ends the job before init(): {reason}\n")
+        write(f"[horo_lite] {self.name} ends the job before init(): {reason}\n")
 
     def _is_last(self) -> bool:
         """Tell whether all other ranks have died, as Open MPI's fault tolerance sees it."""
@@ -303,7 +318,7 @@ def end_this_rank(error: BaseException) -> NoReturn:
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     text = "".join(f"{_installed.prefix}{line}\n" for line in lines)
-    _write(f"[horo_lite] {_installed.name} ends with an exception, and the others go on:\n{text}")
+    write(f"[horo_lite] {_installed.name} ends with an exception, and the others go on:\n{text}")
     os.kill(os.getpid(), signal.SIGKILL)
     raise error
 
@@ -347,7 +362,7 @@ def _at_exit_without_init() -> None:
         _installed.abort(status if isinstance(status, int) else 1)
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """Write to stderr in one piece, and wait until the reader has taken it.
 
     An abort overtakes what still lies in the pipe, and the launcher may then never print it.

@@ -12,13 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from horo_lite import context, timeline
+from horo_lite import context
 from horo_lite.collectives.group import Group
 from horo_lite.context import Device, World
 from horo_lite.errors import HoroLiteError
 from horo_lite.messages import Messages
+from horo_lite.recording import timeline
 from horo_lite.settings import Settings
-from horo_lite.start import devices, ending, launcher, mpi, rank_info, stall, trace
+from horo_lite.start import (
+    clocks,
+    devices,
+    ending,
+    launcher,
+    mpi,
+    rank_info,
+    recording,
+    stall,
+    trace,
+)
 from horo_lite.start.cores import cores_of_process, take_cores
 from horo_lite.start.rank_info import RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous, RendezvousSpec, rendezvous_spec
@@ -329,6 +340,8 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
         stall_detector.set_limits(settings.stall_warn_s, settings.stall_abort_s)
         stall.give_stacks(stall_detector)
     ending.watch(links.transports(), None if MPI is None else comm)
+    epoch_ns = clocks.epoch_ns(links.direct, several_hosts=len(set(host_of_rank)) > 1)
+    recording.keep(rank, size, token, epoch_ns)
     assert links.mailbox is not None
     messages = Messages(links.mailbox, links.direct, token)
     world = World(
@@ -428,9 +441,13 @@ def renew(comm: Any) -> World:
         settings = replace(settings, test_hosts=sizes)
     from mpi4py import MPI
 
+    traced = timeline.path()
+    timeline.stop()
     made = _join(settings, comm if comm.size > 1 else None, MPI, is_ours=True)
     _session = made._replace(settings=session.settings, given_comm=session.given_comm)
     context.enter(_session.world, _session.messages, _session.subgroups)
+    if traced is not None:
+        timeline.start(str(traced), _session.world.rank, anew=False)
     return _session.world
 
 

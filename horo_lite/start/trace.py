@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from horo_lite import context, timeline
+from horo_lite import context
+from horo_lite.recording import recorder, timeline
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write this rank's collective operations to a file from now on, as they happen.
+    """Write this rank's collective operations to a file, from now until `stop_timeline()`.
 
-    Only rank 0 writes, as in Horovod; with "{rank}" in the path every rank that calls this writes a
-    file of its own. A file of that name is overwritten. What the file has when the job is killed
-    can be viewed: Chrome and Perfetto accept a list without its end. `HORO_LITE_TIMELINE=path`
-    starts one in `init()`. While none is written, it costs one comparison in each operation.
+    All ranks that call it share the file, in which each writes its operations when its timeline
+    ends; with "{rank}" in the path every rank has its own. A file of that name is overwritten. Of
+    each rank the last 65,536 operations are kept, in a file beside it: after a job that was killed,
+    `horo-lite trace FILE` makes the trace of these. `HORO_LITE_TIMELINE=path` starts one on every
+    rank in `init()`.
 
     Args:
-        file_path: Where the file is to be.
+        file_path: Where the file is to be: for ranks of several hosts in a folder that they share,
+            or else in one of each host.
         mark_cycles: Horovod's; has no meaning here.
 
     Raises:
         ValueError: A timeline is being written already: call `stop_timeline()` first.
         NotInitializedError: There was no `init()` yet.
+        OSError: The file cannot be written.
     """
     timeline.start(file_path, context.world().rank)
 
 
 def stop_timeline() -> None:
-    """Complete the file. Does nothing where no timeline is being written."""
+    """Complete this rank's part of the file. Does nothing where no timeline is being written."""
     timeline.stop()
 
 
 context.on_ended(stop_timeline)
+context.on_ended(recorder.discard)

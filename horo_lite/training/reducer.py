@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from horo_lite import timeline
 from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, checked_weight
 from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError
+from horo_lite.recording import recorder
 from horo_lite.training.gradient_memory import (
     NONE,
     Finding,
@@ -451,14 +451,14 @@ class Reducer:
 
     def _meet(self, transport: Transport, mine: Plan) -> tuple[Plan, int, float]:
         agreed = 0 if self._agreed is None else self._agreed.digest
-        timeline.waits(self._label, "agree")
+        recorder.operation(self._label, "agree")
         headers = transport.agree(
             hash63(f"{self._label} {agreed} {mine.digest} {self.note} {self._finding}"),
             count=len(self._handles),
             weight=self._own_weight,
             label=self._label,
         )
-        timeline.runs()
+        recorder.begin()
         here = not_joined(headers)
         self._findings = {transport.ranks[r]: self._finding for r in here}
         self.all_are_here = len(here) == len(headers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from horo_lite import _native, timeline
+from horo_lite import _native
 from horo_lite.errors import (
     GROUP_IS_LOST,
     RAISED_ALIKE,
@@ -16,6 +16,7 @@ from horo_lite.errors import (
     MismatchError,
     in_one_line,
 )
+from horo_lite.recording import recorder
 
 if TYPE_CHECKING:
     from horo_lite.transports.interface import Header, Transport
@@ -46,11 +47,11 @@ def agree(
     Ranks that have joined do it, too, where `participation` says how.
     """
     digest = digest_of(contract)
-    timeline.waits(label)
+    recorder.operation(label)  # unless Group.run() has said more
     while True:
         headers = transport.agree(digest, count, weight, label=label)
         if all(header.digest == digest for header in headers):
-            timeline.runs()
+            recorder.begin()
             return headers
         here = not_joined(headers)
         ranks = [transport.ranks[r] for r in here]

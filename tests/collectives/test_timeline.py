@@ -1,16 +1,22 @@
-"""The timeline: every operation of every face in it, with its tensors, and readable at any time."""
+"""The timeline: every operation of every face in it, with its tensors, also after a bad end."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import run_ranks
 
+from horo_lite.__main__ import main
+from horo_lite.start import clocks
+from horo_lite.transports.interface import Header
+
 pytestmark = pytest.mark.mpi
 
+PHASES = ("pack", "wait", "reduce", "unpack")
 HOSTS = pytest.mark.parametrize("hosts", ["2", "1,1"])
 
 NUMPY = """
@@ -85,7 +91,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 def check_pairs(events: list[dict[str, Any]], rank: int) -> dict[str, dict[str, Any]]:
     """By name, the event of each operation, after comparing it with its time in the queue."""
-    opened: dict[int, dict[str, Any]] = {}
+    opened: dict[str, dict[str, Any]] = {}
     done: dict[str, dict[str, Any]] = {}
     last: dict[str, Any] = {}
     for event in events:
@@ -97,6 +103,11 @@ def check_pairs(events: list[dict[str, Any]], rank: int) -> dict[str, dict[str, 
             assert begin["ts"] <= event["ts"]
             assert begin["name"] == event["name"]
             last = event
+        elif event["ph"] == "X" and event["cat"] == "phase":
+            whole = done[last["name"]]
+            assert event["name"] in PHASES
+            assert whole["ts"] <= event["ts"] + 1
+            assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
         elif event["ph"] == "X":
             assert (event["name"], event["ts"]) == (last["name"], last["ts"])
             assert event["dur"] >= 0
@@ -108,13 +119,19 @@ def check_pairs(events: list[dict[str, Any]], rank: int) -> dict[str, dict[str, 
 @HOSTS
 def test_every_kind_of_operation_is_in_it(hosts: str, tmp_path: Path) -> None:
     path = tmp_path / "trace-{rank}.json"
-    env = {"HORO_LITE_TEST_HOSTS": hosts, "TRACE": str(path)}
+    folder = tmp_path / "flight"
+    env = {
+        "HORO_LITE_TEST_HOSTS": hosts,
+        "TRACE": str(path),
+        "HORO_LITE_FLIGHT_RECORD": str(folder),
+    }
     result = run_ranks(NUMPY, 2, env=env, timeout_s=60).check()
     for rank in range(2):
         own = Path(str(path).replace("{rank}", str(rank)))
         events = events_of(own)
         done = check_pairs(events, rank)
         steps = [e for e in events if e["ph"] == "X" and "optimizer 1" in e["name"]]
+        assert {e["name"] for e in events if e.get("cat") == "phase"} == set(PHASES)
         assert [e["cat"] for e in steps] == ["agree", "allreduce"] * 2
         for step in steps[1::2]:
             assert step["args"]["tensors"] == ["bias", "weight"]  # as they leave
@@ -139,32 +156,94 @@ def test_every_kind_of_operation_is_in_it(hosts: str, tmp_path: Path) -> None:
     queue = {e["ph"]: e["ts"] * 1e3 for e in events if e["name"] == "allreduce 'late'"}
     slack = 1e5  # the clocks of 1970 and of the machine's start drift apart
     assert before - slack <= queue["b"] <= after + slack <= queue["e"] + 2 * slack
+    # Nothing is left of a job that ends well.
+    assert sorted(one.name for one in tmp_path.iterdir()) == [
+        "flight",
+        *(f"trace-{rank}.json{number}" for rank in range(2) for number in ("", ".2")),
+    ]
+    assert list(folder.iterdir()) == []
 
 
-def test_only_rank_0_writes_and_what_a_killed_job_wrote_can_be_read(tmp_path: Path) -> None:
-    code = """
-        import os, signal, sys, time
-        import numpy as np
-        import horo_lite as hvd
+KILLED = """
+import os, signal, sys
+import numpy as np
+import horo_lite as hvd
 
-        hvd.init()
-        hvd.allreduce(np.ones(3), name="complete")
-        handle = hvd.allreduce_async(np.ones(3), name="in flight") if hvd.rank() == 0 else None
-        hvd.barrier()
-        if hvd.rank() == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        hvd.barrier()
-    """
-    path = tmp_path / "trace.json"
-    result = run_ranks(code, 2, env={"HORO_LITE_TIMELINE": str(path)}, timeout_s=60)
+hvd.init()
+for i in range(5):
+    hvd.allreduce(np.ones(3), name=f"number {i}")
+pids = hvd.allgather_object(os.getpid())
+hvd.allreduce(np.ones(3), name="complete")
+handle = hvd.allreduce_async(np.ones(3), name="in flight") if hvd.rank() == 0 else None
+hvd.barrier()
+if hvd.rank() == 0:
+    if "all" in sys.argv:
+        os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids[0], signal.SIGKILL)
+hvd.barrier()
+"""
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_ranks_share_a_file_that_has_also_those_that_were_killed(who: str, tmp_path: Path) -> None:
+    path, script = tmp_path / "trace.json", tmp_path / "killed.py"
+    path.write_text("[\n of an earlier job")
+    (tmp_path / "trace.json.7.operations").write_bytes(b"of an earlier job")
+    script.write_text(KILLED)
+    env = {"HORO_LITE_TIMELINE": str(path)}
+    result = run_ranks(script, 2, args=[who], env=env, timeout_s=60)
     assert result.returncode != 0
-    assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
-    text = path.read_text()
-    assert not text.rstrip().endswith("]")
-    events = json.loads(text + "]")  # viewers do not ask for the end
-    names = [(event["ph"], event["name"]) for event in events]
-    assert {("X", "allreduce 'complete'"), ("X", "barrier")} <= set(names)
-    assert [phase for phase, name in names if name == "allreduce 'in flight'"] == ["b"]
+    left = list(tmp_path.glob("*.operations"))
+    # MPICH's launcher kills the others before they can do anything.
+    if who == "all" or left:
+        assert {one.name for one in left} == {f"trace.json.{rank}.operations" for rank in range(2)}
+        assert main(["trace", str(path)]) == 0
+        assert not list(tmp_path.glob("*.operations"))
+    with pytest.raises(SystemExit):
+        main(["trace", str(path)])  # there is nothing more
+    events = events_of(path)
+    submitted: dict[str, list[float]] = {}
+    begun: dict[str, list[float]] = {}
+    for rank in range(2):
+        own = [event for event in events if event["pid"] == rank and event["ph"] != "M"]
+        names = [(event["ph"], event["name"]) for event in own]
+        assert {("X", "allreduce 'complete'"), ("X", "barrier")} <= set(names)
+        in_flight = [phase for phase, name in names if name == "allreduce 'in flight'"]
+        assert in_flight == ["b"] * (rank == 0)
+        for event in own:
+            if "number" in event["name"] and event["ph"] in "bX" and event["cat"] != "phase":
+                times = submitted if event["ph"] == "b" else begun
+                times.setdefault(event["name"], []).append(event["ts"])
+    # On one clock: no rank begins before all have come.
+    assert len(begun) == 5
+    for name, times in begun.items():
+        assert len(times) == len(submitted[name]) == 2
+        assert max(submitted[name]) <= min(times) + 1  # microseconds are rounded
+
+
+class Clocks:
+    """Two ranks, of which the other one's host began `s` seconds earlier."""
+
+    def __init__(self, s: float, wrong_s: float) -> None:
+        self.ahead_ns, self.wrong_ns = int(s * 1e9), int(wrong_s * 1e9)
+        self.n = 0
+
+    def agree(self, digest: int, count: int, *, label: str) -> list[Header]:
+        self.n += 1
+        shift = self.wrong_ns - self.ahead_ns if self.n == 1 else self.ahead_ns
+        return [Header(digest, count + shift, 1.0), Header(digest, count, 1.0)]
+
+
+@pytest.mark.parametrize("wrong_s", [0.0, 3600.0])
+def test_all_hosts_have_the_time_of_rank_0(wrong_s: float) -> None:
+    """Whose clock may be wrong, and whose host has another age."""
+    between: Any = Clocks(500.0, wrong_s)
+    mine = time.time_ns() - time.monotonic_ns()
+    found = clocks.epoch_ns(between, several_hosts=True)
+    assert found - mine == pytest.approx(wrong_s * 1e9, abs=1e9)
+    on_one_host: Any = Clocks(0.0, 7.0)
+    found = clocks.epoch_ns(on_one_host, several_hosts=False)
+    assert found - mine == pytest.approx(7e9, abs=1e9)
 
 
 TORCH = """

@@ -1,0 +1,137 @@
+// What this process has done last: its operations, in a ring of memory.
+//
+// The memory may be a file's, which then holds them after any end of the process, and which others can read while it
+// runs. So everything has its place there, and nothing is a pointer. horo_lite/recording/records.py reads it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace horo {
+
+// What an all-reduce spends its time on.
+enum class Phase : uint8_t { kPack, kWait, kReduce, kUnpack };
+inline constexpr size_t kPhases = 4;
+using PhaseTimes = std::array<int64_t, kPhases>;  // in ns
+
+// Where the time of the all-reduce that this thread is in goes. Free of cost unless phases are recorded.
+class PhaseClock {
+ public:
+  PhaseClock() : at_ns_(is_on.load(std::memory_order_relaxed) ? now_ns() : 0) {}
+  // What came since the last of these was that.
+  void ends(Phase phase) {
+    if (at_ns_ == 0) return;
+    const int64_t now = now_ns();
+    times[static_cast<size_t>(phase)] += now - at_ns_;
+    at_ns_ = now;
+  }
+
+  static thread_local PhaseTimes times;  // of this thread's operation so far
+  static std::atomic<bool> is_on;
+
+ private:
+  static int64_t now_ns();
+  int64_t at_ns_;
+};
+
+// One operation as it lies in memory. Texts are given by their places; 0: none.
+struct Operation {
+  static constexpr uint8_t kAsynchronous = 1, kFailed = 2;
+  static constexpr size_t kAxes = 6, kLabelBytes = 104;
+
+  uint64_t number;                          // of all that this process has recorded, from 1; 0: there is none here
+  uint64_t position;                        // alike on all ranks of the channel; 0: not known yet
+  int64_t submitted_ns, begun_ns, done_ns;  // as in Job; 0: not yet
+  uint64_t n_bytes;
+  int64_t shape[kAxes];  // of its first tensor
+  uint32_t n_tensors;
+  uint32_t names;  // of its tensors
+  uint32_t channel;
+  uint32_t kind;
+  uint8_t dtype;  // of its first tensor
+  uint8_t n_axes;
+  uint8_t flags;
+  uint8_t reserved[5];
+  PhaseTimes phases;
+  char label[kLabelBytes];  // ends with a 0, unless it fills this
+};
+static_assert(sizeof(Operation) == 256);
+
+// What the memory begins with.
+struct RecordHeader {
+  static constexpr size_t kBytes = 4096;  // Python describes the process behind this struct
+
+  char magic[16];
+  uint32_t capacity;  // operations
+  uint32_t text_bytes;
+  std::atomic<uint32_t> n_text_bytes;  // in use
+  uint32_t reserved;
+  std::atomic<uint64_t> n_operations;  // recorded so far
+  std::atomic<uint64_t> n_done;
+  std::atomic<uint64_t> n_bytes;                  // of those that are done
+  std::atomic<uint64_t> waited_ns, exchanged_ns;  // of this process's direct calls
+};
+static_assert(sizeof(RecordHeader) <= 1024);
+
+class Recorder {
+ public:
+  // This process's. It is never destroyed: threads may outlive the program's end.
+  static Recorder& of_process();
+
+  // How much memory so many operations take.
+  static size_t memory_bytes(size_t capacity);
+  // How many have been recorded so far.
+  uint64_t n_operations() const { return header().n_operations; }
+  // From now on the operations are in this zeroed memory; `owner` keeps it alive. Those so far are copied, except
+  // `anew`, in a new world, whose ranks begin to count together.
+  void use(uint8_t* memory, size_t n_bytes, std::shared_ptr<void> owner, bool anew);
+
+  // The place of a text, which is written there; 0 where there is no room for more.
+  uint32_t add_text(std::string_view text);
+
+  // This thread makes a direct call on a channel, which may turn out to be an operation.
+  void enter(uint32_t channel);
+  // It does, unless it has been told before: a second handshake is part of it. `what` has what is known of it.
+  void operation(std::string_view label, Operation what);
+  // All ranks are there.
+  void begin();
+  void leave(bool failed);
+
+  // An asynchronous one: its number.
+  uint64_t submit(std::string_view label, Operation what);
+  void place(uint64_t number, uint64_t position);
+  void begin(uint64_t number, int64_t now_ns);
+  void finish(uint64_t number, int64_t now_ns, bool failed);
+
+ private:
+  struct DirectCall {
+    uint32_t channel;
+    uint64_t number;
+    int64_t entered_ns;
+    bool begun;
+  };
+
+  Recorder();
+  RecordHeader& header() const { return *reinterpret_cast<RecordHeader*>(memory_); }
+  Operation& at(uint64_t number) const;
+  Operation* find(uint64_t number) const;  // nullptr: others have taken its place
+  char* texts() const;
+  uint64_t add(std::string_view label, Operation& what);  // the following under the mutex
+  void finish(Operation& operation, int64_t now_ns, bool failed);
+
+  static thread_local std::vector<DirectCall> calls_;  // that this thread is in
+
+  std::mutex mutex_;
+  uint8_t* memory_;
+  std::shared_ptr<void> owner_;
+  std::unordered_map<uint32_t, uint64_t> positions_;  // of the last direct call of each channel
+};
+
+}  // namespace horo

@@ -1,0 +1,197 @@
+"""Reads what recorders have left in memory: of this process, or of any whose file is there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from horo_lite.recording.recorder import DESCRIPTION_AT, DESCRIPTION_ENDS
+
+ENDING = ".operations"
+"""Of the names of recorders' files."""
+
+# As csrc/recorder/recorder.h has them.
+_MAGIC = b"horo_lite ops 1\0"
+_HEADER = struct.Struct("<16s4I5Q")
+_OPERATION = struct.Struct("<2Q3qQ6q4I3B5x4q104s")
+_ASYNCHRONOUS, _FAILED = 1, 2
+_LARGEST_FILE = 1 << 30
+# As csrc/pack/dtype.h numbers them.
+DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "longdouble"),
+)
+
+
+class Operation(NamedTuple):
+    """One operation of one rank. Times are those of its host's monotonic clock, in ns; 0: not yet.
+
+    Attributes:
+        number: Of all that the rank has recorded, from 1.
+        position: The same on all ranks of the channel; 0 where that is not known yet.
+        ranks: Those that take part.
+        asynchronous: Whether the engine runs it; it is matched by its label then.
+        label: What messages call it.
+        kind: Such as "allreduce".
+        names: Of its tensors, where they have any.
+        submitted_ns: When this rank came to it.
+        begun_ns: When all ranks had.
+        done_ns: When it was over on this rank.
+        failed: Whether it raised an error.
+        n_bytes: Of all its tensors on this rank.
+        n_tensors: How many they are.
+        dtype: Of the first tensor; "" if there is none.
+        shape: Of the first tensor, up to six axes.
+        phases_ns: What its time was spent on, by name; empty unless a timeline is written.
+    """
+
+    number: int
+    position: int
+    ranks: tuple[int, ...]
+    asynchronous: bool
+    label: str
+    kind: str
+    names: tuple[str, ...]
+    submitted_ns: int
+    begun_ns: int
+    done_ns: int
+    failed: bool
+    n_bytes: int
+    n_tensors: int
+    dtype: str
+    shape: tuple[int, ...]
+    phases_ns: dict[str, int]
+
+    @property
+    def n_elements(self) -> int:
+        """Of the first tensor."""
+        return prod(self.shape)
+
+
+PHASES = ("pack", "wait", "reduce", "unpack")
+
+
+class Records(NamedTuple):
+    """What one rank has recorded."""
+
+    rank: int
+    size: int
+    description: dict[str, Any]
+    """Of its process: host, pid, job, epoch_ns and what else `recorder.describe` was given."""
+    operations: list[Operation]
+    """The last ones, in the order in which the rank came to them."""
+
+
+def of_memory(memory: bytes) -> Records:
+    """Return what is in a copy of a recorder's memory.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is not that.
+    """
+    if len(memory) < DESCRIPTION_ENDS:
+        raise ValueError("it is too short")
+    magic, capacity, text_bytes, n_text_bytes, _, n_operations, *_ = _HEADER.unpack_from(memory)
+    if magic != _MAGIC:
+        raise ValueError("it was not written by this version of horo_lite")
+    first = DESCRIPTION_ENDS + text_bytes
+    if n_text_bytes > text_bytes or len(memory) < first + capacity * _OPERATION.size:
+        raise ValueError("it is incomplete")
+    description = json.loads(_text(memory, DESCRIPTION_AT, DESCRIPTION_ENDS))
+    if not isinstance(description, dict):
+        raise ValueError("it does not say whose it is")
+    rank, size = int(description["rank"]), int(description["size"])
+    float(description["began"]), str(description["job"]), int(description["epoch_ns"])
+    texts: dict[int, Any] = {0: None}
+
+    def text(place: int, decode: bool = True) -> Any:
+        if place not in texts:
+            if place >= n_text_bytes:
+                raise ValueError("a text lies outside")
+            found = _text(memory, DESCRIPTION_ENDS + place, first)
+            texts[place] = json.loads(found) if decode else found
+        return texts[place]
+
+    operations = []
+    for number in range(max(1, n_operations - capacity + 1), n_operations + 1):
+        values = _OPERATION.unpack_from(memory, first + number % capacity * _OPERATION.size)
+        if values[0] != number:  # it is being written
+            continue
+        label = values[23].partition(b"\0")[0].decode(errors="replace")
+        n_tensors, names, channel, kind, dtype, n_axes, flags = values[12:19]
+        phases = dict(zip(PHASES, values[19:23], strict=True)) if any(values[19:23]) else {}
+        operations.append(
+            Operation(
+                number=number,
+                position=values[1],
+                ranks=tuple(text(channel) or ()),
+                asynchronous=bool(flags & _ASYNCHRONOUS),
+                label=label,
+                kind=text(kind, False) or label.partition(" ")[0],
+                names=tuple(text(names) or ()),
+                submitted_ns=values[2],
+                begun_ns=values[3],
+                done_ns=values[4],
+                failed=bool(flags & _FAILED),
+                n_bytes=values[5],
+                n_tensors=n_tensors,
+                dtype=DTYPES[dtype] if n_tensors and dtype < len(DTYPES) else "",
+                shape=tuple(values[6 : 6 + min(n_axes, 6)]),
+                phases_ns=phases,
+            )
+        )
+    return Records(rank, size, description, operations)
+
+
+def of_file(path: Path) -> Records:
+    """Return what a recorder has left in its file, or writes there now.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is not a recorder's.
+        OSError: It cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        n_bytes = os.fstat(descriptor).st_size
+        if not DESCRIPTION_ENDS <= n_bytes <= _LARGEST_FILE:
+            raise ValueError("it has not the size of one")
+        with mmap.mmap(descriptor, n_bytes, prot=mmap.PROT_READ) as memory:
+            return of_memory(memory[:])
+    finally:
+        os.close(descriptor)
+
+
+def of_files(paths: Iterable[Path], job: str | None = None) -> list[Records]:
+    """Return what ranks of one job have left in their files, in rank order; others are left out.
+
+    Args:
+        paths: The files.
+        job: What names the job; by default it is the one that began last.
+    """
+    found = []
+    for path in paths:
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+            found.append(of_file(path))
+    if found and job is None:
+        newest = max(found, key=lambda one: float(one.description["began"]))
+        job = newest.description["job"]
+    of_job = [one for one in found if one.description["job"] == job]
+    return sorted(of_job, key=lambda one: one.rank)
+
+
+def _text(memory: bytes, begin: int, end: int) -> str:
+    found = memory.find(b"\0", begin, end)
+    return memory[begin : end if found < 0 else found].decode(errors="replace")
+
+
+def ranks_text(ranks: Sequence[int], size: int) -> str:
+    """Return which ranks these are, in words."""
+    if list(ranks) == list(range(size)):
+        return "all ranks"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,241 @@
+"""A trace of the ranks' operations, for ui.perfetto.dev or chrome://tracing.
+
+While one is written, a rank's recorder has room for more operations, in a file beside the trace.
+When its timeline ends, the rank adds them to the trace and removes that file. Ranks do so one after
+the other, in any order: the trace is valid at any time, and complete when the last one has ended.
+Where a job ends badly, the rank that reports it adds what all have left; after a job whose
+processes were killed, `horo-lite trace` does.
+
+The trace is in Chrome's trace event format. Of each operation it has
+
+- a pair of events "b" and "e" with the category "queue": from its submission until every rank had
+  submitted it;
+- an event "X", from then until it was complete on this rank. Its category is the kind of operation;
+- within that, for reductions in the host's memory, an event "X" of the category "phase" for each of
+  its phases. These are sums: large arrays pass through the phases piece by piece.
+
+All carry the operation's name, and in `args` the names of its tensors, where they have any, and
+its size. `pid` is the rank; each group of ranks has a `tid` for its direct calls and one for its
+asynchronous operations. Times are in microseconds since 1970, by the clock of rank 0's host. On a
+GPU, an operation ends when it has been queued there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from horo_lite import _native
+from horo_lite.recording import recorder
+from horo_lite.recording.records import ENDING, Operation, Records, of_files, of_memory, ranks_text
+
+CAPACITY = 1 << 16
+"""Operations of each rank that a timeline keeps: the last ones."""
+_BEGIN, _END = b"[\n", b"\n]\n"
+
+
+class _Running(NamedTuple):
+    path: Path
+    first: int
+    """The number of its first operation."""
+    former: Path | None
+    """Where the recorder's memory was before."""
+
+
+_running: _Running | None = None
+
+
+def start(path: str, rank: int, *, anew: bool = True) -> None:
+    """Start a timeline: see `horo_lite.start_timeline`.
+
+    Args:
+        path: Where the trace is to be.
+        rank: This rank's number.
+        anew: Whether what is there is to be replaced.
+
+    Raises:
+        ValueError: One is being written already.
+        OSError: The file cannot be written.
+    """
+    global _running
+    if _running is not None:
+        raise ValueError("a timeline is being written already: call stop_timeline() first")
+    trace = Path(path.replace("{rank}", str(rank))).absolute()
+    with _locked(trace) as file:
+        # The first rank that begins finds what another job or an earlier timeline has left.
+        others = _files_of(trace)
+        if anew and not of_files(others, recorder.job()):
+            os.truncate(file, 0)
+            for other in others:
+                other.unlink(missing_ok=True)
+        former = recorder.file()
+        recorder.keep(CAPACITY, trace.with_name(f"{trace.name}.{rank}{ENDING}"))
+    _native.Recorder.time_phases(True)
+    _running = _Running(trace, _native.Recorder.n_operations() + 1, former)
+
+
+def stop() -> None:
+    """Write this rank's operations into the trace, if a timeline is being written."""
+    global _running
+    running, _running = _running, None
+    if running is None:
+        return
+    _native.Recorder.time_phases(False)
+    mine = of_memory(recorder.memory())
+    path = recorder.file()
+    with _locked(running.path) as file:
+        if path is not None and path.exists():  # nobody has done it for this rank
+            _append(file, list(events_of(mine, running.first)))
+        recorder.keep(recorder.CAPACITY, running.former)
+
+
+def is_running() -> bool:
+    """Tell whether a timeline is being written by this rank."""
+    return _running is not None
+
+
+def path() -> Path | None:
+    """Return where the trace is to be, while a timeline is being written."""
+    return None if _running is None else _running.path
+
+
+def finish(trace: Path, job: str | None = None) -> list[int]:
+    """Write into a trace what ranks have recorded that have not done so themselves.
+
+    Args:
+        trace: The file.
+        job: What names the job of the ranks; by default it is the one that began last.
+
+    Returns:
+        The ranks whose operations have come into the trace.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    done: list[int] = []
+    if not _files_of(trace):
+        return done
+    with _locked(trace) as file:
+        paths = _files_of(trace)
+        if job is None:
+            job = next((str(one.description["job"]) for one in of_files(paths)), None)
+        for one in paths:
+            for records in of_files([one], job):
+                _append(file, list(events_of(records)))
+                one.unlink(missing_ok=True)
+                done.append(records.rank)
+    return sorted(done)
+
+
+def _files_of(trace: Path) -> list[Path]:
+    begin = f"{trace.name}."
+    return [
+        one
+        for one in trace.parent.iterdir()
+        if one.name.startswith(begin)
+        and one.name.endswith(ENDING)
+        and one.name[len(begin) : -len(ENDING)].isdecimal()
+    ]
+
+
+@contextlib.contextmanager
+def _locked(trace: Path) -> Iterator[int]:
+    """The trace's descriptor, while no other rank writes."""
+    descriptor = os.open(trace, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _append(file: int, events: Sequence[dict[str, Any]]) -> None:
+    """Add events to a list of them that is complete before and afterwards."""
+    if not events:
+        return
+    text = ",\n".join(map(json.dumps, events)).encode()
+    end = os.fstat(file).st_size
+    if end < len(_BEGIN + _END):
+        at, text = 0, _BEGIN + text + _END
+    else:
+        at, text = end - len(_END), b",\n" + text + _END
+    while text:
+        n = os.pwrite(file, text, at)
+        at, text = at + n, text[n:]
+
+
+def events_of(records: Records, first: int = 1) -> Iterator[dict[str, Any]]:
+    """Yield the events of one rank's operations, from the first one on.
+
+    Args:
+        records: What the rank has recorded.
+        first: The number of the first operation.
+    """
+    rank, epoch_ns = records.rank, int(records.description["epoch_ns"])
+    host = f"{records.description['host']}, pid {records.description['pid']}"
+
+    def name(what: str, tid: int, **args: Any) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "pid": rank, "tid": tid, "args": args}
+
+    rows: dict[tuple[int, ...], int] = {}
+    for operation in records.operations:
+        if operation.number < first:
+            continue
+        if not rows:
+            yield name("process_name", 0, name=f"rank {rank} ({host})")
+            yield name("process_sort_index", 0, sort_index=rank)
+        if operation.ranks not in rows:
+            row = rows[operation.ranks] = 2 * len(rows)
+            who = ranks_text(operation.ranks, records.size)
+            yield name("thread_name", row, name=f"direct calls of {who}")
+            yield name("thread_name", row + 1, name=f"asynchronous operations of {who}")
+        yield from _events(operation, rank, rows[operation.ranks], epoch_ns)
+
+
+def _events(operation: Operation, rank: int, row: int, epoch_ns: int) -> Iterator[dict[str, Any]]:
+    args: dict[str, Any] = {}
+    if operation.names:
+        args["tensors"] = list(operation.names)
+    if operation.n_bytes:
+        args["bytes"] = operation.n_bytes
+    if operation.position:
+        args["position"] = operation.position
+
+    def event(phase: str, at_ns: int, category: str, **more: Any) -> dict[str, Any]:
+        return {
+            "name": operation.label,
+            "cat": category,
+            "ph": phase,
+            "ts": (at_ns + epoch_ns) / 1e3,
+            "pid": rank,
+            "tid": row + operation.asynchronous,
+            **more,
+        }
+
+    number = f"{rank}.{operation.number}"
+    yield event("b", operation.submitted_ns, "queue", id=number, args=args)
+    begun_ns = operation.begun_ns or operation.done_ns
+    if not begun_ns:
+        return
+    yield event("e", begun_ns, "queue", id=number)
+    if not operation.done_ns:
+        yield event("B", begun_ns, _category(operation), args=args)
+        return
+    args = args | ({"failed": True} if operation.failed else {})
+    took_us = (operation.done_ns - begun_ns) / 1e3
+    yield event("X", begun_ns, _category(operation), dur=took_us, args=args)
+    at_ns = begun_ns
+    for phase, phase_ns in operation.phases_ns.items():
+        if phase_ns:
+            yield event("X", at_ns, "phase", dur=phase_ns / 1e3) | {"name": phase}
+            at_ns += phase_ns
+
+
+def _category(operation: Operation) -> str:
+    """The kind of operation in MPI's words: an optimizer's exchange is an all-reduce."""
+    return "allreduce" if operation.kind == "exchange" else operation.kind

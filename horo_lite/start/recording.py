@@ -1,0 +1,47 @@
+"""What the ranks of a world have done last: where it is kept, and what a bad end leaves of it."""
+
+from __future__ import annotations
+
+from horo_lite.recording import flight_record, recorder, records, timeline
+from horo_lite.settings import flight_record_folder
+from horo_lite.start import ending
+
+
+def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
+    """Record this rank's operations from now on, anew.
+
+    Args:
+        rank: This rank's number.
+        size: The number of ranks.
+        job: What names the world, on all ranks alike.
+        epoch_ns: What `clocks.epoch_ns` found.
+
+    Raises:
+        OSError: The folder for the flight record cannot be written.
+    """
+    folder, path = flight_record_folder(), None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = flight_record.file_of(folder, rank)
+    here = {"rank": rank, "size": size, "job": job, "epoch_ns": epoch_ns}
+    recorder.keep(recorder.CAPACITY, path, here)
+    ending.before_abort(leave)
+
+
+def leave() -> None:
+    """Write what the ranks did last, also those that hang or have died, where that is asked for."""
+    file, folder, trace = recorder.file(), flight_record_folder(), timeline.path()
+    if file is None or ending.in_forked_child():
+        return
+    try:
+        # With a timeline they are beside the trace, and not in the folder.
+        files = file.parent.glob(f"*{records.ENDING}")
+        everyone = records.of_files(files, recorder.job())
+        if folder is not None and everyone:
+            flight_record.write(folder, everyone)
+            ranks = ", ".join(str(one.rank) for one in everyone)
+            ending.write(f"[horo_lite] the last operations of ranks {ranks} are in {folder}\n")
+        if trace is not None:
+            timeline.finish(trace, recorder.job())
+    except Exception as error:  # what ends the job is more important
+        ending.write(f"[horo_lite] the last operations could not be written: {error}\n")
