@@ -176,6 +176,7 @@ pids = hvd.allgather_object(os.getpid())
 hvd.allreduce(np.ones(3), name="complete")
 handle = hvd.allreduce_async(np.ones(3), name="in flight") if hvd.rank() == 0 else None
 hvd.barrier()
+hvd.allreduce(np.ones(3), name="all have left the barrier")
 if hvd.rank() == 0:
     if "all" in sys.argv:
         os.kill(pids[1], signal.SIGKILL)

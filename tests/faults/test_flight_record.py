@@ -39,13 +39,16 @@ for i in range({N_BEFORE}):
     else:
         hvd.allgather(np.zeros((7, 5)))
 handles = [] if rank == 1 else [hvd.allreduce_async(np.ones(2), name="forgotten")]
+hvd.synchronize(hvd.allreduce_async(np.ones(4), name="last"))  # now all engines know of it
 if "killed" in sys.argv:
     pids = hvd.allgather_object(os.getpid())
-    hvd.barrier()
+    done = np.zeros(1)
     if rank == 2:
-        time.sleep(0.2)  # the engines have announced it by then
+        for r in (1, 0):
+            hvd.recv(done, r)
         for r in (1, 0, 2):
             os.kill(pids[r], signal.SIGKILL)
+    hvd.send(done, 2)
 elif rank == 1:
     time.sleep(600)
 hvd.allreduce(np.ones(5), name="loss")
@@ -108,8 +111,10 @@ def test_the_rank_that_lacks_an_operation_is_named(
     found = re.findall(r"missing ranks: (.*)\n(?s:.*?)stack trace: \n (.*) at ", said)
     missing = {label: ranks for ranks, label in found}
     assert missing.pop("allreduce 'forgotten'") == "{1}"
-    # Rank 2 was busy with killing the others.
-    assert missing == {"allreduce 'loss'": "{1}" if how == "stalled" else "{2}"}
+    if how == "stalled":
+        assert missing == {"allreduce 'loss'": "{1}"}
+    else:  # the others may have come so far
+        assert set(missing) <= {"allreduce 'loss'"}
     assert "has errors" not in said
 
 
