@@ -10,6 +10,9 @@ namespace {
 enum Tag : int { kLeft = 1, kGaveUp = 2, kStalled = 3, kArrived = 4, kAnnounced = 5 };
 
 constexpr size_t kTextBytes = 480;
+// MPI moves messages only in calls, and a probe may look before it does: so often is looked for what peers may have
+// sent long ago.
+constexpr int kLooks = 10;
 // A rank that waits for longer reports that it has arrived; repeatedly, since it may be stopped.
 constexpr int64_t kArrivedNs = 250'000'000, kAgainNs = 10'000'000'000;
 constexpr int64_t kFreshNs = 25'000'000'000;
@@ -228,7 +231,7 @@ void PeerStatus::leave(const std::string& reason) {
   if (control_->is_over()) return;
   std::map<int, std::string> texts = to_all("");
   try {
-    update();
+    for (int i = 0; i < kLooks; ++i) update();
   } catch (const PeerLost&) {  // some are dead
   }
   {

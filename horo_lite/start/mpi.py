@@ -18,7 +18,7 @@ from horo_lite.transports.mpi.carrier import MpiCarrier
 from horo_lite.transports.mpi.start_barrier import StartBarrier, wait_for_first
 
 _LAST_MESSAGES_S = 2.0
-"""How long a rank that ends may wait for messages of peers that do not end."""
+"""How long a rank that ends waits for the last messages of peers that do not end."""
 
 
 def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
@@ -83,8 +83,9 @@ def _end() -> None:
         barrier.end(ending.reason())
     if not barriers or not _finalizes:
         return
-    # Peers that end now have sent their last messages before the report of their end. Those that
-    # go on have received this rank's, and send it nothing any more: MPI_Finalize waits for them.
+    # UCX, which MPICH uses, warns of every message that nobody has received when MPI ends. The
+    # report of its end is the last that a peer sends. Those that go on for longer, for which
+    # MPI_Finalize waits, learn that they need not send one.
     until = time.monotonic() + _LAST_MESSAGES_S
     while True:
         everyone = all([one.all_ended() for one in barriers])  # noqa: C419  each receives
@@ -92,6 +93,8 @@ def _end() -> None:
         if everyone or time.monotonic() > until:
             break
         time.sleep(1e-3)
+    for barrier in barriers:
+        barrier.go()
 
 
 def load(launch: Launch | None) -> Any:

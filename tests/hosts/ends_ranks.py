@@ -1,17 +1,23 @@
 """What each rank does in test_hosts.py: leaves every kind of short message to peers, and ends.
 
-    ends_ranks.py together|late
+    ends_ranks.py together|late multiple|serialized
 
-`late`: rank 0 goes on alone for longer than ranks that end wait for its last messages.
+`together`: rank 0 ends a little later; nobody waits for as long as ranks that end do for others'
+last messages. `late`: rank 0 goes on for longer than that. Then: what MPI grants to threads.
 """
 
 import sys
 import time
 
+import mpi4py
 import numpy as np
 
 import horo_lite as hvd
+from horo_lite.start import mpi
 
+how, mpi4py.rc.thread_level = sys.argv[1:]
+if how == "together":
+    mpi._LAST_MESSAGES_S = 1e6
 hvd.init(device="cpu")
 rank, size = hvd.rank(), hvd.size()
 everyone = size * (size + 1) / 2
@@ -22,8 +28,10 @@ for step in range(20):  # engines wake each other for every round
 if rank == 0:
     time.sleep(0.5)  # those that wait report that they have arrived
 assert hvd.allreduce(np.array([rank + 1.0]), op=hvd.Sum)[0] == everyone
-if rank == 0 and sys.argv[1] == "late":
-    time.sleep(3)
-if sys.argv[1] == "late":
+if how == "late":
+    if rank == 0:
+        time.sleep(mpi._LAST_MESSAGES_S + 1)
     hvd.shutdown()
+elif rank == 0:
+    time.sleep(0.3)
 print("the end", flush=True)

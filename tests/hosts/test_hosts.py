@@ -68,9 +68,12 @@ def test_bits_are_those_of_simulated_hosts() -> None:
 
 
 @pytest.mark.skipif(mpi_name() != "mpich", reason="MPICH's UCX counts what nobody has received")
-@pytest.mark.parametrize("how", ["together", "late"])
-def test_mpi_finds_no_message_that_nobody_has_received(how: str) -> None:
-    with Network(2) as network, start_on(network, [2, 2], ENDS, args=[how]) as job:
+@pytest.mark.parametrize(
+    ("how", "threads"),
+    [("together", "multiple"), ("late", "multiple"), ("late", "serialized")],
+)
+def test_mpi_finds_no_message_that_nobody_has_received(how: str, threads: str) -> None:
+    with Network(2) as network, start_on(network, [2, 2], ENDS, args=[how, threads]) as job:
         result = job.wait(30).check()
     assert result.stdout.count("the end") == 4, str(result)
     assert "UCX" not in result.stderr, str(result)

@@ -286,11 +286,7 @@ class MpiCarrier(Carrier):
 
     @staticmethod
     def drain() -> None:
-        """Take all short messages that have arrived, of any world; nobody wants them any more.
-
-        UCX, which MPICH uses between hosts, warns of every message that nobody has received when
-        MPI ends.
-        """
+        """Take all short messages that have arrived, of any world; nobody wants them any more."""
         carriers = [*MpiCarrier.in_use, *MpiCarrier.unusable]
         for channel in [*_kept, *(each for one in carriers for each in one._channels)]:
             channel.drain()

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _REASON_BYTES = 480
+# MPI moves messages only in calls, and a probe may look before it does: so often is looked for
+# what peers may have sent long ago.
+_N_LOOKS = 10
 
 
 class Tag(IntEnum):
@@ -26,6 +29,7 @@ class Tag(IntEnum):
 
     LEFT = 1
     ARRIVED = 2
+    GONE = 3
 
 
 _kept: list[Any] = []
@@ -107,6 +111,8 @@ class StartBarrier:
         self._n_arrived = [0] * comm.size
         self._ended: dict[int, str] = {}
         """The ranks that have reported that they end, and why."""
+        self._gone: set[int] = set()
+        """Those of them that have waited for this rank's end, and receive nothing any more."""
         everyone = allgather_objects(self._comm, (host_key(), os.getpid()))
         self._here = {r: pid for r, (host, pid) in enumerate(everyone) if host == host_key()}
         """The processes of the ranks of this host."""
@@ -158,6 +164,8 @@ class StartBarrier:
             self._comm.Recv([text, self._mpi.BYTE], peer, tag, status)
             if tag == Tag.ARRIVED:
                 self._n_arrived[peer] += 1
+            elif tag == Tag.GONE:
+                self._gone.add(peer)
             else:
                 self._ended[peer] = text[: status.Get_count(self._mpi.BYTE)].tobytes().decode()
 
@@ -201,16 +209,21 @@ class StartBarrier:
     def end(self, reason: str) -> None:
         """Make peers that wait for this rank, now or later, raise PeerLostError: it ends."""
         if self.is_usable():
-            # Who has ended waits for nobody, and would not receive it.
-            self._send(_fitting(reason), Tag.LEFT, but_to=self._ended_peers())
+            for _ in range(_N_LOOKS):
+                self._ended_peers()
+            self._send(_fitting(reason), Tag.LEFT, but_to=self._gone)
 
     def is_usable(self) -> bool:
         """Whether this is the process that made it, and MPI has not been finalized."""
         return os.getpid() == self._pid and not self._mpi.Is_finalized()
 
     def all_ended(self) -> bool:
-        """Whether all other ranks have reported that they end."""
+        """Whether all other ranks have reported that they end: the last that they send here."""
         return len(self._ended_peers()) == self._comm.size - 1
+
+    def go(self) -> None:
+        """Let ranks that go on know that this one receives nothing any more."""
+        self._send(b"", Tag.GONE, but_to=self._ended_peers())
 
     def _ended_peers(self) -> Collection[int]:
         for peer in range(self._comm.size):
