@@ -47,6 +47,9 @@ class Tensors:
     def outline(self) -> Tensors: ...
     def shape(self, index: int) -> list[int]: ...
     def itemsize(self, index: int) -> int: ...
+    def read_from(self, sources: Tensors) -> None:
+        """An all-reduce of these reads what they contribute there, and leaves its result here."""
+
     def copy_to(self, other: Tensors, streaming: bool = False) -> None:
         """The host's memory only. Streaming, past the caches."""
 

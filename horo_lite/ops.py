@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import arguments, context
-from horo_lite.collectives.arrays import MEMORY, Array, array_of, copies_of, copy_of
+from horo_lite.collectives.arrays import MEMORY, Array, array_of, copies_of, copy_of, results_of
 from horo_lite.collectives.calls import (
     AllGather,
     AllGatherBytes,
@@ -982,10 +982,10 @@ def _reduced(
 ) -> list[Array]:
     """New arrays."""
     ranks = ranks_of(group)
-    copies = copies_of(xs)
-    memory = ranks.memory(copies, fresh=True)
+    results, sources = results_of(xs)
+    memory = ranks.memory(results, fresh=True, sources=sources)
     ranks.run(call, Part(memory, weight))
-    return memory.results(copies, xs)
+    return memory.results(results, xs)
 
 
 def _begin_reduced(

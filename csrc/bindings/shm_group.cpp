@@ -62,11 +62,13 @@ void reduce_scatter(ShmGroup& group, const std::vector<std::vector<TensorRef>>& 
   }
   size_t total = 0;
   for (const std::vector<TensorRef>& part : refs) total += total_bytes(part);
+  std::vector<TensorRef> own = result;
+  for (size_t i = 0; i < own.size(); ++i) own[i].source = mine[i].address;
   std::vector<Layout> parts;
-  for (const std::vector<TensorRef>& part : refs) parts.emplace_back(part, op, wire, group.part_bytes(total), 1);
-  std::vector<void*> results;
-  for (const TensorRef& ref : result) results.push_back(ref.address);
-  group.reduce_scatter(parts, results, weights, factor);
+  for (const std::vector<TensorRef>& part : refs) {
+    parts.emplace_back(&part == &mine ? own : part, op, wire, group.part_bytes(total), 1);
+  }
+  group.reduce_scatter(parts, weights, factor);
 }
 
 void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Factor factor,

@@ -56,6 +56,8 @@ class Tensors {
   size_t n_bytes_aligned() const;
   void move_to(uint8_t* memory);
   const std::vector<TensorRef>& refs() const { return refs_; }
+  // A reduction of these reads `sources`, which are like these, and in C order, and must outlive this.
+  void read_from(const Tensors& sources);
   std::vector<Buffer> buffers() const;
   size_t n_bytes() const;
   uint64_t signature() const;

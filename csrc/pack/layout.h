@@ -17,6 +17,8 @@ struct TensorRef {
   void* address;
   size_t n_elements;
   DType dtype;
+  // Where a reduction reads this rank's contribution, as it leaves the result at `address`; nullptr: there, too.
+  const void* source = nullptr;
 };
 
 // A run of blocks of one tensor inside one share.
@@ -72,14 +74,14 @@ class Layout {
   // `image` is the start of the whole chunk's wire image in each of these.
   void encode(size_t chunk, int share, uint8_t* image, Stores stores = Stores::kCached) const {
     for (const Piece& piece : pieces(chunk, share)) {
-      kernels_[piece.tensor]->encode(source(piece), piece.n_elements, image + piece.offset, stores);
+      kernels_[piece.tensor]->encode(from(piece), piece.n_elements, image + piece.offset, stores);
     }
     finish_stores(stores);
   }
 
   void decode(size_t chunk, int share, const uint8_t* image) const {
     for (const Piece& piece : pieces(chunk, share)) {
-      kernels_[piece.tensor]->decode(image + piece.offset, piece.n_elements, source(piece));
+      kernels_[piece.tensor]->decode(image + piece.offset, piece.n_elements, to(piece));
     }
   }
 
@@ -88,24 +90,6 @@ class Layout {
   void reduce(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
               const std::vector<double>& weights, Factor factor, uint8_t* image, bool to_tensors,
               Stores stores = Stores::kCached) const {
-    reduce_to(chunk, share, images, own, weights, factor, image, stores,
-              [&](const Piece& piece) -> void* { return to_tensors ? source(piece) : nullptr; });
-  }
-
-  // The same into other tensors, as large as these, which stay as they are: results[t] is the address of the t-th.
-  void reduce_into(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
-                   const std::vector<double>& weights, Factor factor, uint8_t* image,
-                   const std::vector<void*>& results) const {
-    reduce_to(chunk, share, images, own, weights, factor, image, Stores::kCached, [&](const Piece& piece) -> void* {
-      return static_cast<uint8_t*>(results[piece.tensor]) + piece.first * kernels_[piece.tensor]->item_bytes;
-    });
-  }
-
- private:
-  template <class Destination>  // void* Destination(Piece)
-  void reduce_to(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
-                 const std::vector<double>& weights, Factor factor, uint8_t* image, Stores stores,
-                 Destination destination) const {
     std::vector<const uint8_t*> wires(images.size());
     if (!weights.empty() && weights.size() != images.size()) {
       throw std::invalid_argument(std::to_string(images.size()) + " contributions, but " +
@@ -115,14 +99,13 @@ class Layout {
       for (size_t r = 0; r < images.size(); ++r) {
         wires[r] = images[r] == nullptr ? nullptr : images[r] + piece.offset;
       }
-      kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, source(piece),
+      kernels_[piece.tensor]->reduce({wires.data(), static_cast<int>(images.size()), own, from(piece),
                                       weights.empty() ? nullptr : weights.data(), piece.n_elements, factor,
-                                      image + piece.offset, destination(piece), stores});
+                                      image + piece.offset, to_tensors ? to(piece) : nullptr, stores});
     }
     finish_stores(stores);
   }
 
- public:
   // The same where every rank's tensors lie alike in memory that all see: `distances[r]` is how far rank r's are from
   // these. The result goes into all of them. Only for kernels whose wire is the tensor's own format.
   void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor) const {
@@ -139,7 +122,7 @@ class Layout {
       // Block by block: what the other ranks get is still in the nearest cache.
       for (size_t first = 0; first < piece.n_elements; first += kBlockElements) {
         const size_t n = std::min(kBlockElements, piece.n_elements - first);
-        uint8_t* own = static_cast<uint8_t*>(source(piece)) + first * kernels.item_bytes;
+        uint8_t* own = static_cast<uint8_t*>(to(piece)) + first * kernels.item_bytes;
         for (size_t r = 0; r < n_ranks; ++r) ranks[r] = own + distances[r];
         kernels.reduce(
             {ranks.data(), static_cast<int>(n_ranks), -1, own, nullptr, n, factor, ranks[0], ranks[n_ranks - 1]});
@@ -161,9 +144,14 @@ class Layout {
     return {pieces_.data() + piece_offsets_[i], pieces_.data() + piece_offsets_[i + 1]};
   }
 
-  void* source(const Piece& piece) const {
+  const void* from(const Piece& piece) const {
     const TensorRef& tensor = tensors_[piece.tensor];
-    return static_cast<uint8_t*>(tensor.address) + piece.first * kernels_[piece.tensor]->item_bytes;
+    const void* source = tensor.source == nullptr ? tensor.address : tensor.source;
+    return static_cast<const uint8_t*>(source) + piece.first * kernels_[piece.tensor]->item_bytes;
+  }
+
+  void* to(const Piece& piece) const {
+    return static_cast<uint8_t*>(tensors_[piece.tensor].address) + piece.first * kernels_[piece.tensor]->item_bytes;
   }
 
   // Cuts a chunk's runs into shares of nearly equal bytes, at block boundaries.

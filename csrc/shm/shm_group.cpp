@@ -587,11 +587,10 @@ size_t ShmGroup::part_bytes(size_t total_bytes) const {
 }
 
 // Per chunk of every part: everyone packs the parts of the others into its slot, one after the other; each rank sums
-// its own part over all slots in rank order, its own contribution read where it lies, and leaves the result in the
-// caller's memory. Nobody needs the others' results, so the second half of an all-reduce falls away. What follows
+// its own part over all slots in rank order, its own contribution read where it lies, and leaves the result in its
+// tensors. Nobody needs the others' results, so the second half of an all-reduce falls away. What follows
 // begins with a handshake, when everyone has read what it needs.
-void ShmGroup::reduce_scatter(const std::vector<Layout>& parts, const std::vector<void*>& results,
-                              const std::vector<double>& weights, Factor factor) {
+void ShmGroup::reduce_scatter(const std::vector<Layout>& parts, const std::vector<double>& weights, Factor factor) {
   RankBlock& own = block(rank_);
   const Layout& mine = parts[static_cast<size_t>(rank_)];
   size_t n_chunks = 0;
@@ -626,7 +625,7 @@ void ShmGroup::reduce_scatter(const std::vector<Layout>& parts, const std::vecto
     if (chunk < mine.n_chunks()) {
       for (int r = 0; r < size_; ++r) images[r] = place(r, chunk, rank_);
       // Nobody reads the image of the result: it lies where a part of this rank's for itself would.
-      mine.reduce_into(chunk, 0, images, rank_, weights, factor, place(rank_, chunk, rank_), results);
+      mine.reduce(chunk, 0, images, rank_, weights, factor, place(rank_, chunk, rank_), true);
     }
     signal(own.reduced, ++reduced_);
   }

@@ -52,15 +52,14 @@ class ShmGroup {
   // it. With `wake_others`, the others' engines are woken once they can see that this rank is ahead of them.
   std::vector<Header> agree(const std::string& label, Header mine, bool wake_others = false);
 
-  // In place over the layout's tensors; `layout` is one of chunk_bytes(…) and size() shares.
+  // Over the layout's tensors, in place or from their sources; `layout` is one of chunk_bytes(…) and size() shares.
   void allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor);
   // The same for tensors that lie in memory which all ranks see, rank r's at `distances[r]` bytes from this one's:
   // every rank reduces its share of all of them where they lie. `layout` is one of a single chunk and size() shares.
   void reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor);
-  // Rank r gets parts[r] alone, reduced, in tensors of the same sizes at the addresses `results`; the parts stay as
-  // they are. Each is a layout of one share and part_bytes(…), alike on all ranks. For at most kMostParts ranks.
-  void reduce_scatter(const std::vector<Layout>& parts, const std::vector<void*>& results,
-                      const std::vector<double>& weights, Factor factor);
+  // Rank r gets parts[r] alone, reduced, and the others stay as they are. Each is a layout of one share and
+  // part_bytes(…), alike on all ranks. For at most kMostParts ranks.
+  void reduce_scatter(const std::vector<Layout>& parts, const std::vector<double>& weights, Factor factor);
   static constexpr int kMostParts = 16;
   // How large the chunks of a part should be for this many bytes of all parts.
   size_t part_bytes(size_t total_bytes) const;

@@ -159,14 +159,14 @@ class Adapter:
         """The optimizer goes on as the one whose `state()` this is."""
 
     makes_copies: bool = False
-    """Whether it has `host_copies` and `from_copies`, because NumPy's memory will not do."""
+    """Whether it has `host_results` and `from_results`, because NumPy's memory will not do."""
 
-    def host_copies(self, xs: Sequence[Array]) -> list[np.ndarray[Any, Any]]:
-        """New NumPy arrays that hold what `xs` hold, all of them in the host's memory."""
+    def host_results(self, views: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """New NumPy arrays in C order with any contents, otherwise like `views`."""
         raise NotImplementedError
 
-    def from_copies(self, copies: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
-        """Arrays of this framework's over the memory of `host_copies`, which nobody else writes."""
+    def from_results(self, results: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
+        """Arrays of this framework's over that memory, which nobody else writes."""
         raise NotImplementedError
 
     # Arrays in a GPU's memory.

@@ -51,14 +51,22 @@ class HostArrays:
     """A list of arrays as dense memory: themselves, or copies where they are not dense.
 
     `fresh` arrays are nobody's yet. Of others, to be changed in place, `overlaps` are those that
-    share memory, as `Tensors.overlaps` has them.
+    share memory, as `Tensors.overlaps` has them. Fresh ones may have `sources`: what they are to
+    hold, which need not be copied where it can be read.
     """
 
     stream: CommunicationStream | None = None
     overlaps: Sequence[tuple[int, int, int, bool]] = ()
     fresh = True
+    _sources: _native.Tensors | None = None
 
-    def __init__(self, arrays: Sequence[Array], *, fresh: bool = False) -> None:
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        *,
+        fresh: bool = False,
+        sources: Sequence[NDArray[Any]] | None = None,
+    ) -> None:
         self.fresh = fresh
         self.arrays = list(arrays)
         self._originals: dict[int, NDArray[Any]] = {}
@@ -76,6 +84,8 @@ class HostArrays:
             self.overlaps = self.tensors.overlaps()
         if strided := self.tensors.strided:
             self._copy(strided)
+        if sources is not None:
+            self._sources = _native.Tensors(sources, writable=False)
 
     @classmethod
     def of_rows(cls, x: Array) -> HostArrays:
@@ -92,6 +102,7 @@ class HostArrays:
 
     def use_c_order(self) -> None:
         """Use C order, where the ranks' memory orders differ."""
+        self.fill()
         self._copy([i for i, x in enumerate(self.arrays) if not view(x).flags.c_contiguous])
 
     def _copy(self, indices: Sequence[int]) -> None:
@@ -103,8 +114,19 @@ class HostArrays:
             bytes_copied += original.nbytes
         self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
 
-    def begin(self) -> None:
-        """The memory holds what the arrays hold."""
+    def fill(self) -> None:
+        """The arrays hold what is to be reduced, if they did not."""
+        if self._sources is not None:
+            self._sources.copy_to(self.tensors)
+            self._sources = None
+
+    def begin(self, reads_sources: bool = False) -> None:
+        """The memory holds what the arrays hold, or, where sources are read, refers to it."""
+        if reads_sources and self._sources is not None:
+            self.tensors.read_from(self._sources)
+            self._sources = None
+        else:
+            self.fill()
 
     def end(self) -> None:
         """The arrays here hold what the memory holds."""
@@ -116,6 +138,7 @@ class HostArrays:
 
     def seen(self) -> list[Array]:
         """The arrays as a compressor's hooks see them."""
+        self.fill()
         return [view(x) for x in self.arrays]
 
     def describe(self, names: Sequence[str]) -> list[str]:
@@ -140,7 +163,7 @@ class HostArrays:
         return like(array, x)
 
     def results(self, arrays: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-        """The same for `copies_of(xs)`."""
+        """The same for `copies_of(xs)` or `results_of(xs)`."""
         return results_like(arrays, xs)
 
     def part(self, array: Array, rows: slice, x: Array) -> Array:
@@ -208,7 +231,7 @@ class GpuArrays:
     def _read(self, stream: int) -> None:
         self.tensors = _native.Tensors(self.arrays, stream=stream)
 
-    def begin(self) -> None:
+    def begin(self, reads_sources: bool = False) -> None:
         """What is queued from now on comes after all that the arrays' owners have been given."""
         if self._begun:
             return
@@ -387,18 +410,41 @@ def copies_of(xs: Sequence[Array]) -> list[Array]:
     adapter = _that_makes_copies(xs)
     if adapter is None or any(gpu_of(x) is not None for x in xs):
         return [copy_of(x) for x in xs]
-    return adapter.host_copies(xs)
+    views = [adapter.value(x) for x in xs]
+    copies: list[Array] = adapter.host_results(views)
+    for copy, view_of_x in zip(copies, views, strict=True):
+        np.copyto(copy, view_of_x)
+    return copies
+
+
+def results_of(xs: Sequence[Array]) -> tuple[list[Array], list[NDArray[Any]] | None]:
+    """New arrays for the results of a reduction of `xs`, and their sources: see `HostArrays`.
+
+    Without sources they are copies. As those of `copies_of`, they are given back through
+    `results_like`.
+    """
+    n_bytes = sum(getattr(x, "nbytes", 0) for x in xs)
+    if n_bytes < _LARGE or any(gpu_of(x) is not None for x in xs):
+        return copies_of(xs), None
+    adapter = _that_makes_copies(xs)
+    views = [exportable(x) if adapter is None else adapter.value(x) for x in xs]
+    if not all(isinstance(view_of_x, np.ndarray) for view_of_x in views):
+        return copies_of(xs), None
+    sources = [np.ascontiguousarray(view_of_x).reshape(view_of_x.shape) for view_of_x in views]
+    if adapter is None:
+        return [new_array(source.shape, source.dtype) for source in sources], sources
+    return list(adapter.host_results(sources)), sources
 
 
 def results_like(results: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-    """Each of the results, `copies_of(xs)` in the host's memory, as who gave `xs` expects it.
+    """Each of the results, those of `copies_of` or `results_of`, as who gave `xs` expects it.
 
     Of `xs` only the types count: they may have been deleted meanwhile.
     """
     adapter = _that_makes_copies(xs)
     if adapter is None:
         return [like(result, x) for result, x in zip(results, xs, strict=True)]
-    return adapter.from_copies(results)
+    return adapter.from_results(results)
 
 
 def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
 
+from numpy.typing import NDArray
+
 from horo_lite import _native
 from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays, gpu_of
 from horo_lite.collectives.calls import Call, Finish, Part
@@ -425,11 +427,16 @@ class Group:
         return stream
 
     def memory(
-        self, arrays: Sequence[Array], *, fresh: bool = False, asynchronous: bool = False
+        self,
+        arrays: Sequence[Array],
+        *,
+        fresh: bool = False,
+        sources: Sequence[NDArray[Any]] | None = None,
+        asynchronous: bool = False,
     ) -> HostArrays | GpuArrays:
         stream = self.stream(gpu_of(arrays[0]) if len(arrays) else None, asynchronous)
         if stream is None:
-            return HostArrays(arrays, fresh=fresh)
+            return HostArrays(arrays, fresh=fresh, sources=sources)
         return GpuArrays(arrays, stream, fresh=fresh)
 
     def rows(self, x: Array, asynchronous: bool = False) -> HostArrays | GpuArrays:

@@ -121,7 +121,7 @@ class AllReduce(Call[bool]):
         if any(header.count != headers[0].count for header in headers):
             memory.use_c_order()
             part.offsets = None
-        memory.begin()
+        memory.begin(transport.reads_sources)
         self._move(part, transport, [header.weight for header in headers])
         return lambda: self._complete(part)
 

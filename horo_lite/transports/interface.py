@@ -98,6 +98,8 @@ class Transport(ABC):
     Given are what this rank has for each, which stays as it is, the result and the reduction. None
     where everything travels to every rank anyway: `allreduce` is then as good.
     """
+    reads_sources = False
+    """`allreduce` reads what tensors contribute where `Tensors.read_from` says."""
     shares_memory = False
     """All ranks are on one host, and see each other's `SharedMemory`."""
 

@@ -19,6 +19,7 @@ class ShmTransport(Transport):
 
     name = "shm"
     shares_memory = True
+    reads_sources = True
 
     def __init__(
         self,

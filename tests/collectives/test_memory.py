@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from launch import run_ranks, run_threads
+from sources_ranks import compare_with_in_place
 
 import horo_lite as hvd
 from horo_lite import _native, ops
@@ -256,3 +258,34 @@ def test_memory_of_large_results_is_used_again_but_not_while_somebody_has_it(wha
 
     run_threads(2, work, timeout_s=60)
     assert used.min() >= expected(0).nbytes, f"memory was not used again: {used}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_large_arrays_are_reduced_from_where_they_lie(size: int) -> None:
+    run_threads(size, compare_with_in_place, timeout_s=60)
+
+
+@pytest.mark.mpi
+def test_large_arrays_are_reduced_from_where_they_lie_between_hosts() -> None:
+    script = Path(__file__).with_name("sources_ranks.py")
+    run_ranks(script, 2, env={"HORO_LITE_TEST_HOSTS": "1,1"}).check()
+
+
+def test_large_arrays_are_not_copied_before_they_are_reduced() -> None:
+    read = []
+
+    def work(group: hvd.Group) -> None:
+        x = np.full(MIB, group.rank, np.float32)
+        allreduce = group.transport.allreduce
+
+        def spy(tensors: _native.Tensors, reduction: object) -> None:
+            # What lies in the result's memory before is not what is reduced.
+            _native.Tensors([np.full(MIB, 77, np.float32)]).copy_to(tensors)
+            read.append(group.rank)
+            allreduce(tensors, reduction)
+
+        group.transport.allreduce = spy
+        assert np.all(hvd.allreduce(x, op=hvd.Sum, group=group) == 3)
+
+    run_threads(3, work, timeout_s=60)
+    assert sorted(read) == [0, 1, 2]

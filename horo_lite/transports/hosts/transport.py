@@ -33,6 +33,8 @@ class HostsTransport(Transport):
         names: Each rank's, for error messages.
     """
 
+    reads_sources = True
+
     def __init__(
         self,
         carrier: Carrier,
