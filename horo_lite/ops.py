@@ -514,10 +514,11 @@ def reducescatter(
     """
     ranks = ranks_of(group)
     call = ReduceScatter(name, op, compression, prescale_factor, postscale_factor)
-    rows = ranks.part_of(copy := copy_of(x))
-    memory = ranks.memory([copy], fresh=True)
+    [result], sources = results_of([x])
+    rows = ranks.part_of(result)
+    memory = ranks.memory([result], fresh=True, sources=sources)
     ranks.run(call, Part(memory))
-    return memory.part(copy, rows, x)
+    return memory.part(result, rows, x)
 
 
 @_explains_average
