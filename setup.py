@@ -6,15 +6,17 @@ only the stable ABI, and so serves every CPython from 3.12 on.
 
 Of the environment, csrc/gpu/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted),
 HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and HORO_LITE_CUDA_WHEELS (`make
-wheel`: the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own. HORO_LITE_DEBUG=1
-(`make debug`) builds with assertions and little optimization, HORO_LITE_QUICK_BUILD=1 (`make demo`)
-for this machine's CPU only and without what the tests need.
+wheel`: the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own.
+HORO_LITE_WHEEL_CPU=x86_64 or aarch64 (`make wheel`) builds for every Linux with that CPU, by
+csrc/zig.cmake. HORO_LITE_DEBUG=1 (`make debug`) builds with assertions and little optimization,
+HORO_LITE_QUICK_BUILD=1 (`make demo`) for this machine's CPU only and without what the tests need.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -28,7 +30,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+# For another processor Python's files are named after that one.
+WHEEL_CPU = os.environ.get("HORO_LITE_WHEEL_CPU", "")
+HERE = platform.machine()
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX").replace(HERE, WHEEL_CPU or HERE)
 HAS_STABLE_ABI = (
     sys.implementation.name == "cpython"
     and sys.version_info >= (3, 12)  # the first whose stable ABI has all that nanobind needs
@@ -111,9 +116,10 @@ class CMakeBuild(build_ext):
         # every object file that did not have to be compiled again.
         wheels = os.environ.get("HORO_LITE_CUDA_WHEELS", "")
         debug = is_set("HORO_LITE_DEBUG")
-        kind = "debug" if debug else "wheel" if wheels else "cmake"
+        kind = "debug" if debug else "wheel" if wheels or WHEEL_CPU else "cmake"
         stable = any(ext.py_limited_api for ext in self.extensions)
         flavour = "-stable-abi" if stable else ""
+        toolchain = [f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/csrc/zig.cmake"] if WHEEL_CPU else []
         tree = ROOT / "build" / f"{kind}{SUFFIX.removesuffix('.so')}{flavour}"
         cache, home = tree / "CMakeCache.txt", f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}/csrc\n"
         if cache.exists() and home not in cache.read_text():
@@ -131,6 +137,7 @@ class CMakeBuild(build_ext):
             f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
             f"-DHORO_LITE_CUDA_ARCHITECTURES={os.environ.get('HORO_LITE_CUDA_ARCHITECTURES', '')}",
             f"-DHORO_LITE_CUDA_WHEELS={wheels}",
+            *toolchain,
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         # Together: the last object files of one module are compiled beside the next one's.
@@ -151,8 +158,13 @@ class CMakeBuild(build_ext):
             fresh.replace(target)
 
 
+wheel_tags = {"py_limited_api": "cp312"} if HAS_STABLE_ABI else {}
+if WHEEL_CPU:
+    os.environ["SETUPTOOLS_EXT_SUFFIX"] = SUFFIX
+    wheel_tags["plat_name"] = f"linux_{WHEEL_CPU}"
+
 setup(
     ext_modules=[Extension("horo_lite._native", sources=[]), Extension(TESTING, sources=[])],
     cmdclass={"build_ext": CMakeBuild},
-    options={"bdist_wheel": {"py_limited_api": "cp312"}} if HAS_STABLE_ABI else {},
+    options={"bdist_wheel": wheel_tags},
 )

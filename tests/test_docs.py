@@ -38,6 +38,18 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    places = {
+        "pyproject.toml": r'^version = "(.*)"$',
+        "CITATION.cff": r"^version: (.*)$",
+        "CHANGELOG.md": r"^## (\S+)",
+    }
+    for file, line in places.items():
+        found = re.search(line, (ROOT / file).read_text(), re.MULTILINE)
+        assert found, file
+        assert found[1] == horo_lite.__version__, file
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
     # In the left columns of tables `hvd` is Horovod.

@@ -8,11 +8,31 @@
 #include <string>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
 namespace horo {
 namespace {
+
+#if defined(__x86_64__)
+struct Features {
+  bool avx2, avx512;
+};
+
+// What the processor can do and the system allows, which is to say whose registers it saves. Not from
+// __builtin_cpu_supports(): zig's Clang, which builds the wheels, comes without the library behind it.
+Features features() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, saved = 0;
+  const auto has = [](unsigned value, unsigned bits) { return (value & bits) == bits; };
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || !has(ecx, bit_OSXSAVE | bit_AVX | bit_F16C)) return {};
+  asm("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0));
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return {};
+  constexpr unsigned kYmm = 0x06, kZmm = 0xe6;
+  return {has(saved, kYmm) && has(ebx, bit_AVX2),
+          has(saved, kZmm) && has(ebx, bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL)};
+}
+#endif
 
 struct InstructionSet {
   const char* name;
@@ -24,12 +44,10 @@ struct InstructionSet {
 const InstructionSet* instruction_sets() {
   static const InstructionSet sets[] = {
 #if HORO_LITE_AVX512
-      {"avx512", avx512::select, avx512::copy_bytes,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl")},
+      {"avx512", avx512::select, avx512::copy_bytes, features().avx512},
 #endif
 #if HORO_LITE_AVX2
-      {"avx2", avx2::select, avx2::copy_bytes, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")},
+      {"avx2", avx2::select, avx2::copy_bytes, features().avx2},
 #endif
       {"portable", portable::select, portable::copy_bytes, true},
       {nullptr, nullptr, nullptr, false}};

@@ -314,8 +314,8 @@ template <Op op, class A>
 HORO_INLINE void combine(Tile<A>& sum, const Tile<A>& next) {
   for (size_t v = 0; v < kTileVectors; ++v) {
     const Vector<A> a = sum.vectors[v], b = next.vectors[v];
-    if constexpr (op == Op::kMin) sum.vectors[v] = (b < a) | (b != b) ? b : a;
-    else if constexpr (op == Op::kMax) sum.vectors[v] = (b > a) | (b != b) ? b : a;
+    if constexpr (op == Op::kMin) sum.vectors[v] = ((b < a) | (b != b)) ? b : a;
+    else if constexpr (op == Op::kMax) sum.vectors[v] = ((b > a) | (b != b)) ? b : a;
     else if constexpr (op == Op::kProduct) sum.vectors[v] = wrapping<A>(a, b, [](auto x, auto y) { return x * y; });
     else sum.vectors[v] = wrapping<A>(a, b, [](auto x, auto y) { return x + y; });
   }

