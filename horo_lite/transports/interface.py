@@ -92,12 +92,6 @@ class Transport(ABC):
     """The C++ group behind the transport, where all ranks are on one host."""
     engine_group: _native.EngineGroup | None = None
     """What an engine reduces through without Python."""
-    reduce_scatter: ReduceScatter | None = None
-    """Leaves in a list of tensors the reduction of what all ranks have for this one.
-
-    Given are what this rank has for each, which stays as it is, the result and the reduction. None
-    where everything travels to every rank anyway: `allreduce` is then as good.
-    """
     reads_sources = False
     """`allreduce` reads what tensors contribute where `Tensors.read_from` says."""
     shares_memory = False
@@ -117,6 +111,15 @@ class Transport(ABC):
     def label(self) -> str:
         """What the operation that began last is called."""
         return ""
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter | None:
+        """Leaves in a list of tensors the reduction of what all ranks have for this one.
+
+        Given are what this rank has for each, which stays as it is, the result and the reduction.
+        None where everything travels to every rank anyway: `allreduce` is then as good.
+        """
+        return None
 
     @abstractmethod
     def agree(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native
-from horo_lite.transports.interface import Header, Reduction, Transport
+from horo_lite.transports.interface import Header, ReduceScatter, Reduction, Transport
 
 
 class ShmTransport(Transport):
@@ -32,8 +32,6 @@ class ShmTransport(Transport):
         self.size = group.size
         self.ranks = range(group.size) if ranks is None else ranks
         self.stall_detector = stall_detector
-        if 1 < self.size <= _native.ShmGroup.most_parts():
-            self.reduce_scatter = self._reduce_scatter
 
     @property
     def label(self) -> str:
@@ -46,6 +44,12 @@ class ShmTransport(Transport):
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         self.group.allreduce(tensors, *reduction)
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter | None:
+        # Not kept: it would keep this transport, and its memory, until garbage is collected.
+        fits = 1 < self.size <= _native.ShmGroup.most_parts()
+        return self._reduce_scatter if fits else None
 
     def _reduce_scatter(
         self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
