@@ -18,7 +18,7 @@ from pathlib import Path
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError
 from horo_lite.horovod import aliases
-from horo_lite.launch import bench, doctor, hostfile, jobs, scaling
+from horo_lite.launch import bench, doctor, hostfile, jobs, scaling, top
 from horo_lite.recording import flight_record, timeline
 from horo_lite.start import launcher
 
@@ -50,10 +50,11 @@ def _parser() -> argparse.ArgumentParser:
         "       %(prog)s doctor [--json]\n"
         "       %(prog)s bench [-n N] [--op OP] [options]\n"
         "       %(prog)s model [--hosts H ...] [--gbit B] [options]\n"
+        "       %(prog)s top [FOLDER] [--interval S] [--once]\n"
         "       %(prog)s flight-record FOLDER | trace FILE",
         description="Run a program on several ranks (`run` may be left out), examine with `doctor` "
-        "what is installed, predict with `model` how training scales to other numbers of hosts, or "
-        "write what the ranks of a job that hangs or was killed did last.",
+        "what is installed, predict with `model` how training scales to other numbers of hosts, "
+        "watch a job with `top`, or write what the ranks of one that hangs or was killed did last.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -171,6 +172,33 @@ def _trace(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _top(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{_prog()} top",
+        description="Show what the ranks of a job are doing: steps per second, how much of their "
+        "time they wait for each other and exchange, memory, and which rank is slowest. It costs "
+        "the job nothing. Without an argument it finds the ranks on this host.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "places",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER",
+        help="the job's HORO_LITE_FLIGHT_RECORD or HORO_LITE_TIMELINE, for ranks of all hosts",
+    )
+    add("--interval", type=float, default=1.0, metavar="S", help="seconds between views")
+    add("--once", action="store_true", help="one view only")
+    args = parser.parse_args(arguments)
+    if not args.interval > 0:
+        parser.error("--interval: more than 0 seconds")
+    try:
+        return top.main(args.places, interval_s=args.interval, once=args.once)
+    except KeyboardInterrupt:
+        return 0
+
+
 def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
 
@@ -180,6 +208,7 @@ _COMMANDS = {
     "doctor": _doctor,
     "flight-record": _flight_record,
     "model": _model,
+    "top": _top,
     "trace": _trace,
 }
 

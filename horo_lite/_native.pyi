@@ -527,6 +527,10 @@ class Recorder:
     @staticmethod
     def time_phases(on: bool) -> None: ...
     @staticmethod
+    def step() -> None:
+        """An optimizer has made a step."""
+
+    @staticmethod
     def enter(channel: int) -> None:
         """This thread makes a direct call."""
 

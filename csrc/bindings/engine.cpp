@@ -63,6 +63,7 @@ struct PyJob {
   }
 
   void wait(bool beside) {
+    const int64_t since_ns = StallDetector::clock_ns();
     engine->begin_wait(job, beside);
     try {
       wait_until_done();
@@ -71,6 +72,7 @@ struct PyJob {
       throw;
     }
     engine->end_wait(*job);
+    Recorder::of_process().waited(since_ns, job->begun_ns, StallDetector::clock_ns());
     engine->result(*job);
   }
 };

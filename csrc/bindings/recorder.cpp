@@ -56,6 +56,8 @@ void bind_recorder(nb::module_& m) {
       .def_static(
           "time_phases", [](bool on) { PhaseClock::is_on = on; }, "on"_a)
       .def_static(
+          "step", [] { Recorder::of_process().step(); }, "An optimizer has made a step.")
+      .def_static(
           "enter", [](uint32_t channel) { Recorder::of_process().enter(channel); }, "channel"_a,
           "This thread makes a direct call.")
       .def_static(

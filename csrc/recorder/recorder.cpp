@@ -70,6 +70,7 @@ void Recorder::use(uint8_t* memory, size_t n_bytes, std::shared_ptr<void> owner,
       made.n_bytes = before.n_bytes.load();
       made.waited_ns = before.waited_ns.load();
       made.exchanged_ns = before.exchanged_ns.load();
+      made.n_steps = before.n_steps.load();
     }
   }
   if (anew) positions_.clear();
@@ -143,6 +144,12 @@ void Recorder::leave(bool failed) {
   const int64_t begun = operation->begun_ns == 0 ? now : operation->begun_ns;
   header().waited_ns += begun - operation->submitted_ns;
   header().exchanged_ns += now - begun;
+}
+
+void Recorder::waited(int64_t since_ns, int64_t begun_ns, int64_t until_ns) {
+  const int64_t begun = begun_ns == 0 ? until_ns : std::clamp(begun_ns, since_ns, until_ns);
+  header().waited_ns += begun - since_ns;
+  header().exchanged_ns += until_ns - begun;
 }
 
 uint64_t Recorder::submit(std::string_view label, Operation what) {

@@ -75,8 +75,10 @@ struct RecordHeader {
   uint32_t reserved;
   std::atomic<uint64_t> n_operations;  // recorded so far
   std::atomic<uint64_t> n_done;
-  std::atomic<uint64_t> n_bytes;                  // of those that are done
-  std::atomic<uint64_t> waited_ns, exchanged_ns;  // of this process's direct calls
+  std::atomic<uint64_t> n_bytes;  // of those that are done
+  // Of the program, in direct calls and for asynchronous operations: for other ranks to come, and after that.
+  std::atomic<uint64_t> waited_ns, exchanged_ns;
+  std::atomic<uint64_t> n_steps;  // of optimizers
 };
 static_assert(sizeof(RecordHeader) <= 1024);
 
@@ -103,6 +105,11 @@ class Recorder {
   // All ranks are there.
   void begin();
   void leave(bool failed);
+
+  // The program has waited for an asynchronous operation, which all ranks had submitted by `begun_ns`.
+  void waited(int64_t since_ns, int64_t begun_ns, int64_t until_ns);
+  // An optimizer has made a step.
+  void step() { header().n_steps += 1; }
 
   // An asynchronous one: its number.
   uint64_t submit(std::string_view label, Operation what);

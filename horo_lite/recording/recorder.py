@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CAPACITY = 1024
 """Operations that are kept: of a training loop with ten buckets those of a hundred steps."""
+NAME = "horo_lite_operations"
+"""Of the memory, where it is no file's."""
 DESCRIPTION_AT = 1024
 DESCRIPTION_ENDS = 4096
 """Where the memory's header describes the process, as JSON that ends with a 0."""
@@ -34,6 +36,7 @@ DESCRIPTION_ENDS = 4096
 enter = _native.Recorder.enter
 begin = _native.Recorder.begin
 leave = _native.Recorder.leave
+step = _native.Recorder.step
 
 _places: dict[str | tuple[str, ...], int] = {}
 _file: Path | None = None
@@ -93,16 +96,17 @@ def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None
     global _file, _memory, _description
     n_bytes = _native.Recorder.memory_bytes(capacity)
     if path is None:
-        memory = mmap.mmap(-1, n_bytes)
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)  # `horo-lite top` finds it by its name
+        os.fchmod(descriptor, 0o600)
     else:
         path.unlink(missing_ok=True)
         # Links of other users are not followed, and what they see is their business only.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.truncate(descriptor, n_bytes)
-            memory = mmap.mmap(descriptor, n_bytes)
-        finally:
-            os.close(descriptor)
+    try:
+        os.truncate(descriptor, n_bytes)
+        memory = mmap.mmap(descriptor, n_bytes)
+    finally:
+        os.close(descriptor)
     if description is not None:
         here = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         _description = here | dict(description)

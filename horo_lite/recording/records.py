@@ -19,7 +19,7 @@ ENDING = ".operations"
 
 # As csrc/recorder/recorder.h has them.
 _MAGIC = b"horo_lite ops 1\0"
-_HEADER = struct.Struct("<16s4I5Q")
+_HEADER = struct.Struct("<16s4I6Q")
 _OPERATION = struct.Struct("<2Q3qQ6q4I3B5x4q104s")
 _ASYNCHRONOUS, _FAILED = 1, 2
 _LARGEST_FILE = 1 << 30
@@ -78,6 +78,26 @@ class Operation(NamedTuple):
 PHASES = ("pack", "wait", "reduce", "unpack")
 
 
+class Counters(NamedTuple):
+    """What a rank has counted since its world began.
+
+    Attributes:
+        n_operations: Operations that it has come to.
+        n_done: Those of them that are over.
+        n_bytes: Of the arrays of these.
+        waited_ns: How long its program has waited for other ranks to come to an operation.
+        exchanged_ns: How long it was in operations after that.
+        n_steps: Steps of its optimizers.
+    """
+
+    n_operations: int = 0
+    n_done: int = 0
+    n_bytes: int = 0
+    waited_ns: int = 0
+    exchanged_ns: int = 0
+    n_steps: int = 0
+
+
 class Records(NamedTuple):
     """What one rank has recorded."""
 
@@ -87,17 +107,24 @@ class Records(NamedTuple):
     """Of its process: host, pid, job, epoch_ns and what else `recorder.describe` was given."""
     operations: list[Operation]
     """The last ones, in the order in which the rank came to them."""
+    counters: Counters = Counters()
 
 
-def of_memory(memory: bytes) -> Records:
-    """Return what is in a copy of a recorder's memory.
+def of_memory(memory: bytes | mmap.mmap, most: int = 1 << 30) -> Records:
+    """Return what is in a recorder's memory.
+
+    Args:
+        memory: The memory, or a copy of it.
+        most: How many operations are read, at most.
 
     Raises:
         ValueError, KeyError, TypeError: It is not that.
     """
     if len(memory) < DESCRIPTION_ENDS:
         raise ValueError("it is too short")
-    magic, capacity, text_bytes, n_text_bytes, _, n_operations, *_ = _HEADER.unpack_from(memory)
+    magic, capacity, text_bytes, n_text_bytes, _, *counted = _HEADER.unpack_from(memory)
+    counters = Counters(*counted)
+    n_operations = counters.n_operations
     if magic != _MAGIC:
         raise ValueError("it was not written by this version of horo_lite")
     first = DESCRIPTION_ENDS + text_bytes
@@ -119,7 +146,7 @@ def of_memory(memory: bytes) -> Records:
         return texts[place]
 
     operations = []
-    for number in range(max(1, n_operations - capacity + 1), n_operations + 1):
+    for number in range(max(0, n_operations - min(capacity, most)) + 1, n_operations + 1):
         values = _OPERATION.unpack_from(memory, first + number % capacity * _OPERATION.size)
         if values[0] != number:  # it is being written
             continue
@@ -146,23 +173,31 @@ def of_memory(memory: bytes) -> Records:
                 phases_ns=phases,
             )
         )
-    return Records(rank, size, description, operations)
+    return Records(rank, size, description, operations, counters)
 
 
-def of_file(path: Path) -> Records:
+def of_file(path: Path, most: int | None = None) -> Records:
     """Return what a recorder has left in its file, or writes there now.
+
+    Args:
+        path: The file. A link is not followed, unless /proc has it.
+        most: How many operations are read, of a memory that changes meanwhile; by default all, of
+            a copy.
 
     Raises:
         ValueError, KeyError, TypeError: It is not a recorder's.
         OSError: It cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    if path.parts[:2] != ("/", "proc"):
+        flags |= os.O_NOFOLLOW
+    descriptor = os.open(path, flags)
     try:
         n_bytes = os.fstat(descriptor).st_size
         if not DESCRIPTION_ENDS <= n_bytes <= _LARGEST_FILE:
             raise ValueError("it has not the size of one")
         with mmap.mmap(descriptor, n_bytes, prot=mmap.PROT_READ) as memory:
-            return of_memory(memory[:])
+            return of_memory(memory[:]) if most is None else of_memory(memory, most)
     finally:
         os.close(descriptor)
 
@@ -185,9 +220,10 @@ def of_files(paths: Iterable[Path], job: str | None = None) -> list[Records]:
     return sorted(of_job, key=lambda one: one.rank)
 
 
-def _text(memory: bytes, begin: int, end: int) -> str:
+def _text(memory: bytes | mmap.mmap, begin: int, end: int) -> str:
     found = memory.find(b"\0", begin, end)
-    return memory[begin : end if found < 0 else found].decode(errors="replace")
+    text: bytes = memory[begin : end if found < 0 else found]
+    return text.decode(errors="replace")
 
 
 def ranks_text(ranks: Sequence[int], size: int) -> str:

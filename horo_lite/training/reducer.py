@@ -259,6 +259,7 @@ class Reducer:
         """
         try:
             self._finish()
+            recorder.step()
             self._handles = []
             self._attempt = 1
             if any(self._findings.values()):
