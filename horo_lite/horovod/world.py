@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from horo_lite import _native
@@ -193,13 +194,13 @@ def mpi_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return False: there is no Gloo in horo_lite."""
-    return False
+    """Tell whether ranks that MPI did not start can communicate: through PyTorch's Gloo."""
+    return find_spec("torch") is not None
 
 
 def gloo_enabled() -> bool:
-    """Return False: there is no Gloo in horo_lite."""
-    return False
+    """Tell whether this process is one of several ranks, which MPI does not connect."""
+    return is_initialized() and world().size > 1 and not started_by_mpi()
 
 
 def nccl_built() -> int:

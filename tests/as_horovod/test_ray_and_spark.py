@@ -191,6 +191,8 @@ def test_spark(spark: list[RankTask]) -> None:
         horovod_torch.init()
         x = torch.full((2,), scale * (horovod_torch.rank() + 1))
         total = horovod_torch.allreduce(x, op=horovod_torch.Sum, name="x")[0].item()
+        assert horovod_torch.gloo_enabled()
+        assert not horovod_torch.mpi_enabled()
         return horovod_torch.rank(), total + plus
 
     found = horovod.spark.run(train, (0.5,), {"plus": 1}, start_timeout=77, env=ENV)

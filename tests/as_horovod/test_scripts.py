@@ -15,8 +15,9 @@ needs = [
 pytestmark = [*needs, pytest.mark.timeout(4 * LIMIT_S)]
 
 
-def run(script: str, n: int, *args: object) -> str:
-    return run_script(script, n, *args, timeout_s=LIMIT_S)
+def run(script: str, n: int, *args: object, hosts: str = "") -> str:
+    env = {"HORO_LITE_TEST_HOSTS": hosts} if hosts else {}
+    return run_script(script, n, *args, timeout_s=LIMIT_S, env=env)
 
 
 def test_digits_and_accumulation() -> None:
@@ -34,6 +35,7 @@ def test_the_synthetic_benchmark() -> None:
     assert "Total img/sec on 2 CPU(s): " in run("pytorch_synthetic.py", 2)
 
 
-def test_elastic_training() -> None:
+def test_elastic_training_over_two_hosts() -> None:
     alone = figures(run("pytorch_elastic.py", 1), 1)
-    assert figures(run("pytorch_elastic.py", 2), 2) == pytest.approx(alone, rel=1e-5)
+    both = figures(run("pytorch_elastic.py", 2, hosts="1,1"), 2)
+    assert both == pytest.approx(alone, rel=1e-5)

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import keras
@@ -587,7 +588,8 @@ def check_horovods_options_of_a_tape(made: Maker) -> None:
 def check_process_sets_and_basics(made: Maker) -> None:
     """Roots are the world's numbers, and what is asked of a graph is known when it runs."""
     assert hvd.mpi_built()
-    assert not hvd.gloo_built()
+    assert hvd.gloo_built() == (find_spec("torch") is not None)
+    assert not hvd.gloo_enabled()
     assert hvd.global_process_set.size() == SIZE
     assert issubclass(hvd.MismatchError, hvd.HorovodInternalError)
     numbers = made(lambda: (hvd.size_op(), hvd.rank_op(), hvd.local_size_op(), hvd.local_rank_op()))

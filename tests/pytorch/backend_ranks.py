@@ -135,7 +135,12 @@ def all_gather(dtype: torch.dtype, group: Group) -> list[Tensor]:
     dist.all_gather(parts, mine(group, 3, dtype=dtype), group=group)
     out = torch.zeros(group.size() * 2, 2, dtype=dtype)
     dist.all_gather_into_tensor(out, mine(group, 2, 2, dtype=dtype), group=group)
-    return [*parts, out]
+    n, r = out.numel() // group.size(), group.rank()
+    whole = torch.zeros(out.numel(), dtype=dtype)
+    own = whole[n * r : n * (r + 1)]
+    own.copy_(mine(group, n, dtype=dtype))
+    dist.all_gather_into_tensor(whole, own, group=group)  # as FSDP2 does
+    return [*parts, out, whole]
 
 
 def gather(group: Group) -> list[Tensor]:

@@ -1107,7 +1107,8 @@ def test_one_process_is_a_world(tmp_path: Path) -> None:
             assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
             assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1) and hvd.is_homogeneous()
             assert not hvd.mpi_enabled() and hvd.mpi_threads_supported()
-            assert not (hvd.gloo_built() or hvd.ddl_built() or hvd.ccl_built() or hvd.rocm_built())
+            assert hvd.gloo_built() and not hvd.gloo_enabled()
+            assert not (hvd.ddl_built() or hvd.ccl_built() or hvd.rocm_built())
             assert isinstance(hvd.nccl_built(), int) and isinstance(hvd.cuda_built(), bool)
             hvd.start_timeline({str(tmp_path / "t.json")!r})
             try:
