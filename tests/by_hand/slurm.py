@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BITS = ROOT / "tests" / "hosts" / "bits_ranks.py"
+TORCH = ROOT / "tests" / "by_hand" / "slurm_torch_ranks.py"
 N = 3
 CONFIG = """
 ClusterName=byhand
@@ -125,8 +126,9 @@ def main() -> None:
     mpiexecs = {name: str(Path(python).parent / "mpiexec") for name, python in pythons.items()}
     job = f"{BITS}"
     digests: dict[str, set[str]] = {}
+    torch_digests: dict[str, set[str]] = {}
 
-    def record(what: str, said: str) -> None:
+    def record(what: str, said: str, digests: dict[str, set[str]] = digests) -> None:
         found = re.findall(r"rank \d at (?:\S+ ){2}on \S+: ([0-9a-f]{64})", said)
         digests[what] = set(found)
         right = len(found) == N and len(set(found)) == 1
@@ -163,12 +165,35 @@ def main() -> None:
             )
             assert "HORO_LITE_ADDRESS=<host of rank 0>" in refused.stderr, refused.stderr
             print("ok  srun without MPI and without an address is refused")
+            for mpi, kind in (("mpich", "pmi2"), ("openmpi", "pmix"), ("openmpi", "none")):
+                python = pythons[mpi]
+                has_torch = (
+                    subprocess.run(
+                        [python, "-c", "import torch"], stderr=subprocess.DEVNULL
+                    ).returncode
+                    == 0
+                )
+                if has_torch and (kind == "none" or kind in kinds.split()):
+                    own = env | {"HORO_LITE_ADDRESS": f"{socket.gethostname()}:29519"}
+                    said = output(
+                        [*srun, f"--mpi={kind}", python, str(TORCH)],
+                        own if kind == "none" else env,
+                        check=False,
+                    )
+                    record(f"torch.distributed, srun --mpi={kind}, {mpi}", said, torch_digests)
+                else:
+                    print(
+                        f"--  torch.distributed, srun --mpi={kind}, {mpi}: no PyTorch, or no {kind}"
+                    )
         for mpi in pythons:
             command = [mpiexecs[mpi], "-n", str(N), pythons[mpi], job]
             record(f"without Slurm, mpiexec of {mpi}", output(command, dict(os.environ)))
     everything = set().union(*digests.values())
-    if len(everything) != 1 or not all(digests.values()):
+    with_torch = set().union(*torch_digests.values())
+    if len(everything) != 1 or not all([*digests.values(), *torch_digests.values()]):
         sys.exit("the bits differ")
+    if len(with_torch) > 1:
+        sys.exit("the bits of torch.distributed differ")
     print(f"all of them have the same bits: {everything.pop()}")
 
 
