@@ -225,7 +225,7 @@ wheel: $(WHEEL)/.made ## build what a release has, in dist/: an sdist, and wheel
 	      rm -rf build/lib.*; \
 	      $$python -m pip -qq --no-input wheel --no-deps -w $(WHEEL)/built .; \
 	    done; \
-	    auditwheel repair --plat manylinux_2_28_$$cpu --only-plat -w dist $(WHEEL)/built/*_$$cpu.whl \
+	    auditwheel repair -w dist $(WHEEL)/built/*_$$cpu.whl \
 	      >$(WHEEL)/auditwheel.log 2>&1 || { cat $(WHEEL)/auditwheel.log; exit 1; }; \
 	  done
 	@$(WHEEL)/bin/abi3audit --strict dist/*-abi3-*.whl

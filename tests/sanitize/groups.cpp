@@ -72,19 +72,22 @@ void reduce_scatter(Rank& me, Random& random, size_t most_elements) {
     what.sizes.push_back(random() % 4 == 0 ? 0 : random() % (most_elements / 2));
   }
   const Tensors tensors(what, me.rank);
+  const Tensors result(what, 0);  // of which this rank's part is written
+  const size_t part = static_cast<size_t>(me.rank) * n;
+  std::vector<TensorRef> refs = tensors.refs;
+  for (size_t t = part; t < part + n; ++t) {
+    refs[t].source = refs[t].address;
+    refs[t].address = result.refs[t].address;
+  }
   std::vector<Layout> parts;
   for (size_t first = 0; parts.size() < static_cast<size_t>(me.size); first += n) {
-    const auto begin = tensors.refs.begin() + static_cast<ptrdiff_t>(first);
+    const auto begin = refs.begin() + static_cast<ptrdiff_t>(first);
     parts.emplace_back(std::vector<TensorRef>(begin, begin + static_cast<ptrdiff_t>(n)), what.op, what.wire,
                        me.direct.part_bytes(tensors.total_bytes), 1);
   }
   const uint64_t before = tensors.hash();
-  const Tensors result(what, 0);  // of which this rank's part is written
-  const size_t part = static_cast<size_t>(me.rank) * n;
-  std::vector<void*> addresses;
-  for (size_t t = part; t < part + n; ++t) addresses.push_back(result.refs[t].address);
   const Weighting weights = weighting(what.op, what.weights);
-  me.direct.reduce_scatter(parts, addresses, weights.weights, {1.0, weights.divisor});
+  me.direct.reduce_scatter(parts, weights.weights, {1.0, weights.divisor});
   expect(tensors.hash() == before, "what the parts are");
   check_result(what, result, me.size, me.size, part, part + n);
 }
