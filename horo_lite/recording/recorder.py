@@ -37,6 +37,8 @@ enter = _native.Recorder.enter
 begin = _native.Recorder.begin
 leave = _native.Recorder.leave
 step = _native.Recorder.step
+operation_called = _native.Recorder.operation
+"""`operation(label)`, of which nothing else is known, or which Group.run() has told already."""
 
 _places: dict[str | tuple[str, ...], int] = {}
 _file: Path | None = None
@@ -62,14 +64,17 @@ def channel_of(ranks: Sequence[int]) -> int:
 
 
 def operation(
-    label: str, kind: str = "", names: Sequence[str] = (), tensors: Tensors | None = None
+    label: str, kind: str, names: Sequence[str] = (), tensors: Tensors | None = None
 ) -> None:
     """Say what the direct call is that this thread is in, unless that has been said already.
 
     The rank has come to it, and waits for the others.
     """
-    _native.Recorder.operation(
-        label, _place_of(kind) if kind else 0, _place_of(tuple(names)) if names else 0, tensors
+    operation_called(
+        label,
+        _places.get(kind) or _place_of(kind),
+        _place_of(tuple(names)) if names else 0,
+        tensors,
     )
 
 

@@ -47,7 +47,7 @@ def agree(
     Ranks that have joined do it, too, where `participation` says how.
     """
     digest = digest_of(contract)
-    recorder.operation(label)  # unless Group.run() has said more
+    recorder.operation_called(label)
     while True:
         headers = transport.agree(digest, count, weight, label=label)
         if all(header.digest == digest for header in headers):
