@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horo_lite.recording.records import ENDING, Operation, Records, of_files, ranks_text
+from horo_lite.recording.records import ENDED, ENDING, Operation, Records, of_files, ranks_text
 
 _PREFIX = "rank_"
 _VERSION = "2.10"
@@ -58,7 +58,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def read(folder: Path, job: str | None = None) -> list[Records]:
     """Return what the ranks of one job have recorded in a folder: see `records.of_files`."""
-    return of_files(folder.glob(f"*{ENDING}"), job)
+    return of_files([*folder.glob(f"*{ENDING}"), *folder.glob(f"*{ENDED}")], job)
 
 
 def write(folder: Path, everyone: Sequence[Records]) -> None:

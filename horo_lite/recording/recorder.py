@@ -129,11 +129,11 @@ def file() -> Path | None:
     return _file
 
 
-def discard() -> None:
-    """Remove the file, if there is one: the job has ended well."""
+def release() -> Path | None:
+    """Return where the memory is, if it is a file's, and leave the file to the caller."""
     global _file
     former, _file = _file, None
-    _remove(former)
+    return former
 
 
 def _remove(path: Path | None) -> None:

@@ -16,6 +16,8 @@ from horo_lite.recording.recorder import DESCRIPTION_AT, DESCRIPTION_ENDS
 
 ENDING = ".operations"
 """Of the names of recorders' files."""
+ENDED = ".operations.ended"
+"""Of those whose ranks have left the world."""
 
 # As csrc/recorder/recorder.h has them.
 _MAGIC = b"horo_lite ops 1\0"
@@ -202,17 +204,20 @@ def of_file(path: Path, most: int | None = None) -> Records:
         os.close(descriptor)
 
 
-def of_files(paths: Iterable[Path], job: str | None = None) -> list[Records]:
+def of_files(
+    paths: Iterable[Path], job: str | None = None, most: int | None = None
+) -> list[Records]:
     """Return what ranks of one job have left in their files, in rank order; others are left out.
 
     Args:
         paths: The files.
         job: What names the job; by default it is the one that began last.
+        most: As for `of_file`.
     """
     found = []
     for path in paths:
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-            found.append(of_file(path))
+            found.append(of_file(path, most))
     if found and job is None:
         newest = max(found, key=lambda one: float(one.description["began"]))
         job = newest.description["job"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+from horo_lite import context
 from horo_lite.recording import flight_record, recorder, records, timeline
 from horo_lite.settings import flight_record_folder
 from horo_lite.start import ending
@@ -23,9 +26,31 @@ def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = flight_record.file_of(folder, rank)
+        (folder / f"{rank}{records.ENDED}").unlink(missing_ok=True)  # of another job
     here = {"rank": rank, "size": size, "job": job, "epoch_ns": epoch_ns}
     recorder.keep(recorder.CAPACITY, path, here)
     ending.before_abort(leave)
+
+
+def ended() -> None:
+    """Remove what the ranks have recorded, once all of them that one finds here have ended well.
+
+    Until then it stays: a rank that ends before the others need it may be why the job fails.
+    """
+    file = recorder.release()
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        file.rename(file.with_name(file.name.removesuffix(records.ENDING) + records.ENDED))
+        job = recorder.job()
+        if not records.of_files(file.parent.glob(f"*{records.ENDING}"), job, most=0):
+            for other in file.parent.glob(f"*{records.ENDED}"):
+                if records.of_files([other], job, most=0):
+                    other.unlink(missing_ok=True)
+
+
+context.on_ended(timeline.stop)  # which gives the memory back
+context.on_ended(ended)
 
 
 def leave() -> None:
@@ -34,8 +59,10 @@ def leave() -> None:
     if file is None or ending.in_forked_child():
         return
     try:
-        # With a timeline they are beside the trace, and not in the folder.
-        files = file.parent.glob(f"*{records.ENDING}")
+        # With a timeline those of ranks that run are beside the trace, and not in the folder.
+        files = [] if folder is None else [*folder.glob(f"*{records.ENDED}")]
+        for place in {file.parent, folder or file.parent}:
+            files += place.glob(f"*{records.ENDING}")
         everyone = records.of_files(files, recorder.job())
         if folder is not None and everyone:
             flight_record.write(folder, everyone)

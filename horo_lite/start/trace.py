@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horo_lite import context
-from horo_lite.recording import recorder, timeline
+from horo_lite.recording import timeline
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -31,7 +31,3 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """Complete this rank's part of the file. Does nothing where no timeline is being written."""
     timeline.stop()
-
-
-context.on_ended(stop_timeline)
-context.on_ended(recorder.discard)

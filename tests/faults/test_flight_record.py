@@ -118,6 +118,31 @@ def test_the_rank_that_lacks_an_operation_is_named(
     assert "has errors" not in said
 
 
+@pytest.mark.mpi
+def test_a_rank_that_ended_before_is_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = """
+        import sys
+        import numpy as np
+        import horo_lite as hvd
+
+        hvd.init()
+        hvd.allreduce(np.ones(3), name="both")
+        if hvd.rank() == 0:
+            hvd.allreduce(np.ones(3), name="one batch more")
+    """
+    env = {FOLDER: str(tmp_path), "HORO_LITE_TIMELINE": str(tmp_path / "trace.json")}
+    result = run_ranks(code, 2, env=env, timeout_s=60)
+    assert result.returncode != 0
+    assert f"the last operations of ranks 0, 1 are in {tmp_path}" in result.stderr
+    names = [[e["frames"][0]["name"] for e in entries_of(tmp_path, rank)] for rank in range(2)]
+    assert names[1] == names[0][:-1] == ["allreduce 'both'"]
+    said = compared_by_torch(tmp_path, caplog)
+    assert "missing ranks: {1}" in said
+    assert "allreduce 'one batch more'" in said
+
+
 @pytest.fixture
 def small_ring() -> Iterator[int]:
     """How many operations this process's recorder has room for meanwhile."""
