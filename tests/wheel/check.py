@@ -99,9 +99,11 @@ def check(dist: Path, python: str) -> str:
 
 
 def modules(wheel: Path) -> set[str]:
-    """The files of a wheel but for the compiled ones, whose names differ."""
+    """The files of a wheel, without folders and the compiled ones, whose names differ."""
     names = zipfile.ZipFile(wheel).namelist()
-    return {name for name in names if name.startswith("horo_lite/") and not name.endswith(".so")}
+    return {
+        name for name in names if name.startswith("horo_lite/") and not name.endswith((".so", "/"))
+    }
 
 
 def check_sdist(dist: Path, python: str) -> str:
