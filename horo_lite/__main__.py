@@ -10,6 +10,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -217,11 +218,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The job's exit code, or 130 after Ctrl-C, 143 after SIGTERM, 2 for wrong arguments.
+        The job's exit code, or 130 after Ctrl-C, 143 after SIGTERM, 141 where nobody reads what a
+        command prints, 2 for wrong arguments.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
-        return _COMMANDS[arguments[0]](arguments[1:])
+        try:
+            code = _COMMANDS[arguments[0]](arguments[1:])
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        return code
     parser = _parser()
     args = parser.parse_args(arguments[1:] if arguments[:1] == ["run"] else arguments)
     if args.check:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,3 +269,12 @@ def test_windows_are_those_of_the_core() -> None:
             numbered = [[ranks * h + r for r in range(ranks)] for h in range(hosts)]
             n_bytes = _native.HostsAllreduce.memory_bytes(numbered, 0)
             assert model.window_bytes(hosts, ranks) == n_bytes // (4 * (ranks + 2))
+
+
+def test_a_reader_that_has_enough_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "horo_lite", "model", "--costs", str(COSTS_FILE)]
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| true`
+    with open(writing, "wb") as nobody:
+        ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=60)
+    assert (ended.returncode, ended.stderr) == (141, b"")
