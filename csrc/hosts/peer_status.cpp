@@ -141,11 +141,12 @@ void PeerStatus::check_all() {
   std::string label;
   {
     const std::lock_guard lock(mutex_);
-    check_lost();
+    // Before those who gave up, perhaps because of it: both may arrive at once.
     for (const auto& [peer, left] : left_) {
       // Who has been in this operation had done its part when it left, and what it has sent is on its way.
       if (left.n_begun < n_begun_) throw PeerLost(names_[peer] + " has left (" + left.reason + ") while " + doing());
     }
+    check_lost();
     label = label_;
   }
   host_.check_peers(-1, label);
@@ -155,11 +156,11 @@ void PeerStatus::check_one(int peer, const std::string& name) {
   receive();
   {
     const std::lock_guard lock(mutex_);
-    check_lost();
     if (const auto found = left_.find(peer); found != left_.end()) {
       throw PeerLost(names_[peer] + " has left (" + found->second.reason + ") while " + names_[rank_] +
                      " waited for it in " + name);
     }
+    check_lost();
   }
   host_.check_peers(-1, name);
   send_arrived();  // and continued: others may still wait in that operation

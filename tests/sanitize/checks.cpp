@@ -20,6 +20,7 @@ int main(int argc, char** argv) {
                 {"distances", distances},
                 {"several_hosts", several_hosts},
                 {"engines_of_several_hosts", engines_of_several_hosts},
+                {"causes", causes},
                 {"losses", losses},
                 {"asynchronous", asynchronous},
                 {"withdrawals", withdrawals},

@@ -336,6 +336,22 @@ void engines_of_several_hosts(unsigned seed) {
   for (const std::vector<int>& sizes : {std::vector<int>{1, 1}, {2, 1}}) run_asynchronously(seed, sizes);
 }
 
+void causes(unsigned seed) {
+  World world(seed, {1, 1, 1});
+  Member waits(world, 0, 0, 0), leaves(world, 1, 1, 0), gives_up(world, 2, 2, 0);
+  waits.direct->peers().begin("an operation");
+  gives_up.direct->peers().abandon("rank 1 has left");
+  leaves.direct->peers().leave("its program has ended");
+  for (int i = 0; i < 2; ++i) {
+    const std::string lost = thrown_by<PeerLost>([&] {
+      if (i == 0) waits.direct->peers().check_all();
+      else waits.direct->peers().check_one(1, "a message");
+    });
+    expect(lost.starts_with("rank 1 has left (its program has ended)"),
+           "who left is named, and not who gave up because of that: " + lost);
+  }
+}
+
 void several_hosts(unsigned seed) {
   for (const std::vector<int>& sizes : {std::vector<int>{1, 1}, {2, 1}, {1, 1, 2}}) reduce_among(seed, sizes);
 }

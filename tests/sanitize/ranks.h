@@ -35,6 +35,7 @@ void collectives(unsigned seed);
 void distances(unsigned seed);
 void several_hosts(unsigned seed);
 void engines_of_several_hosts(unsigned seed);
+void causes(unsigned seed);
 void losses(unsigned seed);
 void asynchronous(unsigned seed);
 void withdrawals(unsigned seed);
