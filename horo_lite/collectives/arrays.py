@@ -423,7 +423,8 @@ def results_of(xs: Sequence[Array]) -> tuple[list[Array], list[NDArray[Any]] | N
     Without sources they are copies. As those of `copies_of`, they are given back through
     `results_like`.
     """
-    n_bytes = sum(getattr(x, "nbytes", 0) for x in xs)
+    sizes = [getattr(x, "nbytes", 0) for x in xs]  # in tinygrad a method
+    n_bytes = sum(size for size in sizes if isinstance(size, int))
     if n_bytes < _LARGE or any(gpu_of(x) is not None for x in xs):
         return copies_of(xs), None
     adapter = _that_makes_copies(xs)
