@@ -82,8 +82,10 @@ def run(command: list[str], *, verbose: bool) -> int:
         The exit code.
     """
     began, shown = time.monotonic(), 0
+    # Under `make -j` ninja would look for make's job server, which recipes cannot reach.
+    env = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
