@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 
 namespace horo {
 
@@ -15,6 +16,9 @@ struct Buffer {
 // A peer died, left or gave up while this rank waited for it.
 struct PeerLost : std::runtime_error {
   using std::runtime_error::runtime_error;
+  PeerLost(const std::string& cause, const std::string& doing)
+      : std::runtime_error(cause + " while " + doing), cause(cause) {}
+  std::string cause;  // as every rank may be told; "" if only this one can say it
 };
 
 // Nothing moved for longer than the job allows; raised on every rank.

@@ -134,7 +134,9 @@ void HostsGroup::giving_up_on_error(Operation operation) {
   try {
     operation();
   } catch (const PeerLost& lost) {
-    fail(lost.what(), lost.what());
+    note_broken(lost.what());
+    if (lost.cause.empty()) peers_.abandon(lost.what());
+    else peers_.pass_on(lost.cause);
     throw;
   } catch (const Stalled& stalled) {
     fail(stalled.what(), stalled.what());
@@ -146,11 +148,13 @@ void HostsGroup::giving_up_on_error(Operation operation) {
 }
 
 void HostsGroup::fail(const std::string& broken, const std::string& reason) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (broken_.empty()) broken_ = broken;
-  }
+  note_broken(broken);
   peers_.abandon(reason);
+}
+
+void HostsGroup::note_broken(const std::string& broken) {
+  const std::lock_guard lock(mutex_);
+  if (broken_.empty()) broken_ = broken;
 }
 
 void HostsGroup::abandon(const std::string& reason) { fail("this rank gave up: " + reason, reason); }

@@ -67,6 +67,7 @@ class HostsGroup {
   template <class Operation>
   void giving_up_on_error(Operation operation);
   void fail(const std::string& broken, const std::string& reason);
+  void note_broken(const std::string& broken);
   void idle(StallDetector::Wait& wait);
   void record_last_rank();
 

@@ -17,9 +17,9 @@ constexpr int kLooks = 10;
 constexpr int64_t kArrivedNs = 250'000'000, kAgainNs = 10'000'000'000;
 constexpr int64_t kFreshNs = 25'000'000'000;
 
-// As much of the text as one message holds, cut between two characters.
-std::string fitting(const std::string& text) {
-  size_t n = std::min(text.size(), kTextBytes);
+// As much of the text as fits in so many bytes, by default those of a message, cut between two characters.
+std::string fitting(const std::string& text, size_t n_bytes = kTextBytes) {
+  size_t n = std::min(text.size(), n_bytes);
   while (n > 0 && n < text.size() && (static_cast<uint8_t>(text[n]) & 0xC0) == 0x80) --n;
   return text.substr(0, n);
 }
@@ -109,7 +109,7 @@ void PeerStatus::note(const ShortMessage& message) {
   std::string text = message.text;
   switch (message.tag) {
     case kGaveUp:
-      if (lost_.empty()) lost_ = names_[message.peer] + " gave up (" + text + ")";
+      if (lost_.empty()) lost_ = text;
       break;
     case kStalled:
       detector_->stall(text);
@@ -133,7 +133,7 @@ void PeerStatus::note(const ShortMessage& message) {
 
 // Under the mutex.
 void PeerStatus::check_lost() const {
-  if (!lost_.empty()) throw PeerLost(lost_ + " while " + doing());
+  if (!lost_.empty()) throw PeerLost(lost_, doing());
 }
 
 void PeerStatus::check_all() {
@@ -141,12 +141,11 @@ void PeerStatus::check_all() {
   std::string label;
   {
     const std::lock_guard lock(mutex_);
-    // Before those who gave up, perhaps because of it: both may arrive at once.
+    check_lost();
     for (const auto& [peer, left] : left_) {
       // Who has been in this operation had done its part when it left, and what it has sent is on its way.
-      if (left.n_begun < n_begun_) throw PeerLost(names_[peer] + " has left (" + left.reason + ") while " + doing());
+      if (left.n_begun < n_begun_) throw PeerLost(names_[peer] + " has left (" + left.reason + ")", doing());
     }
-    check_lost();
     label = label_;
   }
   host_.check_peers(-1, label);
@@ -156,11 +155,11 @@ void PeerStatus::check_one(int peer, const std::string& name) {
   receive();
   {
     const std::lock_guard lock(mutex_);
-    if (const auto found = left_.find(peer); found != left_.end()) {
-      throw PeerLost(names_[peer] + " has left (" + found->second.reason + ") while " + names_[rank_] +
-                     " waited for it in " + name);
-    }
     check_lost();
+    if (const auto found = left_.find(peer); found != left_.end()) {
+      throw PeerLost(names_[peer] + " has left (" + found->second.reason + ")",
+                     names_[rank_] + " waited for it in " + name);
+    }
   }
   host_.check_peers(-1, name);
   send_arrived();  // and continued: others may still wait in that operation
@@ -224,7 +223,13 @@ void PeerStatus::abandon(const std::string& reason) {
   } catch (const Stalled& stalled) {
     say_once(to_all(fitting(stalled.what())), kStalled);
   }
-  say_once(to_all(fitting(reason)), kGaveUp);
+  const std::string who = names_[rank_] + " gave up (";
+  say_once(to_all(who + fitting(reason, kTextBytes - who.size() - 1) + ")"), kGaveUp);
+}
+
+void PeerStatus::pass_on(const std::string& cause) {
+  host_.pass_on(cause);
+  say_once(to_all(fitting(cause)), kGaveUp);
 }
 
 void PeerStatus::leave(const std::string& reason) {
@@ -239,7 +244,9 @@ void PeerStatus::leave(const std::string& reason) {
     const std::lock_guard lock(mutex_);
     // Who has left waits for nobody, and would not receive it: UCX warns of such messages when MPI ends.
     for (const auto& [peer, _] : left_) texts.erase(peer);
-    for (auto& [peer, text] : texts) text = fitting(text_of(n_begun_) + " " + text_of(n_records_[peer]) + " " + reason);
+    // Who waits for this rank, and was not told yet what made it leave, learns of that here.
+    const std::string why = lost_.empty() ? reason : reason + " after " + lost_;
+    for (auto& [peer, text] : texts) text = fitting(text_of(n_begun_) + " " + text_of(n_records_[peer]) + " " + why);
   }
   say_once(texts, kLeft);
 }

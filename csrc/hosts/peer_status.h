@@ -46,6 +46,8 @@ class PeerStatus {
   void count_record(int peer);
   // Peers that wait for this rank throw PeerLost, or Stalled if that is why.
   void abandon(const std::string& reason);
+  // The same, because of what became of another rank: `cause` is what peers throw.
+  void pass_on(const std::string& cause);
   // Peers that wait for this rank in an operation it is not in throw PeerLost.
   void leave(const std::string& reason);
 
@@ -85,7 +87,7 @@ class PeerStatus {
   uint64_t n_begun_ = 0;
   std::vector<int64_t> n_records_;  // of messages, that this rank has sent to each
   std::map<int, Left> left_;
-  std::string lost_;    // who gave up, and why
+  std::string lost_;    // who gave up, and why, or what another rank gave up for
   std::set<int> said_;  // tags, of this rank's end
   std::map<int, Arrival> arrivals_;
   Arrival arrival_;  // of this rank, as its peers know it

@@ -366,9 +366,10 @@ bool ShmGroup::died(int rank) {
 }
 
 void ShmGroup::lost(const std::string& cause) {
-  broken_ = cause + " while " + name(rank_) + " waited in " + block(rank_).label.get();
-  give_up(kLostPeer, cause);
-  throw PeerLost(broken_);
+  const PeerLost lost(cause, name(rank_) + " waited in " + block(rank_).label.get());
+  broken_ = lost.what();
+  pass_on(cause);
+  throw lost;
 }
 
 void ShmGroup::set_label(const std::string& label) { block(rank_).label.set(label); }
@@ -397,6 +398,8 @@ std::string ShmGroup::why_lost(int awaited) {
 }
 
 void ShmGroup::abandon(const std::string& reason) { give_up(kGaveUp, reason); }
+
+void ShmGroup::pass_on(const std::string& cause) { give_up(kLostPeer, cause); }
 
 void ShmGroup::give_up(uint32_t how, const std::string& reason) {
   RankBlock& own = block(rank_);

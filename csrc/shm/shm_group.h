@@ -81,6 +81,8 @@ class ShmGroup {
 
   // This rank gives up: whoever waits, now or later, raises PeerLost with this reason. Never blocks.
   void abandon(const std::string& reason);
+  // The same, because of what became of another rank: `cause` is what the others raise.
+  void pass_on(const std::string& cause);
   // This rank takes part in nothing any more; who waits for it raises PeerLost with this reason.
   void leave(const std::string& reason);
   // Process ids of peers that have not left, alive or dead. With `silent`, without those that have given up.

@@ -338,18 +338,19 @@ void engines_of_several_hosts(unsigned seed) {
 
 void causes(unsigned seed) {
   World world(seed, {1, 1, 1});
-  Member waits(world, 0, 0, 0), leaves(world, 1, 1, 0), gives_up(world, 2, 2, 0);
+  Member waits(world, 0, 0, 0), ends(world, 1, 1, 0), fails(world, 2, 2, 0);
   waits.direct->peers().begin("an operation");
-  gives_up.direct->peers().abandon("rank 1 has left");
-  leaves.direct->peers().leave("its program has ended");
-  for (int i = 0; i < 2; ++i) {
-    const std::string lost = thrown_by<PeerLost>([&] {
-      if (i == 0) waits.direct->peers().check_all();
-      else waits.direct->peers().check_one(1, "a message");
-    });
-    expect(lost.starts_with("rank 1 has left (its program has ended)"),
-           "who left is named, and not who gave up because of that: " + lost);
-  }
+  if (seed % 2 == 0) ends.direct->peers().abandon("interrupted");
+  ends.direct->peers().leave("its program has ended");
+  thrown_by<PeerLost>([&] { fails.direct->agree("an operation", {}); });
+  fails.direct->peers().leave("an exception");
+  const std::string cause = seed % 2 == 0 ? "rank 1 gave up (interrupted)" : "rank 1 has left (its program has ended)";
+  const auto check = [&](auto call) {
+    const std::string lost = thrown_by<PeerLost>(call);
+    expect(lost.starts_with(cause + " while rank 0 waited"), "what came first is named, not what followed: " + lost);
+  };
+  check([&] { waits.direct->peers().check_all(); });
+  check([&] { waits.direct->peers().check_one(1, "a message"); });
 }
 
 void several_hosts(unsigned seed) {
