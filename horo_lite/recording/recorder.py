@@ -101,17 +101,17 @@ def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None
     global _file, _memory, _description
     n_bytes = _native.Recorder.memory_bytes(capacity)
     if path is None:
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)  # `horo-lite top` finds it by its name
-        os.fchmod(descriptor, 0o600)
+        memory = _anonymous(n_bytes)
     else:
         path.unlink(missing_ok=True)
         # Links of other users are not followed, and what they see is their business only.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.truncate(descriptor, n_bytes)
-        memory = mmap.mmap(descriptor, n_bytes)
-    finally:
-        os.close(descriptor)
+        try:
+            # All of it now: on a full disk, writing into the mapping would end the process.
+            os.posix_fallocate(descriptor, 0, n_bytes)
+            memory = mmap.mmap(descriptor, n_bytes)
+        finally:
+            os.close(descriptor)
     if description is not None:
         here = {"host": socket.gethostname(), "pid": os.getpid(), "began": time.time()}
         _description = here | dict(description)
@@ -122,6 +122,20 @@ def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None
     _memory = memory
     if former != path:
         _remove(former)
+
+
+def _anonymous(n_bytes: int) -> mmap.mmap:
+    """Memory that `horo-lite top` finds by its name, where the kernel lets it have one."""
+    try:
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    except OSError:
+        return mmap.mmap(-1, n_bytes)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.truncate(descriptor, n_bytes)
+        return mmap.mmap(descriptor, n_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def file() -> Path | None:

@@ -26,6 +26,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from horo_lite.recording.records import ENDING, Operation, Records, of_files, of
 
 CAPACITY = 1 << 16
 """Operations of each rank that a timeline keeps: the last ones."""
+PATIENCE_S = 600.0
+"""How long a rank waits for others to write: one after the other, for seconds each."""
 _BEGIN, _END = b"[\n", b"\n]\n"
 
 
@@ -104,23 +107,25 @@ def path() -> Path | None:
     return None if _running is None else _running.path
 
 
-def finish(trace: Path, job: str | None = None) -> list[int]:
+def finish(trace: Path, job: str | None = None, patience_s: float = PATIENCE_S) -> list[int]:
     """Write into a trace what ranks have recorded that have not done so themselves.
 
     Args:
         trace: The file.
         job: What names the job of the ranks; by default it is the one that began last.
+        patience_s: Seconds to wait for a rank that is writing.
 
     Returns:
         The ranks whose operations have come into the trace.
 
     Raises:
         OSError: The file cannot be written.
+        TimeoutError: Another rank writes, and does not end.
     """
     done: list[int] = []
     if not _files_of(trace):
         return done
-    with _locked(trace) as file:
+    with _locked(trace, patience_s) as file:
         paths = _files_of(trace)
         if job is None:
             job = next((str(one.description["job"]) for one in of_files(paths)), None)
@@ -144,11 +149,22 @@ def _files_of(trace: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _locked(trace: Path) -> Iterator[int]:
+def _locked(trace: Path, patience_s: float = PATIENCE_S) -> Iterator[int]:
     """The trace's descriptor, while no other rank writes."""
     descriptor = os.open(trace, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    until = time.monotonic() + patience_s
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(
+                        f"another rank has been writing {trace} for {patience_s:g} s: it may be "
+                        f"stopped. `horo-lite trace {trace}` completes the trace once it has ended"
+                    ) from None
+                time.sleep(0.01)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -9,6 +9,9 @@ from horo_lite.recording import flight_record, recorder, records, timeline
 from horo_lite.settings import flight_record_folder
 from horo_lite.start import ending
 
+_PATIENCE_S = 10.0
+"""How long a job that fails waits for a rank that is writing its timeline, and may be stopped."""
+
 
 def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
     """Record this rank's operations from now on, anew.
@@ -22,13 +25,21 @@ def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
     Raises:
         OSError: The folder for the flight record cannot be written.
     """
-    folder, path = flight_record_folder(), None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = flight_record.file_of(folder, rank)
-        (folder / f"{rank}{records.ENDED}").unlink(missing_ok=True)  # of another job
+    folder = flight_record_folder()
     here = {"rank": rank, "size": size, "job": job, "epoch_ns": epoch_ns}
-    recorder.keep(recorder.CAPACITY, path, here)
+    if folder is None:
+        recorder.keep(recorder.CAPACITY, None, here)
+    else:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{rank}{records.ENDED}").unlink(missing_ok=True)  # of another job
+            recorder.keep(recorder.CAPACITY, flight_record.file_of(folder, rank), here)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"rank {rank} cannot record its operations in HORO_LITE_FLIGHT_RECORD={folder} "
+                f"({error.strerror}): name another folder, or unset the variable",
+            ) from error
     ending.before_abort(leave)
 
 
@@ -69,6 +80,6 @@ def leave() -> None:
             ranks = ", ".join(str(one.rank) for one in everyone)
             ending.write(f"[horo_lite] the last operations of ranks {ranks} are in {folder}\n")
         if trace is not None:
-            timeline.finish(trace, recorder.job())
+            timeline.finish(trace, recorder.job(), _PATIENCE_S)
     except Exception as error:  # what ends the job is more important
         ending.write(f"[horo_lite] the last operations could not be written: {error}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from launch import run_ranks
 
 from horo_lite.__main__ import main
+from horo_lite.recording import timeline
 from horo_lite.start import clocks
 from horo_lite.transports.interface import Header
 
@@ -233,6 +235,16 @@ class Clocks:
         self.n += 1
         shift = self.wrong_ns - self.ahead_ns if self.n == 1 else self.ahead_ns
         return [Header(digest, count + shift, 1.0), Header(digest, count, 1.0)]
+
+
+def test_a_rank_that_is_stopped_while_it_writes_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    (tmp_path / "trace.json.0.operations").touch()
+    with trace.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=f"horo-lite trace {trace}"):
+            timeline.finish(trace, patience_s=0.1)
+    assert timeline.finish(trace, patience_s=0.1) == []
 
 
 @pytest.mark.parametrize("wrong_s", [0.0, 3600.0])

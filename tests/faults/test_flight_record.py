@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ import horo_lite as hvd
 from horo_lite.__main__ import main
 from horo_lite.recording import flight_record, recorder, records
 from horo_lite.recording.records import Operation, Records
+from horo_lite.start.recording import keep as start_recording
 
 FOLDER = "HORO_LITE_FLIGHT_RECORD"
 N_BEFORE = 3
@@ -198,6 +200,45 @@ def test_no_file_of_another_is_written_to(tmp_path: Path) -> None:
     recorder.keep(8, None)
     assert not link.exists()
     assert victim.read_text() == "as it was"
+
+
+def test_memory_without_a_name_where_the_kernel_refuses_one(
+    monkeypatch: pytest.MonkeyPatch, small_ring: int
+) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    recorder.keep(small_ring, None, {"rank": 0, "size": 1, "job": "tests", "epoch_ns": 0})
+
+    run_threads(1, lambda group: hvd.allreduce(np.ones(3), name="kept", group=group))
+    assert "kept" in records.of_memory(recorder.memory()).operations[-1].label
+
+
+def test_a_file_has_its_room_on_the_disk_before_it_is_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "0.operations"
+    recorder.keep(1 << 10, path)
+    n_bytes = len(recorder.memory())
+    assert path.stat().st_blocks * 512 >= n_bytes
+    recorder.keep(8, None)
+
+
+@pytest.mark.parametrize("why", ["a file is there", "the disk is full"])
+def test_a_folder_that_cannot_be_written_is_named(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = tmp_path / "records"
+    monkeypatch.setenv(FOLDER, str(folder))
+    if why == "a file is there":
+        folder.write_text("no folder")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    error = f"rank 3 cannot record its operations in {FOLDER}={folder} ("
+    with pytest.raises(OSError, match=re.escape(error)):
+        start_recording(3, 4, "tests", 0)
 
 
 @pytest.mark.parametrize("length", [0, 100, 5000, None])
