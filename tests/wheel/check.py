@@ -1,10 +1,11 @@
-"""What a user gets from dist/: `make wheel-check`.
+"""What a user gets from dist/: `make wheel-check`, and from one wheel `make wheel-here`.
 
-In an empty environment for each Python, with a PATH of that environment alone (no compiler, nvcc or
-mpiexec) and in a folder from which the sources cannot be imported: which wheel pip chooses and what
-it installs beside it, the doctor, the digits example on one process, and on two ranks with the MPI
-of a wheel. Nothing may be compiled: pip takes wheels only. At last the sdist is built, for this
-machine's CPU only, and what comes out is compared with the wheels.
+A wheel has every file of the package that the checkout has. Then, in an empty environment for each
+Python, with a PATH of that environment alone (no compiler, nvcc or mpiexec) and in a folder from
+which the sources cannot be imported: which wheel pip chooses and what it installs beside it, where
+its files are loaded from, the doctor, the digits example on one process, and on two ranks with the
+MPI of a wheel. Nothing may be compiled: pip takes wheels only. At last the sdist, if there is one,
+is built for this machine's CPU only, and what comes out is compared with the wheels.
 
     usage: check.py DIST PYTHON...
 """
@@ -22,9 +23,20 @@ import time
 import zipfile
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CHECKOUT = Path(__file__).resolve().parents[2]
 NEEDED = {"horo_lite", "mpi4py", "numpy", "threadpoolctl"}
+DEVELOPMENT_ONLY = {"horo_lite/_testing.pyi"}
 LIMIT_S = 300
+
+# What a process has loaded that uses every public name, and where it would look for more.
+LOADED = """
+import sys
+import horo_lite
+for name in horo_lite.__all__:
+    getattr(horo_lite, name)
+print(*sys.path, *(getattr(each, "__file__", None) for each in sys.modules.values()), sep="\\n")
+print(open("/proc/self/maps").read())
+"""
 
 
 class EmptyEnvironment:
@@ -35,10 +47,11 @@ class EmptyEnvironment:
         subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
         self.bin = folder / "venv" / "bin"
         self.env = {"PATH": str(self.bin), "HOME": str(folder)}
-        # How packages are reached from here.
+        # How packages are reached from here, and those that were downloaded before.
+        self.env["PIP_CACHE_DIR"] = str(Path.home() / ".cache" / "pip")
         self.env |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         for name in ("digits.py", "digits_numpy.py", "report.py"):
-            shutil.copy(EXAMPLES / name, folder)
+            shutil.copy(CHECKOUT / "examples" / name, folder)
 
     def run(self, command: str, *arguments: str, code: int = 0) -> str:
         """What a command of the environment prints; any other exit code is the end."""
@@ -57,7 +70,9 @@ class EmptyEnvironment:
         return done.stdout
 
     def install(self, *arguments: str) -> None:
-        self.run("python", "-m", "pip", "-qq", "install", "--only-binary=:all:", *arguments)
+        # Not compiled ahead: most of scikit-learn is never imported.
+        options = ["--only-binary=:all:", "--no-compile"]
+        self.run("python", "-m", "pip", "-qq", "install", *options, *arguments)
 
     def packages(self) -> set[str]:
         listed = json.loads(self.run("python", "-m", "pip", "list", "--format=json"))
@@ -66,7 +81,15 @@ class EmptyEnvironment:
     def doctor(self, *, code: int) -> dict[str, str]:
         report = json.loads(self.run("horo-lite", "doctor", "--json", code=code))
         assert report["path"].startswith(str(self.folder)), report["path"]
+        assert report["horo_lite"] == version(), (report["horo_lite"], version())
         return {check["check"]: check["found"] for check in report["checks"]}
+
+
+def version() -> str:
+    (found,) = re.findall(
+        r'^version = "(.+)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    return str(found)
 
 
 def accuracy(said: str) -> float:
@@ -82,6 +105,9 @@ def check(dist: Path, python: str) -> str:
         here.install("--no-index", "--no-deps", "--find-links", str(dist), "horo_lite")
         here.install("horo_lite")
         assert here.packages() == NEEDED, here.packages()
+        loaded = here.run("python", "-c", LOADED)
+        assert re.search(rf"{here.folder}/venv/lib/\S+/horo_lite/_native\.", loaded), loaded
+        assert str(CHECKOUT) not in loaded, loaded
         found = here.doctor(code=1)  # because there is no MPI
         assert found["compiler"] == found["mpiexec"] == "none", found
 
@@ -99,11 +125,24 @@ def check(dist: Path, python: str) -> str:
 
 
 def modules(wheel: Path) -> set[str]:
-    """The files of a wheel, without folders and the compiled ones, whose names differ."""
+    """The files of a wheel's package, without folders and the compiled ones, whose names differ."""
     names = zipfile.ZipFile(wheel).namelist()
     return {
         name for name in names if name.startswith("horo_lite/") and not name.endswith((".so", "/"))
     }
+
+
+def check_files(wheel: Path) -> None:
+    """Compare the files of a wheel with those of the package in the checkout."""
+    # What git would add counts as well: it is there to be part of the next commit.
+    ask = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "horo_lite"]
+    said = subprocess.run(ask, cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
+    expected = {name for name in said.split() if (CHECKOUT / name).exists()} - DEVELOPMENT_ONLY
+    found = modules(wheel)
+    assert found == expected, f"{wheel.name} and the checkout differ in {found ^ expected}"
+    compiled = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert [name.partition(".")[0] for name in compiled] == ["horo_lite/_native"], compiled
+    assert wheel.name.split("-")[1] == version(), (wheel.name, version())
 
 
 def check_sdist(dist: Path, python: str) -> str:
@@ -121,7 +160,13 @@ def check_sdist(dist: Path, python: str) -> str:
 
 def main() -> None:
     dist, pythons = Path(sys.argv[1]).resolve(), sys.argv[2:]
-    checks = [*((check, python) for python in pythons), (check_sdist, pythons[-1])]
+    wheels = list(dist.glob("*.whl"))
+    assert wheels, f"no wheel in {dist}"
+    for wheel in wheels:
+        check_files(wheel)
+    checks = [(check, python) for python in pythons]
+    if list(dist.glob("*.tar.gz")):
+        checks.append((check_sdist, pythons[-1]))
     for run, python in checks:
         began = time.monotonic()
         what = run(dist, python)
