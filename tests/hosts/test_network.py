@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from network import Host, Network, missing, unavailable
+from network import Host, Network, no_flow_limits, unavailable
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
@@ -79,7 +79,7 @@ def test_a_link_is_not_faster_than_its_rate() -> None:
         assert seconds_to_send(network.hosts) < limited_s
 
 
-@pytest.mark.skipif("flow" in missing(), reason=f"the kernel has no limit for a flow: {missing()}")
+@pytest.mark.skipif(bool(no_flow_limits()), reason=f"no limits for a flow: {no_flow_limits()}")
 def test_flows_have_limits_of_their_own() -> None:
     with Network(2, rate_mbit=400, flow_mbit=20) as network:
         one_s = seconds_to_send(network.hosts)
@@ -148,9 +148,59 @@ time.sleep(300)
         time.sleep(0.01)
 
 
-def test_a_kernel_that_lacks_something_is_an_error() -> None:
-    if "delay" not in missing():
-        Network(2, delay_ms=1).close()
-        return
-    with pytest.raises(OSError, match="qdisc kind is unknown"):
-        Network(2, delay_ms=1)
+# Sends so many bytes back and forth, one at a time; prints the median of the seconds for each.
+ANSWER = """
+import socket
+server = socket.create_server(("", 5000))
+print("listens", flush=True)
+connection = server.accept()[0]
+while part := connection.recv(1):
+    connection.sendall(part)
+"""
+ASK = """
+import socket, statistics, sys, time
+connection = socket.create_connection((sys.argv[1], 5000))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+seconds = []
+for _ in range(20):
+    began = time.monotonic()
+    connection.sendall(b"x")
+    connection.recv(1)
+    seconds.append(time.monotonic() - began)
+print(statistics.median(seconds))
+"""
+
+
+def test_a_message_takes_as_long_as_the_link_is_said_to_take() -> None:
+    with Network(3, rate_mbit=100, delay_ms=20) as network:
+        answers = python(network.hosts[0], ANSWER)
+        assert answers.stdout is not None
+        answers.stdout.readline()
+        asks = python(network.hosts[2], ASK, network.hosts[0].address)
+        round_trip_s = float(asks.communicate(timeout=60)[0])
+    assert round_trip_s > 2 * 0.020
+    assert round_trip_s < 2 * 0.020 + 0.015  # in the median, also where other programs run
+
+
+def test_what_is_lost_is_sent_again() -> None:
+    with Network(2, rate_mbit=100, loss=0.1) as network:
+        seconds_to_send(network.hosts)
+        counters = network.hosts[0].command(["cat", "/proc/net/snmp"])
+        names, values = (
+            line.split()
+            for line in subprocess.check_output(counters, text=True).splitlines()
+            if line.startswith("Tcp:")
+        )
+    n_frames = N_BYTES / 1448
+    sent_again = int(values[names.index("RetransSegs")])
+    assert 0.05 * n_frames < sent_again < 0.3 * n_frames
+
+
+def test_a_link_with_a_delay_is_cut_and_nothing_is_left() -> None:
+    with Network(2, delay_ms=1) as network:
+        network.cut(network.hosts[1])
+        connect = "import socket; socket.create_connection((%r, 5000), timeout=1)"
+        cut = python(network.hosts[0], connect % network.hosts[1].address)
+        assert cut.wait(30) != 0
+        network.mend(network.hosts[1])
+        assert seconds_to_send(network.hosts) < 10
