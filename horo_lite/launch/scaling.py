@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from horo_lite.launch.model import Costs, Network, allreduce, eight_bits, step, two_levels
-from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, LAST_BUCKET_PART
 
 INT8 = "int8"
 _EXAMPLES = """\
@@ -59,7 +59,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_BUCKET_BYTES,
         metavar="N",
-        help="on the wire; the last bucket leaves when backward() has ended (25 MiB)",
+        help="on the wire; the last, an eighth of that, leaves when backward() has ended (25 MiB)",
     )
     add(
         "--busy-cores",
@@ -146,7 +146,8 @@ def _row(
     wire = costs.wires[name]
     found = allreduce(n_elements, hosts, args.ranks, wire, costs, network)
     leveled = allreduce(n_elements, hosts, args.ranks, wire, costs, network, two_levels(hosts))
-    last = min(1.0, args.bucket_bytes / (n_elements * wire.element_bytes))
+    n_bytes, last_bytes = n_elements * wire.element_bytes, args.bucket_bytes / LAST_BUCKET_PART
+    last = 1.0 if n_bytes <= 2 * last_bytes else last_bytes / n_bytes
     stepped = step(
         args.compute_s,
         found,

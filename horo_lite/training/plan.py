@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 from math import prod
 
 from horo_lite.errors import MismatchError
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
+LAST_BUCKET_PART = 8
+"""The last bucket, which nothing is left to hide, has at most `bucket_bytes` divided by this."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Plan:
     memory (i itself for an ordinary one), so that memory shared by two parameters travels once.
     `buckets` are the indices that travel together, the last parameters first, because backward
     passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
-    bucket of its own. `together` numbers the group of each parameter, or is empty: gradients of one
+    bucket of its own. What they produce last is a small bucket, since it cannot leave before they
+    have ended. `together` numbers the group of each parameter, or is empty: gradients of one
     group, unless it is -1, are a bucket whatever their size. `travelling` are all of them in that
     order. `digest` has 63 bits and is the same in every process.
     """
@@ -108,10 +113,19 @@ class Plan:
                 current, filled = [], 0
             current.append(i)
             filled += size
-        buckets += [tuple(current)] if current else []
+        buckets += self._without_its_end(current)
         if grouped:  # a bucket is complete with its first parameter, the last one reached
             buckets = sorted([*buckets, *map(tuple, grouped.values())], key=min, reverse=True)
         return tuple(buckets)
+
+    def _without_its_end(self, last: Sequence[int]) -> list[tuple[int, ...]]:
+        """The last bucket as two, where that lets most of it leave during backward()."""
+        most = self.bucket_bytes // LAST_BUCKET_PART
+        ending_with = list(accumulate(self.wire_bytes(i) for i in reversed(last)))
+        cut = len(last) - bisect_right(ending_with, most)
+        if cut and ending_with[-1] <= 2 * most:  # not worth another bucket
+            cut = 0
+        return [tuple(part) for part in (last[:cut], last[cut:]) if part]
 
     def _hash(self) -> int:
         # A missing gradient has only a name here: what it looks like is the other ranks' to say.

@@ -56,6 +56,15 @@ def test_a_large_gradient_is_a_bucket_of_its_own() -> None:
     assert mine.buckets == ((3, 2), (1,), (0,))
 
 
+def test_what_comes_last_is_a_small_bucket() -> None:
+    """It leaves when backward() has ended, while all before it can hide."""
+    first_layers = [entry("a", 1), entry("b", 1), entry("c", 2)]
+    mine = plan(*first_layers, entry("d", 10), entry("e", 5))  # 4, 4, 8, 40 and 20 bytes
+    assert mine.buckets == ((4, 3, 2), (1, 0))
+    assert plan(*first_layers).buckets == ((2, 1, 0),)  # too little for two
+    assert plan(entry("a", 4), entry("d", 10), entry("e", 5)).buckets == ((2, 1, 0),)
+
+
 def test_missing_and_shared_gradients_do_not_travel() -> None:
     entries = [entry(f"p{i}", 5) for i in range(4)]
     mine = plan(*entries, present=(True, False, True, True), owners=(0, 1, 2, 0))
@@ -78,8 +87,12 @@ def test_every_present_gradient_travels_once(
     assert mine.travelling == tuple(i for i in reversed(range(len(sizes))) if present[i])
     for bucket in mine.buckets:
         assert len(bucket) == 1 or sum(map(mine.wire_bytes, bucket)) <= bucket_bytes
-    for one, next_one in zip(mine.buckets, mine.buckets[1:], strict=False):
+    for one, next_one in zip(mine.buckets[:-1], mine.buckets[1:-1], strict=False):
         assert sum(map(mine.wire_bytes, one)) + mine.wire_bytes(next_one[0]) > bucket_bytes
+    if len(mine.buckets) > 1:
+        *_, before, last = (sum(map(mine.wire_bytes, bucket)) for bucket in mine.buckets)
+        is_full = before + mine.wire_bytes(mine.buckets[-1][0]) > bucket_bytes
+        assert is_full or last <= bucket_bytes // 8
 
 
 def test_the_digest_knows_everything_that_must_be_alike() -> None:
