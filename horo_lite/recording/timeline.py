@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -48,12 +49,14 @@ class _Running(NamedTuple):
     """The number of its first operation."""
     former: Path | None
     """Where the recorder's memory was before."""
+    pid: int
+    """Forked children are no ranks."""
 
 
 _running: _Running | None = None
 
 
-def start(path: str, rank: int, *, anew: bool = True) -> None:
+def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None:
     """Start a timeline: see `horo_lite.start_timeline`.
 
     Args:
@@ -68,7 +71,7 @@ def start(path: str, rank: int, *, anew: bool = True) -> None:
     global _running
     if _running is not None:
         raise ValueError("a timeline is being written already: call stop_timeline() first")
-    trace = Path(path.replace("{rank}", str(rank))).absolute()
+    trace = Path(os.fspath(path).replace("{rank}", str(rank))).absolute()
     with _locked(trace) as file:
         # The first rank that begins finds what another job or an earlier timeline has left.
         others = _files_of(trace)
@@ -79,22 +82,40 @@ def start(path: str, rank: int, *, anew: bool = True) -> None:
         former = recorder.file()
         recorder.keep(CAPACITY, trace.with_name(f"{trace.name}.{rank}{ENDING}"))
     _native.Recorder.time_phases(True)
-    _running = _Running(trace, _native.Recorder.n_operations() + 1, former)
+    _running = _Running(trace, _native.Recorder.n_operations() + 1, former, os.getpid())
 
 
 def stop() -> None:
-    """Write this rank's operations into the trace, if a timeline is being written."""
+    """Write this rank's operations into the trace, if a timeline is being written.
+
+    Raises:
+        OSError: The file cannot be written. The operations stay beside it.
+    """
     global _running
     running, _running = _running, None
-    if running is None:
+    if running is None or running.pid != os.getpid():
         return
     _native.Recorder.time_phases(False)
     mine = of_memory(recorder.memory())
     path = recorder.file()
-    with _locked(running.path) as file:
-        if path is not None and path.exists():  # nobody has done it for this rank
-            _append(file, list(events_of(mine, running.first)))
-        recorder.keep(recorder.CAPACITY, running.former)
+    try:
+        with _locked(running.path) as file:
+            if path is not None and path.exists():  # nobody has done it for this rank
+                _append(file, list(events_of(mine, running.first)))
+                path.unlink()
+    except OSError as error:
+        recorder.release()
+        with contextlib.suppress(OSError):  # there may be no room for its file either
+            recorder.keep(recorder.CAPACITY, running.former)
+        if isinstance(error, TimeoutError):
+            raise
+        raise OSError(
+            error.errno,
+            f"the operations of rank {mine.rank} cannot be added to {running.path} "
+            f"({error.strerror}): they are kept in {path}, from where `horo-lite trace "
+            f"{running.path}` adds them",
+        ) from error
+    recorder.keep(recorder.CAPACITY, running.former)
 
 
 def is_running() -> bool:
@@ -171,15 +192,32 @@ def _locked(trace: Path, patience_s: float = PATIENCE_S) -> Iterator[int]:
 
 
 def _append(file: int, events: Sequence[dict[str, Any]]) -> None:
-    """Add events to a list of them that is complete before and afterwards."""
+    """Add events to a list of them that is complete before and afterwards, also after an error."""
     if not events:
         return
     text = ",\n".join(map(json.dumps, events)).encode()
-    end = os.fstat(file).st_size
-    if end < len(_BEGIN + _END):
-        at, text = 0, _BEGIN + text + _END
-    else:
-        at, text = end - len(_END), b",\n" + text + _END
+    end = _complete_bytes(file)
+    # What is overwritten comes last: without it the rest, or a part of it, can be cut off again.
+    seam, text = (b"", _BEGIN + text + _END) if end == 0 else (b",\n" + text[:1], text[1:] + _END)
+    try:
+        _write(file, text, end)
+        _write(file, seam, end - len(seam))
+    except OSError:
+        os.truncate(file, end)
+        raise
+
+
+def _complete_bytes(file: int) -> int:
+    """Cut off what a rank left that was killed while it wrote; how many bytes there are then."""
+    n_bytes = os.fstat(file).st_size
+    if n_bytes and os.pread(file, len(_END), max(0, n_bytes - len(_END))) != _END:
+        with mmap.mmap(file, n_bytes, prot=mmap.PROT_READ) as written:
+            n_bytes = found + len(_END) if (found := written.find(_END)) >= 0 else 0
+        os.truncate(file, n_bytes)
+    return n_bytes
+
+
+def _write(file: int, text: bytes, at: int) -> None:
     while text:
         n = os.pwrite(file, text, at)
         at, text = at + n, text[n:]

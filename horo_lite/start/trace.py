@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from horo_lite import context
 from horo_lite.recording import timeline
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Write this rank's collective operations to a file, from now until `stop_timeline()`.
 
     All ranks that call it share the file, in which each writes its operations when its timeline
@@ -29,5 +31,10 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Complete this rank's part of the file. Does nothing where no timeline is being written."""
+    """Complete this rank's part of the file. Does nothing where no timeline is being written.
+
+    Raises:
+        OSError: The file cannot be written. The operations stay beside it, and `horo-lite trace`
+            adds them.
+    """
     timeline.stop()

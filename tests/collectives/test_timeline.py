@@ -224,6 +224,49 @@ def test_ranks_share_a_file_that_has_also_those_that_were_killed(who: str, tmp_p
         assert max(submitted[name]) <= min(times) + 1  # microseconds are rounded
 
 
+UNWRITTEN = """
+import errno, json, os, pathlib, signal
+import numpy as np
+import horo_lite as hvd
+
+path = pathlib.Path(os.environ["TRACE"])
+rank = hvd.init().rank
+hvd.start_timeline(path)
+hvd.allreduce(np.full(3, rank), name="recorded")
+hvd.barrier()
+write = os.pwrite
+
+def write_some(file, text, at):
+    write(file, text[:100], at)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+for turn in range(3):
+    if rank == turn:
+        if rank:
+            os.pwrite = write_some
+        try:
+            hvd.stop_timeline()
+        except OSError as error:
+            assert f"`horo-lite trace {path}` adds them" in str(error), error
+            assert {event["pid"] for event in json.loads(path.read_text())} == {0}
+            print("no room", flush=True)
+    hvd.barrier()
+"""
+
+
+def test_a_trace_is_complete_after_ranks_that_could_not_write_all(tmp_path: Path) -> None:
+    """One finds no room on the disk, and another is killed while it writes."""
+    path = tmp_path / "trace.json"
+    result = run_ranks(UNWRITTEN, 3, env={"TRACE": str(path)}, timeout_s=60)
+    assert result.returncode != 0
+    assert "no room" in result.stdout
+    assert main(["trace", str(path)]) == 0
+    recorded = [event["pid"] for event in events_of(path) if event["name"].endswith("'recorded'")]
+    assert [recorded.count(rank) for rank in range(3)] == [3, 3, 3]  # in the queue, and done
+
+
 class Clocks:
     """Two ranks, of which the other one's host began `s` seconds earlier."""
 
