@@ -118,7 +118,9 @@ def reduce_scatter_of_views(group: Group) -> list[Tensor]:
     own, first = mine(group, n * 50), mine(group, n * 50)
     dist.reduce_scatter_tensor(own[50 * r : 50 * (r + 1)], own, group=group)
     dist.reduce_scatter_tensor(first[:50], first, group=group)
-    return [turned, nothing, own[50 * r : 50 * (r + 1)], first[:50]]
+    table = mine(group, n * 5, 10)
+    dist.reduce_scatter_tensor(table[:5], table, group=group)
+    return [turned, nothing, own[50 * r : 50 * (r + 1)], first[:50], table[:5]]
 
 
 def broadcast(dtype: torch.dtype, group: Group) -> list[Tensor]:

@@ -60,8 +60,10 @@ class Staged:
         return self._copied_back(memory, torch.empty_like(memory, memory_format=_C_ORDER))
 
     def output_of(self, tensor: Tensor, copy: Tensor) -> Tensor:
-        """Return the copy, whose contents the tensor will have."""
-        return self._copied_back(self._plain(tensor), copy)
+        """Return the copy, whose contents the tensor, of any shape, will have."""
+        memory = self._plain(tensor)
+        self._copied_back(memory, copy.view(memory.shape))
+        return copy
 
     def in_place(self, tensor: Tensor) -> Tensor:
         """Return memory that holds what the tensor holds, and whose contents it will have."""
