@@ -19,7 +19,7 @@ from pathlib import Path
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError
 from horo_lite.horovod import aliases
-from horo_lite.launch import bench, doctor, hostfile, jobs, scaling, top
+from horo_lite.launch import bench, doctor, horovodrun, hostfile, jobs, output, scaling, top
 from horo_lite.recording import flight_record, timeline
 from horo_lite.start import launcher
 
@@ -97,7 +97,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="a rank that dies does not end the job (Open MPI 5; see horo_lite.elastic)",
     )
-    add("--mpiexec-args", default="", metavar="'…'", help="more arguments for mpiexec itself")
+    add(
+        *("--mpiexec-args", "--mpi-args"),
+        default="",
+        metavar="'…'",
+        help="more arguments for mpiexec itself",
+    )
     add(
         "--as-horovod",
         action="store_true",
@@ -111,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help="the same as `doctor`")
     add("-cb", "--check-build", action="store_true", help="list frameworks and what carries data")
     add("--version", action="version", version=f"horo_lite {__version__}")
+    horovodrun.add_to(parser)
     add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, as python -m does")
     add("program", nargs=argparse.REMAINDER, help="script.py or any command, with its arguments")
     return parser
@@ -257,7 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = [sys.executable, *program]
     if shutil.which(program[0]) is None:
         parser.error(f"there is no {program[0]}")
-    more = {}
+    more = horovodrun.variables(args)
+    if args.output_filename:
+        program = output.wrapped(args.output_filename, args.n, program)
     if args.as_horovod or args.as_horovod_anyway:
         found = None if args.as_horovod_anyway else aliases.installed_horovod()
         if found:
@@ -288,6 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     more=shlex.split(args.mpiexec_args),
                     env=env,
                 )
+            if args.verbose:
+                horovodrun.show(program)
             if args.restarts and not hosts:
                 place = tempfile.TemporaryDirectory(prefix="hvd-", ignore_cleanup_errors=True)
                 jobs.set_session_folder(env, stack.enter_context(place))

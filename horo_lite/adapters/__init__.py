@@ -17,8 +17,8 @@ __all__ = ["Adapter", "adapter_of", "from_numpy", "register_adapter", "to_host"]
 # comes last: it looks at the shape of an object, the others at its type first. Keras' models are
 # torch's or TensorFlow's modules as well.
 _BUILT_IN = (
-    "keras", "torch", "tensorflow", "jax", "cupy", "singa", "needle", "nnabla", "tinygrad", "mlx",
-    "paddle", "numpy",
+    "keras", "tf_keras", "torch", "tensorflow", "jax", "cupy", "singa", "needle", "nnabla",
+    "tinygrad", "mlx", "paddle", "numpy",
 )  # fmt: skip
 
 _registered: list[Adapter] = []

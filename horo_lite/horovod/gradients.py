@@ -5,32 +5,67 @@ With N ranks and the gradients g of one variable:
     op=Average          sum(g) / N
     gradient_predivide_factor=f
                         sum(g / f) * (f / N): the same but for rounding and overflow
+    op=Adasum           of two ranks, with gradients a and b,
+                        (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: see horo_lite.horovod.adasum
     local variables     this rank's own g, divided by N (scale_local_gradients) or as it is
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from horo_lite.adapters import Adapter
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
+from horo_lite.horovod.adasum import AdasumView, check_adasum
 from horo_lite.horovod.process_sets import ProcessSet, global_process_set, group_of
-from horo_lite.horovod.reductions import AdasumOp, named_op
+from horo_lite.horovod.reductions import Adasum, named_op
 from horo_lite.training.options import Options
+from horo_lite.training.reducer import Reducer
 from horo_lite.training.transform import Transform
 
 Set = ProcessSet | Group | None
 
 
+@dataclass(frozen=True, kw_only=True)
 class SetOptions(Options):
-    """Options whose ranks are a process set, as it is in the world at the time."""
+    """Options whose ranks are a process set, as it is in the world at the time.
+
+    `op` may be Adasum.
+    """
+
+    op: Any = Average
+
+    def _check_reduction(self) -> None:
+        if self.op is not Adasum:
+            super()._check_reduction()
+        elif getattr(self.compression, "wire", "") != "none":
+            raise ValueError("op=Adasum does not compress: leave compression out")
 
     @property
     def ranks(self) -> Group:
         return group_of(self.group)
+
+    def reducer(self, adapter: Adapter, named: Sequence[tuple[str, Any]], **other: Any) -> Reducer:
+        if self.op is not Adasum:
+            return super().reducer(adapter, named, **other)
+        ranks = self.ranks
+        check_adasum(ranks, ())
+        view = _views.setdefault(ranks, AdasumView(ranks))
+        # What its exchanges are the view decides, and ranks without Adasum are to be told.
+        options = [*other.pop("options", ()), ("op", "Adasum")]
+        return super().reducer(
+            adapter, named, **(other | {"group": view, "op": Average, "options": options})
+        )
+
+
+# One a group, since it numbers the reducers of each.
+_views: weakref.WeakKeyDictionary[Group, AdasumView] = weakref.WeakKeyDictionary()
 
 
 def options_of(
@@ -44,8 +79,6 @@ def options_of(
 ) -> tuple[SetOptions, Any]:
     """Return the options, checked, and the user's own compression, if that is what was given."""
     op = named_op(op)
-    if isinstance(op, AdasumOp):
-        raise ValueError("op=hvd.Adasum is not there in Keras: use Average or Sum, or PyTorch")
     if not gradient_predivide_factor > 0:
         raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, not above 0")
     if gradient_predivide_factor != 1 and op is not Average:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 import shlex
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from horo_lite.horovod.aliases import install
 from horo_lite.launch import calls
 from horo_lite.launch import run as launch
+from horo_lite.launch.hostfile import read_hostfile
 
 __all__ = ["run"]
 
@@ -20,36 +23,113 @@ def run(
     func: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int = 1,
-    *,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Any = None,
     hosts: str | None = None,
-    mpi_args: str | None = None,
-    env: Mapping[str, str] | None = None,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
     verbose: Any = None,
     use_gloo: bool | None = None,
     use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
 ) -> list[T]:
     """Call a function on every rank of a job of its own, and return what it returned on each.
 
-    `horo_lite.run` with Horovod's arguments.
+    `horo_lite.run` with Horovod's arguments. Of `disable_cache` and `verbose` nothing depends here;
+    of `ssh_port`, `ssh_identity_file` and `network_interface`, which are mpiexec's business, a
+    warning says so.
 
     Args:
         func: The function, called on every rank; it calls `init()` itself.
         args: Its positional arguments.
         kwargs: Its named arguments.
-        np: The number of ranks.
+        num_proc: The number of ranks.
+        min_num_proc: Must not be given, nor the following: no driver adds hosts here.
+        max_num_proc: See `min_num_proc`.
+        slots: See `min_num_proc`.
+        reset_limit: See `min_num_proc`.
+        cooldown_range: See `min_num_proc`.
         hosts: Hosts, each with its number of ranks, such as "a:4,b:4".
-        mpi_args: More arguments for mpiexec, in one string.
-        env: More environment variables for the ranks.
-        verbose: Horovod's argument, which has no meaning here.
+        hostfile: The same in a file, with lines such as `a slots=4`.
+        start_timeout: Seconds within which ranks must have come, where MPI does not start them.
+        ssh_port: Has no meaning here.
+        ssh_identity_file: Has no meaning here.
+        disable_cache: Has no meaning here.
+        output_filename: Must not be given: `func` returns what is needed.
+        verbose: Has no meaning here.
         use_gloo: Must not be True: jobs are started by mpiexec.
-        use_mpi: Horovod's argument, which has no meaning here.
+        use_mpi: What is done anyway.
+        mpi_args: More arguments for mpiexec, in one string.
+        network_interface: Has no meaning here.
+        executable: Must not be another Python than this one.
+        np: Horovod's older name for `num_proc`.
+        min_np: See `min_num_proc`.
+        max_np: See `min_num_proc`.
+        env: More environment variables for the ranks.
+
+    Returns:
+        One result per rank, in rank order.
+
+    Raises:
+        ValueError: An argument that cannot be followed here.
+        Exception: What `func` raised on a rank; see `horo_lite.run`.
     """
-    if use_gloo:
-        raise ValueError("use_gloo=True: horo_lite starts jobs with mpiexec, so leave it out")
-    more = shlex.split(mpi_args or "")
+    elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, min_np, max_np)
+    for given, words in (
+        (use_gloo, "use_gloo=True: horo_lite starts jobs with mpiexec, so leave it out"),
+        (
+            any(each is not None for each in elastic),
+            "min_num_proc, max_num_proc, slots, reset_limit and cooldown_range: no driver adds "
+            "hosts here; see docs/elastic.md for what there is",
+        ),
+        (hosts and hostfile, "hosts= or hostfile=, not both"),
+        (output_filename, "output_filename=: return what you need from the function"),
+        (executable not in (None, sys.executable), "executable=: ranks run the Python of this one"),
+    ):
+        if given:
+            raise ValueError(words)
+    if np is not None:
+        warnings.warn("np= is Horovod's old name: say num_proc=", DeprecationWarning, 2)
+        num_proc = np if num_proc == 1 else num_proc
+    ignored = {
+        "ssh_port": ssh_port,
+        "ssh_identity_file": ssh_identity_file,
+        "network_interface": network_interface,
+    }
+    named = [f"{name}=" for name, value in ignored.items() if value]
+    if named:
+        warnings.warn(
+            f"{', '.join(named)} of horovod.run: how hosts are reached is mpiexec's business; "
+            "see mpi_args= and ~/.ssh/config",
+            RuntimeWarning,
+            2,
+        )
+    variables = dict(env or {})
+    if start_timeout is not None:
+        variables.setdefault("HORO_LITE_START_TIMEOUT_S", str(start_timeout))
     return launch.run(
-        UnderTheName(func), args, kwargs, np=np, hosts=hosts, mpiexec_args=more, env=env
+        UnderTheName(func),
+        args,
+        kwargs,
+        np=num_proc,
+        hosts=read_hostfile(hostfile) if hostfile else hosts,
+        mpiexec_args=shlex.split(mpi_args or ""),
+        env=variables,
     )
 
 

@@ -1,4 +1,4 @@
-"""Horovod's Keras API for Keras 3, on the torch, JAX and TensorFlow backends.
+"""Horovod's Keras API for Keras 3, on the torch, JAX and TensorFlow backends, and for tf_keras.
 
     import horo_lite.keras as hvd
 
@@ -6,7 +6,8 @@
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss=...)
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
-Everything that `horo_lite` has is here as well.
+Everything that `horo_lite` has is here as well. Callbacks are those of tf_keras (Keras 2) where
+TF_USE_LEGACY_KERAS=1 is set, as for `tf.keras`, or where tf_keras has been imported before this.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 
 from horo_lite.context import rank, size
-from horo_lite.keras.optimizer import AveragingOptimizer
+from horo_lite.keras.base import Averaging, build, is_keras2, keras
 from horo_lite.ops import grouped_allreduce
 from horo_lite.state.broadcast import broadcast_parameters
 
@@ -36,7 +35,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._is_done = False
         optimizer = self.model.optimizer
-        if size() > 1 and rank() == 0 and not isinstance(optimizer, AveragingOptimizer):
+        if size() > 1 and rank() == 0 and not isinstance(optimizer, Averaging):
             warnings.warn(
                 f"horo_lite: this model's optimizer, {optimizer!r}, is no DistributedOptimizer, so "
                 "fit() trains every rank by itself: compile with hvd.DistributedOptimizer(...), "
@@ -68,8 +67,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model = self.model
         if not model.built:
             return
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        build(model.optimizer, model.trainable_variables)
         broadcast_parameters(model, self.root_rank)
         broadcast_parameters(model.optimizer, self.root_rank)
         self._is_done = True
@@ -102,7 +100,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 def _number(name: str, value: Any) -> np.ndarray[Any, Any]:
     """A metric; those that have a value for each class are arrays."""
     try:
-        return np.asarray(keras.ops.convert_to_numpy(value), np.float64)
+        array = value if is_keras2 else keras.ops.convert_to_numpy(value)
+        return np.asarray(array, np.float64)
     except (TypeError, ValueError):
         raise TypeError(
             f"MetricAverageCallback averages numbers, and logs[{name!r}] is {value!r}: put the "
@@ -118,7 +117,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr * multiplier(epoch)                       where multiplier is a function,
         initial_lr * multiplier ** (epoch - start_epoch)     where it is a number.
 
-    `logs["learning_rate"]` is the rate at the end of each epoch (Horovod: "lr").
+    `logs["learning_rate"]` is the rate at the end of each epoch; with tf_keras `logs["lr"]`, as in
+    Horovod.
 
     Args:
         initial_lr: What is multiplied.
@@ -130,7 +130,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             beginning of an epoch.
         momentum_correction: While the rate changes, momentum is multiplied by new rate / old rate
             for that batch (Goyal et al., 2017, remark 2). Only where every step runs eagerly
-            (torch, or run_eagerly=True): what is compiled has the momentum in it for good.
+            (torch, or run_eagerly=True), or with tf_keras.optimizers.legacy: what is compiled
+            otherwise has the momentum in it for good.
         steps_per_epoch: Where `fit` does not know it.
     """
 
@@ -190,16 +191,22 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
-            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
+            key = "lr" if is_keras2 else "learning_rate"
+            logs[key] = float(self.model.optimizer.learning_rate)
 
     def _adjust(self, epoch: float) -> None:
         optimizer = self.model.optimizer
         before, after = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
-        is_eager = keras.backend.backend() == "torch" or self.model.run_eagerly
         innermost = _innermost(optimizer)
-        momentum = getattr(innermost, "momentum", 0)
-        if self.momentum_correction and is_eager and momentum and before:
+        momentum = float(getattr(innermost, "momentum", 0) or 0)
+        # Of the legacy family of tf_keras it is a variable, which graphs read.
+        is_read = (
+            self.model.run_eagerly
+            or keras.backend.backend() == "torch"
+            or hasattr(innermost, "_create_all_weights")
+        )
+        if self.momentum_correction and is_read and momentum and before:
             self._momentum = momentum
             innermost.momentum = momentum * after / before
 

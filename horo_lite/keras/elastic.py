@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 from horo_lite.elastic import HostsUpdatedInterrupt, ObjectState, State, run
+from horo_lite.keras.base import build, keras
 
 __all__ = [
     "CommitStateCallback",
@@ -39,8 +38,8 @@ class TensorFlowKerasState(State):
         optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if not getattr(model, "built", True):
             raise ValueError("the model has no weights yet: call model.build(input_shape) first")
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
+        if optimizer is not None:
+            build(optimizer, model.trainable_variables)
         own = {} if optimizer is None else {"optimizer": optimizer}
         super().__init__(model=model, **own, **things)
 

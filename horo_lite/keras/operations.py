@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from horo_lite import ops
+from horo_lite.adapters import from_numpy, to_host
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
+from horo_lite.horovod.adasum import adasum_
 from horo_lite.horovod.gradients import Set, ranks_given
 from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
 from horo_lite.horovod.reductions import AdasumOp, op_of
@@ -39,13 +41,20 @@ def allreduce(
         average: Horovod's older form: True for Average, False for Sum.
         prescale_factor: Multiplies what this rank contributes.
         postscale_factor: Multiplies the result.
-        op: Average, Sum, Min, Max or Product, or Horovod's number for one.
+        op: Average, Sum, Min, Max, Product or Adasum, or Horovod's number for one. Adasum needs a
+            power of two of ranks, and no compression.
         compression: What travels, such as Compression.fp16.
         process_set: The ranks; default all.
         group: The same as a `Group`.
     """
     op = op_of(average, op)
-    _check_not_adasum(op)
+    if isinstance(op, AdasumOp):
+        if getattr(compression, "wire", "") != "none":
+            raise ValueError("op=hvd.Adasum does not compress: leave compression out")
+        array = np.array(to_host(value))
+        ranks = group_of(ranks_given(process_set, group))
+        adasum_(ranks, [array], (), name or "", prescale_factor, postscale_factor)
+        return from_numpy(array, value)
     return ops.allreduce(
         value,
         op,
@@ -110,11 +119,7 @@ def reducescatter(
     The arguments are those of `allreduce`.
     """
     op = op_of(None, op)
-    _check_not_adasum(op)
+    if isinstance(op, AdasumOp):
+        raise ValueError("reducescatter takes op=Average, Sum, Min, Max or Product, not Adasum")
     value = np.asarray(value) if isinstance(value, (list, tuple)) else value
     return ops.reducescatter(value, op, name=name, group=group_of(ranks_given(process_set, group)))
-
-
-def _check_not_adasum(op: Any) -> None:
-    if isinstance(op, AdasumOp):
-        raise ValueError("op=hvd.Adasum is for PyTorch (horo_lite.torch): use Average or Sum")

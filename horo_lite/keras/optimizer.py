@@ -1,18 +1,22 @@
-"""DistributedOptimizer for Keras: `apply()` averages the gradients, then applies them."""
+"""DistributedOptimizer for Keras 3: `apply()` averages the gradients, then applies them.
+
+That of tf_keras is in keras2.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
-
-import keras
 
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Op
+from horo_lite.collectives.reductions import Average
 from horo_lite.horovod.gradients import Exchange, Set, options_of, scaled
 from horo_lite.horovod.process_sets import global_process_set
+from horo_lite.horovod.reductions import AnyOp
+from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
 from horo_lite.training.options import Options
 from horo_lite.training.transform import Transform
 
@@ -25,7 +29,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Op = Average,
+    op: AnyOp = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -74,7 +78,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             otherwise the rows of all ranks are gathered.
         gradient_predivide_factor: Gradients are divided by it before they are added up, and the sum
             by size / factor. Only with op=Average.
-        op: Average or Sum.
+        op: Average, Sum or Adasum. Adasum combines the gradients, so that all ranks keep one state
+            of the optimizer; it needs a power of two of ranks, dense gradients, and on JAX steps
+            that are not compiled.
         backward_passes_per_step: The gradients of so many batches are added up, and then applied at
             once; exchanged then too, where steps are not compiled by JAX (there at every pass, to
             the same numbers). Keras' gradient_accumulation_steps does it, and must not be set.
@@ -91,23 +97,33 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         MismatchError: From `apply()`, on every rank, naming the first variable that differs, where
             ranks come with different gradients or options.
     """
-    optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, AveragingOptimizer):
+    is_keras2 = is_of_keras2(optimizer)
+    if not is_keras2:
+        optimizer = keras.optimizers.get(optimizer)
+        is_keras2 = is_of_keras2(optimizer)
+    if isinstance(optimizer, Averaging):
         raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
     options, own_compression = options_of(
         op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
     )
-    passes = _checked_passes(optimizer, backward_passes_per_step)
-    kind: Any = type(optimizer)
-    wrapped = object.__new__(_class_of(kind))
-    # One state, whoever loads or changes it; Keras would look into it while it is being set.
-    object.__setattr__(wrapped, "__dict__", vars(optimizer))
+    passes = _checked_passes(backward_passes_per_step)
     exchange = Exchange(
-        _transform(options, sparse_as_dense),
+        _transform(options, sparse_as_dense, is_keras2),
         own_compression,
         gradient_predivide_factor,
         scale_local_gradients,
     )
+    if is_keras2:
+        keras2 = import_module("horo_lite.keras.keras2")
+        return keras2.wrapped(
+            optimizer, exchange, passes, average_aggregated_gradients, DistributedOptimizer
+        )
+    if passes > 1:
+        _check_can_accumulate(optimizer)
+    kind: Any = type(optimizer)
+    wrapped = object.__new__(_class_of(kind))
+    # One state, whoever loads or changes it; Keras would look into it while it is being set.
+    object.__setattr__(wrapped, "__dict__", vars(optimizer))
     sum_of = 1 if average_aggregated_gradients else passes
     vars(wrapped).update(
         _exchange=exchange, _is_averaged=False, _passes=passes, _sum_of=sum_of, _accumulated=None
@@ -117,26 +133,28 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return wrapped
 
 
-def _checked_passes(optimizer: Any, passes: Any) -> int:
+def _checked_passes(passes: Any) -> int:
     if not hasattr(passes, "__index__") or passes.__index__() < 1:
         raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
-    if passes > 1:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            raise ValueError(
-                "backward_passes_per_step and a LossScaleOptimizer do not go together: give the "
-                "optimizer inside of it gradient_accumulation_steps"
-            )
-        if getattr(optimizer, "gradient_accumulation_steps", None):
-            raise ValueError(
-                "gradient_accumulation_steps of Keras and backward_passes_per_step are two names "
-                "for the same: give one of them"
-            )
-        if optimizer.built:
-            raise ValueError(
-                "backward_passes_per_step needs an optimizer that has not been built: make the "
-                "DistributedOptimizer before the first step"
-            )
     return int(passes.__index__())
+
+
+def _check_can_accumulate(optimizer: Any) -> None:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "backward_passes_per_step and a LossScaleOptimizer do not go together: give the "
+            "optimizer inside of it gradient_accumulation_steps"
+        )
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "gradient_accumulation_steps of Keras and backward_passes_per_step are two names "
+            "for the same: give one of them"
+        )
+    if optimizer.built:
+        raise ValueError(
+            "backward_passes_per_step needs an optimizer that has not been built: make the "
+            "DistributedOptimizer before the first step"
+        )
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -147,7 +165,7 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Op = Average,
+    op: AnyOp = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
@@ -218,7 +236,7 @@ def load_model(
     *,
     compile: bool = True,
     safe_mode: bool = True,
-    op: Op = Average,
+    op: AnyOp = Average,
     sparse_as_dense: bool = False,
     group: Group | None = None,
 ) -> Any:
@@ -259,22 +277,14 @@ _LOSS_SCALE = (
 )
 
 
-class AveragingOptimizer:
+class AveragingOptimizer(Averaging):
     """What a wrapped optimizer has beside its own class."""
 
-    _exchange: Exchange
     _is_averaged: bool
     _passes: int
     _sum_of: int
     _accumulated: list[Any] | None
     _trainable_variables: list[Any]
-
-    def register_local_var(self, var: Any) -> None:
-        """Keep the gradient of this variable to this rank, before the first step.
-
-        It is divided by the number of ranks unless scale_local_gradients=False.
-        """
-        self._exchange.register_local([var])
 
     def apply(
         self,
@@ -324,7 +334,7 @@ class AveragingOptimizer:
             variables = self._trainable_variables
         if self._is_averaged or len(grads) != len(variables):  # Keras says what is wrong with that
             return grads
-        return self._exchange(variables, list(map(_name_of, variables)), grads, weight)
+        return self._exchange(variables, list(map(name_of, variables)), grads, weight)
 
     # Two methods that every backend's optimizer of Keras calls, in this order, the second one with
     # what the passes have added up to.
@@ -340,7 +350,7 @@ class AveragingOptimizer:
         variables = self._accumulated
         if self._passes > 1 and variables is not None:
             sums = [scaled(gradient, self._sum_of) for gradient in grads]
-            grads = self._exchange(variables, list(map(_name_of, variables)), sums)
+            grads = self._exchange(variables, list(map(name_of, variables)), sums)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -363,13 +373,9 @@ def _class_of(base: type) -> Any:
     return type(f"Distributed{base.__name__}", (AveragingOptimizer, base), names)
 
 
-def _transform(options: Options, as_dense: bool) -> Transform:
-    if keras.backend.backend() == "tensorflow":
+def _transform(options: Options, as_dense: bool, is_keras2: bool) -> Transform:
+    if is_keras2 or keras.backend.backend() == "tensorflow":
         from horo_lite.tensorflow.gradients import Transform as ForTensors
 
         return ForTensors(options, as_dense)
     return Transform(options)
-
-
-def _name_of(variable: Any) -> str:
-    return getattr(variable, "path", None) or str(variable.name)

@@ -14,10 +14,11 @@ from horo_lite import ops
 from horo_lite.adapters.tensorflow import array_of
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.errors import MismatchError
 from horo_lite.horovod.gradients import Exchange, Set, options_of, ranks_given
 from horo_lite.horovod.process_sets import global_process_set, root_in
+from horo_lite.horovod.reductions import Adasum, AnyOp
 from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python, ranks_of
 from horo_lite.training import transform
 from horo_lite.training.options import Options
@@ -49,6 +50,14 @@ class Transform(transform.Transform):
         results = list(gradients)
         if self._sparse_as_dense:
             results = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in results]
+        op: Any = self.options.op
+        if op is Adasum:
+            for name, gradient in zip(names, results, strict=True):
+                if _is_sparse(gradient):
+                    raise ValueError(
+                        f"the gradient of {name!r} is IndexedSlices, and op=hvd.Adasum combines "
+                        "dense tensors: use sparse_as_dense=True"
+                    )
         if tf.executing_eagerly():
             averages = self._averages(names, [_in_numpy(g) for g in results], weight)
             return [_in_tensorflow(average) for average in averages]
@@ -158,7 +167,7 @@ class DistributedGradientTape:
             `decompress` of its own is called.
         sparse_as_dense: Gradients of embeddings become dense before they travel; otherwise they
             stay tf.IndexedSlices, with the rows of all ranks.
-        op: Average or Sum.
+        op: Average, Sum or Adasum, which needs a power of two of ranks and dense gradients.
         gradient_predivide_factor: Gradients are divided by it before they are added up, and the sum
             by size / factor. Only with op=Average.
         num_groups: Horovod's older name for `groups`.
@@ -175,7 +184,7 @@ class DistributedGradientTape:
         device_sparse: str = "",
         compression: Any = Compression.none,
         sparse_as_dense: bool = False,
-        op: Op = Average,
+        op: AnyOp = Average,
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         groups: Any = None,
@@ -251,13 +260,14 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
 
+@as_it_is
 def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Op = Average,
+    op: AnyOp = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: Any = None,
@@ -308,7 +318,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
-    op: Op = Average,
+    op: AnyOp = Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,

@@ -24,8 +24,9 @@ from horo_lite import ops
 from horo_lite.adapters.tensorflow import array_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.context import world
+from horo_lite.horovod.adasum import adasum_
 from horo_lite.horovod.gradients import Set, checked_compression, ranks_given
 from horo_lite.horovod.process_sets import (
     global_process_set,
@@ -33,7 +34,7 @@ from horo_lite.horovod.process_sets import (
     root_in,
     set_of,
 )
-from horo_lite.horovod.reductions import AdasumOp, op_of
+from horo_lite.horovod.reductions import AdasumOp, AnyOp, op_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -130,8 +131,9 @@ def allreduce(
         device_sparse: The same.
         compression: What travels, such as Compression.fp16; not for IndexedSlices. What has
             `compress` and `decompress` of its own is called.
-        op: Average (the default), Sum, Min, Max or Product, or Horovod's number for one.
-            IndexedSlices take the first two. Averages of integers are cut towards zero.
+        op: Average (the default), Sum, Min, Max, Product or Adasum, or Horovod's number for one.
+            IndexedSlices take the first two. Adasum needs a power of two of ranks, and no
+            compression. Averages of integers are cut towards zero.
         prescale_factor: Multiplies what this rank contributes.
         postscale_factor: Multiplies the result.
         name: For messages; where given, alike on all ranks.
@@ -172,9 +174,11 @@ def grouped_allreduce(
     group: Group | None = None,
 ) -> list[Tensor]:
     """The op over all ranks' `tensors`, reduced as one. See `allreduce`."""
-    op = _op_of(average, op)
+    op = op_of(average, op)
     ranks = ranks_given(process_set, group)
     results = list(tensors)
+    if isinstance(op, AdasumOp) and getattr(compression, "wire", "none") != "none":
+        raise ValueError("op=hvd.Adasum does not compress: leave compression out")
     if not isinstance(compression, Compressor):
         own = checked_compression(compression)
         pairs = [(x, None) if isinstance(x, tf.IndexedSlices) else own.compress(x) for x in results]
@@ -194,6 +198,10 @@ def grouped_allreduce(
     dense = [i for i in range(len(results)) if i not in slices]
 
     def exchange(*arrays: Array) -> list[Array]:
+        if isinstance(op, AdasumOp):
+            copies = [np.array(x) for x in arrays]
+            adasum_(ranks_of(ranks), copies, (), name or "", prescale_factor, postscale_factor)
+            return copies
         return ops.grouped_allreduce(
             arrays,
             op,
@@ -420,7 +428,9 @@ def reducescatter(
 
     The arguments are those of `allreduce`.
     """
-    op = _op_of(None, op)
+    op = op_of(None, op)
+    if isinstance(op, AdasumOp):
+        raise ValueError("reducescatter takes op=Average, Sum, Min, Max or Product, not Adasum")
     members = ranks_given(process_set, group)
     if not isinstance(compression, Compressor):
         small, context = checked_compression(compression).compress(tensor)
@@ -537,7 +547,7 @@ def _differentiable(function: Callable[..., Any], tensors: Sequence[Tensor]) -> 
 
 
 def _gathered_slices(
-    slices: tf.IndexedSlices, op: Op, name: str | None, factor: float, ranks: Set
+    slices: tf.IndexedSlices, op: AnyOp, name: str | None, factor: float, ranks: Set
 ) -> tf.IndexedSlices:
     """All ranks' rows, the ranks' average or sum as soon as rows of one index are added up."""
     if op not in (Average, Sum):
@@ -591,14 +601,7 @@ def check_dtype(what: str, tensor: Tensor) -> None:
         )
 
 
-def _op_of(average: Any, op: Any) -> Op:
-    found = op_of(average, op)
-    if isinstance(found, AdasumOp):
-        raise ValueError("op=hvd.Adasum is for PyTorch (horo_lite.torch): use Average or Sum")
-    return found
-
-
-def _check_linear(what: str, op: Op) -> None:
+def _check_linear(what: str, op: AnyOp) -> None:
     if op not in (Average, Sum):
         raise ValueError(f"{what} with op={op.name} has no gradient")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from horo_lite.collectives.reductions import Sum
 from horo_lite.horovod.gradients import Set
 from horo_lite.horovod.process_sets import global_process_set, group_of
+from horo_lite.keras.base import is_keras2, keras
 from horo_lite.tensorflow.operations import allreduce
 
 
@@ -22,7 +22,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         mean = sum(n_r * m_r) / sum(n_r),    variance = sum(n_r * (v_r + (m_r - mean)^2)) / sum(n_r)
 
     which is Horovod's where all n_r are equal; where they are not, Horovod counts ranks alike.
-    Gradients flow through both. On Keras' TensorFlow backend.
+    Gradients flow through both. On Keras' TensorFlow backend, and with tf_keras.
 
     Args:
         fused: Horovod's argument, which may only be False.
@@ -35,16 +35,25 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ) -> None:
         if fused:
             raise ValueError("SyncBatchNormalization does not support fused=True")
-        super().__init__(**kwargs)
+        # Keras 2 has a kernel that does without _moments().
+        super().__init__(**kwargs, **({"fused": False} if is_keras2 else {}))
         self._process_set = process_set
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        mean, variance = super()._moments(inputs, mask)
+    def _moments(self, inputs: Any, *how: Any, **named: Any) -> tuple[Any, Any]:
+        # Keras 3 gives (inputs, mask), Keras 2 (inputs, axes, keep_dims=…, mask=…).
+        if is_keras2:
+            axes, mask = how[0], named.get("mask")
+            mean, variance = super()._moments(inputs, *how, **named)
+        else:
+            (mask,), axes = how, self._reduction_axes
+            mean, variance = super()._moments(inputs, mask)
         if group_of(self._process_set).size == 1:
             return mean, variance
+        shape = mean.shape
+        mean, variance = tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
         if mask is None:
-            shape = tf.shape(inputs)
-            count = tf.reduce_prod([shape[axis] for axis in self._reduction_axes])
+            sizes = tf.shape(inputs)
+            count = tf.reduce_prod([sizes[axis] for axis in axes])
         else:
             count = tf.math.count_nonzero(mask)
         count = tf.cast(count, mean.dtype)
@@ -52,7 +61,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         total = tf.maximum(sums[0], 1)
         common = sums[1:] / total
         spread = self._sum(count * (variance + (mean - common) ** 2), "variances")
-        return common, spread / total
+        return tf.reshape(common, shape), tf.reshape(spread / total, shape)
 
     def _sum(self, x: Any, what: str) -> Any:
         name = f"{self.name}, {what}"

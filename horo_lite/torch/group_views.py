@@ -10,26 +10,13 @@ from horo_lite.collectives.compression import Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Op
+from horo_lite.horovod.adasum import GroupView
 from horo_lite.horovod.reductions import AdasumOp
 from horo_lite.torch.adasum import adasum_async_
 
 
-class _GroupView:
-    """A group, for a reducer, that exchanges in another way."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = weakref.ref(group)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.group(), name)
-
-    def group(self) -> Group:
-        group = self._group()
-        assert group is not None
-        return group
-
-    def compares_later(self, gpu: int | None) -> bool:
-        return False
+class _GroupView(GroupView):
+    """The same, asynchronously as well."""
 
     def exchange(self, arrays: Sequence[Any], **options: Any) -> bool:
         self.exchange_async(arrays, **options).wait()

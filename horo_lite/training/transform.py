@@ -37,6 +37,7 @@ class Transform:
         self._adapter = _SlotAdapter()
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
+        self._ranks: Any = None  # that it was made for
 
     def __call__(
         self, names: Sequence[str], gradients: Sequence[Any], weight: float | None = None
@@ -64,7 +65,9 @@ class Transform:
         if [slot.name for slot in self._slots] != list(names):
             self._slots = [_Slot(name) for name in names]
         named = [(slot.name, slot) for slot in self._slots]
-        if self._reducer is None or self._reducer.group is not self.options.ranks:
+        ranks = self.options.ranks
+        if self._reducer is None or self._ranks is not ranks:
+            self._ranks = ranks
             self._reducer = self.options.reducer(
                 self._adapter, named, streams=False, title=self._title
             )

@@ -160,6 +160,50 @@ def test_the_command_line(real: Path, tmp_path: Path) -> None:
     assert "No module named 'horovod'" in plain.stderr
 
 
+@pytest.mark.mpi
+def test_horovods_run(tmp_path: Path) -> None:
+    """The arguments of 0.28; results in rank order; each rank has its own."""
+    script = tmp_path / "launch.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import warnings
+            import horo_lite.horovod
+            horo_lite.horovod.install()
+            import horovod
+            import numpy as np
+
+            def train(scale, *, plus):
+                import horo_lite as hvd
+                hvd.init()
+                return hvd.rank(), float(hvd.allreduce(np.float64(hvd.rank() + scale))) + plus
+
+            if __name__ == "__main__":
+                found = horovod.run(
+                    train, (1.0,), {"plus": 10}, num_proc=2, use_mpi=True, verbose=2,
+                    start_timeout=60, disable_cache=True,
+                )
+                assert found == [(0, 11.5), (1, 11.5)], found
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    assert horovod.run(train, (2.0,), dict(plus=0), np=1) == [(0, 2.0)]
+                for wrong, words in (
+                    ({"use_gloo": True}, "use_gloo"), ({"min_num_proc": 1}, "no driver"),
+                    ({"hosts": "a:1", "hostfile": "b"}, "not both"),
+                ):
+                    try:
+                        horovod.run(train, num_proc=2, **wrong)
+                    except ValueError as error:
+                        assert words in str(error), error
+                    else:
+                        raise AssertionError(words)
+                print("all is well")
+            """
+        )
+    )
+    assert "all is well" in python(str(script)).stdout
+
+
 def test_every_alias_has_a_home() -> None:
     known = [home for homes in aliases.HOMES.values() for home in homes]
     for home in sorted(set(known)):

@@ -119,7 +119,12 @@ POSITIONS = {
     },
     "horovod.tensorflow.elastic": {"TensorFlowState": "variables session"},
     "horovod.torch.elastic": {"TorchState": "model optimizer", "ElasticSampler": "dataset"},
-    "horovod.runner": {"run": "func args kwargs"},
+    "horovod.runner": {
+        "run": "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit "
+        "cooldown_range hosts hostfile start_timeout ssh_port ssh_identity_file disable_cache "
+        "output_filename verbose use_gloo use_mpi mpi_args network_interface executable np min_np "
+        "max_np"
+    },
     "horovod.ray": {
         "RayExecutor": "settings num_workers num_hosts num_workers_per_host cpus_per_worker "
         "use_gpu gpus_per_worker use_current_placement_group min_workers max_workers reset_limit "

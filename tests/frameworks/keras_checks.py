@@ -593,6 +593,39 @@ def check_local_variables_and_predivision() -> None:
         hvd.PartialDistributedOptimizer("sgd", local_layers=["first"])
 
 
+def check_adasum() -> None:
+    """Of two ranks' a and b: (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, for each variable."""
+    n = world.size
+    if n != 2:
+        with pytest.raises(ValueError, match="power of two, not 3"):
+            hvd.allreduce(1.0, op=hvd.Adasum)
+        return
+    a, b = np.array([1.0, 2.0, -3.0], np.float32), np.array([2.0, 0.5, 1.0], np.float32)
+    dot = float(a @ b)
+    expected = (1 - dot / (2 * float(a @ a))) * a + (1 - dot / (2 * float(b @ b))) * b
+    mine = (a, b)[world.rank]
+    found = hvd.allreduce(keras.ops.convert_to_tensor(mine), op=hvd.Adasum)
+    assert isinstance(found, type(keras.ops.convert_to_tensor(mine)))
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(found), expected, rtol=1e-6)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), op=hvd.Adasum)
+    variable = keras.Variable(keras.ops.ones(3), name="adasum")
+    for step in (1, 2):
+        optimizer.apply([keras.ops.convert_to_tensor(mine)], [variable])
+        value = keras.ops.convert_to_numpy(variable.value)
+        np.testing.assert_allclose(value, 1 - step * 0.5 * expected, rtol=1e-5, atol=1e-6)
+    model = compiled(hvd.DistributedOptimizer(adam(), op=hvd.Adasum))
+    before = model.get_weights()
+    if BACKEND == "jax":  # which compiles the steps of fit
+        with pytest.raises(ValueError, match="not Adasum"):
+            fit(model, epochs=1)
+        return
+    fit(model, epochs=1, callbacks=broadcast())
+    check_same_bits(model)
+    assert any((p != q).any() for p, q in zip(before, model.get_weights(), strict=True))
+    with pytest.raises(ValueError, match="does not compress"):
+        hvd.DistributedOptimizer("sgd", op=hvd.Adasum, compression=hvd.Compression.fp16)
+
+
 def check_process_sets_and_values() -> None:
     """Values of any kind, with Horovod's positions; roots are the world's numbers."""
     n, ranks = world.size, np.arange(world.size)

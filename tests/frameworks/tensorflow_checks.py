@@ -313,7 +313,11 @@ def check_errors_say_what_to_do() -> None:
     for call, words in (
         (lambda: hvd.allreduce(x, op=False), "op is hvd.Average, hvd.Sum"),
         (lambda: hvd.allreduce(x, hvd.Sum), "average is True or False.*give op="),
-        (lambda: hvd.allreduce(x, op=hvd.Adasum), "for PyTorch"),
+        (lambda: hvd.reducescatter(x, op=hvd.Adasum), "not Adasum"),
+        (
+            lambda: hvd.allreduce(x, op=hvd.Adasum, compression=hvd.Compression.fp16),
+            "does not compress",
+        ),
         (lambda: hvd.allreduce(x, op=hvd.Sum, average=True), "give op alone"),
         (lambda: hvd.allreduce(x, opp=hvd.Sum), r"allreduce\(\) got an unexpected .* 'opp'"),
         (lambda: hvd.DistributedOptimizer("sgd", compresion=1), r"DistributedOptimizer\(\) got"),
@@ -564,7 +568,7 @@ def check_horovods_options_of_a_tape(made: Maker) -> None:
         np.testing.assert_allclose(shared_found, all_ranks, rtol=1e-6, err_msg=str(options))
     for options, words in (
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "needs op=Average"),
-        ({"op": hvd.Adasum}, "Adasum is not there"),
+        ({"op": hvd.Adasum, "compression": hvd.Compression.fp16}, "does not compress"),
         ({"groups": "many"}, "groups is a number"),
         ({"compression": 7}, "has compress"),
     ):
@@ -583,6 +587,96 @@ def check_horovods_options_of_a_tape(made: Maker) -> None:
     kernel, _, squares = made(partly)()
     np.testing.assert_allclose(kernel, np.full((2, 1), (RANK + 1) / SIZE), rtol=1e-6)
     np.testing.assert_allclose(squares, [2.0, 8.0], rtol=1e-6)
+
+
+def adasum_of(per_rank: list[Any]) -> Any:
+    """Maleki et al. (2020): (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b, in pairs, then of pairs."""
+    level = [np.asarray(x, np.float64) for x in per_rank]
+    while len(level) > 1:
+        pairs = zip(level[::2], level[1::2], strict=True)
+        level = [
+            (1 - (a * b).sum() / (2 * (a * a).sum())) * a
+            + (1 - (a * b).sum() / (2 * (b * b).sum())) * b
+            for a, b in pairs
+        ]
+    return level[0]
+
+
+def check_adasum(made: Maker) -> None:
+    """Of each tensor by itself; neither this rank's own, nor the average or the sum."""
+    shapes = [(7, 3), (1,), (257,)]
+    rng = np.random.default_rng(11)
+    data = [[rng.normal(size=s) + 0.5 for s in shapes] for _ in RANKS]
+    mine = data[RANK]
+
+    def reduced(xs: Any, **options: Any) -> Any:
+        return hvd.grouped_allreduce(xs, op=hvd.Adasum, **options)
+
+    if SIZE & (SIZE - 1):
+        with pytest.raises(Exception, match="must be a power of two, not 3"):
+            made(reduced)([tf.constant(x) for x in mine])
+        variable = tf.Variable(mine[0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Adasum)
+        with pytest.raises(Exception, match="must be a power of two, not 3"):
+            tape.gradient(loss, variable)
+        return
+    expected = [adasum_of([one[i] for one in data]) for i in range(len(shapes))]
+    for dtype, close in (
+        (tf.float64, {"rtol": 1e-10}),
+        (tf.float32, {"rtol": 2e-5, "atol": 1e-6}),
+        (tf.bfloat16, {"rtol": 0.05, "atol": 0.05}),
+    ):
+        scaled = partial(reduced, prescale_factor=2.0, postscale_factor=0.5)
+        for call in (reduced, scaled, partial(reduced, name="three")):
+            results = made(call)([tf.cast(x, dtype) for x in mine])
+            for result, wanted in zip(results, expected, strict=True):
+                assert result.dtype == dtype
+                np.testing.assert_allclose(np.asarray(result, np.float64), wanted, **close)
+            hvd.check_in_sync([(str(i), r) for i, r in enumerate(results)])
+    assert hvd.allreduce(tf.constant([3.0, 4.0]), op=2).numpy().tolist() == [3, 4]  # Horovod's no.
+
+    variables = [tf.Variable(np.ones(s), name=f"v{i}") for i, s in enumerate(shapes)]
+
+    def gradients(xs: Any, **options: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(variables, xs, strict=True)])
+        return hvd.DistributedGradientTape(tape, op=hvd.Adasum, **options).gradient(loss, variables)
+
+    for _ in range(2):
+        found = made(gradients)([tf.constant(x) for x in mine])
+        for result, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(result, wanted, rtol=1e-10)
+
+    # One optimizer for all: it steps with the combined gradients, and so do all ranks.
+    for wrap in (hvd.DistributedOptimizer, of_keras.DistributedOptimizer):
+        variable = keras.Variable(np.ones(shapes[0]), dtype="float64", name="adasum")
+        optimizer = wrap(keras.optimizers.SGD(0.5), op=hvd.Adasum)
+        optimizer.build([variable])
+
+        def step(optimizer: Any = None, variables: Any = None) -> None:
+            optimizer.apply([tf.constant(mine[0])], variables)
+
+        made(partial(step, optimizer, [variable]))()
+        np.testing.assert_allclose(variable.numpy(), 1 - 0.5 * expected[0], rtol=1e-6)
+    table = tf.Variable(np.ones((4, 3), np.float32))
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(tf.gather(table, [RANK, 3]))
+    with pytest.raises(ValueError, match="sparse_as_dense=True"):
+        hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(loss, table)
+    dense = hvd.DistributedGradientTape(tape, op=hvd.Adasum, sparse_as_dense=True)
+    rows = [np.zeros((4, 3)) for _ in RANKS]
+    for r in RANKS:
+        rows[r][[r, 3]] += 1
+    if SIZE < 4:
+        np.testing.assert_allclose(dense.gradient(loss, table), adasum_of(rows), rtol=1e-6)
+    if SIZE > 1:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variables[0])
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Adasum if RANK else hvd.Average)
+        with pytest.raises(hvd.MismatchError, match="Adasum"):
+            tape.gradient(loss, variables[0])
 
 
 def check_process_sets_and_basics(made: Maker) -> None:

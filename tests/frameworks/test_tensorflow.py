@@ -21,21 +21,30 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 def test_tape_and_operations(size: int) -> None:
     checks = FOLDER / "tensorflow_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"{size} ranks: check_") == 21, result
+    assert result.stdout.count(f"{size} ranks: check_") == 22, result
 
 
 def test_gradients_of_operations_on_four_ranks() -> None:
     checks = FOLDER / "tensorflow_checks.py"
-    args = ["check_gradients_are_horovods", "check_gradients_in_a_group"]
+    args = ["check_gradients_are_horovods", "check_gradients_in_a_group", "check_adasum"]
     result = run_ranks(checks, 4, args=args, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count("4 ranks: check_") == 2, result
+    assert result.stdout.count("4 ranks: check_") == 3, result
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_keras_trains_as_one_process_would(size: int) -> None:
     checks = FOLDER / "keras_checks.py"
     result = run_ranks(checks, size, env=QUIET, timeout_s=LIMIT_S).check()
-    assert result.stdout.count(f"tensorflow on {size}: check_") == 19, result
+    assert result.stdout.count(f"tensorflow on {size}: check_") == 20, result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tf_keras_trains_as_one_process_would(size: int) -> None:
+    """Keras 2, for which most scripts with Horovod are written."""
+    checks = FOLDER / "tf_keras_checks.py"
+    env = {**QUIET, "TF_USE_LEGACY_KERAS": "1"}
+    result = run_ranks(checks, size, env=env, timeout_s=LIMIT_S).check()
+    assert result.stdout.count(f"tf_keras on {size}: check_") == 9, result
 
 
 def test_a_rank_with_more_steps_is_told_who_left() -> None:

@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from launch import environment
 
 import horo_lite as hvd
 from horo_lite.__main__ import main
@@ -61,6 +63,65 @@ def test_the_arguments_of_horovodrun(first: list[str], tmp_path: Path) -> None:
     with pytest.raises(Started) as started:
         main([*first, "-H", "a:4,b", "sh"])
     assert started.value.command[:5] == ["/x/mpiexec", "-n", "5", "--host", "a:4,b"]
+
+
+@pytest.mark.usefixtures("open_mpi")
+def test_flags_of_horovodrun_are_what_they_mean_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = ["--start-timeout", "40", "--fusion-threshold-mb", "32", "--verbose"]
+    known += ["--stall-check-warning-time-seconds", "7", "--mpi-args", "--bind-to none"]
+    known += ["--stall-check-shutdown-time-seconds", "90"]
+    without = ["--autotune", "--cycle-time-ms", "3.5", "--gloo", "-p", "22", "--log-level", "INFO"]
+    with pytest.raises(Started) as started:
+        main(["-np", "2", *known, *without, "sh", "--autotune"])
+    env = started.value.env
+    assert env["HORO_LITE_START_TIMEOUT_S"] == "40"
+    assert env["HORO_LITE_BUCKET_BYTES"] == str(32 * 2**20)
+    assert (env["HORO_LITE_STALL_WARN_S"], env["HORO_LITE_STALL_ABORT_S"]) == ("7", "90")
+    command = started.value.command
+    assert command[-4:] == ["--bind-to", "none", "sh", "--autotune"]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == (
+        "horo_lite: without a meaning here: --autotune --cycle-time-ms --gloo -p --log-level"
+    )
+    assert said[1].startswith("horo_lite: /x/mpiexec -n 2 ")
+    with pytest.raises(Started) as started:
+        main(["-np", "2", "--no-stall-check", "sh"])
+    assert started.value.env["HORO_LITE_STALL_WARN_S"] == "0"
+    assert capsys.readouterr().err == ""
+    for flag in ("--host-discovery-script", "--min-np", "--config-file"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["-np", "2", flag, "x", "sh"])
+        assert flag in capsys.readouterr().err
+
+
+@pytest.mark.mpi
+def test_what_ranks_print_is_in_files_as_well(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, horo_lite as hvd\n"
+        "hvd.init()\n"
+        "print('rank', hvd.rank(), 'of', hvd.size())\n"
+        "print('aside', hvd.rank(), file=sys.stderr)\n"
+        "sys.exit(3 if 'fails' in sys.argv else 0)\n"
+    )
+    for arguments, code in (([], 0), (["fails"], 3)):
+        folder = tmp_path / f"out{code}"
+        command = [sys.executable, "-m", "horo_lite", "-n", "2", "--output-filename", str(folder)]
+        found = subprocess.run(
+            [*command, str(script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}),
+            check=False,
+        )
+        assert found.returncode == code, found
+        for rank in range(2):
+            assert f"rank {rank} of 2\n" in found.stdout
+            assert (folder / f"rank.{rank}" / "stdout").read_text() == f"rank {rank} of 2\n"
+            assert f"aside {rank}" in (folder / f"rank.{rank}" / "stderr").read_text()
 
 
 @pytest.mark.parametrize(

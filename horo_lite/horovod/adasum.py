@@ -1,0 +1,293 @@
+"""Adasum: sums of gradients that shrink where the gradients point the same way.
+
+Two gradients a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum where they are
+orthogonal, their mean where they are equal. Ranks combine in pairs, pairs in fours, and so on, as
+in Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020); each tensor by
+itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from horo_lite import _native, adapters
+from horo_lite.adapters.object import NO_ORDER
+from horo_lite.collectives.calls import Call, Finish, Part
+from horo_lite.collectives.group import Group
+from horo_lite.collectives.participation import ArraySpec
+from horo_lite.transports.agreement import agree, exchange_bytes, needs_all
+
+if TYPE_CHECKING:
+    from horo_lite.transports import Transport
+
+Array = Any  # NumPy's, or a tensor in a GPU's memory
+
+
+def adasum_(
+    group: Group,
+    arrays: Sequence[np.ndarray[Any, Any]],
+    names: Sequence[str] = (),
+    label: str = "",
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> None:
+    """Each array holds, in place, the Adasum of what it is on all ranks of the group.
+
+    Called by every rank, in the same order as its other direct calls, with arrays of the same
+    floating dtypes and shapes. Takes two copies of all, in float32, or in float64 where one of them
+    is.
+
+    Args:
+        group: The ranks, a power of two.
+        arrays: NumPy arrays that can be written.
+        names: Their names, if given, are compared, and messages use them.
+        label: For messages.
+        prescale_factor: Multiplies what this rank contributes.
+        postscale_factor: Multiplies the result.
+    """
+    specs = tuple((x.dtype.name, x.shape) for x in arrays)
+    check_adasum(group, [dtype for dtype, _ in specs])
+    dtype = np.float64 if any(name == "float64" for name, _ in specs) else np.float32
+    flat = [x.reshape(-1).astype(dtype) for x in arrays]
+    mine: np.ndarray[Any, Any] = np.concatenate(flat) if arrays else np.zeros(0, dtype)
+    mine *= prescale_factor
+    label = label or f"{len(arrays)} tensors"
+    call = AdasumReduce(label, specs, tuple(names), prescale_factor, postscale_factor)
+    memory = group.memory([mine, np.empty_like(mine)])
+    group.run(call, Part(memory, label=f"allreduce '{label}'"))
+    begin = 0
+    for x, end in zip(arrays, call.ends(), strict=True):
+        x[...] = (mine[begin:end] * postscale_factor).reshape(x.shape)
+        begin = end
+
+
+def check_adasum(group: Group, dtypes: Sequence[str]) -> None:
+    """ValueError where these ranks or dtypes have no Adasum."""
+    if group.size & (group.size - 1):
+        raise ValueError(
+            f"Adasum combines ranks in pairs, so their number must be a power of two, not "
+            f"{group.size}: start as many, use a ProcessSet, or op=hvd.Average"
+        )
+    for dtype in dtypes:
+        if "float" not in dtype:
+            raise ValueError(f"Adasum is for floating point tensors, not {dtype}")
+
+
+class GroupView:
+    """A group, for a reducer, that exchanges in another way.
+
+    It equals the group: optimizers are counted together, whatever they exchange through.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = weakref.ref(group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group(), name)
+
+    def __hash__(self) -> int:
+        return hash(self.group())
+
+    def __eq__(self, other: object) -> bool:
+        return self.group() is (other.group() if isinstance(other, GroupView) else other)
+
+    def group(self) -> Group:
+        group = self._group()
+        assert group is not None
+        return group
+
+    def compares_later(self, gpu: int | None) -> bool:
+        return False
+
+
+class AdasumView(GroupView):
+    """Its exchanges of NumPy arrays are Adasums."""
+
+    def exchange(self, arrays: Sequence[Any], **options: Any) -> bool:
+        if options["weight"] is not None:
+            raise ValueError("weights of samples are for averages: op=Adasum has none")
+        adasum_(self.group(), arrays, options["names"], options["label"])
+        return True
+
+
+@dataclass(frozen=True)
+class AdasumReduce(Call[None]):
+    """The first of two arrays holds, in place, the Adasum over all ranks.
+
+    Attributes:
+        specs: The dtypes and shapes of the tensors that lie in it, one after the other.
+        names: Their names, compared, and used in messages.
+        prescale_factor: What they have been multiplied by.
+        postscale_factor: What the caller multiplies the result by.
+    """
+
+    specs: tuple[ArraySpec, ...] = ()
+    names: tuple[str, ...] = ()
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+
+    kind = "allreduce"
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        return self.names
+
+    def ends(self) -> list[int]:
+        """Where each tensor ends in the array."""
+        return list(accumulate(prod(shape) for _, shape in self.specs))
+
+    def run(self, part: Part, transport: Transport) -> Finish[None]:
+        contract = [
+            part.label,
+            f"Adasum, prescale_factor {self.prescale_factor}, "
+            f"postscale_factor {self.postscale_factor}",
+            *(
+                f"tensor {repr(self.names[i]) if self.names else i}: {dtype}{list(shape)}"
+                for i, (dtype, shape) in enumerate(self.specs)
+            ),
+        ]
+        agree(
+            transport,
+            part.label,
+            contract,
+            lambda: "\n".join(contract),
+            participation=lambda joined: self.participation(part, transport.ranks, joined),
+        )
+        memory = part.memory
+        mine, theirs = memory.arrays
+        memory.begin()
+        # What happens on a GPU belongs to the stream in which its arrays travel.
+        queue = 0 if memory.stream is None else memory.stream.queue.stream
+        with adapters.adapter_of(mine).on_stream(mine, queue) if queue else nullcontext():
+            _combine(transport, mine, theirs, self, memory.tensors.itemsize(0))
+        return memory.end
+
+    def dots(self, a: Array, b: Array, spans: Sequence[slice]) -> np.ndarray[Any, Any]:
+        """Of each span: a·b, a·a and b·b, in float64."""
+        result = np.empty((len(spans), 3))
+        for i, at in enumerate(spans):
+            x, y = np.asarray(a[at], np.float64), np.asarray(b[at], np.float64)
+            result[i] = x.dot(y), x.dot(x), y.dot(y)
+        return result
+
+    def participation(
+        self, part: Part, ranks: Sequence[int], joined: Sequence[int]
+    ) -> tuple[float, bytes]:
+        if part.memory.stream is not None:
+            return needs_all(part.label)(joined)
+        return self.stand_in(part, joined, is_wide=part.memory.tensors.itemsize(0) == 8)
+
+    def part_that_changes_nothing(
+        self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
+    ) -> Part:
+        dtype = np.float64 if own["is_wide"] else np.float32
+        n_elements = sum(prod(shape) for _, shape in self.specs)
+        nothing = [np.zeros(n_elements, dtype) for _ in range(2)]
+        return Part(group.memory(nothing, asynchronous=asynchronous))
+
+
+def _combine(
+    transport: Transport, mine: Array, theirs: Array, call: AdasumReduce, itemsize: int
+) -> None:
+    """`mine` holds the Adasum of all ranks'.
+
+    Halves go to the partner and back (recursive halving), so that every number is computed by one
+    rank and is the same on all.
+    """
+    rank, size = transport.rank, transport.size
+    ends = call.ends()
+    begin, end = 0, len(mine)
+    distance = 1
+    while distance < size:
+        partner = rank ^ distance
+        middle = begin + (end - begin + 1) // 2
+        first, second = (begin, middle), (middle, end)
+        keep, give = (first, second) if rank < partner else (second, first)
+        _swap(transport, partner, itemsize, mine, give, theirs, keep)
+        begin, end = keep
+        lower, upper = (mine, theirs) if rank < partner else (theirs, mine)
+        spans = _spans(ends, begin, end)
+        dots = np.zeros((len(ends), 3))
+        dots[[i for i, _ in spans]] = call.dots(lower, upper, [at for _, at in spans])
+        # The tensors lie on all ranks that have been combined so far.
+        block = rank // (2 * distance) * 2 * distance
+        total = _sum_of(transport, dots, range(block, block + 2 * distance))
+        for i, at in spans:
+            dot, aa, bb = total[i].tolist()
+            a, b = lower[at], upper[at]
+            factor_a = 1.0 - dot / (2.0 * aa) if aa else 1.0
+            factor_b = 1.0 - dot / (2.0 * bb) if bb else 1.0
+            mine[at] = a * factor_a + b * factor_b
+        distance *= 2
+    while distance > 1:
+        distance //= 2
+        partner = rank ^ distance
+        begin_, end_ = _part(partner, distance, size, len(mine))
+        _swap(transport, partner, itemsize, mine, (begin, end), mine, (begin_, end_))
+        begin, end = min(begin, begin_), max(end, end_)
+
+
+def _part(rank: int, distance: int, size: int, n: int) -> tuple[int, int]:
+    """What `rank` has after the halvings up to that distance, and after the joins down to it."""
+    begin, end = 0, n
+    step = 1
+    while step <= distance:
+        middle = begin + (end - begin + 1) // 2
+        begin, end = (begin, middle) if not rank & step else (middle, end)
+        step *= 2
+    return begin, end
+
+
+def _spans(ends: Sequence[int], begin: int, end: int) -> list[tuple[int, slice]]:
+    """Which tensors lie between `begin` and `end`, and where."""
+    spans = []
+    start = 0
+    for i, stop in enumerate(ends):
+        low, high = max(start, begin), min(stop, end)
+        if low < high:
+            spans.append((i, slice(low, high)))
+        start = stop
+    return spans
+
+
+def _swap(
+    transport: Transport,
+    partner: int,
+    itemsize: int,
+    source: Array,
+    give: tuple[int, int],
+    target: Array,
+    take: tuple[int, int],
+) -> None:
+    """`take` of `target` holds what the partner gave, and the partner has `give` of `source`."""
+    rank, size = transport.rank, transport.size
+    headers = transport.agree(0, give[1] - give[0], label="a swap of Adasum")
+    n_bytes = [[0] * size for _ in range(size)]
+    for other, header in enumerate(headers):
+        n_bytes[other][other ^ rank ^ partner] = header.count * itemsize
+    outgoing = [source[slice(*give) if r == partner else slice(0, 0)] for r in range(size)]
+    incoming = [target[slice(*take) if r == partner else slice(0, 0)] for r in range(size)]
+    transport.alltoall(
+        [_native.Tensors([x], stream=NO_ORDER) for x in outgoing],
+        [_native.Tensors([x], stream=NO_ORDER) for x in incoming],
+        n_bytes,
+    )
+
+
+def _sum_of(transport: Transport, dots: np.ndarray[Any, Any], ranks: range) -> np.ndarray[Any, Any]:
+    """The sum, in rank order, of what those ranks have."""
+    data = dots.tobytes()
+    transport.agree(0, label="dot products of Adasum")
+    everyone = exchange_bytes(transport, data, [len(data)] * transport.size)
+    total = np.zeros(dots.shape)
+    for rank in ranks:
+        total += np.frombuffer(everyone[rank], np.float64).reshape(dots.shape)
+    return total

@@ -1,0 +1,45 @@
+"""What each rank prints, in files of its own as well: `--output-filename`.
+
+Run as `python -m horo_lite.launch.output FOLDER RANKS command`, in place of the command.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from horo_lite.start import launcher
+
+
+def wrapped(folder: str, n: int, command: Sequence[str]) -> list[str]:
+    """Return the command that runs `command`, one of n ranks, with such files."""
+    return [sys.executable, "-m", __name__, os.path.abspath(folder), str(n), *command]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Become the command, whose output goes through `tee`: to this rank's files, and on."""
+    folder, n, *command = arguments
+    launch = launcher.detect(os.environ)
+    rank = 0 if launch is None or launch.rank is None else launch.rank
+    place = Path(folder, f"rank.{rank:0{len(str(int(n) - 1))}}")  # Horovod's name for it
+    place.mkdir(parents=True, exist_ok=True)
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        stream.flush()
+        # A terminal's Ctrl-C is for the rank: what it still prints is to be seen.
+        tee = subprocess.Popen(
+            ["tee", str(place / name)],
+            stdin=subprocess.PIPE,
+            stdout=stream.fileno(),
+            start_new_session=True,
+        )
+        assert tee.stdin is not None
+        os.dup2(tee.stdin.fileno(), stream.fileno())
+        tee.stdin.close()
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
