@@ -282,10 +282,18 @@ def _shared_memory() -> _Found:
     segment.close_descriptor()
     if not other.returncode:
         return _Found("anonymous, opened through /proc")
+    remedy = (
+        "run them as one user, in one container, without a seccomp or LSM profile that forbids "
+        "/proc/PID/fd"
+    )
+    if os.readlink("/proc/self") != str(os.getpid()):
+        remedy = (
+            "this /proc is that of another PID namespace: mount the namespace's own (unshare "
+            "--mount-proc, or a container without the host's /proc)"
+        )
     return _Found(
         f"cannot be opened by another process: {other.stderr.strip().rpartition(chr(10))[2]}",
-        hint="ranks of this host exchange through MPI, which is slower: run them as one user, in "
-        "one container, without a seccomp or LSM profile that forbids /proc/PID/fd",
+        hint=f"ranks of this host exchange through MPI, which is slower: {remedy}",
     )
 
 
@@ -317,11 +325,16 @@ def _ptrace() -> _Found:
     if found := re.search(r"^\S+ /proc proc \S*\b(hidepid=[^\s,]+)", mounts, re.MULTILINE):
         rules.append(found[1])
     text = ", ".join(rules) or "no restrictions found"
-    if rules and rules != ["ptrace_scope 0"]:
+    remedies = []
+    if any(rule.startswith("ptrace_scope") and rule != "ptrace_scope 0" for rule in rules):
+        remedies.append("sysctl kernel.yama.ptrace_scope=0")
+    if found and found[1] not in ("hidepid=0", "hidepid=off"):
+        remedies.append("mount -o remount,hidepid=0 /proc")
+    if remedies:
         return _Found(
             f"{text}: fine for horo_lite, which only opens /proc/PID/fd of its own user",
             hint="py-spy and gdb may need root, and MPI's own messages may be slower: "
-            "sysctl kernel.yama.ptrace_scope=0",
+            + "; ".join(remedies),
         )
     return _Found(text)
 

@@ -221,7 +221,7 @@ def test_what_does_not_keep_it_from_working_is_a_hint(
     for name, found, remedy in (
         ("compiler", "none", "only needed to build"),
         ("/dev/shm", "64 MiB; horo_lite does not use it", "--shm-size=1g"),
-        ("ptrace", "ptrace_scope 1, hidepid=invisible", "py-spy"),
+        ("ptrace", "ptrace_scope 1, hidepid=invisible", "remount,hidepid=0"),
         ("shared memory", "OSError: EPERM", "through MPI"),
     ):
         assert checks[name]["status"] == "hint", checks[name]
@@ -229,6 +229,11 @@ def test_what_does_not_keep_it_from_working_is_a_hint(
         assert remedy in checks[name]["remedy"]
     main(["--check"])
     assert "-> others do: PyTorch's data loaders" in capsys.readouterr().out
+    real_link = os.readlink
+    monkeypatch.setattr(
+        os, "readlink", lambda path: "1" if path == "/proc/self" else real_link(path)
+    )
+    assert "of another PID namespace" in report(capsys)["shared memory"]["remedy"]
 
 
 def test_memory_is_opened_by_another_process() -> None:
