@@ -543,9 +543,14 @@ def machine() -> dict[str, Any]:
 
 
 def launch(
-    python: str, ranks: int, arguments: Sequence[str], timeout_s: float, script: Path = HERE
+    python: str,
+    ranks: int,
+    arguments: Sequence[str],
+    timeout_s: float,
+    script: Path = HERE,
+    network: Any = None,
 ) -> Any:
-    """Run a job, and return the results that its rank 0 wrote."""
+    """Run a job, on one host or on those of a network, and return the results of its rank 0."""
     mpiexec = os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=True)
     env = dict(os.environ)
@@ -553,6 +558,12 @@ def launch(
     if "Open MPI" in version.stdout:
         command.append("--oversubscribe")
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if network is not None:
+        from network import environment
+
+        mpi = "openmpi" if "Open MPI" in version.stdout else "mpich"
+        command = network.launch(mpi, mpiexec, ranks // len(network.hosts))
+        env |= environment(mpi)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         command += [python, str(script), "--output", str(output), *arguments]

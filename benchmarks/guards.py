@@ -1,4 +1,4 @@
-"""The cost of the checks of a step that are always on, and of those that are optional.
+"""The cost of a step's checks, of those that are optional, and of a timeline.
 
 `python benchmarks/guards.py` (or `make bench`) starts mpiexec jobs itself. Within a job all
 contenders take turns, as in allreduce.py; a time is the slowest rank's, and every result is
@@ -9,6 +9,11 @@ detection.
 
 The second set has the same number of arrays with one element each: there the exchange is little
 more than the handshake, and the cost of checks, which does not depend on sizes, stands out.
+
+The cost of a timeline is the median of the additional time over a step without one in the same
+turn, each right after another such step; starting and completing it is not counted. Below that,
+what a rank needs by itself to record an operation, as it always does, and what it needs while a
+timeline is written. A training step has forward and backward passes as well: its share is smaller.
 """
 
 from __future__ import annotations
@@ -37,6 +42,12 @@ SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 }
 BARE = "bare exchange"
 WATCHED = "the same, with stall detection"
+STEP = "step, default checks"
+WITHOUT = "step, once more"
+TIMELINE = "the same, with a timeline"
+RECORDING = "recording an operation, µs"
+RECORDING_TIMELINE = "recording an operation with a timeline, µs"
+N_RECORDED = 1000  # operations, so that its milliseconds are microseconds of one
 COMPARISON = "check_in_sync"
 
 
@@ -72,8 +83,22 @@ def unwatched(comm: Any) -> Any:
     return ShmGroup(segment, 0, comm.rank, comm.size, comm.allgather(os.getpid()), names)
 
 
-def contenders(gradients: Gradients, comm: Any) -> list[Contender]:
-    """Return steps with and without checks, the optional checks, and the yardstick."""
+def record() -> None:
+    """Record operations as direct calls do (see Group.direct)."""
+    from horo_lite.recording import recorder
+
+    channel = recorder.channel_of([])  # no group's
+    for _ in range(N_RECORDED):
+        recorder.enter(channel)
+        recorder.operation("allreduce of nothing", "allreduce")
+        recorder.begin()
+        recorder.leave(False)
+
+
+def contenders(
+    gradients: Gradients, comm: Any
+) -> tuple[list[Contender], list[Contender], Contender]:
+    """Return those without a timeline, those with one, and the step that these compare with."""
     import horo_lite as hvd
     from horo_lite._native import Tensors
     from horo_lite.adapters import adapter_of
@@ -100,14 +125,20 @@ def contenders(gradients: Gradients, comm: Any) -> list[Contender]:
         for to, array in zip(gradients.copies, arrays, strict=True):
             np.copyto(to, array)
 
-    return [
+    field = [
         Contender(MEMCPY, copy, alone=True),
         Contender(BARE, exchange(unwatched(comm)), arrays, exact),
         Contender(WATCHED, exchange(hvd.world().group.transport.group), arrays, exact),
-        Contender("step, default checks", step(), arrays, exact),
+        Contender(STEP, step(), arrays, exact),
         Contender('step, check_finite="raise"', step(check_finite="raise"), arrays, exact),
         Contender(COMPARISON, lambda: hvd.check_in_sync(replica)),
+        Contender(RECORDING, record, alone=True),
     ]
+    traced = [
+        Contender(TIMELINE, step(), arrays, exact),
+        Contender(RECORDING_TIMELINE, record, alone=True),
+    ]
+    return field, traced, Contender(WITHOUT, step(), arrays, exact)
 
 
 def work(repeats: int, output: Path) -> None:
@@ -122,14 +153,22 @@ def work(repeats: int, output: Path) -> None:
     for which, shapes in SETS.items():
         gradients = Gradients(shapes(), comm.rank, comm.size)
         gradients.fill(gradients.arrays)
-        field = contenders(gradients, comm)
+        field, traced, without = contenders(gradients, comm)
         for turn in range(repeats + 2):  # the second step is the first with an agreed plan
             take_turns(gradients, field, comm, counts=turn > 1)
+            # Both after a step that is not timed: the first with a timeline writes down all names.
+            take_turns(gradients, [without], comm, counts=False)
+            take_turns(gradients, [without], comm, counts=turn > 1)
+            hvd.start_timeline(f"{output}.trace")
+            take_turns(gradients, traced[:1], comm, counts=False)
+            take_turns(gradients, traced, comm, counts=turn > 1)
+            hvd.stop_timeline()
+            comm.Barrier()  # a rank that starts one while another's goes on joins it
         results.append(
             {
                 "set": which,
                 "bytes": gradients.flat.nbytes,
-                "milliseconds": {contender.name: contender.times for contender in field},
+                "milliseconds": {each.name: each.times for each in [*field, without, *traced]},
             }
         )
     if comm.rank == 0:
@@ -153,10 +192,11 @@ def table(job: dict[str, Any], result: dict[str, Any]) -> str:
     ]
     for name, ms in times.items():
         line = f"{name:<{width}}{np.median(ms):>10.3f}"
-        if name == WATCHED or name.startswith("step"):
-            low, middle, high = np.quantile(ms - bare, [0.25, 0.5, 0.75])
+        if name in (WATCHED, TIMELINE) or name.startswith("step"):
+            base = times[WITHOUT] if name == TIMELINE else bare
+            low, middle, high = np.quantile(ms - base, [0.25, 0.5, 0.75])
             line += f"{f'{middle:.3f} ({low:.3f} to {high:.3f})':>44}"
-            line += f"{100 * middle / np.median(bare):>5.1f}"
+            line += f"{100 * middle / np.median(base):>5.1f}"
         if name == COMPARISON:
             per_100_mb = np.median(ms) * 1e8 / result["bytes"]
             line += f"{f'{per_100_mb:.2f} ms for 100 MB':>44}" if result["bytes"] > 1e6 else ""

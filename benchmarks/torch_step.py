@@ -17,6 +17,9 @@ The models:
     resnet50     ResNet-50, on images that are so small that backward() takes a few exchanges
     transformer  that of examples/torch/language_model.py
 
+`--contenders "buckets of 25 MiB" "buckets of 4 MiB" …` compares sizes of buckets, with `--link-mbit
+1000` between hosts, as many as ranks: network namespaces of this machine, which need root.
+
 "alone" is the same exchange of gradients that are all there, beside no backward(). "hidden" is the
 share of it that a step does not take longer: 1 - exchange / alone. What the exchange computes can
 hide only where cores are free: with as many ranks as cores, all busy, it cannot.
@@ -395,6 +398,10 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     "DDP gloo": (torch.float32, ddp("gloo", None, torch.float32)),
     "DDP gloo, fp16 hook": (torch.float16, ddp("gloo", "fp16_compress_hook", torch.float16)),
 }
+BUCKETS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
+    f"buckets of {mib} MiB": (torch.float32, horo_lite("none", bucket_bytes=mib << 20))
+    for mib in (1, 2, 4, 8, 16, 25, 50, 100)
+}
 
 
 def connect(store: str, comm: Any) -> None:
@@ -410,7 +417,7 @@ def connect(store: str, comm: Any) -> None:
 def contender(name: str, model: Model, optimizer: str) -> Contender:
     if name == LOCAL:
         return Contender(name, model, optimizer, 0.0)
-    dtype, wrap = FIELD[name]
+    dtype, wrap = (FIELD | BUCKETS)[name]
     # A float32 sum in another order than the reference's differs in the last digits too.
     made = Contender(name, model, optimizer, max(torch.finfo(dtype).eps, 1e-5))
     wrap(made)
@@ -639,7 +646,15 @@ def main() -> None:
         help="if not adam for the transformer and sgd, with momentum, for the others",
     )
     parser.add_argument(
-        "--contenders", nargs="+", choices=FIELD, default=list(FIELD), help="with several ranks"
+        "--contenders",
+        nargs="+",
+        choices=FIELD | BUCKETS,
+        metavar="CONTENDER",
+        default=list(FIELD),
+        help="with several ranks",
+    )
+    parser.add_argument(
+        "--link-mbit", type=float, help="between hosts of one rank each, joined by such links"
     )
     parser.add_argument(
         "--image", type=int, default=64, help="side of resnet50's images: how much it computes"
@@ -655,7 +670,13 @@ def main() -> None:
         return
 
     def start(ranks: int, *arguments: str) -> Any:
-        return launch(sys.executable, ranks, ["--work", *arguments], 1200, HERE)
+        arguments = ("--work", *arguments)
+        if options.link_mbit is None or ranks == 1:
+            return launch(sys.executable, ranks, arguments, 1200, HERE)
+        from hosts import Network
+
+        with Network(ranks, rate_mbit=options.link_mbit) as network:
+            return launch(sys.executable, ranks, arguments, 1200, HERE, network)
 
     here = machine() | {"torch": torch.__version__}
     print("  ".join(f"{name}: {value}" for name, value in here.items()))
