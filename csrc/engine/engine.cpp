@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <iterator>
+#include <optional>
 
 #include "recorder/recorder.h"
 
@@ -615,10 +616,12 @@ void Engine::fail_all(std::exception_ptr error) {
   // What one operation raised belongs to its own handle; all others, and later ones, raise why the engine stopped.
   std::string reason = "asynchronous operations stopped";
   bool is_loss = true;
+  std::optional<PeerLost> lost_peer;
   try {
     std::rethrow_exception(error);
   } catch (const PeerLost& lost) {
     reason = lost.what();
+    lost_peer = lost;
   } catch (const Stalled& stalled) {
     reason = stalled.what();
     is_loss = false;
@@ -641,7 +644,8 @@ void Engine::fail_all(std::exception_ptr error) {
     error = std::make_exception_ptr(PeerLost(reason + in_flight));
   }
   try {
-    channel_->abandon(reason);
+    if (lost_peer) channel_->pass_on(*lost_peer);
+    else channel_->abandon(reason);
   } catch (...) {  // peers will have to find out by themselves
   }
   for (auto& [name, job] : jobs) finish(*job, error);

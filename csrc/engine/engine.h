@@ -61,6 +61,8 @@ class Channel {
   virtual void check(int rank, const std::string& name) = 0;
   // This rank can go no further: peers must not wait for it.
   virtual void abandon(const std::string& reason) = 0;
+  // The same, because of what became of another rank.
+  virtual void pass_on(const PeerLost& lost) = 0;
 };
 
 // One rank's announcement of one operation.

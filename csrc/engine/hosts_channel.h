@@ -68,6 +68,7 @@ class HostsChannel : public Channel {
   }
   void check(int rank, const std::string& name) override { group_->peers().check_one(rank, name); }
   void abandon(const std::string& reason) override { group_->abandon(reason); }
+  void pass_on(const PeerLost& lost) override { group_->pass_on(lost); }
 
  private:
   using Clock = std::chrono::steady_clock;

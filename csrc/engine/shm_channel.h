@@ -36,6 +36,10 @@ class ShmChannel : public Channel {
   bool peer_is_ahead() override { return group_->peer_is_ahead(); }
   void check(int rank, const std::string& name) override { group_->check_peers(rank, name); }
   void abandon(const std::string& reason) override { group_->abandon(reason); }
+  void pass_on(const PeerLost& lost) override {
+    if (lost.cause.empty()) group_->abandon(lost.what());
+    else group_->pass_on(lost.cause);
+  }
 
  private:
   std::shared_ptr<ShmGroup> group_;

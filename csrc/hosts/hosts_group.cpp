@@ -134,9 +134,7 @@ void HostsGroup::giving_up_on_error(Operation operation) {
   try {
     operation();
   } catch (const PeerLost& lost) {
-    note_broken(lost.what());
-    if (lost.cause.empty()) peers_.abandon(lost.what());
-    else peers_.pass_on(lost.cause);
+    pass_on(lost);
     throw;
   } catch (const Stalled& stalled) {
     fail(stalled.what(), stalled.what());
@@ -158,6 +156,12 @@ void HostsGroup::note_broken(const std::string& broken) {
 }
 
 void HostsGroup::abandon(const std::string& reason) { fail("this rank gave up: " + reason, reason); }
+
+void HostsGroup::pass_on(const PeerLost& lost) {
+  note_broken(lost.what());
+  if (lost.cause.empty()) peers_.abandon(lost.what());
+  else peers_.pass_on(lost.cause);
+}
 
 bool HostsGroup::given_up() const {
   const std::lock_guard lock(mutex_);

@@ -47,6 +47,8 @@ class HostsGroup {
   const PeerStatus& peers() const { return peers_; }
   // Nothing can be done any more: whoever waits for this rank, now or later, throws PeerLost. Never blocks.
   void abandon(const std::string& reason);
+  // The same, because of what became of another rank: peers are told of that.
+  void pass_on(const PeerLost& lost);
   bool given_up() const;
 
   // A number that changes whenever this rank begins or stops to wait for others, odd while it does; and the thread that

@@ -2,9 +2,11 @@
 #include "hosts/hosts_allreduce.h"
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -351,6 +353,14 @@ void causes(unsigned seed) {
   };
   check([&] { waits.direct->peers().check_all(); });
   check([&] { waits.direct->peers().check_one(1, "a message"); });
+
+  // An engine notices it between its rounds, too.
+  const Member::Pending pending = fails.submit("an operation", {}, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  ends.asynchronous->peers().leave("its program has ended");
+  thrown_by<PeerLost>([&] { fails.await(pending); });
+  const std::string lost = thrown_by<PeerLost>([&] { waits.asynchronous->peers().check_all(); });
+  expect(lost.starts_with("rank 1 has left"), "an engine passes on what it was that it has lost: " + lost);
 }
 
 void several_hosts(unsigned seed) {
