@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from horo_lite.errors import printable
 from horo_lite.recording import recorder
 from horo_lite.recording.records import ENDING, Operation, Records, of_file, ranks_text
 
@@ -39,7 +40,7 @@ def sample(places: Sequence[Path], job: str | None = None) -> Sample:
     """
     found = []
     for path in _files(places):
-        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+        with contextlib.suppress(ValueError, OSError):
             found.append(of_file(path, most=1))
     found = [one for one in found if not _is_here(one) or _resident_bytes(one)]
     if found and job is None:
@@ -135,8 +136,9 @@ def table(before: Sample, now: Sample) -> str:
     first = next(iter(now.ranks.values()))
     steps = [records.counters.n_steps for records in now.ranks.values()]
     progress = str(min(steps)) if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
+    job = _line(first.description["job"])
     lines = [
-        f"job {first.description['job']}: {len(now.ranks)} of {first.size} ranks, step {progress}",
+        f"job {job}: {len(now.ranks)} of {first.size} ranks, step {progress}",
         f"{'rank':>4}  {'host':<12} {'pid':>8} {'steps/s':>8} {'ops/s':>8} {'MB/s':>8} "
         f"{'waits':>6} {'exchanges':>9} {'memory':>8}  in",
     ]
@@ -146,8 +148,9 @@ def table(before: Sample, now: Sample) -> str:
     }
     for rank, row in rows.items():
         records = now.ranks[rank]
+        host, pid = _line(records.description["host"]), records.description["pid"]
         lines.append(
-            f"{rank:>4}  {records.description['host']:<12.12} {records.description['pid']:>8} "
+            f"{rank:>4}  {host:<12.12} {pid:>8} "
             f"{row.steps_per_s:>8.1f} {row.operations_per_s:>8.0f} {row.bytes_per_s / 1e6:>8.0f} "
             f"{row.waits:>6.0%} {row.exchanges:>9.0%} {_memory(records):>8}  "
             f"{_doing(records, now.at_ns)}"
@@ -170,12 +173,18 @@ def _doing(records: Records, now_ns: int) -> str:
     last = records.operations[-1] if records.operations else None
     if last is None:
         return ""
+    label = _line(last.label)
     if last.done_ns:
-        return f"(after {last.label})"
+        return f"(after {label})"
     group = ranks_text(last.ranks, records.size)
-    label = last.label if group == "all ranks" else f"{last.label} of {group}"
+    label = label if group == "all ranks" else f"{label} of {group}"
     age_s = (now_ns - last.submitted_ns) / 1e9
     return f"{label} for {age_s:.0f} s" if _in_direct_call(records) and age_s >= 1 else label
+
+
+def _line(text: str) -> str:
+    """What a rank, perhaps another user's, has written, as it can be shown in one line."""
+    return printable(text).replace("\n", " ")
 
 
 def main(places: Sequence[Path], *, interval_s: float, once: bool) -> int:

@@ -7,7 +7,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,11 @@ _HEADER = struct.Struct("<16s4I6Q")
 _OPERATION = struct.Struct("<2Q3qQ6q4I3B5x4q104s")
 _ASYNCHRONOUS, _FAILED = 1, 2
 _LARGEST_FILE = 1 << 30
+_DESCRIBED: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("rank", "size", "pid", "epoch_ns"), int),
+    **dict.fromkeys(("host", "job"), str),
+    "began": float,
+}
 # As csrc/pack/dtype.h numbers them.
 DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -120,8 +125,15 @@ def of_memory(memory: bytes | mmap.mmap, most: int = 1 << 30) -> Records:
         most: How many operations are read, at most.
 
     Raises:
-        ValueError, KeyError, TypeError: It is not that.
+        ValueError: It is not that.
     """
+    try:
+        return _read(memory, most)
+    except (ArithmeticError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+def _read(memory: bytes | mmap.mmap, most: int) -> Records:
     if len(memory) < DESCRIPTION_ENDS:
         raise ValueError("it is too short")
     magic, capacity, text_bytes, n_text_bytes, _, *counted = _HEADER.unpack_from(memory)
@@ -135,8 +147,9 @@ def of_memory(memory: bytes | mmap.mmap, most: int = 1 << 30) -> Records:
     description = json.loads(_text(memory, DESCRIPTION_AT, DESCRIPTION_ENDS))
     if not isinstance(description, dict):
         raise ValueError("it does not say whose it is")
-    rank, size = int(description["rank"]), int(description["size"])
-    float(description["began"]), str(description["job"]), int(description["epoch_ns"])
+    for name, kind in _DESCRIBED.items():
+        description[name] = kind(description[name])
+    rank, size = description["rank"], description["size"]
     texts: dict[int, Any] = {0: None}
 
     def text(place: int, decode: bool = True) -> Any:
@@ -187,7 +200,7 @@ def of_file(path: Path, most: int | None = None) -> Records:
             a copy.
 
     Raises:
-        ValueError, KeyError, TypeError: It is not a recorder's.
+        ValueError: It is not a recorder's.
         OSError: It cannot be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -216,7 +229,7 @@ def of_files(
     """
     found = []
     for path in paths:
-        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+        with contextlib.suppress(ValueError, OSError):
             found.append(of_file(path, most))
     if found and job is None:
         newest = max(found, key=lambda one: float(one.description["began"]))

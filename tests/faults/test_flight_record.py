@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
 import pickle
@@ -19,6 +20,7 @@ from launch import run_ranks, run_threads
 
 import horo_lite as hvd
 from horo_lite.__main__ import main
+from horo_lite.launch import top
 from horo_lite.recording import flight_record, recorder, records
 from horo_lite.recording.records import Operation, Records
 from horo_lite.start.recording import keep as start_recording
@@ -253,6 +255,31 @@ def test_what_is_not_a_recorders_file_is_not_read(
     assert flight_record.read(tmp_path) == []
     with pytest.raises(SystemExit):
         main(["flight-record", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"rank": float("inf")},
+        {"epoch_ns": None},
+        {"host": None},
+        {"began": 10**400},
+        {"size": []},
+    ],
+)
+def test_a_damaged_file_does_not_keep_others_from_being_read(
+    described: dict[str, Any], tmp_path: Path, small_ring: int
+) -> None:
+    del small_ring
+    whole = bytearray(recorder.memory())
+    for rank in range(2):
+        (tmp_path / f"{rank}.operations").write_bytes(whole)
+        begin, end = recorder.DESCRIPTION_AT, recorder.DESCRIPTION_ENDS
+        text = json.loads(whole[begin:end].partition(b"\0")[0]) | described
+        written = json.dumps({name: x for name, x in text.items() if x is not None}).encode()
+        whole[begin:end] = written.ljust(end - begin, b"\0")
+    assert [one.rank for one in flight_record.read(tmp_path)] == [0]
+    assert list(top.sample([tmp_path]).ranks) == [0]
 
 
 def operation(number: int, position: int, ranks: tuple[int, ...]) -> Operation:

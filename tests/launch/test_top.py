@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from launch import start_ranks
+from launch import run_threads, start_ranks
 
+import horo_lite as hvd
 from horo_lite.__main__ import main
 from horo_lite.launch import top
 from horo_lite.recording import recorder
@@ -93,6 +95,15 @@ def test_memory_without_a_file_is_found(job_of_this_process: str) -> None:
     recorder.step()
     ranks = top.sample([], job_of_this_process).ranks
     assert (ranks[0].description["pid"], ranks[0].counters.n_steps) == (os.getpid(), 1)
+
+
+def test_names_cannot_change_the_terminal(job_of_this_process: str) -> None:
+    def body(group: hvd.Group) -> None:
+        hvd.allreduce(np.ones(3), name="a\n\x1b[2Jb", group=group)
+
+    run_threads(1, body)
+    now = top.sample([], job_of_this_process)
+    assert top.table(now, now).splitlines()[-1].endswith("  (after allreduce 'a \\x1b[2Jb')")
 
 
 def records_of(rank: int, counters: Counters, last: Operation | None = None) -> Records:
