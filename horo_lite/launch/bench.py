@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -259,10 +260,13 @@ def _turn(run: Callable[[], object], repeats: int) -> float:
 
 
 def sizes(begin: int, end: int, factor: float) -> list[int]:
-    """Return the sizes from `begin` to `end` bytes, each `factor` times the one before."""
+    """Return the sizes from `begin` to `end` bytes, each `factor` times the one before.
+
+    The next one has at least one number more, where that is less.
+    """
     found = [begin]
-    while found[-1] * factor <= end:
-        found.append(int(found[-1] * factor))
+    while (following := max(found[-1] + 4, int(found[-1] * factor))) <= end:
+        found.append(following)
     return found
 
 
@@ -270,14 +274,15 @@ def _n_bytes(text: str) -> int:
     number, unit = text.lower().removesuffix("b").removesuffix("i"), ""
     if number[-1:] in _UNITS and number[-1:]:
         number, unit = number[:-1], number[-1]
-    n = int(float(number) * _UNITS[unit])  # argparse shows a ValueError as "invalid value"
+    exact = float(number) * _UNITS[unit]  # argparse shows a ValueError as "invalid value"
+    n = int(exact) if math.isfinite(exact) else 0
     if n < 4:
         raise argparse.ArgumentTypeError(f"{text} is less than one float32, 4 bytes")
     return n
 
 
 def _factor(text: str) -> float:
-    if (factor := float(text)) <= 1:
+    if not 1 < (factor := float(text)) < math.inf:
         raise argparse.ArgumentTypeError("a factor is larger than 1")
     return factor
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,33 @@ those of another machine ("costs" of --json's output).
 """
 
 
+def _number(is_valid: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """Return what makes a number of an argument, where it is one that has a meaning."""
+
+    def number(text: str) -> float:
+        value = float(text)  # argparse shows a ValueError as "invalid number value"
+        if not is_valid(value):
+            raise argparse.ArgumentTypeError(f"{words}, not {text}")
+        return value
+
+    return number
+
+
+_positive = _number(lambda x: 0 < x < math.inf, "more than 0")
+_not_negative = _number(lambda x: 0 <= x < math.inf, "0 or more")
+_share = _number(lambda x: 0 <= x <= 1, "from 0 to 1")
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"more than 0, not {text}")
+    return value
+
+
 def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
@@ -37,26 +65,33 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     add = made.add_argument
     size = made.add_mutually_exclusive_group()
-    size.add_argument("--parameters", type=float, metavar="N", help="float32 gradients: how many")
-    size.add_argument("--bytes", type=float, metavar="N", help="or how many bytes (1.024e8)")
-    add("--hosts", type=int, nargs="+", default=[1, 2, 8, 64, 1024], metavar="H")
-    add("--ranks", type=int, default=1, metavar="R", help="on each host (1)")
-    add("--cores", type=float, metavar="C", help="of a host, for its ranks (those here)")
-    add("--gbit", type=float, default=10.0, metavar="B", help="rate of a host's link (10)")
-    add("--flow-gbit", type=float, metavar="B", help="of one TCP connection, where it is limited")
-    add("--latency-us", type=float, default=50.0, metavar="T", help="of a message (50)")
-    add("--message-us", type=float, metavar="T", help="of a core, for a message (see docs)")
-    add("--compute-s", type=float, default=0.2, metavar="S", help="of a step (0.2)")
+    size.add_argument(
+        "--parameters", type=_positive, metavar="N", help="float32 gradients: how many"
+    )
+    size.add_argument("--bytes", type=_positive, metavar="N", help="or how many bytes (1.024e8)")
+    add("--hosts", type=_count, nargs="+", default=[1, 2, 8, 64, 1024], metavar="H")
+    add("--ranks", type=_count, default=1, metavar="R", help="on each host (1)")
+    add("--cores", type=_positive, metavar="C", help="of a host, for its ranks (those here)")
+    add("--gbit", type=_positive, default=10.0, metavar="B", help="rate of a host's link (10)")
+    add(
+        "--flow-gbit",
+        type=_positive,
+        metavar="B",
+        help="of one TCP connection, where it is limited",
+    )
+    add("--latency-us", type=_not_negative, default=50.0, metavar="T", help="of a message (50)")
+    add("--message-us", type=_not_negative, metavar="T", help="of a core, for a message (see docs)")
+    add("--compute-s", type=_positive, default=0.2, metavar="S", help="of a step (0.2)")
     add(
         "--overlap",
-        type=float,
+        type=_share,
         default=2 / 3,
         metavar="SHARE",
         help="of that, during which gradients leave: backward()'s (0.67)",
     )
     add(
         "--bucket-bytes",
-        type=float,
+        type=_positive,
         default=DEFAULT_BUCKET_BYTES,
         metavar="N",
         help="on the wire; the last, an eighth of that, leaves when backward() has ended (25 MiB)",
@@ -75,7 +110,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     add(
         "--every",
-        type=int,
+        type=_count,
         nargs="+",
         default=[1, 4],
         metavar="K",
@@ -90,17 +125,9 @@ def main(arguments: Sequence[str], prog: str) -> int:
     """Run the command; return its exit code."""
     made = parser(prog)
     args = made.parse_args(arguments)
-    n_elements = args.parameters or (args.bytes or 1.024e8) / 4
-    positive = {
-        "--parameters and --bytes": n_elements,
-        "--hosts": min(args.hosts),
-        "--ranks": args.ranks,
-        "--cores": 1 if args.cores is None else args.cores,
-        "--gbit": args.gbit,
-        "--every": min(args.every),
-    }
-    if wrong := [name for name, value in positive.items() if value <= 0]:
-        made.error(f"{', '.join(wrong)}: more than 0")
+    n_elements = (1.024e8 if args.bytes is None else args.bytes) / 4
+    if args.parameters is not None:
+        n_elements = args.parameters
     network = Network(args.gbit, args.latency_us, args.flow_gbit)
     try:
         costs = _costs(args)

@@ -43,11 +43,14 @@ def test_a_result_without_communication_is_refused(operation: str) -> None:
 
 def test_sizes() -> None:
     assert bench.sizes(4, 300, 4) == [4, 16, 64, 256]
+    assert bench.sizes(4, 30, 1.25) == [4, 8, 12, 16, 20, 25]
     options = bench.parser("bench").parse_args(["-b", "1k", "-e", "1.5MiB"])
     assert (options.begin, options.end) == (1024, 3 << 19)
 
 
-@pytest.mark.parametrize("wrong", [["-b", "2"], ["-b", "x"], ["-f", "1"], ["--op", "sum"]])
+@pytest.mark.parametrize(
+    "wrong", [["-b", "2"], ["-b", "x"], ["-e", "inf"], ["-f", "1"], ["-f", "nan"], ["--op", "sum"]]
+)
 def test_wrong_arguments(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.parser("bench").parse_args(wrong)
