@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import chain, repeat
 from math import prod
 
 from horo_lite.errors import MismatchError
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-LAST_BUCKET_PART = 8
-"""The last bucket, which nothing is left to hide, has at most `bucket_bytes` divided by this."""
+LAST_BUCKETS = 8, 4, 2
+"""The last bucket has at most `bucket_bytes` divided by the first of them, and so on."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Plan:
     memory (i itself for an ordinary one), so that memory shared by two parameters travels once.
     `buckets` are the indices that travel together, the last parameters first, because backward
     passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
-    bucket of its own. What they produce last is a small bucket, since it cannot leave before they
-    have ended. `together` numbers the group of each parameter, or is empty: gradients of one
+    bucket of its own. The last buckets are smaller: they leave when little is left to compute that
+    could hide them. `together` numbers the group of each parameter, or is empty: gradients of one
     group, unless it is -1, are a bucket whatever their size. `travelling` are all of them in that
     order. `digest` has 63 bits and is the same in every process.
     """
@@ -97,35 +96,35 @@ class Plan:
         )
 
     def _fill_buckets(self) -> tuple[tuple[int, ...], ...]:
-        buckets: list[tuple[int, ...]] = []
-        current: list[int] = []
-        filled = 0
+        alone: list[int] = []
         grouped: dict[int, list[int]] = {}
         for i in reversed(range(len(self.entries))):
             if not self.present[i] or self.owners[i] != i:
                 continue
             if self.together and self.together[i] >= 0:
                 grouped.setdefault(self.together[i], []).append(i)
-                continue
-            size = self.wire_bytes(i)
-            if current and filled + size > self.bucket_bytes:
-                buckets.append(tuple(current))
-                current, filled = [], 0
-            current.append(i)
-            filled += size
-        buckets += self._without_its_end(current)
-        if grouped:  # a bucket is complete with its first parameter, the last one reached
-            buckets = sorted([*buckets, *map(tuple, grouped.values())], key=min, reverse=True)
-        return tuple(buckets)
+            else:
+                alone.append(i)
+        # A bucket is complete with its first parameter, the last one reached.
+        buckets = [*self._divide(alone), *map(tuple, grouped.values())]
+        return tuple(sorted(buckets, key=min, reverse=True))
 
-    def _without_its_end(self, last: Sequence[int]) -> list[tuple[int, ...]]:
-        """The last bucket as two, where that lets most of it leave during backward()."""
-        most = self.bucket_bytes // LAST_BUCKET_PART
-        ending_with = list(accumulate(self.wire_bytes(i) for i in reversed(last)))
-        cut = len(last) - bisect_right(ending_with, most)
-        if cut and ending_with[-1] <= 2 * most:  # not worth another bucket
-            cut = 0
-        return [tuple(part) for part in (last[:cut], last[cut:]) if part]
+    def _divide(self, indices: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Divide them into buckets that become smaller towards the end."""
+        few = sum(map(self.wire_bytes, indices)) <= 2 * self.bucket_bytes // LAST_BUCKETS[0]
+        parts = () if few else LAST_BUCKETS
+        largest = chain((self.bucket_bytes // part for part in parts), repeat(self.bucket_bytes))
+        current: list[int] = []
+        n_bytes, most = 0, next(largest)
+        for i in reversed(indices):
+            size = self.wire_bytes(i)
+            if current and n_bytes + size > most:
+                yield tuple(reversed(current))
+                current, n_bytes, most = [], 0, next(largest)
+            current.append(i)
+            n_bytes += size
+        if current:
+            yield tuple(reversed(current))
 
     def _hash(self) -> int:
         # A missing gradient has only a name here: what it looks like is the other ranks' to say.

@@ -36,17 +36,22 @@ def plan(
     )
 
 
-def test_buckets_are_filled_in_reverse_order() -> None:
-    mine = plan(*(entry(f"p{i}", 10) for i in range(5)))  # 40 bytes each
-    assert mine.buckets == ((4, 3), (2, 1), (0,))
-    assert mine.travelling == (4, 3, 2, 1, 0)
+def test_the_last_parameters_leave_first_and_the_last_buckets_are_small() -> None:
+    mine = plan(*(entry(f"p{i}", 2) for i in range(60)))  # 8 bytes each
+    assert [len(bucket) for bucket in mine.buckets] == [2, 12, 12, 12, 12, 6, 3, 1]
+    assert mine.travelling == tuple(reversed(range(60)))
+
+
+def test_few_gradients_are_one_bucket() -> None:
+    assert plan(*(entry(f"p{i}", 1) for i in range(6))).buckets == ((5, 4, 3, 2, 1, 0),)
+    assert plan(*(entry(f"p{i}", 1) for i in range(7))).buckets == ((6, 5, 4, 3), (2, 1, 0))
 
 
 def test_bucket_bytes_are_counted_on_the_wire() -> None:
-    entries = [entry(f"p{i}", 10) for i in range(5)]
-    assert plan(*entries, wire="fp16").buckets == ((4, 3, 2, 1, 0),)
-    integers = [entry(f"p{i}", 10, dtype="int32") for i in range(5)]
-    assert plan(*integers, wire="fp16").buckets == ((4, 3), (2, 1), (0,))
+    entries = [entry(f"p{i}", 10) for i in range(12)]
+    assert list(map(len, plan(*entries, wire="fp16").buckets)) == [3, 5, 2, 1, 1]
+    integers = [entry(f"p{i}", 10, dtype="int32") for i in range(12)]
+    assert list(map(len, plan(*integers, wire="fp16").buckets)) == [1, 2, 2, 2, 2, 1, 1, 1]
     halves = entry("h", 10, dtype="bfloat16", itemsize=2)
     assert plan(halves, wire="fp16").wire_bytes(0) == 20
 
@@ -56,19 +61,10 @@ def test_a_large_gradient_is_a_bucket_of_its_own() -> None:
     assert mine.buckets == ((3, 2), (1,), (0,))
 
 
-def test_what_comes_last_is_a_small_bucket() -> None:
-    """It leaves when backward() has ended, while all before it can hide."""
-    first_layers = [entry("a", 1), entry("b", 1), entry("c", 2)]
-    mine = plan(*first_layers, entry("d", 10), entry("e", 5))  # 4, 4, 8, 40 and 20 bytes
-    assert mine.buckets == ((4, 3, 2), (1, 0))
-    assert plan(*first_layers).buckets == ((2, 1, 0),)  # too little for two
-    assert plan(entry("a", 4), entry("d", 10), entry("e", 5)).buckets == ((2, 1, 0),)
-
-
 def test_missing_and_shared_gradients_do_not_travel() -> None:
     entries = [entry(f"p{i}", 5) for i in range(4)]
     mine = plan(*entries, present=(True, False, True, True), owners=(0, 1, 2, 0))
-    assert mine.buckets == ((2, 0),)
+    assert mine.travelling == (2, 0)
     assert plan(*entries, present=(False,) * 4).buckets == ()
     assert plan().buckets == ()
 
@@ -85,14 +81,15 @@ def test_every_present_gradient_travels_once(
     entries = [entry(f"p{i}", n) for i, n in enumerate(sizes)]
     mine = plan(*entries, bucket_bytes=bucket_bytes, present=present)
     assert mine.travelling == tuple(i for i in reversed(range(len(sizes))) if present[i])
-    for bucket in mine.buckets:
-        assert len(bucket) == 1 or sum(map(mine.wire_bytes, bucket)) <= bucket_bytes
-    for one, next_one in zip(mine.buckets[:-1], mine.buckets[1:-1], strict=False):
-        assert sum(map(mine.wire_bytes, one)) + mine.wire_bytes(next_one[0]) > bucket_bytes
-    if len(mine.buckets) > 1:
-        *_, before, last = (sum(map(mine.wire_bytes, bucket)) for bucket in mine.buckets)
-        is_full = before + mine.wire_bytes(mine.buckets[-1][0]) > bucket_bytes
-        assert is_full or last <= bucket_bytes // 8
+    total = sum(map(mine.wire_bytes, mine.travelling))
+    parts = [8, 4, 2] if total > 2 * bucket_bytes // 8 else []
+    largest = [bucket_bytes // part for part in parts]
+    largest += [bucket_bytes] * len(mine.buckets)
+    n_bytes = [sum(map(mine.wire_bytes, bucket)) for bucket in reversed(mine.buckets)]
+    for bucket, size, most in zip(reversed(mine.buckets), n_bytes, largest, strict=False):
+        assert len(bucket) == 1 or size <= most
+    for next_one, size, most in zip(mine.buckets[-2::-1], n_bytes, largest, strict=False):
+        assert size + mine.wire_bytes(next_one[-1]) > most
 
 
 def test_the_digest_knows_everything_that_must_be_alike() -> None:
