@@ -79,6 +79,26 @@ GROUP_IS_LOST = (PeerLostError, StallError)
 """What an operation raises where the group has been given up already."""
 
 
+raised_in_graphs: list[BaseException] = []
+"""What operations inside graphs have raised, of which XLA and TensorFlow pass on the text only."""
+
+
+def behind(error: BaseException) -> BaseException | None:
+    """Return what an operation in a graph has raised, of which a framework made `error`.
+
+    None if it comes from something else.
+    """
+    said = str(error)
+    return next(
+        (
+            cause
+            for cause in reversed(raised_in_graphs)
+            if cause is error or f"{type(cause).__name__}: {cause}" in said
+        ),
+        None,
+    )
+
+
 def in_one_line(error: BaseException) -> str:
     """The error's class and text."""
     return printable(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))

@@ -21,6 +21,7 @@ from horo_lite.errors import (
     PeerLostError,
     StallError,
     TooFewRanksError,
+    behind,
 )
 from horo_lite.start.ending import end_this_rank, others_go_on
 from horo_lite.start.session import abandon, communicator, renew
@@ -176,8 +177,10 @@ class _Run:
             except SystemExit as exit:
                 error, came = exit, _RAISED
             except Exception as raised:
+                # TensorFlow and JAX make another of what was raised in a graph.
+                cause = behind(raised) or raised
                 # Before training, MPI may have delivered anything while a rank died.
-                error, came = raised, _RAISED if trains and not _is_loss(raised) else _NO_ERROR
+                error, came = cause, _RAISED if trains and not _is_loss(cause) else _NO_ERROR
             self._changed_at = time.monotonic()
             if comm is not None and not came & (_DONE | _GROWS):
                 abandon(f"{type(error).__name__}: {error}")
@@ -270,7 +273,7 @@ class _Run:
         )
 
 
-def _is_loss(error: Exception) -> bool:
+def _is_loss(error: BaseException) -> bool:
     """Other ranks are to blame."""
     from mpi4py import MPI
 

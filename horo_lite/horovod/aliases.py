@@ -24,6 +24,8 @@ _ERRORS = "horo_lite.horovod.exceptions"
 _COMMON = ("horo_lite.horovod.world", "horo_lite.horovod.process_sets", "horo_lite.horovod.util")
 HOMES: dict[str, tuple[str, ...]] = {
     "horovod": ("horo_lite.horovod.runner",),
+    "horovod.data": ("horo_lite.horovod.data",),
+    "horovod.data.data_loader_base": ("horo_lite.horovod.data",),
     "horovod.ray": ("horo_lite.horovod.ray",),
     "horovod.ray.runner": ("horo_lite.horovod.ray",),
     "horovod.runner": ("horo_lite.horovod.runner",),

@@ -17,7 +17,8 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, Sum
 from horo_lite.context import on_ended, on_renewed, world
-from horo_lite.jax.primitive import bind, raised
+from horo_lite.errors import raised_in_graphs
+from horo_lite.jax.primitive import bind
 
 Array = Any  # jax.Array, traced or not; NumPy's where it is said
 
@@ -76,7 +77,7 @@ class Call(ABC):
             handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
             result = group.synchronize(handle, beside=True)
         except BaseException as error:
-            raised.append(error)
+            raised_in_graphs.append(error)
             raise
         return list(self.results(xs)) if self.in_place else [result]
 

@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from horo_lite import _native
+from horo_lite.errors import behind, raised_in_graphs
 
 if TYPE_CHECKING:
     from horo_lite.jax.calls import Call
@@ -41,9 +42,6 @@ def bind(call: Call, xs: Sequence[Array]) -> list[Array]:
     return call.eagerly(xs)
 
 
-raised: list[BaseException] = []
-"""What operations inside jit have raised, of which JAX tells the text only."""
-
 
 def cause_of(error: BaseException) -> BaseException | None:
     """What an operation inside jit raised (MismatchError, PeerLostError, …), behind JAX's error.
@@ -56,7 +54,7 @@ def cause_of(error: BaseException) -> BaseException | None:
 
     None if `error` comes from something else.
     """
-    return next((cause for cause in reversed(raised) if _in_words(cause) in str(error)), None)
+    return behind(error)
 
 
 def _in_words(error: BaseException) -> str:
@@ -70,8 +68,8 @@ def _begin_anew() -> None:
     is done where something is traced or an operation called outside jit, on that thread.
     """
     global _n_seen
-    if len(raised) > _n_seen:
-        _n_seen = len(raised)
+    if len(raised_in_graphs) > _n_seen:
+        _n_seen = len(raised_in_graphs)
         with suppress(ImportError, AttributeError):  # no public name
             from jax._src.dispatch import runtime_tokens
 

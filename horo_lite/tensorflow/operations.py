@@ -26,6 +26,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.context import world
+from horo_lite.errors import raised_in_graphs
 from horo_lite.horovod.adasum import adasum_
 from horo_lite.horovod.gradients import Set, checked_compression, ranks_given
 from horo_lite.horovod.process_sets import (
@@ -88,7 +89,11 @@ def in_python(
         views = [np.asarray(array) for array in arrays]  # a scalar is none before
         for view in views:  # of the graph's own memory, which others may read
             view.flags.writeable = False
-        return [np.asarray(result) for result in function(*views)]
+        try:
+            return [np.asarray(result) for result in function(*views)]
+        except Exception as error:
+            raised_in_graphs.append(error)
+            raise
 
     # tf.function keeps nodes with effects in order, but not in what it makes to differentiate them.
     graph = tf.compat.v1.get_default_graph()

@@ -21,6 +21,7 @@ HOMES = {
     "horovod.keras.callbacks": ["horovod.keras.callbacks", "horovod.tensorflow.keras.callbacks"],
     "horovod.keras.elastic": ["horovod.keras.elastic", "horovod.tensorflow.keras.elastic"],
     "horovod.runner": ["horovod.runner"],
+    "horovod.data": ["horovod.data", "horovod.data.data_loader_base"],
     "horovod.ray": ["horovod.ray", "horovod.ray.runner"],
     "horovod.spark": ["horovod.spark", "horovod.spark.runner"],
 }
@@ -125,6 +126,7 @@ POSITIONS = {
         "output_filename verbose use_gloo use_mpi mpi_args network_interface executable np min_np "
         "max_np"
     },
+    "horovod.data": {"AsyncDataLoaderMixin": "async_loader_queue_size"},
     "horovod.ray": {
         "RayExecutor": "settings num_workers num_hosts num_workers_per_host cpus_per_worker "
         "use_gpu gpus_per_worker use_current_placement_group min_workers max_workers reset_limit "

@@ -69,6 +69,43 @@ def test_a_rank_with_more_steps_is_told_who_left() -> None:
     assert "PeerLostError" in result.stderr, result
 
 
+def test_elastic_training_goes_on_where_a_loss_comes_out_of_a_graph() -> None:
+    """TensorFlow makes an error of its own of what an operation raises there."""
+    script = """
+        import os, signal
+        import tensorflow as tf
+        import horo_lite.tensorflow as hvd
+
+        hvd.init()
+        me = hvd.rank()
+        variable = tf.Variable(tf.zeros(2))
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable)
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+            variable.assign_sub(tape.gradient(loss, variable))
+
+        @hvd.elastic.run
+        def train(state):
+            while state.step < 6:
+                if (me, state.step) == (1, 3):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step()
+                state.step += 1
+                state.commit()
+            return hvd.size()
+
+        state = hvd.elastic.TensorFlowState([variable], step=0)
+        print("ends", train(state), variable.numpy().tolist(), flush=True)
+    """
+    options = ["--with-ft", "ulfm"]
+    result = run_ranks(script, 3, env=QUIET, options=options, timeout_s=LIMIT_S).check()
+    # Three steps of three ranks, and three of two.
+    assert result.stdout.count("ends 2 [-15.0, -15.0]") == 2, result
+
+
 def test_digits_are_learned() -> None:
     assert accuracy_of("tensorflow", epochs=6, env=QUIET, timeout_s=LIMIT_S) > 0.9
 
