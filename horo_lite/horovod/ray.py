@@ -173,7 +173,8 @@ class RayExecutor:
             ranks = ranks_by_host(hosts)
             order = sorted(range(len(workers)), key=ranks.__getitem__)
             self.workers = [workers[i] for i in order]
-            env = {k: v for k, v in os.environ.items() if k.startswith("HORO_LITE_")}
+            own_names = ("HORO_LITE_", "HOROVOD_")
+            env = {k: v for k, v in os.environ.items() if k.startswith(own_names)}
             env |= {
                 "HORO_LITE_SIZE": str(self.num_workers),
                 "HORO_LITE_ADDRESS": address_of(*where[order[0]]),

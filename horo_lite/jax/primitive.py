@@ -42,7 +42,6 @@ def bind(call: Call, xs: Sequence[Array]) -> list[Array]:
     return call.eagerly(xs)
 
 
-
 def cause_of(error: BaseException) -> BaseException | None:
     """What an operation inside jit raised (MismatchError, PeerLostError, …), behind JAX's error.
 

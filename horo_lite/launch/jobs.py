@@ -83,7 +83,9 @@ class Mpiexec(NamedTuple):
             command += ["--with-ft", "ulfm", "--prtemca", "prte_state_base_recoverable", "1"]
         if self.name == "Open MPI":  # the others hand the environment on to other hosts unasked
             for name in sorted(env):
-                ours = name.startswith(("HORO_LITE_", "PYTHON")) or env[name] != os.getenv(name)
+                ours = name.startswith(("HORO_LITE_", "HOROVOD_", "PYTHON")) or env[
+                    name
+                ] != os.getenv(name)
                 if ours and not name.startswith(("OMPI_", "PRTE_")):
                     command += ["-x", name]
         return [*command, *more, *program]

@@ -124,7 +124,7 @@ def run(
                 job = jobs.Job(command, environ | restart)
                 code = job.wait(has_failed=lambda: any(Path(folder).glob("error.*")))
                 return code, job.tail
-            own = {k: v for k, v in environ.items() if k.startswith("HORO_LITE_")}
+            own = {k: v for k, v in environ.items() if k.startswith(("HORO_LITE_", "HOROVOD_"))}
             shared = own | dict(env or {}) | restart
             ends = cluster(tasks.RankTask(pickle.dumps(call), np, shared, path))
             ends.sort(key=lambda end: end.when)

@@ -183,7 +183,8 @@ def spark(horovod: None, monkeypatch: pytest.MonkeyPatch) -> list[RankTask]:
     return given
 
 
-def test_spark(spark: list[RankTask]) -> None:
+def test_spark(spark: list[RankTask], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "65536")
     import horovod.spark
     import horovod.torch as horovod_torch
 
@@ -199,6 +200,7 @@ def test_spark(spark: list[RankTask]) -> None:
     assert found == [(0, 2.5), (1, 2.5)]
     (task,) = spark
     assert task.env["HORO_LITE_START_TIMEOUT_S"] == "77"
+    assert task.env["HOROVOD_FUSION_THRESHOLD"] == "65536"
     run: Callable[..., Any] = horovod.spark.run
     for options, words in (
         ({"use_mpi": True}, "without MPI"),

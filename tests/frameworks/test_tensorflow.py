@@ -120,3 +120,23 @@ def test_scripts_for_horovod_run_as_they_are() -> None:
     passes = ["--passes", 2]
     whole = run("keras_digits.py", 1, "--batch-size", 64, "--lr", 0.08, *passes)
     assert run("keras_digits.py", 2, *passes) == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", [[], ["--legacy"]], ids=["new", "legacy"])
+def test_an_elastic_script_for_tf_keras_runs_as_it_is(family: list[str]) -> None:
+    def run(n: int, *args: object) -> list[float]:
+        env = {**QUIET, "TF_USE_LEGACY_KERAS": "1"}
+        script = "tensorflow2_keras_elastic.py"
+        return figures(run_script(script, n, *family, *args, timeout_s=LIMIT_S, env=env), n)
+
+    whole = run(1, "--batch-size", 64, "--lr", 0.08)
+    assert whole[1] < whole[0]
+    assert run(2) == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("option", ["--fp16-allreduce", "--use-adasum"])
+@pytest.mark.parametrize("keras", ["0", "1"], ids=["Keras 3", "tf_keras"])
+def test_a_synthetic_benchmark_runs_as_it_is(option: str, keras: str) -> None:
+    env = {**QUIET, "TF_USE_LEGACY_KERAS": keras}
+    said = run_script("tensorflow2_synthetic.py", 2, option, timeout_s=LIMIT_S, env=env)
+    assert "Total img/sec on 2 CPU(s): " in said

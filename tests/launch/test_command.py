@@ -39,7 +39,10 @@ def open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("open_mpi")
 @pytest.mark.parametrize("first", [[], ["run"]])
-def test_the_arguments_of_horovodrun(first: list[str], tmp_path: Path) -> None:
+def test_the_arguments_of_horovodrun(
+    first: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "65536")
     hosts = tmp_path / "hosts"
     hosts.write_text("# two\nnode1 slots=4\nnode2:2  # fewer\n\nnode3\n")
     timeline = tmp_path / "trace-{rank}.json"
@@ -57,6 +60,7 @@ def test_the_arguments_of_horovodrun(first: list[str], tmp_path: Path) -> None:
     assert started.value.env["HORO_LITE_TIMELINE"] == str(timeline)
     exported = " ".join(started.value.command)
     assert "-x HORO_LITE_TIMELINE" in exported, "ranks on other hosts need it, too"
+    assert "-x HOROVOD_FUSION_THRESHOLD" in exported
     with pytest.raises(Started) as started:
         main([*first, *given])
     assert started.value.command[:3] == ["/x/mpiexec", "-n", "7"]
