@@ -10,6 +10,7 @@ from typing import Any
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import Adapter, Array
 from horo_lite.collectives.arrays import copy_of, gpu_of
+from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
 
@@ -79,6 +80,10 @@ class Transform:
         self, names: Sequence[str], gradients: Sequence[Any], weight: float | None
     ) -> list[Any]:
         """The same as a part of what JAX compiles; None, on all ranks, stays None there."""
+        if self.options.op not in (Average, Sum):
+            raise ValueError(
+                f"steps that JAX compiles take op=Average or Sum, not {self.options.op}"
+            )
         # Several may have one name.
         keys = [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]
         named = zip(keys, gradients, strict=True)
