@@ -172,11 +172,11 @@ def _read(memory: bytes | mmap.mmap, most: int) -> Records:
             Operation(
                 number=number,
                 position=values[1],
-                ranks=tuple(text(channel) or ()),
+                ranks=tuple(map(int, text(channel) or ())),
                 asynchronous=bool(flags & _ASYNCHRONOUS),
                 label=label,
                 kind=text(kind, False) or label.partition(" ")[0],
-                names=tuple(text(names) or ()),
+                names=tuple(map(str, text(names) or ())),
                 submitted_ns=values[2],
                 begun_ns=values[3],
                 done_ns=values[4],
@@ -246,6 +246,6 @@ def _text(memory: bytes | mmap.mmap, begin: int, end: int) -> str:
 
 def ranks_text(ranks: Sequence[int], size: int) -> str:
     """Return which ranks these are, in words."""
-    if list(ranks) == list(range(size)):
+    if len(ranks) == size and list(ranks) == list(range(size)):
         return "all ranks"
     return f"ranks {', '.join(map(str, ranks))}"

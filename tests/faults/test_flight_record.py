@@ -282,6 +282,17 @@ def test_a_damaged_file_does_not_keep_others_from_being_read(
     assert list(top.sample([tmp_path]).ranks) == [0]
 
 
+def test_ranks_that_cannot_be(small_ring: int) -> None:
+    del small_ring
+    everything: Any = [{}]
+    recorder.enter(recorder.channel_of(everything))
+    recorder.operation("a barrier", "barrier")
+    recorder.leave(False)
+    with pytest.raises(ValueError, match="it is damaged"):
+        records.of_memory(recorder.memory())
+    assert records.ranks_text((0, 1), 10**30) == "ranks 0, 1"
+
+
 def operation(number: int, position: int, ranks: tuple[int, ...]) -> Operation:
     return Operation(
         number=number,
