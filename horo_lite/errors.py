@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 
 class HoroLiteError(RuntimeError):
     """Any error of horo_lite that is not a plain wrong argument."""
@@ -79,8 +81,11 @@ GROUP_IS_LOST = (PeerLostError, StallError)
 """What an operation raises where the group has been given up already."""
 
 
-raised_in_graphs: list[BaseException] = []
-"""What operations inside graphs have raised, of which XLA and TensorFlow pass on the text only."""
+raised_in_graphs: deque[BaseException] = deque(maxlen=16)
+"""What operations inside graphs raised last, of which XLA and TensorFlow pass on the text only.
+
+No more, since each keeps the arrays of its frames.
+"""
 
 
 def behind(error: BaseException) -> BaseException | None:
@@ -93,10 +98,15 @@ def behind(error: BaseException) -> BaseException | None:
         (
             cause
             for cause in reversed(raised_in_graphs)
-            if cause is error or f"{type(cause).__name__}: {cause}" in said
+            if cause is error or in_words(cause) in said
         ),
         None,
     )
+
+
+def in_words(error: BaseException) -> str:
+    """The error's class and text, as they are in what a framework makes of it."""
+    return f"{type(error).__name__}: {error}"
 
 
 def in_one_line(error: BaseException) -> str:

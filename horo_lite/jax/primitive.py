@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from horo_lite import _native
-from horo_lite.errors import behind, raised_in_graphs
+from horo_lite.errors import behind, in_words, raised_in_graphs
 
 if TYPE_CHECKING:
     from horo_lite.jax.calls import Call
@@ -56,26 +56,23 @@ def cause_of(error: BaseException) -> BaseException | None:
     return behind(error)
 
 
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
 def _begin_anew() -> None:
     """After an error functions with operations can be run again.
 
     Without this JAX would hand the error on to all of them, through the token that orders them. It
     is done where something is traced or an operation called outside jit, on that thread.
     """
-    global _n_seen
-    if len(raised_in_graphs) > _n_seen:
-        _n_seen = len(raised_in_graphs)
+    global _seen
+    last = raised_in_graphs[-1] if raised_in_graphs else None
+    if last is not _seen:
+        _seen = last
         with suppress(ImportError, AttributeError):  # no public name
             from jax._src.dispatch import runtime_tokens
 
             runtime_tokens.clear()
 
 
-_n_seen = 0
+_seen: BaseException | None = None
 _primitive = Primitive("horo_lite")
 _primitive.multiple_results = True
 _primitive.def_impl(lambda *xs, call: call.eagerly(xs))
@@ -164,7 +161,7 @@ def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> st
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _in_words(error)
+        return in_words(error)
     return None
 
 
