@@ -2,9 +2,10 @@
 
 While one is written, a rank's recorder has room for more operations, in a file beside the trace.
 When its timeline ends, the rank adds them to the trace and removes that file. Ranks do so one after
-the other, in any order: the trace is valid at any time, and complete when the last one has ended.
+the other, in any order: the trace is valid between them, and complete when the last one has ended.
 Where a job ends badly, the rank that reports it adds what all have left; after a job whose
-processes were killed, `horo-lite trace` does.
+processes were killed, `horo-lite trace` does. Both mend what a rank left that was killed while it
+wrote, as the next rank does.
 
 The trace is in Chrome's trace event format. Of each operation it has
 
@@ -23,10 +24,12 @@ GPU, an operation ends when it has been queued there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import mmap
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +43,7 @@ CAPACITY = 1 << 16
 """Operations of each rank that a timeline keeps: the last ones."""
 PATIENCE_S = 600.0
 """How long a rank waits for others to write: one after the other, for seconds each."""
-_BEGIN, _END = b"[\n", b"\n]\n"
+_BEGIN, _END, _UNJOINED_END = b"[\n", b"\n]\n", b"\n] "
 
 
 class _Running(NamedTuple):
@@ -68,10 +71,23 @@ def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None
         ValueError: One is being written already.
         OSError: The file cannot be written.
     """
-    global _running
     if _running is not None:
         raise ValueError("a timeline is being written already: call stop_timeline() first")
     trace = Path(os.fspath(path).replace("{rank}", str(rank))).absolute()
+    try:
+        _start(trace, rank, anew)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"rank {rank} cannot write its timeline to {trace} ({error.strerror}): name another "
+            "file in start_timeline() or HORO_LITE_TIMELINE",
+        ) from error
+
+
+def _start(trace: Path, rank: int, anew: bool) -> None:
+    global _running
     with _locked(trace) as file:
         # The first rank that begins finds what another job or an earlier timeline has left.
         others = _files_of(trace)
@@ -152,7 +168,10 @@ def finish(trace: Path, job: str | None = None, patience_s: float = PATIENCE_S) 
             job = next((str(one.description["job"]) for one in of_files(paths)), None)
         for one in paths:
             for records in of_files([one], job):
-                _append(file, list(events_of(records)))
+                events = list(events_of(records))
+                # A rank may have been killed between writing them and removing its file.
+                if events and not _contains(file, events[-1]):
+                    _append(file, events)
                 one.unlink(missing_ok=True)
                 done.append(records.rank)
     return sorted(done)
@@ -175,6 +194,8 @@ def _locked(trace: Path, patience_s: float = PATIENCE_S) -> Iterator[int]:
     descriptor = os.open(trace, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     until = time.monotonic() + patience_s
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a file to which every rank can add its part")
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,24 +218,40 @@ def _append(file: int, events: Sequence[dict[str, Any]]) -> None:
         return
     text = ",\n".join(map(json.dumps, events)).encode()
     end = _complete_bytes(file)
-    # What is overwritten comes last: without it the rest, or a part of it, can be cut off again.
-    seam, text = (b"", _BEGIN + text + _END) if end == 0 else (b",\n" + text[:1], text[1:] + _END)
     try:
-        _write(file, text, end)
-        _write(file, seam, end - len(seam))
+        if end == 0:
+            _write(file, _BEGIN + text + _END, 0)
+            return
+        _write(file, text[1:] + _UNJOINED_END, end)
     except OSError:
         os.truncate(file, end)
         raise
+    # No room is needed any more. What a rank that is killed here leaves can be told apart, since
+    # no event has a newline: `_END` is in the middle until the lists are one, and then nowhere.
+    _write(file, b",\n" + text[:1], end - len(_END))
+    _write(file, _END, end + len(text) - 1)
 
 
 def _complete_bytes(file: int) -> int:
-    """Cut off what a rank left that was killed while it wrote; how many bytes there are then."""
+    """Mend what a rank left that was killed while it wrote; how many bytes there are then."""
     n_bytes = os.fstat(file).st_size
-    if n_bytes and os.pread(file, len(_END), max(0, n_bytes - len(_END))) != _END:
+    last = os.pread(file, len(_END), max(0, n_bytes - len(_END)))
+    if n_bytes and last != _END:
         with mmap.mmap(file, n_bytes, prot=mmap.PROT_READ) as written:
-            n_bytes = found + len(_END) if (found := written.find(_END)) >= 0 else 0
-        os.truncate(file, n_bytes)
+            found = written.find(_END)
+        if found < 0 and last == _UNJOINED_END:
+            _write(file, _END, n_bytes - len(_END))
+        else:
+            n_bytes = found + len(_END) if found >= 0 else 0
+            os.truncate(file, n_bytes)
     return n_bytes
+
+
+def _contains(file: int, event: dict[str, Any]) -> bool:
+    if not (n_bytes := _complete_bytes(file)):
+        return False
+    with mmap.mmap(file, n_bytes, prot=mmap.PROT_READ) as written:
+        return written.find(json.dumps(event).encode()) >= 0
 
 
 def _write(file: int, text: bytes, at: int) -> None:

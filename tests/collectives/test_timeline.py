@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from launch import run_ranks
 
 from horo_lite.__main__ import main
-from horo_lite.recording import timeline
+from horo_lite.recording import recorder, timeline
 from horo_lite.start import clocks
 from horo_lite.transports.interface import Header
 
@@ -265,6 +267,79 @@ def test_a_trace_is_complete_after_ranks_that_could_not_write_all(tmp_path: Path
     assert main(["trace", str(path)]) == 0
     recorded = [event["pid"] for event in events_of(path) if event["name"].endswith("'recorded'")]
     assert [recorded.count(rank) for rank in range(3)] == [3, 3, 3]  # in the queue, and done
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing handles it."""
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Makes what a rank leaves beside a trace, and returns the trace's path."""
+    trace = tmp_path / "trace.json"
+
+    def record(rank: int) -> Path:
+        here = {"rank": rank, "size": 3, "job": "tests", "epoch_ns": 0}
+        recorder.keep(8, trace.with_name(f"{trace.name}.{rank}.operations"), here)
+        recorder.enter(recorder.channel_of([0, 1, 2]))
+        recorder.operation(f"barrier of {rank}", "barrier")
+        recorder.begin()
+        recorder.leave(False)
+        recorder.release()  # the file stays
+        return trace
+
+    yield record
+    recorder.keep(recorder.CAPACITY, None, {"rank": 0, "size": 1, "job": "tests", "epoch_ns": 0})
+
+
+@pytest.mark.parametrize("step", ["the part", "the seam", "the end", "removing the file"])
+@pytest.mark.parametrize("who", ["another rank", "horo-lite trace"])
+def test_a_trace_is_mended_wherever_a_rank_was_killed(
+    step: str,
+    who: str,
+    recorded: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert timeline.finish(recorded(0)) == [0]
+    trace = recorded(1)
+    left = ["the part", "the seam", "the end", "removing the file"].index(step)
+    write = os.pwrite
+
+    def write_until_killed(file: int, text: bytes, at: int) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            write(file, text[: len(text) // 2] if step == "the part" else b"", at)
+            raise Killed
+        return write(file, text, at)
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(os, "pwrite", write_until_killed)
+        patched.setattr(Path, "unlink", unlink)
+        timeline.finish(trace)
+    if who == "another rank":
+        descriptor = os.open(trace, os.O_RDWR)
+        timeline._append(descriptor, [{"name": "barrier of 2", "ph": "X"}])
+        os.close(descriptor)
+        assert "barrier of 2" in {event["name"] for event in events_of(trace)}  # it is valid
+    assert main(["trace", str(trace)]) == 0
+    found = [event["name"] for event in events_of(trace) if event["ph"] == "X"]
+    assert sorted(found) == [f"barrier of {i}" for i in range(2 + (who == "another rank"))]
+    assert not list(trace.parent.glob("*.operations"))
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("/dev/null", "not a file to which"), ("/", "Is a directory"), ("{tmp}/none/t", "No such")],
+)
+def test_where_no_timeline_can_be_written(path: str, why: str, tmp_path: Path) -> None:
+    path = path.replace("{tmp}", str(tmp_path))
+    with pytest.raises(OSError, match=rf"^\[.*rank 3 cannot write its .* {path} .{why}.*: name an"):
+        timeline.start(path, 3)
+    assert not timeline.is_running()
 
 
 class Clocks:
