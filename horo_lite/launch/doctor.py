@@ -46,10 +46,14 @@ def main(*, as_json: bool = False) -> int:
         The exit code: 1 where several ranks on this machine's CPUs would not work.
     """
     where = str(Path(horo_lite.__file__).parent)
-    if not as_json:
+    findings = _findings()
+    if as_json:
+        with _stdout_is_stderr():
+            findings = iter([*findings])
+    else:
         print(f"horo_lite {horo_lite.__version__} in {where}\n")
     checks, problems = [], []
-    for name, found in _findings():
+    for name, found in findings:
         if found.problem and found.problem not in problems:
             problems.append(found.problem)
         checks.append(
@@ -76,9 +80,23 @@ def main(*, as_json: bool = False) -> int:
     return 1 if problems else 0
 
 
+@contextlib.contextmanager
+def _stdout_is_stderr() -> Iterator[None]:
+    """Inside, what libraries such as UCX write to stdout goes to stderr."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
 def _findings() -> Iterator[tuple[str, _Found]]:
     parts: dict[str, Callable[[], _Found]] = {
         "Python": lambda: _Found(f"{platform.python_version()} on {platform.platform()}"),
+        "/proc": _proc,
         "C++ core": _core,
         "compiler": _compiler,
         "mpi4py": _mpi4py,
@@ -97,8 +115,10 @@ def _findings() -> Iterator[tuple[str, _Found]]:
     is_well = True
     for name, find in parts.items():
         try:
-            # With something amiss it would fail for that very reason.
-            skipped = find is _two_ranks and not is_well
+            # With something amiss they would fail for that very reason.
+            skipped = (find is _two_ranks and not is_well) or (
+                find in (_mpiexec, _shared_memory) and not launcher.has_proc()
+            )
             found = _Found("not tried") if skipped else find()
         except Exception as error:  # whatever it is, the rest of the report is wanted as well
             text = f"{type(error).__name__}: {error}"
@@ -158,6 +178,12 @@ def check_build() -> int:
         print(f"\n{title}:")
         print(*(f"    [{'X' if there else ' '}] {name}" for name, there in lines.items()), sep="\n")
     return 0
+
+
+def _proc() -> _Found:
+    if launcher.has_proc():
+        return _Found("mounted")
+    return _Found("not mounted", launcher.NO_PROC)
 
 
 def _core() -> _Found:

@@ -104,6 +104,8 @@ def find_mpiexec() -> Mpiexec:
     Raises:
         LauncherError: There is none, or it does not run.
     """
+    if not launcher.has_proc():  # Open MPI's would end without a word
+        raise LauncherError(launcher.NO_PROC)
     beside = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
     path = os.environ.get("MPIEXEC") or next(
         (str(folder / "mpiexec") for folder in beside if os.access(folder / "mpiexec", os.X_OK)),

@@ -13,6 +13,11 @@ from typing import NamedTuple
 JOB_TOKEN = "HORO_LITE_JOB_TOKEN"
 TORCHRUN = "torchrun"
 SLURM = "Slurm"
+NO_PROC = (
+    "/proc is not mounted. MPI needs it, and so do the ranks of a host, which find each other's "
+    "processes and memory there; only one rank works without. As root: mount -t proc proc /proc, "
+    "or before entering a chroot in DIR: mount -t proc proc DIR/proc"
+)
 
 
 class Launch(NamedTuple):
@@ -51,6 +56,11 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         if found and (mark is None or mark in environ):
             return launch
     return None
+
+
+def has_proc() -> bool:
+    """Tell whether several ranks can work here: where not, `NO_PROC` says what to do."""
+    return os.path.exists("/proc/self")
 
 
 def connects_by_mpi(launch: Launch | None, environ: Mapping[str, str]) -> bool:

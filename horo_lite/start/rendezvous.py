@@ -22,7 +22,14 @@ from urllib.parse import urlsplit
 
 from horo_lite.errors import LauncherError, PeerLostError, printable
 from horo_lite.settings import Settings, whole_number
-from horo_lite.start.launcher import JOB_TOKEN, TORCHRUN, connects_by_mpi, detect
+from horo_lite.start.launcher import (
+    JOB_TOKEN,
+    NO_PROC,
+    TORCHRUN,
+    connects_by_mpi,
+    detect,
+    has_proc,
+)
 from horo_lite.transports.gloo.connections import GlooConnections
 from horo_lite.transports.peers import NAME, PID, ObjectCommunicator, fits, host_key, lives
 
@@ -180,6 +187,8 @@ class Rendezvous(ObjectCommunicator):
     """
 
     def __init__(self, spec: RendezvousSpec, timeout_s: float, store: Any = None) -> None:
+        if not has_proc():  # each would take the others for dead
+            raise LauncherError(NO_PROC)
         self.rank, self.size = spec.rank, spec.size
         self._timeout_s = timeout_s
         self._where = spec.where

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from launch import environment
+from launch import PATIENCE, environment
 
 import horo_lite as hvd
 from horo_lite.__main__ import main
 from horo_lite.launch import doctor, hostfile, jobs
+from horo_lite.start import launcher
 
 
 class Started(Exception):  # noqa: N818
@@ -238,6 +239,37 @@ def test_what_does_not_keep_it_from_working_is_a_hint(
         os, "readlink", lambda path: "1" if path == "/proc/self" else real_link(path)
     )
     assert "of another PID namespace" in report(capsys)["shared memory"]["remedy"]
+
+
+def test_a_chroot_without_proc() -> None:
+    hide = 'mount -t tmpfs none /proc && exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", hide, "sh"]
+    if os.geteuid() != 0:
+        prefix.insert(1, "--map-root-user")
+    if not shutil.which("unshare") or subprocess.run([*prefix, "true"], check=False).returncode:
+        pytest.skip("cannot hide /proc here: needs root or user namespaces")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*prefix, sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60 * PATIENCE)
+
+    # On stdout there is nothing else: UCX, for one, complains there without /proc.
+    told = json.loads(run("-m", "horo_lite", "doctor", "--json").stdout)
+    assert told["problems"] == [launcher.NO_PROC]
+    assert [c["check"] for c in told["checks"] if c["found"] == "not mounted"] == ["/proc"]
+    job = run("-m", "horo_lite", "-n", "2", sys.executable, "-c", "")
+    assert job.returncode == 2
+    assert launcher.NO_PROC in job.stderr
+    alone = run("-c", "import horo_lite as hvd; assert hvd.init(device='cpu').size == 1")
+    assert alone.returncode == 0, alone.stderr
+    rank = """if True:
+        import os
+        import horo_lite as hvd
+
+        os.environ |= {"HORO_LITE_RANK": "0", "HORO_LITE_SIZE": "2", "HORO_LITE_ADDRESS": "here:1"}
+        hvd.init()
+    """
+    assert f"LauncherError: {launcher.NO_PROC}" in run("-c", rank).stderr
 
 
 def test_memory_is_opened_by_another_process() -> None:
