@@ -7,7 +7,10 @@ from collections.abc import Callable
 from horo_lite.launch.tasks import RankEnd, RankTask
 
 Cluster = Callable[[RankTask], list[RankEnd]]
-"""Runs the tasks of all ranks at once, and returns their ends in any order."""
+"""Runs the tasks of all ranks at once, and returns their ends in any order.
+
+Where a rank has failed, the others are ended, and may be missing from what is returned.
+"""
 
 
 def cluster(name: str) -> Cluster:

@@ -277,16 +277,20 @@ class Job:
             self.tail += text
         sys.stderr.write(text)
 
-    def wait(self, has_failed: Callable[[], bool] = lambda: False) -> int:
+    def wait(
+        self, has_failed: Callable[[], bool] = lambda: False, grace_s: float | None = None
+    ) -> int:
         """Wait for the job, and leave nothing of one that failed running.
 
         Args:
-            has_failed: Whether a rank has failed; the job then has a few seconds to end by itself.
+            has_failed: Whether a rank has failed; the job then has a while to end by itself.
+            grace_s: How long that is; by default a few seconds.
 
         Returns:
             The exit code; of a launcher that was killed by a signal, the negative number of that.
         """
         failed_at = None
+        grace_s = _GRACE_S if grace_s is None else grace_s
         launcher = LauncherWatch(self._launcher.pid)
         try:
             while True:
@@ -295,7 +299,7 @@ class Job:
                     break
                 if failed_at is None and has_failed():
                     failed_at = time.monotonic()
-                if failed_at is not None and time.monotonic() > failed_at + _GRACE_S:
+                if failed_at is not None and time.monotonic() > failed_at + grace_s:
                     break
                 if launcher.is_left_alone():
                     self._print_error(

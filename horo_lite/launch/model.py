@@ -98,7 +98,7 @@ class Exchange(NamedTuple):
     cpu_s: float
     """All work, by as many cores as there are, or as there are ranks."""
     latency_s: float
-    """All windows, each of which takes no less than a message."""
+    """All windows, if nothing but messages took time: two after each other for every three."""
     fill_s: float
     """Of the first and the last window, what nothing hides."""
     start_s: float
@@ -113,10 +113,12 @@ class Exchange(NamedTuple):
         """The time that the all-reduce takes.
 
         The windows overlap link and cores, but not perfectly: a core that works on one window is
-        late for another's messages. The longest of the three parts counts, and the others to the
-        extent that they come near it.
+        late for another's messages. The longer of the two counts, and the other to the extent that
+        it comes near it. While messages are on their way, both are idle: a link with so much
+        latency that the windows under way cannot fill it sets the pace alone.
         """
-        return math.hypot(self.link_s, self.cpu_s, self.latency_s) + self.fill_s + self.start_s
+        paced_s = max(math.hypot(self.link_s, self.cpu_s), self.latency_s)
+        return paced_s + self.fill_s + self.start_s
 
     @property
     def busy_s(self) -> float:
@@ -214,8 +216,10 @@ def allreduce(
     carry += n_messages * costs.message_us * 1e3
     cpu_s = n_windows * (encode + reduce + carry + decode) * per_ns
 
-    # Each window's sums have one step to arrive, and its results another.
-    latency_s = n_windows * network.latency_us * 1e-6
+    # Step w of the pipeline sends the sums of window w; step w + 1 receives them and sends their
+    # result; step w + 2 receives that. So three steps take two messages after each other, each of
+    # which has half of a window's bytes.
+    latency_s = 2 / 3 * (n_windows * network.latency_us * 1e-6 + link_s / 2)
     fill_s = (encode + reduce + decode) * per_ns + 2 * len(levels) * network.latency_us * 1e-6
     rounds = math.ceil(math.log2(hosts * ranks))
     start_s = rounds * (network.latency_us + costs.message_us) * 1e-6

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from urllib.parse import urlsplit
 
-from distributed import default_client, get_worker
+from distributed import Future, TimeoutError, default_client, get_worker, wait
 
 from horo_lite.errors import LauncherError
-from horo_lite.launch.tasks import RankEnd, RankTask, address_of, free_port
+from horo_lite.launch.tasks import RankEnd, RankTask, address_of, ends_of, free_port
 
 
 def run_tasks(task: RankTask) -> list[RankEnd]:
@@ -36,10 +37,17 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
         for rank, worker in enumerate(chosen)
     ]
     try:
-        ends: list[RankEnd] = client.gather(futures)
-        return ends
+        return ends_of(futures, _first_done, Future.result)
     finally:
         client.cancel(futures)
+
+
+def _first_done(futures: Sequence[Future], timeout_s: float | None) -> Collection[Future]:
+    try:
+        done: Collection[Future] = wait(futures, timeout_s, "FIRST_COMPLETED").done
+    except TimeoutError:
+        return ()
+    return done
 
 
 def _host(worker: str) -> str:

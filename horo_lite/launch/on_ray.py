@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -11,8 +12,17 @@ from ray.util import get_node_ip_address, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from horo_lite.errors import LauncherError
-from horo_lite.launch.tasks import RankEnd, RankTask, address_of, free_port, ranks_by_host
+from horo_lite.launch.tasks import (
+    RankEnd,
+    RankTask,
+    address_of,
+    ends_of,
+    free_port,
+    ranks_by_host,
+)
 from horo_lite.settings import Settings
+
+_GONE_S = 10.0  # so long a task may take to end that has lost its place
 
 
 def run_tasks(task: RankTask) -> list[RankEnd]:
@@ -34,6 +44,7 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
         f"{task.size} ranks on Ray need a CPU each",
         "HORO_LITE_START_TIMEOUT_S",
     )
+    running: list[Any] = []
     try:
         places = [
             PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
@@ -47,15 +58,21 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
         zero = ranks.index(0)
         first_port = ray.get(port.options(scheduling_strategy=places[zero]).remote())
         address = address_of(hosts[zero], first_port)
-        ends: list[RankEnd] = ray.get(
-            [
-                rank.options(scheduling_strategy=place).remote(task, number, address)
-                for place, number in zip(places, ranks, strict=True)
-            ]
-        )
-        return ends
+        running = [
+            rank.options(scheduling_strategy=place).remote(task, number, address)
+            for place, number in zip(places, ranks, strict=True)
+        ]
+        return ends_of(running, _first_done, ray.get)
     finally:
         remove_placement_group(reserved)  # and whatever still runs there
+        for reference in running:  # Ray prints the errors of tasks that nobody has asked for
+            with suppress(ray.exceptions.RayError):
+                ray.get(reference, timeout=_GONE_S)
+
+
+def _first_done(references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+    done: list[Any] = ray.wait(list(references), num_returns=1, timeout=timeout_s)[0]
+    return done
 
 
 def reserve(

@@ -123,7 +123,7 @@ def run(
             if cluster is None:
                 job = jobs.Job(command, environ | restart)
                 code = job.wait(has_failed=lambda: any(Path(folder).glob("error.*")))
-                return code, job.tail
+                return code, jobs.cause(job.tail)
             own = {k: v for k, v in environ.items() if k.startswith(("HORO_LITE_", "HOROVOD_"))}
             shared = own | dict(env or {}) | restart
             ends = cluster(tasks.RankTask(pickle.dumps(call), np, shared, path))
@@ -131,12 +131,16 @@ def run(
             for end in ends:  # in this order: the first error is the likeliest cause of the others
                 for name, data in end.files.items():
                     calls.write(Path(folder, name), data)
-            return next((end.code for end in ends if end.code), 0), "".join(e.said for e in ends)
+            failed = next((end for end in ends if end.code), None)
+            if failed is None:
+                return 0, ""
+            cause = jobs.cause("".join(end.said for end in ends))
+            return failed.code, cause or f"rank {failed.rank} was the first to end"
 
         def attempt(number: int) -> jobs.Failure | None:
             for left in Path(folder).glob("[er]*.[0-9]*"):
                 left.unlink()
-            code, said = start_ranks(number)
+            code, cause = start_ranks(number)
             errors[:] = calls.errors_in(Path(folder))
             if errors:
                 raised = f"rank {errors[0].rank} raised {errors[0].summary}"
@@ -145,7 +149,7 @@ def run(
             if code == 0 and not missing:
                 return None
             why = f"no result from rank {', '.join(map(str, missing))}" if not code else ""
-            return jobs.failure_of(code, why, jobs.cause(said))
+            return jobs.failure_of(code, why, cause)
 
         failure = jobs.until_done(attempt, restarts=restarts, checkpoint=commits)
         if errors:

@@ -12,18 +12,27 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from horo_lite.launch import jobs
 from horo_lite.launch.calls import write
+
+GRACE_S = 2.0
+"""Once a rank has failed, the others may take so long to end by themselves.
+
+Those of its world do so at once. Those that still wait for it in init() would go on waiting.
+"""
+
+T = TypeVar("T")
 
 
 class RankEnd(NamedTuple):
     """How a rank has ended, as its task reports it."""
 
+    rank: int
     code: int
     """Its exit code."""
     said: str
@@ -54,8 +63,8 @@ class RankTask(NamedTuple):
         Args:
             rank: Its number.
             address: The host of rank 0, and a free port there.
-            is_cancelled: Whether nobody waits for the result any more; the rank then has a few
-                seconds left.
+            is_cancelled: Whether nobody waits for the result any more, or another rank has failed;
+                the rank then has GRACE_S left.
         """
         path = [*sys.path, *(entry for entry in self.path if entry not in sys.path)]
         world = {
@@ -72,13 +81,45 @@ class RankTask(NamedTuple):
                 f"{start}; serve({folder!r}, {self.size}, {rank})",
             ]
             job = jobs.Job(command, jobs.environment(self.env | world))
-            code = job.wait(has_failed=is_cancelled)
+            code = job.wait(has_failed=is_cancelled, grace_s=GRACE_S)
             left = {
                 file.name: file.read_bytes()
                 for file in Path(folder).iterdir()
                 if file.name in (f"result.{rank}", f"error.{rank}")
             }
-            return RankEnd(code, job.tail, left, time.time())
+            return RankEnd(rank, code, job.tail, left, time.time())
+
+
+def ends_of(
+    running: Sequence[T],
+    first_done: Callable[[Sequence[T], float | None], Collection[T]],
+    end_of: Callable[[T], RankEnd],
+) -> list[RankEnd]:
+    """Wait for tasks, and return the ends of their ranks.
+
+    Of all of them; or, once a rank has failed, of those that end within GRACE_S. The caller ends
+    the others.
+
+    Args:
+        running: The tasks, in a form of the cluster's.
+        first_done: Waits until some of these are done, or as many seconds have passed, and returns
+            those that are done.
+        end_of: Returns what a task that is done has returned.
+
+    Raises:
+        Exception: `end_of` has: the task itself has failed.
+    """
+    ends: list[RankEnd] = []
+    waiting, until = list(running), None
+    while waiting:
+        done = first_done(waiting, None if until is None else max(0.0, until - time.monotonic()))
+        if not done:
+            break
+        ends += [end_of(task) for task in waiting if task in done]
+        waiting = [task for task in waiting if task not in done]
+        if until is None and any(end.code for end in ends):
+            until = time.monotonic() + GRACE_S
+    return ends
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[int]:

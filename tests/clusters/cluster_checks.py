@@ -35,6 +35,11 @@ def check_jobs(on: str) -> None:
             raise ValueError("share 1 is missing")
         hvd.barrier()
 
+    def fail_before_init() -> None:
+        if os.environ["HORO_LITE_RANK"] == "1":
+            raise NoDataError("share 1 is missing")
+        hvd.init()
+
     expected = {digest for *_, digest in hvd.run(train, (0.3,), np=N, env=ENV)}
     assert len(expected) == 1
     pids = set()
@@ -46,4 +51,8 @@ def check_jobs(on: str) -> None:
         with pytest.raises(ValueError, match="share 1 is missing") as raised:
             hvd.run(fail, np=2, on=on)
         assert "on rank 1 of 2" in str(raised.value.__cause__)
+        # The others are not to find out by waiting for as long as they may.
+        too_long = {"HORO_LITE_START_TIMEOUT_S": "1000"}
+        with pytest.raises(NoDataError, match="share 1 is missing"):
+            hvd.run(fail_before_init, np=2, on=on, env=too_long)
     assert len(pids) == 2 * N, "a process was the rank of two jobs"

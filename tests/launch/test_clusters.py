@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import runpy
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,12 @@ from horo_lite.launch.tasks import RankEnd, RankTask, ranks_by_host
 pytest.importorskip("torch")
 
 
+def first_done(
+    futures: Sequence[Future[RankEnd]], timeout_s: float | None
+) -> Collection[Future[RankEnd]]:
+    return wait(futures, timeout_s, FIRST_COMPLETED).done
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[RankTask]]:
     """A cluster whose workers are threads; what they were given. Nothing may be left of it."""
@@ -37,9 +45,16 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Ra
         given.append(task)
         hosts = ["a" if i % 2 else "b" for i in range(task.size)]
         address = tasks.address_of("127.0.0.1", tasks.free_port())
+        cancelled = threading.Event()
         with ThreadPoolExecutor(task.size) as pool:
-            ends = pool.map(lambda rank: task.run(rank, address), ranks_by_host(hosts))
-            return list(ends)
+            running = [
+                pool.submit(task.run, rank, address, cancelled.is_set)
+                for rank in ranks_by_host(hosts)
+            ]
+            try:
+                return tasks.ends_of(running, first_done, Future.result)
+            finally:
+                cancelled.set()
 
     monkeypatch.setattr(clusters, "cluster", {"ray": run_tasks}.__getitem__)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -73,10 +88,14 @@ class NoDataError(Exception):
     pass
 
 
+# More than a test may take: the others of the world are not to find out by that.
+TOO_LONG = {"HORO_LITE_START_TIMEOUT_S": "1000"}
+
+
 def fail(before_init: bool) -> None:
     if before_init and os.environ["HORO_LITE_RANK"] == "1":
         raise NoDataError("share 1 is missing")
-    hvd.init(start_timeout_s=2 if before_init else None)
+    hvd.init()
     if hvd.rank() == 1:
         raise NoDataError("share 1 is missing")
     hvd.barrier()
@@ -86,8 +105,105 @@ def fail(before_init: bool) -> None:
 def test_an_exception_comes_back(before_init: bool, cluster: list[RankTask]) -> None:
     """That of the rank that failed, and not those of the ranks that have waited for it."""
     with pytest.raises(NoDataError, match="share 1 is missing") as raised:
-        hvd.run(fail, (before_init,), np=2, on="ray")
+        hvd.run(fail, (before_init,), np=2, on="ray", env=TOO_LONG)
     assert "on rank 1 of 2" in str(raised.value.__cause__)
+
+
+def end_before_init() -> None:
+    if os.environ["HORO_LITE_RANK"] == "1":
+        os._exit(9)
+    hvd.init()
+
+
+def test_a_rank_that_ends_without_a_word_before_init(cluster: list[RankTask]) -> None:
+    with pytest.raises(hvd.JobError, match="exit code 9; rank 1 was the first to end"):
+        hvd.run(end_before_init, np=2, on="ray", env=TOO_LONG)
+
+
+def test_a_task_that_fails_itself() -> None:
+    """As where a worker is lost: nobody waits for the others."""
+    lost, runs = Future[RankEnd](), Future[RankEnd]()
+    lost.set_exception(ConnectionError("the worker is lost"))
+    with pytest.raises(ConnectionError, match="the worker is lost"):
+        tasks.ends_of([runs, lost], first_done, Future.result)
+
+
+class Stage:
+    """What horo_lite.launch.on_spark uses of Spark: a barrier stage, whose tasks are threads."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._barrier = threading.Barrier(1)
+        self._said: dict[int, str] = {}
+        self.builder = self.sparkContext = self  # as on a SparkSession
+
+    def getOrCreate(self) -> Stage:  # noqa: N802
+        return self
+
+    get = barrier = getOrCreate
+
+    def parallelize(self, data: Sequence[int], n: int) -> Stage:
+        assert len(data) == n
+        self._barrier = threading.Barrier(n)
+        return self
+
+    def getTaskInfos(self) -> list[Any]:  # noqa: N802
+        return [types.SimpleNamespace(address="127.0.0.1:5")] * self._barrier.parties
+
+    def partitionId(self) -> int:  # noqa: N802
+        return int(self._own.number)
+
+    def allGather(self, message: str) -> list[str]:  # noqa: N802
+        self._barrier.wait(300)
+        self._said[self._own.number] = message
+        self._barrier.wait(300)
+        return [self._said[number] for number in range(self._barrier.parties)]
+
+    def mapPartitions(self, run: Callable[..., Iterator[RankEnd]]) -> Stage:  # noqa: N802
+        self._run = run
+        return self
+
+    def collect(self) -> list[RankEnd]:
+        def task(number: int) -> list[RankEnd]:
+            self._own.number = number
+            return list(self._run(iter([number])))
+
+        with ThreadPoolExecutor(self._barrier.parties) as pool:
+            return [end for ends in pool.map(task, range(self._barrier.parties)) for end in ends]
+
+
+class WaitingTask:
+    """A RankTask of two, of which rank 1 fails, if at all, and rank 0 would wait for it."""
+
+    size = 2
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def run(self, rank: int, address: str, is_cancelled: Callable[[], bool]) -> RankEnd:
+        until = time.monotonic() + 300
+        while rank == 0 and self._code and not is_cancelled():
+            assert time.monotonic() < until, "nobody ends this rank"
+            time.sleep(0.01)
+        code = self._code if rank == 1 else -15 * is_cancelled()
+        return RankEnd(rank, code, "", {}, time.time())
+
+
+@pytest.mark.parametrize("code", [0, 9])
+def test_spark_ends_the_ranks_that_wait_for_one_that_failed(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage()
+    for name, parts in (
+        ("pyspark", {"BarrierTaskContext": stage}),
+        ("pyspark.sql", {"SparkSession": stage}),
+    ):
+        module = types.ModuleType(name)
+        vars(module).update(parts)
+        monkeypatch.setitem(sys.modules, name, module)
+    spark = runpy.run_path(str(Path(tasks.__file__).with_name("on_spark.py")))
+    ends = spark["run_tasks"](WaitingTask(code))
+    assert [(end.rank, end.code) for end in ends] == [(0, -15 if code else 0), (1, code)]
 
 
 def count(folder: str) -> str:

@@ -68,6 +68,52 @@ def test_the_model_is_within_15_percent_of_what_was_measured(
     assert predicted.total_s == pytest.approx(seconds, rel=0.15), predicted
 
 
+def measured_with_latency() -> Iterator[tuple[Network, str, float, float]]:
+    """Of every figure without loss: network, wire, bytes, and time over bytes/bandwidth."""
+    text = (RESULTS / "intel-xeon-2-cores-latency.txt").read_text()
+    row = re.compile(
+        r"^\| (\d+) ([GM])bit/s, 2 × 1, (\d+) ms \|.*\| (\S+) \| (\S+) \|$", re.MULTILINE
+    )
+    for rate, unit, delay_ms, *figures in row.findall(text):
+        n_bytes = {"M": 13e6, "G": 52e6}[unit]
+        gbit = float(rate) * {"M": 1e-3, "G": 1}[unit]
+        network = Network(gbit, 50 + 1e3 * float(delay_ms), framing=1514 / 1448)
+        for wire, figure in zip(("fp32", "fp16"), figures, strict=True):
+            yield network, wire, n_bytes, float(figure)
+
+
+LATENCY_ROWS = list(measured_with_latency())
+
+
+def test_all_rows_with_latency_are_compared() -> None:
+    assert len(LATENCY_ROWS) == 6
+
+
+@pytest.mark.parametrize(("network", "name", "n_bytes", "ratio"), LATENCY_ROWS)
+def test_links_with_latency_are_within_10_percent_of_what_was_measured(
+    network: Network, name: str, n_bytes: float, ratio: float
+) -> None:
+    costs = replace(XEON, cores=XEON.cores / 2)
+    predicted = allreduce(n_bytes / 4, 2, 1, costs.wires[name], costs, network)
+    ideal_s = n_bytes * 8 / (network.gbit * 1e9)
+    assert predicted.total_s / ideal_s == pytest.approx(ratio, rel=0.1), predicted
+
+
+def test_latency_sets_the_pace_where_the_windows_under_way_do_not_fill_the_link() -> None:
+    """Two messages after each other for every three windows, whatever else there is to do."""
+    n_bytes, wire = 52e6, FREE.wires["fp32"]
+    times = {
+        latency_us: allreduce(n_bytes / 4, 2, 1, wire, FREE, Network(1, latency_us, framing=1))
+        for latency_us in (0, 1000, 20_000, 200_000)
+    }
+    n_windows = n_bytes / model.window_bytes(2, 1)
+    link_s = times[0].total_s
+    assert times[1000].total_s == pytest.approx(link_s, rel=0.01)
+    for latency_us in (20_000, 200_000):
+        message_s = latency_us * 1e-6 + link_s / n_windows / 2
+        assert times[latency_us].total_s == pytest.approx(n_windows * 2 / 3 * message_s, rel=0.1)
+
+
 def steps_beside_computing() -> Iterator[tuple[str, int, bool, float]]:
     """Of every figure: MPI, ranks of each of two hosts, whether cores are free, what is exposed."""
     text = (RESULTS / "intel-xeon-2-cores-hosts.txt").read_text()
