@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--use-adasum",
         action="store_true",
-        help="combine gradients with Adasum instead of averaging",
+        help="combine the ranks' steps with Adasum instead of averaging gradients",
     )
     add(
         "--gradient-predivide-factor",

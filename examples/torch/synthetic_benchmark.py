@@ -53,7 +53,7 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
     add(
         "--use-adasum",
         action="store_true",
-        help="combine gradients with Adasum instead of averaging",
+        help="combine the ranks' steps with Adasum instead of averaging gradients",
     )
     add("--no-cuda", action="store_true", help="stay on the CPU")
     return parser.parse_args()

@@ -50,7 +50,7 @@ class DistributedDataParallel(torch.nn.Module):
         gradient_as_bucket_view: As for `DistributedOptimizer`.
         static_graph: Torch's, and not needed.
         compression: What travels; `Compression.fp16` halves the bytes.
-        op: Average, Sum or Adasum.
+        op: Average, Sum or Adasum, of gradients.
 
     Raises:
         ValueError: A parameter belongs to a `DistributedOptimizer` or to another model that is
@@ -83,6 +83,7 @@ class DistributedDataParallel(torch.nn.Module):
         ranks = global_process_set if process_group is None else process_group
         options = TorchOptions(
             op=named_op(op),
+            adasum_of="gradients",
             compression=compression,
             bucket_bytes=None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20)),
             check_every=0,

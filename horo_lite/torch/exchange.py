@@ -9,7 +9,8 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -68,7 +69,7 @@ class Exchange:
         self._names = _names(named, self._parameters())
         self._drift = DriftCheck(options.check_every or 0, options.on_drift)
         self.patched_step: Any = None
-        self.is_skipping = False
+        self._is_skipping = False
         self._is_stepping = False
         self._weight: float | None = None  # of this rank, for one step
         self._weight_is_used = False
@@ -110,7 +111,7 @@ class Exchange:
                 f"{self.group.size}: start as many, use a ProcessSet, or op=Average"
             )
         self.reducer = options.reducer(
-            SlotAdapter(),
+            self._make_adapter(),
             [],
             group=group_for(self.group, self.op, compression),
             op=Average if isinstance(self.op, AdasumOp) else self.op,
@@ -134,6 +135,10 @@ class Exchange:
         self.look_at_parameters()
         self._place()
         self.group.counting.add(self)
+
+    def _make_adapter(self) -> SlotAdapter:
+        """What the reducer reads and writes of a slot."""
+        return SlotAdapter()
 
     # Which parameters there are.
 
@@ -191,6 +196,9 @@ class Exchange:
             self._unhooked = [slot for slot in self.slots if slot.hook is None]
             self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
             self._make_homes()
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
         for slot in [slot for slot in self._unhooked if slot.parameter.requires_grad]:
             hook = _hook(weakref.ref(self), slot)
             slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook)
@@ -380,20 +388,33 @@ class Exchange:
                     args = (averaged, *args[1:])
                 else:
                     kwargs = {**kwargs, "closure": averaged}
-            elif not self.is_skipping:
+            elif not self._is_skipping:
                 self.flush()
             result = step(*args, **kwargs)
         finally:
             self._is_stepping = False
             self._weight = None
         self.begin()
+        self._stepped()
+        return result
+
+    def _stepped(self) -> None:
+        """A step is complete; where it is time for it, the ranks compare their parameters."""
         self._n_exchanges = 0
         assert self.group is not None
         try:
             self._drift.stepped(self.named, self.group)
         finally:
             self._place()
-        return result
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Inside, step() exchanges nothing."""
+        self._is_skipping = True
+        try:
+            yield
+        finally:
+            self._is_skipping = False
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure`, after which gradients and loss are those of all ranks."""

@@ -19,6 +19,7 @@ from horo_lite.collectives.reductions import Average, Op
 from horo_lite.horovod.process_sets import ProcessSet, global_process_set
 from horo_lite.horovod.reductions import AdasumOp, named_op
 from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, Exchange, nobody
+from horo_lite.torch.local_steps import LocalSteps
 from horo_lite.torch.options import TorchOptions
 from horo_lite.training.optimizer import takes_weight
 
@@ -43,6 +44,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     bucket_bytes: int | None = None,
     *,
     group: Group | None = None,
+    adasum_of: str = "steps",
 ) -> Any:
     """An optimizer of the same class, state and param_groups that steps with all ranks' gradients.
 
@@ -61,8 +63,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             `decompress` of its own is called.
         backward_passes_per_step: so many passes are summed, not divided, before the ranks exchange
             them at the end of the last. One more, before step() or zero_grad(), is a RuntimeError.
-        op: Average, Sum or Adasum. Adasum combines the gradients, so that all ranks keep one state
-            of the optimizer; it needs a power of two of ranks, and does not compress.
+        op: Average, Sum or Adasum, which combines the ranks' steps: see below.
         gradient_predivide_factor: gradients are divided by it before they are added up, and the sum
             by size / factor. Only with op=Average.
         num_groups: how many groups of neighbours travel together.
@@ -84,6 +85,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         bucket_bytes: how much travels together of what is in no group; default
             HORO_LITE_BUCKET_BYTES, or 25 MiB.
         group: another name for `process_set`, that of `horo_lite.DistributedOptimizer`.
+        adasum_of: "steps" or "gradients": what op=Adasum combines.
 
     What takes part in an exchange is what backward() has touched on any rank since the last one.
     Untouched everywhere, a gradient stays as it is: None, or what it was (with no zero_grad(), or
@@ -104,6 +106,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Where the ranks' batches are uneven, `optimizer.set_weight(len(batch))` before backward(), on
     every rank or on none, makes the averages of this one step those over all samples. Elsewhere the
     weight is an argument of step(); here step() comes when the gradients have been averaged.
+
+    With op=Adasum, as in Horovod, each rank's optimizer takes its step with the rank's own
+    gradients, and the changes of each parameter are combined: `horo_lite.horovod.adasum` has the
+    formula. So gradients stay a rank's own, and so do momenta: save, and broadcast, those of one
+    rank. All exchange is in step(). Backward passes are not counted: step() takes what they have
+    added up. A closure runs, as often as the optimizer calls it, on each rank by itself. With
+    `adasum_of="gradients"` the gradients are combined in backward(), and every rank takes the same
+    step; all that is said here of op=Sum is then true of it. Both need a power of two of ranks, and
+    compress nothing. GradScaler needs the latter, since each rank would skip steps of its own.
 
     A closure, as LBFGS needs, is called by step(); its backward() exchanges, and the loss it
     returns is averaged, so that all ranks search alike. As backward() comes after the call, the
@@ -143,6 +154,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         sparse_as_dense=sparse_as_dense,
         process_set=process_set if group is None else group,
         gradient_as_bucket_view=gradient_as_bucket_view,
+        adasum_of=adasum_of,
     )
     return _wrapped(optimizer, named_parameters, options)
 
@@ -156,9 +168,11 @@ def _wrapped(
             "this optimizer has a DistributedOptimizer already: use that one, or delete it first"
         )
     named = None if named_parameters is None else list(named_parameters)
-    exchange = Exchange(optimizer, named, options)
+    kind = LocalSteps if options.combines_steps else Exchange
+    exchange = kind(optimizer, named, options)
     base: Any = type(optimizer)
-    wrapped = object.__new__(_class_of(base))
+    unscaled = options.combines_steps and not getattr(optimizer, _SCALES, False)
+    wrapped = object.__new__(_class_of(base, unscaled))
     wrapped.__dict__ = optimizer.__dict__  # one state, whoever loads or changes it
     wrapped._exchange = exchange
     _wrapper_of[optimizer] = weakref.ref(wrapped)
@@ -242,11 +256,8 @@ class _Distributed:
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, step() exchanges nothing; for scripts that call `synchronize()` themselves."""
-        self._exchange.is_skipping = True
-        try:
+        with self._exchange.skipping():
             yield
-        finally:
-            self._exchange.is_skipping = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on `passes` passes are summed before the ranks exchange them. Collective."""
@@ -275,7 +286,22 @@ class _Distributed:
         return _wrapped(inner, named, replace(exchange.options, groups=groups))
 
 
+# What GradScaler asks an optimizer before it decides, on its own rank, whether to call step().
+_SCALES = "_step_supports_amp_scaling"
+
+
+def _refuse_scaler(optimizer: _Distributed) -> bool:
+    if optimizer._exchange.active:
+        raise ValueError(
+            "GradScaler skips the steps that overflow on one rank, and the others wait for them: "
+            'with op=Adasum pass adasum_of="gradients", or train in bfloat16'
+        )
+    return False
+
+
 @cache
-def _class_of(base: Any) -> Any:
+def _class_of(base: Any, unscaled: bool) -> Any:
     body = {"step": _Step(base), "__module__": base.__module__, "__doc__": base.__doc__}
+    if unscaled:
+        body[_SCALES] = property(_refuse_scaler)
     return type(base.__name__, (_Distributed, base), body)

@@ -27,6 +27,7 @@ class TorchOptions(Options):
     sparse_as_dense: bool = False
     process_set: ProcessSet | Group | None = global_process_set
     gradient_as_bucket_view: bool = False
+    adasum_of: str = "steps"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,6 +37,13 @@ class TorchOptions(Options):
         if factor != 1 and self.op is not Average:
             raise ValueError("gradient_predivide_factor needs op=Average")
         self._check_groups(self.num_groups, self.groups)
+        if self.adasum_of not in ("steps", "gradients"):
+            raise ValueError(f'adasum_of is "steps" or "gradients", not {self.adasum_of!r}')
+
+    @property
+    def combines_steps(self) -> bool:
+        """Whether the ranks exchange their optimizers' steps, and not gradients."""
+        return self.op is Adasum and self.adasum_of == "steps"
 
     def _check_reduction(self) -> None:
         if self.op not in (Average, Sum, Adasum):
@@ -68,7 +76,7 @@ class TorchOptions(Options):
         """Those that the ranks compare, beside what a Reducer does by itself."""
         compression = self.compression
         return [
-            ("op", self.op.name),
+            ("op", f"Adasum of {self.adasum_of}" if self.op is Adasum else self.op.name),
             ("compression", getattr(compression, "name", type(compression).__name__)),
             ("gradient_predivide_factor", str(float(self.gradient_predivide_factor))),
             ("sparse_as_dense", str(bool(self.sparse_as_dense))),

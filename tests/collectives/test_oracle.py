@@ -67,6 +67,15 @@ def test_same_bits_sees_signed_zero_and_takes_any_nan() -> None:
     assert not oracle.same_bits(nan, np.array([np.nan, 2], np.float32))
 
 
+def test_adasum_is_the_sum_of_orthogonal_and_the_mean_of_equal_vectors() -> None:
+    east, north, nothing = np.eye(3)[0], np.eye(3)[1], np.zeros(3)
+    assert oracle.adasum_reference([3 * east]).tolist() == [3, 0, 0]
+    assert oracle.adasum_reference([3 * east, 2 * north]).tolist() == [3, 2, 0]
+    assert oracle.adasum_reference([east, east, north, nothing]).tolist() == [1, 1, 0]
+    # a·b is 3, |a|² is 1, |b|² is 9.
+    assert oracle.adasum_reference([east, 3 * east]).tolist() == [-0.5 + 3 * (1 - 1 / 6), 0, 0]
+
+
 def test_rows_go_where_they_belong() -> None:
     inputs = [np.arange(3) + 10 * rank for rank in range(2)]
     assert oracle.allgather_reference(inputs).tolist() == [0, 1, 2, 10, 11, 12]

@@ -389,7 +389,11 @@ net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 hvd.broadcast_parameters(net.state_dict())
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 opt = hvd.DistributedOptimizer(
-    opt, net.named_parameters(), op=getattr(hvd, os.environ["OP"]), num_groups=2
+    opt,
+    net.named_parameters(),
+    op=getattr(hvd, os.environ["OP"]),
+    num_groups=2,
+    adasum_of="gradients",
 )
 for step in range(3):
     if step == 2:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import run_ranks, run_threads
+from oracle import adasum_reference
 
 torch = pytest.importorskip("torch")
 
@@ -475,19 +476,6 @@ def test_other_reductions_say_that_they_have_no_gradient() -> None:
 
 
 # Adasum.
-
-
-def adasum_reference(per_rank: Sequence[np.ndarray]) -> np.ndarray:
-    level = [np.asarray(x, np.float64) for x in per_rank]
-    while len(level) > 1:
-        level = [_pair(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
-    return level[0]
-
-
-def _pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    dot = float((a * b).sum())
-    share = [dot / (2 * square) if (square := float((x * x).sum())) else 0.0 for x in (a, b)]
-    return (1 - share[0]) * a + (1 - share[1]) * b
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -267,7 +267,7 @@ def test_adasum_and_compressors_of_ones_own() -> None:
         net = network()
         x, y = samples(group.rank)
         seen = []
-        for options in ({"op": Adasum}, {"compression": Halves}):
+        for options in ({"op": Adasum, "adasum_of": "gradients"}, {"compression": Halves}):
             optimizer = wrap(sgd(net), group, net, **options)
             for _ in range(2):
                 optimizer.zero_grad()
@@ -886,7 +886,7 @@ def test_sparse_gradients_add_up_row_by_row(size: int, by: str, as_dense: bool) 
 def test_adasum_of_sparse_gradients_is_an_error_on_all_ranks() -> None:
     def rank(group: Group) -> None:
         table = nn.Embedding(4, 2, sparse=True).double()
-        optimizer = wrap(sgd(table), group, op=Adasum)
+        optimizer = wrap(sgd(table), group, op=Adasum, adasum_of="gradients")
         if group.rank:
             table.weight.grad = sparse(ROWS[0], 0)
         optimizer.step()

@@ -223,6 +223,20 @@ def _exponent(largest: float) -> int:
     return 15 - int(np.frexp(largest)[1]) if largest else 0
 
 
+def adasum_reference(inputs: Sequence[Array]) -> Array:
+    """Maleki et al. (2020): (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b of pairs, then of pairs."""
+    level = [np.asarray(x, np.float64) for x in inputs]
+    while len(level) > 1:
+        level = [_adasum(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+    return level[0]
+
+
+def _adasum(a: Array, b: Array) -> Array:
+    dot = float((a * b).sum())
+    share = [dot / (2 * square) if (square := float((x * x).sum())) else 0.0 for x in (a, b)]
+    return (1 - share[0]) * a + (1 - share[1]) * b
+
+
 def allgather_reference(inputs: Sequence[Array]) -> Array:
     """All ranks' rows, one rank's after the other's."""
     return np.concatenate(list(inputs), axis=0)

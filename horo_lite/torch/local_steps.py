@@ -1,0 +1,94 @@
+"""op=Adasum as Horovod means it in PyTorch: ranks take steps of their own, which are combined."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from horo_lite.errors import MismatchError
+from horo_lite.torch.exchange import Exchange
+from horo_lite.torch.slots import Slot, SlotAdapter
+
+
+class LocalSteps(Exchange):
+    """Gradients stay a rank's own; what its optimizer makes of them is exchanged, in step().
+
+    In Horovod's words, of each parameter, with momenta and all other state a rank's own:
+
+        start = current.copy()
+        step()
+        delta = current - start
+        allreduce_(delta)          # with Adasum
+        start += delta
+        current = start
+    """
+
+    def _make_adapter(self) -> SlotAdapter:
+        self._deltas: dict[int, Any] = {}
+        return _Deltas(self._deltas)
+
+    def _add_hooks(self) -> None:
+        """None: backward() has nothing to send."""
+
+    def flush(self) -> None:
+        """Nothing: gradients are not exchanged."""
+
+    def skipping(self) -> NoReturn:
+        raise RuntimeError(
+            "skip_synchronize() would leave every rank with its own step: with op=Adasum steps are "
+            "combined, and not gradients. Clip between backward() and a plain step(), which clips "
+            'each rank\'s own gradients, or pass adasum_of="gradients"'
+        )
+
+    def step(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weight: float | None,
+    ) -> Any:
+        """What `step` returns, of this rank; the parameters are those of all ranks."""
+        if weight is not None:
+            self.set_weight(weight)  # says why not
+        if not self.active or os.getpid() != self._pid:
+            return step(*args, **kwargs)
+        self.look_at_parameters()
+        current = {slot.index: slot.parameter.detach() for slot in self.slots if _may_change(slot)}
+        start = {i: value.clone() for i, value in current.items()}
+        result = step(*args, **kwargs)
+        try:
+            self._deltas |= {i: value - start[i] for i, value in current.items()}
+            self.reducer.finish()
+            for i, delta in self._deltas.items():
+                value = self.slots[i].parameter.detach()
+                torch.add(start.get(i, value), delta, out=value)
+        except BaseException as error:
+            for i, value in current.items():
+                value.copy_(start[i])
+            if isinstance(error, MismatchError):  # as where gradients are exchanged
+                self.reset_counts()
+            raise
+        finally:
+            self._deltas.clear()
+        self._stepped()
+        return result
+
+
+def _may_change(slot: Slot) -> bool:
+    return slot.parameter.requires_grad or slot.parameter.grad is not None
+
+
+class _Deltas(SlotAdapter):
+    """What a rank's step has added to each parameter, in place of gradients."""
+
+    def __init__(self, deltas: dict[int, Any]) -> None:
+        self._deltas = deltas
+
+    def gradient(self, slot: Any) -> Any:
+        return self._deltas.get(slot.index)
+
+    def set_gradient(self, slot: Any, array: Any) -> None:
+        self._deltas[slot.index] = array
