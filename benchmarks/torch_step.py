@@ -335,15 +335,21 @@ def horo_lite(compression: str, **options: Any) -> Callable[[Contender], None]:
     return wrap
 
 
-def ddp(backend: str, hook: str | None, dtype: torch.dtype) -> Callable[[Contender], None]:
+def ddp(
+    backend: str, hook: str | None, dtype: torch.dtype, **options: Any
+) -> Callable[[Contender], None]:
     def wrap(contender: Contender) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         from horo_lite.torch import ddp_hooks
 
         group = _group(backend)
-        wrapped = nn.parallel.DistributedDataParallel(contender.module, process_group=group)
-        if hook is not None:
+        wrapped = nn.parallel.DistributedDataParallel(
+            contender.module, process_group=group, **options
+        )
+        if hook == "average_in_place":
+            wrapped.register_comm_hook(ddp_hooks.SharedBuckets(group), ddp_hooks.average_in_place)
+        elif hook is not None:
             hooks = ddp_hooks if backend == "horo_lite" else default_hooks
             wrapped.register_comm_hook(group, getattr(hooks, hook))
         contender.call = wrapped
@@ -395,7 +401,15 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
         torch.float16,
         ddp("horo_lite", "fp16_compress", torch.float16),
     ),
+    "DDP on horo_lite, shared": (
+        torch.float32,
+        ddp("horo_lite", "average_in_place", torch.float32, gradient_as_bucket_view=True),
+    ),
     "DDP gloo": (torch.float32, ddp("gloo", None, torch.float32)),
+    "DDP gloo, bucket views": (
+        torch.float32,
+        ddp("gloo", None, torch.float32, gradient_as_bucket_view=True),
+    ),
     "DDP gloo, fp16 hook": (torch.float16, ddp("gloo", "fp16_compress_hook", torch.float16)),
 }
 BUCKETS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {

@@ -69,6 +69,10 @@ class Segment:
     @staticmethod
     def create(n_bytes: int) -> Segment: ...
     @staticmethod
+    def adopt(fd: int, n_bytes: int) -> Segment:
+        """Memory of another library, as a file that has no name any more."""
+
+    @staticmethod
     def open(pid: int, fd: int, n_bytes: int, token: int) -> Segment: ...
     def close_descriptor(self) -> None: ...
     def make_private(self) -> None:

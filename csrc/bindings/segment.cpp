@@ -18,6 +18,9 @@ void bind_segment(nb::module_& m) {
       .def_static(
           "create", [](size_t n_bytes) { return std::make_shared<Segment>(Segment::create(n_bytes)); }, "n_bytes"_a)
       .def_static(
+          "adopt", [](int fd, size_t n_bytes) { return std::make_shared<Segment>(Segment::adopt(fd, n_bytes)); },
+          "fd"_a, "n_bytes"_a, "Memory of another library, as a file that has no name any more.")
+      .def_static(
           "open",
           [](int pid, int fd, size_t n_bytes, uint64_t token) {
             return std::make_shared<Segment>(Segment::open(pid, fd, n_bytes, token));

@@ -130,8 +130,10 @@ class SharedMemory:
     all ranks. Pages take memory when they are written. OSError where the system has none to give.
     """
 
-    def __init__(self, n_bytes: int) -> None:
-        self._segment = _native.Segment.create(n_bytes)
+    def __init__(self, n_bytes: int, *, of: int | None = None) -> None:
+        """Take so many bytes, or those that another library has as the file `of`."""
+        create, adopt = _native.Segment.create, _native.Segment.adopt
+        self._segment = create(n_bytes) if of is None else adopt(of, n_bytes)
         self._n_bytes = n_bytes
         self._others: list[_native.Segment] = []
         self.arrays: dict[int, Any] = {}

@@ -148,6 +148,61 @@ def ddp(rank: int, size: int) -> None:
     hvd.check_in_sync(net)
 
 
+def in_place(rank: int, size: int) -> None:
+    """Buckets in shared memory: the bits of an ordinary average, and DDP's own buckets."""
+
+    def averaged(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    averaged.__annotations__.clear()
+
+    def train(as_views: bool, state: Any, hook: Any, n_batches: int) -> Model:
+        net = model()
+        wrapped = DistributedDataParallel(
+            net, bucket_cap_mb=0.001, gradient_as_bucket_view=as_views, find_unused_parameters=True
+        )
+        wrapped.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(net.parameters(), 0.3)
+        with wrapped.join():  # a rank that has joined sends zeros
+            for step in range(n_batches):
+                x, y = shard(batch(step, size), rank)
+                optimizer.zero_grad()
+                ((wrapped(x, step) - y) ** 2).mean().backward()
+                optimizer.step()
+        return net
+
+    for as_views in (True, False):
+        for n_batches in (2 * STEPS, 2 * STEPS - 3 * rank):
+            state = ddp_hooks.SharedBuckets()
+            net = train(as_views, state, ddp_hooks.average_in_place, n_batches)
+            expected = train(as_views, None, averaged, n_batches)
+            for (name, a), b in zip(net.named_parameters(), expected.parameters(), strict=True):
+                assert torch.equal(a, b), (name, as_views, n_batches)
+            hvd.check_in_sync(net)
+            buckets = state._buckets.values()
+            assert len(buckets) > 2
+            assert all(each.memory is not None for each in buckets)
+            if as_views and n_batches == 2 * STEPS:
+                where = {p.grad.untyped_storage().data_ptr() for p in net.parameters()}
+                assert where == {each.storage.data_ptr() for each in buckets}
+
+    # Where one rank gets no memory, all go on without.
+    move, ddp_hooks._moved_to_shared_memory = ddp_hooks._moved_to_shared_memory, lambda _: None
+    if rank == 0:
+        ddp_hooks._moved_to_shared_memory = move
+    state = ddp_hooks.SharedBuckets()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = train(True, state, ddp_hooks.average_in_place, 2 * STEPS)
+    ddp_hooks._moved_to_shared_memory = move
+    n_warnings = sum("/dev/shm may be too small" in str(each.message) for each in caught)
+    assert n_warnings == (rank == 0)
+    assert all(each.memory is None for each in state._buckets.values())
+    expected = train(True, None, averaged, 2 * STEPS)
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))
+
+
 def overlap(rank: int, size: int) -> None:
     """The first bucket is complete before the backward pass has come to the last layer."""
     done: list[bool] = []
@@ -246,6 +301,7 @@ def main(rank: int, size: int, store: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("horo_lite", init_method=f"file://{store}", rank=rank, world_size=size)
     ddp(rank, size)
+    in_place(rank, size)
     overlap(rank, size)
     zero(rank, size)
     fsdp(rank, size, folder)

@@ -125,6 +125,10 @@ void replicas(unsigned seed) {
   Segment seen = Segment::open(getpid(), segment.fd(), 5000, segment.token());
   segment.data()[4999] = 7;
   expect(seen.data()[4999] == 7, "both see the same memory");
+  Segment adopted = Segment::adopt(segment.fd(), 5000 + 4096);  // as if it were another library's
+  expect(adopted.data()[4096 + 4999] == 7, "what is adopted is the same memory");
+  Segment found = Segment::open(getpid(), adopted.fd(), 5000 + 4096, adopted.token());
+  expect(found.data()[4096 + 4999] == 7, "others find what is adopted");
   seen.make_private();
   seen.data()[4999] = 8;
   expect(segment.data()[4999] == 7, "what is private is seen by nobody");

@@ -55,6 +55,7 @@ from horo_lite.torch.distributed.operations import (
 )
 from horo_lite.torch.distributed.work import AllOf, Waiter, Work
 from horo_lite.transports.interface import Reduction
+from horo_lite.transports.shm import SharedMemory
 
 NAME = "horo_lite"
 
@@ -237,15 +238,23 @@ class ProcessGroup(dist.ProcessGroup):
         """Reduce tensors in place, together."""
         return self.allreduce(list(tensors), opts)
 
-    def average(self, tensor: Tensor, compression: Compressor = Compression.none) -> Work:
+    def average(
+        self,
+        tensor: Tensor,
+        compression: Compressor = Compression.none,
+        shared: SharedMemory | None = None,
+    ) -> Work:
         """Average a tensor in place over the ranks; what travels is compressed.
 
         Args:
             tensor: The tensor, of any floating-point dtype.
             compression: What travels instead of wider numbers; horo_lite.Compression says what it
                 does to them.
+            shared: The memory in which the tensor lies, if the ranks see each other's.
         """
-        return self._reduced("all_reduce", [tensor], ("AVG", 1.0), 0.0, compression=compression)
+        return self._reduced(
+            "all_reduce", [tensor], ("AVG", 1.0), 0.0, compression=compression, shared=shared
+        )
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         """Reduce tensors in place on one rank; the others' stay as they are."""
@@ -363,6 +372,7 @@ class ProcessGroup(dist.ProcessGroup):
         results: Sequence[Tensor] | None = None,
         after: Callable[[Any], None] | None = None,
         is_async: bool = True,
+        shared: SharedMemory | None = None,
     ) -> Work:
         op_name, factor = op
         if tensors[0].layout is torch.sparse_coo:
@@ -383,7 +393,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ValueError(f"{what}: {op_name} of {tensors[0].dtype} has no meaning")
         if is_bool:
             memory = [x.view(torch.uint8) for x in memory]
-        part = Part(HostArrays(memory, fresh=True))
+        part = Part(HostArrays(memory, fresh=True), shared=shared)
         call = _all_reduce(ops[op_name], compression, factor, names)
         call.check(part)
         return self._issue(what, call, part, results, timeout_s, staged)
