@@ -12,8 +12,6 @@ from sphinx.util.docutils import SphinxDirective
 
 from .links import ROOT
 
-_LEFT, _WIDTH, _ROW = 370, 800, 30
-
 
 class Bar(NamedTuple):
     """A row of the table: what was measured, its time as it is written, and in memcpys."""
@@ -39,25 +37,33 @@ def bars(page: str) -> tuple[str, list[Bar]]:
     return heading, rows
 
 
-def svg(heading: str, rows: list[Bar]) -> str:
-    """Return the chart. Colours are the theme's, so that it fits its dark mode too."""
+def svg(heading: str, rows: list[Bar], *, narrow: bool = False) -> str:
+    """Return the chart. Colours are the theme's, so that it fits its dark mode too.
+
+    Args:
+        heading: What was averaged.
+        rows: The bars.
+        narrow: For phones, with the labels above the bars and not beside them.
+    """
+    width, left, height = (360, 0, 46) if narrow else (800, 370, 30)
     longest = max(row.memcpys for row in rows)
-    height = _ROW * len(rows) + 6
     described = f"Time to average the gradients of {heading}, in multiples of one memcpy"
     parts = [
-        f'<svg class="exchange-times" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'<svg class="exchange-times {"narrow" if narrow else "wide"}" role="img" '
+        f'viewBox="0 0 {width} {height * len(rows) + 6}" '
         f'aria-label="{escape(described)}" xmlns="http://www.w3.org/2000/svg">'
     ]
     for i, row in enumerate(rows):
-        y = _ROW * i + 4
-        width = (_WIDTH - _LEFT - 110) * row.memcpys / longest
+        y = height * i + 4
+        label = f'x="0" y="{y + 12}"' if narrow else f'x="{left - 10}" y="{y + 16}"'
+        weight = ' font-weight="bold"' if row.ours else ""
+        bar = (width - left - (70 if narrow else 110)) * row.memcpys / longest
+        y += height - 30
         parts.append(
-            f'<text x="{_LEFT - 10}" y="{y + 16}" text-anchor="end"'
-            f"{' font-weight=' + chr(34) + 'bold' + chr(34) if row.ours else ''}>"
-            f"{escape(row.label)}</text>"
-            f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="22" rx="3" '
+            f"<text {label}{weight}>{escape(row.label)}</text>"
+            f'<rect x="{left}" y="{y}" width="{bar:.1f}" height="22" rx="3" '
             f'class="{"ours" if row.ours else "theirs"}"/>'
-            f'<text x="{_LEFT + width + 8:.1f}" y="{y + 16}">{escape(row.shown)}</text>'
+            f'<text class="time" x="{left + bar + 8:.1f}" y="{y + 16}">{escape(row.shown)}</text>'
         )
     return "".join([*parts, "</svg>"])
 
@@ -68,7 +74,8 @@ class ExchangeTimes(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         page = ROOT / "docs" / "measurements.md"
         self.env.note_dependency(str(page))
-        return [nodes.raw("", svg(*bars(page.read_text())), format="html")]
+        found = bars(page.read_text())
+        return [nodes.raw("", svg(*found) + svg(*found, narrow=True), format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
