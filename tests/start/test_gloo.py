@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +208,32 @@ def test_groups_come_and_go(tmp_path: Path) -> None:
     """
     result = ended(code, 3, tmp_path, env=on_hosts("1,2")).check()
     assert result.stdout.count("groups are fine") == 3
+
+
+@pytest.mark.parametrize(
+    ("theirs", "during", "set_meanwhile", "after"),
+    [
+        (5e-3, 1e-3, None, 5e-3),
+        (5e-4, 5e-4, None, 5e-4),
+        (5e-3, 1e-3, 2e-3, 2e-3),
+    ],
+)
+def test_threads_get_the_gil_sooner_while_there_are_connections(
+    theirs: float, during: float, set_meanwhile: float | None, after: float
+) -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(theirs)
+        connections = GlooConnections(torch.distributed.HashStore(), 0, 1, "localhost:1", 5)
+        try:
+            assert sys.getswitchinterval() == pytest.approx(during)
+            if set_meanwhile is not None:
+                sys.setswitchinterval(set_meanwhile)
+        finally:
+            connections.close()
+        assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

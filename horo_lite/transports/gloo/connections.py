@@ -4,6 +4,9 @@ What gloo sends or receives is complete when somebody has waited for it: it cann
 wait that ends before that, by a timeout, closes all connections. So threads wait: one for each
 transfer under way, of those that `Waiters` keeps, and one for each peer (`_Stream`), which receives
 all short messages, and so notices at once when the connection ends.
+
+All of these threads need the GIL for a moment, some twenty times one after the other for a window
+of an all-reduce. A training thread that is busy in Python keeps it for as long as it may.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import queue
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -42,6 +46,9 @@ _N_RECEIVED, _LAST = 1, 2
 _N_RECEIVED_TEXT = struct.Struct("<Q")
 # Who ends waits so long until what it has sent has arrived.
 _LINGER_S = 2.0
+# How long a thread may keep the GIL from others while there are connections. With Python's own 5 ms
+# and a training thread that never gives it up, next to nothing of an exchange was hidden.
+_SWITCH_S = 1e-3
 # So long after a connection has ended, what was to come over it is taken for lost.
 _LOST_S = 1.0
 
@@ -77,6 +84,9 @@ class GlooConnections:
         """Peers from which nothing comes any more."""
         self.group = _connect(store, rank, size, towards, timeout_s)
         self._is_open = True
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
+        self._own_switch_s = sys.getswitchinterval()
         self._streams = {peer: _Stream(self, peer) for peer in range(size) if peer != rank}
         atexit.register(self.close)
 
@@ -131,6 +141,8 @@ class GlooConnections:
         self.waiters.close()
         for stream in self._streams.values():
             stream.thread.join(_LINGER_S)
+        if sys.getswitchinterval() == self._own_switch_s:  # nobody has set another
+            sys.setswitchinterval(self._switch_s)
         self._channels.clear()
 
 
