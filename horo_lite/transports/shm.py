@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,15 +81,18 @@ class ShmTransport(Transport):
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
-        # A rank's stream is what it sends, in rank order; its part for itself need not travel.
+        # A rank's stream is what it sends, to the next rank first: so all receive at all times. Its
+        # part for itself need not travel.
+        def receivers(source: int) -> list[int]:
+            return [(source + k) % self.size for k in range(1, self.size)]
+
+        def begin(source: int) -> int:  # of this rank's part of that stream
+            before = itertools.takewhile(lambda d: d != self.rank, receivers(source))
+            return sum(n_bytes[source][d] for d in before)
+
         sizes = [sum(row) - row[source] for source, row in enumerate(n_bytes)]
-        wanted = [
-            (s, sum(n_bytes[s][d] for d in range(self.rank) if d != s), receive[s])
-            for s in range(self.size)
-            if s != self.rank
-        ]
-        stream = [send[d] for d in range(self.size) if d != self.rank]
-        self.group.exchange(stream, sizes, wanted)
+        wanted = [(s, begin(s), receive[s]) for s in range(self.size) if s != self.rank]
+        self.group.exchange([send[d] for d in receivers(self.rank)], sizes, wanted)
 
     def new_engine(
         self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
