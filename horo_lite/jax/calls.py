@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -46,6 +46,15 @@ class Call(ABC):
     elementwise: ClassVar[bool] = False
     """Whether it may be done with several cases side by side, as vmap has them."""
 
+    @property
+    def without_gradient(self) -> str:
+        """Why it has none: it does something else with values than with tangents."""
+        return ""
+
+    def of(self, places: Sequence[int]) -> Call:
+        """The same for some of the arrays."""
+        return self
+
     def ranks(self) -> Group:
         return ranks_of(self.group)
 
@@ -67,7 +76,7 @@ class Call(ABC):
 
     @abstractmethod
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
-        """The inputs' cotangents. NotImplementedError where the operation is not linear."""
+        """The inputs' cotangents, of an operation that has a gradient."""
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
         """The results, when XLA gets there; called by one of its threads, with NumPy arrays."""
@@ -96,6 +105,15 @@ class Allreduce(Call):
     in_place = True
     elementwise = True
 
+    @property
+    def without_gradient(self) -> str:
+        if self.op not in (Average, Sum):
+            return f"with op {self.op.name}"
+        return "with a weight" if self.weighted else ""
+
+    def of(self, places: Sequence[int]) -> Call:
+        return replace(self, names=tuple(self.names[i] for i in places if self.names))
+
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
         arrays, options = self._given(xs)
         return ops.grouped_allreduce(arrays, self.op, name=self.name, **options, group=self.ranks())
@@ -113,9 +131,6 @@ class Allreduce(Call):
         return super().title(i) + (f", {self.names[i]!r}" if i < len(self.names) else "")
 
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
-        if self.op not in (Average, Sum) or self.weighted:
-            what = "with a weight" if self.weighted else f"with op {self.op.name}"
-            raise NotImplementedError(f"allreduce {what} has no gradient")
         return bind(self, cotangents)
 
     def _given(self, xs: Sequence[Array]) -> tuple[Sequence[Array], dict[str, Any]]:
@@ -188,7 +203,9 @@ class Alltoall(Call):
         return [ops.alltoall(x, name=self.name, group=self.ranks()) for x in xs]
 
     def start(self, xs: list[Any], name: str) -> Handle:
-        return ops.alltoall_async(xs[0], name=name, group=self.ranks())
+        return ops.alltoall_async(
+            xs[0], name=f"{name}, {len(xs[0])} rows of each rank", group=self.ranks()
+        )
 
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
         return bind(self, cotangents)

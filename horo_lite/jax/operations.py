@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 
 from horo_lite import ops
@@ -27,7 +26,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.jax.calls import Allgather, Allreduce, Alltoall, Broadcast, Call, ranks_of
-from horo_lite.jax.primitive import bind
+from horo_lite.jax.primitive import bind, is_traced
 
 __all__ = [
     "allgather",
@@ -206,7 +205,7 @@ def alltoall(
         The received rows; with `splits`, a pair of these and how many came from each rank.
     """
     if splits is not None:
-        if isinstance(x, jax.core.Tracer):
+        if is_traced([x]):
             raise ValueError(
                 "alltoall inside jit takes no splits, since the shape of the result must be known "
                 "beforehand: call it outside, or send each rank as many rows, some of them padding"

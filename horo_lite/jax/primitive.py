@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,17 @@ Array = Any  # jax.Array, traced or not; NumPy's where it is said
 def bind(call: Call, xs: Sequence[Array]) -> list[Array]:
     """The results of the operation: at once, or, where something is traced, when it is run."""
     _begin_anew()
-    if any(isinstance(x, jax.core.Tracer) for x in xs):
+    if is_traced(xs):
         return list(_primitive.bind(*map(jnp.asarray, xs), call=call))
     return call.eagerly(xs)
+
+
+def is_traced(xs: Sequence[Array]) -> bool:
+    """Whether what is called with `xs` here is to run later: constants, too, while jit traces.
+
+    Done at once, it would be done by those ranks only that happen to trace the function anew.
+    """
+    return any(isinstance(x, jax.core.Tracer) for x in (*xs, _probe.bind()))
 
 
 def cause_of(error: BaseException) -> BaseException | None:
@@ -73,6 +81,10 @@ def _begin_anew() -> None:
 
 
 _seen: BaseException | None = None
+_probe = Primitive("horo_lite_probe")
+_probe.def_impl(bool)
+_probe.def_abstract_eval(lambda: jax.core.ShapedArray((), bool))
+mlir.register_lowering(_probe, mlir.lower_fun(lambda: jnp.zeros((), bool), multiple_results=False))
 _primitive = Primitive("horo_lite")
 _primitive.multiple_results = True
 _primitive.def_impl(lambda *xs, call: call.eagerly(xs))
@@ -94,13 +106,18 @@ def _through_callback(call: Call, *xs: Array) -> Sequence[Array]:
 @_primitive.def_effectful_abstract_eval
 def _results(*xs: Any, call: Call) -> Any:
     for i, x in enumerate(xs):
-        if not (x.dtype == jnp.bfloat16 or getattr(x.dtype, "kind", "") in "biuf"):
+        if not (x.dtype == jnp.bfloat16 or _is_numpys(x.dtype)):
             raise TypeError(
                 f"{call.title(i)}: dtype {x.dtype} cannot be reduced or sent: use integers, bool, "
                 "or float16/bfloat16/float32/float64"
             )
     shapes = call.results(xs)
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes], {_IN_ORDER}
+
+
+def _is_numpys(dtype: Any) -> bool:
+    """Whether it is a number of NumPy's own: ml_dtypes gives some of its floats their kind."""
+    return isinstance(dtype, np.dtype) and dtype.isbuiltin == 1 and dtype.kind in "biuf"
 
 
 _lower_to_callback = mlir.lower_fun(
@@ -157,6 +174,11 @@ def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> st
             traced.call.run([*ys, *xs[len(ys) :]])
         else:
             for y, result in zip(ys, traced.call.run(xs), strict=True):
+                if y.shape != result.shape:  # NumPy would repeat a single row
+                    raise ValueError(
+                        f"{traced.call.title(0)}: the result has shape {list(result.shape)}, and "
+                        f"the function was compiled for {list(y.shape)}: compile it again"
+                    )
                 y[...] = result
     except KeyboardInterrupt:
         raise
@@ -204,12 +226,44 @@ mlir.register_lowering(_primitive, _lower_on_cpu, platform="cpu")
 
 def _jvp(xs: Sequence[Array], tangents: Sequence[Array], *, call: Call) -> Any:
     results = _primitive.bind(*xs, call=call)
-    return results, _primitive.bind(*map(ad.instantiate_zeros, tangents), call=call)
+    for x, traced in zip(results, call.results(xs), strict=True):
+        if x.shape != traced.shape:
+            raise NotImplementedError(
+                f"{call.title(0)} has a gradient only where all ranks have as many rows: pad them"
+            )
+    # Integers have no tangents, and are not sent again.
+    places = [i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    moving = [ad.instantiate_zeros(tangents[i]) for i in places]
+    if not call.without_gradient:
+        moving = _primitive.bind(*moving, call=call.of(places))
+    else:  # an error only where somebody asks for it: the results may be there to be looked at
+        moving = [_no_tangent.bind(x, call=call) for x in moving]
+    moved: list[Any] = [ad.Zero(jax.core.ShapedArray(x.shape, jax.dtypes.float0)) for x in results]
+    for i, tangent in zip(places, moving, strict=True):
+        moved[i] = tangent
+    return results, moved
 
 
 def _transpose(cotangents: Sequence[Array], *xs: Any, call: Call) -> list[Array]:
+    if call.without_gradient:
+        _has_no_gradient(call=call)
     given = call.transposed([ad.instantiate_zeros(x) for x in cotangents])
     return [x.reshape(linear.aval.shape) for x, linear in zip(given, xs, strict=True)]
+
+
+def _has_no_gradient(*_: Any, call: Call) -> NoReturn:
+    raise NotImplementedError(f"{call.title(0)} {call.without_gradient} has no gradient")
+
+
+_no_tangent = Primitive("horo_lite_no_tangent")
+_no_tangent.def_impl(_has_no_gradient)
+_no_tangent.def_abstract_eval(lambda x, call: x)
+ad.deflinear2(_no_tangent, _has_no_gradient)
+mlir.register_lowering(_no_tangent, _has_no_gradient)
+batching.primitive_batchers[_no_tangent] = lambda xs, axes, call: (
+    _no_tangent.bind(*xs, call=call),
+    axes[0],
+)
 
 
 def _batch(xs: Sequence[Array], axes: Sequence[int | None], *, call: Call) -> Any:
@@ -217,7 +271,13 @@ def _batch(xs: Sequence[Array], axes: Sequence[int | None], *, call: Call) -> An
         raise NotImplementedError(
             f"{type(call).__name__.lower()} inside vmap: call it outside, on the whole batch"
         )
-    return _primitive.bind(*xs, call=call), axes
+    n_results = len(call.results(xs))
+    if any(axis is not None for axis in axes[n_results:]):
+        raise NotImplementedError(f"{call.title(0)}: all cases inside vmap have one weight")
+    # In front on every rank, whatever the axis is there.
+    xs = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(xs, axes, strict=True)]
+    places = [None if axis is None else 0 for axis in axes[:n_results]]
+    return _primitive.bind(*xs, call=call), places
 
 
 ad.primitive_jvps[_primitive] = _jvp

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launch import PATIENCE, Job, Result, mpi_name, start_ranks
+from launch import PATIENCE, Job, Result, mpi_name, start_ranks, that_leave_survivors
 
 LIMIT_S = PATIENCE * 5.0  # from the fault to the end of the job
 
@@ -77,7 +77,7 @@ class Fault:
     by_signal: bool = False
     """Only the peers could tell, and MPICH's launcher kills them before they can."""
     by_exit: bool = False
-    """The same, but it lets them speak if asked to, as this test does."""
+    """Only the peers could tell, and a launcher lets them if asked to, as this test does."""
     env: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
     """A package without which this cannot be tried."""
@@ -99,8 +99,7 @@ def run(fault: Fault) -> Result:
     """How the job ended; all that every fault must respect has been checked."""
     before = named_segments()
     env = {"HORO_LITE_TEST_HOSTS": fault.hosts, **fault.env}
-    patient = fault.by_exit and mpi_name() == "mpich"
-    options = ["-disable-auto-cleanup"] if patient else []
+    options = that_leave_survivors() if fault.by_exit else []
     with start_ranks(fault.script(), fault.ranks, env=env, options=options) as job:
         result = end_of(job)
     assert named_segments() <= before

@@ -346,6 +346,66 @@ assert (both(jax.grad(lambda x: (loop(x) * mine).sum()), rows) == 8 * all_of(min
     )
 
 
+def test_what_is_traced_means_the_same_on_all_ranks_or_is_an_error() -> None:
+    ranks(
+        """
+x = jnp.arange(3.0) + 10 * rank
+total = 2 * np.arange(3.0) + 10
+
+# A rank that traces a function anew does nothing that the others do not: not for constants either.
+mine = np.float32(rank + 1)
+function = jax.jit(lambda x: x * 0 + hvd.allreduce(mine, hvd.Sum))
+assert (function(x) == 3).all()
+assert (function(jnp.ones(2) if rank else x) == 3).all()
+assert hvd.allreduce(mine, hvd.Sum) == 3
+assert jax.lax.scan(lambda n, _: (n + hvd.allreduce(mine, hvd.Sum), None), 0.0, length=2)[0] == 6
+assert type(hvd.allreduce(mine, hvd.Sum)) is type(mine)
+assert (jax.grad(lambda x: (x * hvd.allreduce(mine, hvd.Sum)).sum())(x) == 3).all()
+
+# What has no derivative has none forwards either, and may be there to be looked at.
+greatest = lambda x: hvd.allreduce(x, hvd.Max)
+weighted = lambda x: hvd.average_gradients(x, weight=rank + 1.0)
+for f in (greatest, weighted):
+    for derivative in (
+        lambda x: jax.jvp(f, (x,), (x,))[1],
+        jax.jit(jax.jacfwd(f)),
+        jax.jit(jax.grad(lambda x: f(x).sum())),
+        lambda x: jax.linear_transpose(f, x)(x),
+    ):
+        assert "has no gradient" in str(raised(lambda: derivative(x)))
+for f in (jax.jit, lambda f: f):
+    gradient, seen = f(jax.grad(lambda x: ((x**2).sum(), greatest(x)), has_aux=True))(x)
+    assert (gradient == 2 * x).all() and (seen == np.arange(3.0) + 10).all()
+
+# Integers beside what is differentiated.
+counted = lambda x: hvd.grouped_allreduce({"n": jnp.int32(rank), "x": x}, hvd.Sum)["x"] ** 2
+assert (jax.jit(jax.grad(lambda x: counted(x).sum()))(x) == 2 * 2 * total).all()
+
+# The cases of vmap lie along other axes on every rank.
+square = jnp.arange(9.0).reshape(3, 3)
+given = square.T if rank else square
+sums = jax.vmap(lambda x: hvd.allreduce(x, hvd.Sum), in_axes=rank, out_axes=0)
+assert (jax.jit(sums)(given) == 2 * square).all()
+alike = jax.vmap(weighted)(given.T if rank else given)
+np.testing.assert_allclose(alike, square, rtol=1e-6)
+each = jax.vmap(lambda x, n: hvd.average_gradients(x, weight=n))
+assert "one weight" in str(raised(lambda: each(square, x)))
+
+# Other rows than the function was compiled for: NumPy would have repeated the one that came.
+rows = jnp.full((0 if rank else 2, 3), 7.0)
+error = raised(lambda: jax.jit(hvd.alltoall)(rows))
+assert isinstance(hvd.cause_of(error), hvd.MismatchError) and "rows of each rank" in str(error)
+unequal = jnp.ones((1 + rank, 2))
+error = raised(lambda: jax.grad(lambda x: hvd.allgather(x).sum())(unequal))
+assert "as many rows" in str(error)
+small = x.astype(jnp.float8_e5m2)
+assert "allreduce: dtype float8_e5m2" in str(raised(lambda: jax.jit(hvd.allreduce)(small)))
+assert hvd.allreduce(1.0 + rank) == 1.5
+""",
+        2,
+    )
+
+
 def test_horo_lites_own_functions_take_pytrees_and_work_inside_jit() -> None:
     ranks(
         """

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import mpi_name, run_ranks, start_ranks
+from launch import run_ranks, start_ranks, that_leave_survivors
 
 pytestmark = pytest.mark.mpi
 
@@ -156,10 +156,8 @@ except hvd.PeerLostError as error:
     os._exit(5)
 print("went on", flush=True)
 """
-    options = ["-disable-auto-cleanup"] if mpi_name() == "mpich" else []
-    result = run_ranks(script, 3, options=options)
-    if mpi_name() == "mpich":  # Open MPI's launcher ends the others at once
-        assert result.stdout.count("missed") == 2, str(result)
+    result = run_ranks(script, 3, options=that_leave_survivors())
+    assert result.stdout.count("missed") == 2, str(result)
     assert "went on" not in result.stdout, str(result)
 
 

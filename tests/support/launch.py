@@ -118,6 +118,17 @@ def mpi_name(demand: str | None = None, python: str = sys.executable) -> str:
     return kind
 
 
+def that_leave_survivors() -> list[str]:
+    """The options with which the launcher leaves the others alone when a rank has died.
+
+    By itself either launcher kills them, sooner or later than they can say what they have seen.
+    """
+    return {
+        "openmpi": ["--prtemca", "prte_state_base_recoverable", "1"],
+        "mpich": ["-disable-auto-cleanup"],
+    }[mpi_name()]
+
+
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment that a job's processes get, free of what an outer launcher left."""
     env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
