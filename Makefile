@@ -265,6 +265,8 @@ clean: ## remove the environments and everything built
 # The environments. A stamp in one says that what it is named for is installed and up to date.
 
 $(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "horo_lite needs Python 3.10 or later, and \
+	$(PYTHON) is %s: make PYTHON=/path/to/a/later/python3" % sys.version.split()[0])'
 	@echo "==> making $(VENV) with $(PYTHON)"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
