@@ -53,9 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         "       %(prog)s model [--hosts H ...] [--gbit B] [options]\n"
         "       %(prog)s top [FOLDER] [--interval S] [--once]\n"
         "       %(prog)s flight-record FOLDER | trace FILE",
-        description="Run a program on several ranks (`run` may be left out), examine with `doctor` "
-        "what is installed, predict with `model` how training scales to other numbers of hosts, "
-        "watch a job with `top`, or write what the ranks of one that hangs or was killed did last.",
+        description="Run a program on several ranks (`run` may be left out), examine with\n"
+        "`doctor` what is installed, time collective operations with `bench`, predict\n"
+        "with `model` how training scales to other numbers of hosts, watch a job with\n"
+        "`top`, or write what the ranks of one that hangs or was killed did last.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

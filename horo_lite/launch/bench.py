@@ -2,7 +2,7 @@
 
 What it prints is read like the output of nccl-tests. A time is the median, of the slowest rank, of
 turns in which all ways of doing the same alternate, so that other load on the machine affects them
-equally. "algorithm" is bytes over time, "bus" that times the share of the bytes that each rank has
+equally. "alg." is bytes over time, "bus" that times the share of the bytes that each rank has
 to send and receive whatever the algorithm: 2 (n - 1) / n for an all-reduce, (n - 1) / n for
 allgather, reducescatter and alltoall, 1 for a broadcast
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
@@ -340,7 +340,7 @@ def work(argv: Sequence[str] | None = None) -> None:
     horo_lite.shutdown()
 
 
-_HEAD = f"{'bytes':>12} {'':10} {'us':>12} {'algorithm':>10} {'bus GB/s':>9} {'memcpys':>8}"
+_HEAD = f"{'bytes':>12} {'':10} {'us':>12} {'alg. GB/s':>10} {'bus GB/s':>9} {'memcpys':>8}"
 _LARGE = 64 << 10  # from here on it is the bytes that take time
 
 
