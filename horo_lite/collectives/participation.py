@@ -54,6 +54,8 @@ def neutral(spec: ArraySpec, op: str = "sum") -> Array:
 
         return np.full(shape, _neutral(op, -np.inf, np.inf), bfloat16)
     dtype = np.dtype(name)
+    if dtype.kind == "b":  # of which minus infinity would be True
+        return np.full(shape, _neutral(op, False, True), dtype)
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return np.full(shape, _neutral(op, limits.min, limits.max), dtype)

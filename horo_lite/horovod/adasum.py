@@ -8,6 +8,7 @@ itself.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from horo_lite.transports import Transport
 
 Array = Any  # NumPy's, or a tensor in a GPU's memory
+
+SMALLEST = -1022
+"""The least scale, of a float64, whose inverse is a float64, too."""
 
 
 def adasum_(
@@ -166,17 +170,27 @@ class AdasumReduce(Call[None]):
         memory.begin()
         # What happens on a GPU belongs to the stream in which its arrays travel.
         queue = 0 if memory.stream is None else memory.stream.queue.stream
-        with adapters.adapter_of(mine).on_stream(mine, queue) if queue else nullcontext():
+        stream = adapters.adapter_of(mine).on_stream(mine, queue) if queue else nullcontext()
+        with stream, np.errstate(over="ignore", invalid="ignore"):  # loss scalers see them
             _combine(transport, mine, theirs, self, memory.tensors.itemsize(0))
         return memory.end
 
     def dots(self, a: Array, b: Array, spans: Sequence[slice]) -> np.ndarray[Any, Any]:
-        """Of each span: a·b, a·a and b·b, in float64."""
-        result = np.empty((len(spans), 3))
+        """Of each span: a·b, a·a and b·b, in float64, and the scales p and q.
+
+        They are those of a/2**p and b/2**q, so that squares of float64 neither overflow nor vanish.
+        """
+        result = np.empty((len(spans), 5))
         for i, at in enumerate(spans):
-            x, y = np.asarray(a[at], np.float64), np.asarray(b[at], np.float64)
-            result[i] = x.dot(y), x.dot(x), y.dot(y)
+            x, y = self.wide(a[at]), self.wide(b[at])
+            p, q = (_scale(v) if a.itemsize == 8 else 0 for v in (x, y))
+            x, y = x * 2.0**-p, y * 2.0**-q
+            result[i] = x.dot(y), x.dot(x), y.dot(y), p, q
         return result
+
+    def wide(self, x: Array) -> Array:
+        """`x` in float64."""
+        return np.asarray(x, np.float64)
 
     def participation(
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
@@ -215,17 +229,18 @@ def _combine(
         begin, end = keep
         lower, upper = (mine, theirs) if rank < partner else (theirs, mine)
         spans = _spans(ends, begin, end)
-        dots = np.zeros((len(ends), 3))
+        dots = np.tile([0.0, 0.0, 0.0, SMALLEST, SMALLEST], (len(ends), 1))
         dots[[i for i, _ in spans]] = call.dots(lower, upper, [at for _, at in spans])
         # The tensors lie on all ranks that have been combined so far.
         block = rank // (2 * distance) * 2 * distance
         total = _sum_of(transport, dots, range(block, block + 2 * distance))
         for i, at in spans:
-            dot, aa, bb = total[i].tolist()
-            a, b = lower[at], upper[at]
-            factor_a = 1.0 - dot / (2.0 * aa) if aa else 1.0
-            factor_b = 1.0 - dot / (2.0 * bb) if bb else 1.0
-            mine[at] = a * factor_a + b * factor_b
+            dot, aa, bb, p, q = total[i].tolist()
+            # In float64, since of a float32 that is small beside its peer the factor is not one.
+            a, b = call.wide(lower[at]), call.wide(upper[at])
+            a_less = a * 2.0**-p * (dot / (2.0 * aa) * 2.0**q) if aa else 0.0
+            b_less = b * 2.0**-q * (dot / (2.0 * bb) * 2.0**p) if bb else 0.0
+            mine[at] = (a - a_less) + (b - b_less)
         distance *= 2
     while distance > 1:
         distance //= 2
@@ -283,11 +298,20 @@ def _swap(
 
 
 def _sum_of(transport: Transport, dots: np.ndarray[Any, Any], ranks: range) -> np.ndarray[Any, Any]:
-    """The sum, in rank order, of what those ranks have."""
+    """The sum, in rank order, of what those ranks have, at the greatest of their scales."""
     data = dots.tobytes()
     transport.agree(0, label="dot products of Adasum")
     everyone = exchange_bytes(transport, data, [len(data)] * transport.size)
-    total = np.zeros(dots.shape)
-    for rank in ranks:
-        total += np.frombuffer(everyone[rank], np.float64).reshape(dots.shape)
-    return total
+    each = [np.frombuffer(everyone[rank], np.float64).reshape(dots.shape) for rank in ranks]
+    scales = np.max([one[:, 3:] for one in each], axis=0)
+    total = np.zeros((len(dots), 3))
+    for one in each:
+        p, q = (one[:, 3:] - scales).astype(int).T
+        total += np.ldexp(one[:, :3], np.stack([p + q, 2 * p, 2 * q], axis=1))
+    return np.concatenate([total, scales], axis=1)
+
+
+def _scale(x: np.ndarray[Any, Any]) -> int:
+    """The exponent of the greatest magnitude."""
+    greatest = float(np.abs(x).max())
+    return max(math.frexp(greatest)[1] - 1, SMALLEST) if greatest else SMALLEST

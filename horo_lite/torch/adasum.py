@@ -11,7 +11,7 @@ import torch
 from horo_lite.collectives.calls import Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
-from horo_lite.horovod.adasum import AdasumReduce, check_adasum
+from horo_lite.horovod.adasum import SMALLEST, AdasumReduce, check_adasum
 
 
 def adasum_(group: Group, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
@@ -64,9 +64,20 @@ class _OnDevice(AdasumReduce):
     """The same in a GPU's memory, where the products are taken."""
 
     def dots(self, a: Any, b: Any, spans: Sequence[slice]) -> np.ndarray[Any, Any]:
-        products = torch.zeros(len(spans), 3, dtype=torch.float64, device=a.device)
+        results = torch.zeros(len(spans), 5, dtype=torch.float64, device=a.device)
         for i, at in enumerate(spans):
-            x, y = a[at].double(), b[at].double()
-            products[i] = torch.stack([x.dot(y), x.dot(x), y.dot(y)])
-        result: np.ndarray[Any, Any] = products.cpu().numpy()
+            x, y = self.wide(a[at]), self.wide(b[at])
+            p, q = (_scale(v) if a.itemsize == 8 else v.new_zeros(()) for v in (x, y))
+            x, y = x * 2.0**-p, y * 2.0**-q
+            results[i] = torch.stack([x.dot(y), x.dot(x), y.dot(y), p, q])
+        result: np.ndarray[Any, Any] = results.cpu().numpy()
         return result
+
+    def wide(self, x: Any) -> Any:
+        return x.double()
+
+
+def _scale(x: torch.Tensor) -> torch.Tensor:
+    greatest = x.abs().amax()
+    scale = (torch.frexp(greatest).exponent - 1).clamp(min=SMALLEST).double()
+    return torch.where(greatest == 0, SMALLEST, scale)

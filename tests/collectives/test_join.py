@@ -60,6 +60,11 @@ def test_what_the_others_do_while_ranks_have_joined(joined: list[int]) -> None:
                     expected = np.trunc(expected) if dtype.startswith("int") else expected
                     np.testing.assert_allclose(got, expected, rtol=1e-3, err_msg=f"{op} {dtype}")
                     assert got.dtype == dtype
+            for op, negated in ((Sum, False), (Max, False), (Min, True), (Product, True)):
+                of = [(np.arange(6) % size == r) ^ negated for r in range(size)]
+                got = form("allreduce")(of[group.rank], op)
+                expected = np.array([r in here for r in np.arange(6) % size]) ^ negated
+                np.testing.assert_array_equal(got, expected, err_msg=f"{op} bool")
             total = sum(values(r) for r in here)
             options = {"prescale_factor": 2.0, "postscale_factor": 0.25}
             for compression in (Compression.none, Compression.fp16, Compression.bf16):

@@ -520,6 +520,15 @@ def test_adasum_of_equal_and_of_orthogonal_gradients() -> None:
             hvd.allreduce(torch.tensor([1, 2]), **k)
         one_hot = torch.eye(4)[group.rank]
         assert hvd.allreduce(one_hot, **k).tolist() == [1, 1, 1, 1]
+        # Whose squares overflow or vanish.
+        for least in (1e-320, 1e-200, 1e200, 5e307):
+            x = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * least
+            assert hvd.allreduce(x, **k).tolist() == x.tolist()
+            opposite = hvd.allreduce(x if group.rank % 2 else -x, **k)
+            assert opposite.tolist() == [0, 0, 0]
+        # However small a gradient is, half of its peer along it is left out.
+        mixed = torch.ones(3) * (1e-42 if group.rank % 2 else 1)
+        assert hvd.allreduce(mixed, **k).tolist() == [0.5] * 3
 
     run_threads(4, rank)
 
