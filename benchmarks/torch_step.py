@@ -347,9 +347,7 @@ def ddp(
         wrapped = nn.parallel.DistributedDataParallel(
             contender.module, process_group=group, **options
         )
-        if hook == "average_in_place":
-            wrapped.register_comm_hook(ddp_hooks.SharedBuckets(group), ddp_hooks.average_in_place)
-        elif hook is not None:
+        if hook is not None:
             hooks = ddp_hooks if backend == "horo_lite" else default_hooks
             wrapped.register_comm_hook(group, getattr(hooks, hook))
         contender.call = wrapped

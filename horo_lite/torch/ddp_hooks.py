@@ -6,6 +6,7 @@ model.register_comm_hook(None, horo_lite.torch.ddp_hooks.fp16_compress)
 
 # DDP looks at the annotations of a hook, and wants to find types, not strings.
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,15 @@ import torch
 from torch import distributed as dist
 
 from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group
 from horo_lite.collectives.shared_memory import share
 from horo_lite.torch.bucket_views import can_share
 from horo_lite.torch.distributed.process_group import ProcessGroup
 from horo_lite.transports.shm import SharedMemory
 
-__all__ = ["SharedBuckets", "average_in_place", "bf16_compress", "fp16_compress"]
+__all__ = ["average_in_place", "bf16_compress", "fp16_compress"]
 
-# DDP arranges its buckets anew after the first step.
-_SHARED_FROM_STEP = 3
+_SHARED_BUCKETS = "DDP's buckets in shared memory"  # in Group.kept
 
 
 def fp16_compress(
@@ -52,53 +53,8 @@ def bf16_compress(
     return _averaged(state, bucket, Compression.bf16)
 
 
-class SharedBuckets:
-    """A model's buckets in memory that the ranks of the host see; for `average_in_place`.
-
-    Each model needs its own.
-
-    Args:
-        process_group: The process group of the model; None for the default one.
-
-    Raises:
-        TypeError: The process group's backend is not horo_lite.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = _checked(process_group)
-        self._can_share = can_share(self.process_group.group)
-        self._buckets: dict[int, _Bucket] = {}
-
-    def of(self, bucket: dist.GradBucket) -> "_Bucket":
-        """Return what is known of a bucket. Collective: ranks call it for the same ones."""
-        buffer, index = bucket.buffer(), bucket.index()
-        known = self._buckets.get(index)
-        if known is None or known.n_bytes != buffer.nbytes:
-            known = self._buckets[index] = _Bucket(buffer.nbytes)
-        known.n_steps += 1
-        if known.n_steps == _SHARED_FROM_STEP and self._can_share:
-            self._share(known, buffer)
-        return known
-
-    def _share(self, bucket: "_Bucket", buffer: torch.Tensor) -> None:
-        """Move the bucket to memory that all see, where it is from then on. Collective."""
-        memory = _moved_to_shared_memory(buffer)
-        if share(self.process_group.group, memory):
-            assert memory is not None
-            bucket.memory, bucket.storage = memory, buffer.untyped_storage()
-            bucket.there = torch.from_numpy(memory.array(0, buffer.nbytes)).view(buffer.dtype)
-            return
-        self._can_share = False  # on all ranks alike
-        if self.process_group.rank() == 0:
-            warnings.warn(
-                "horo_lite: average_in_place: the ranks cannot see each other's memory, or a rank "
-                "got none (/dev/shm may be too small): buckets are averaged as without the hook",
-                stacklevel=2,
-            )
-
-
 def average_in_place(
-    state: SharedBuckets, bucket: dist.GradBucket
+    state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Average gradients where they lie, in memory that all ranks of the host see.
 
@@ -108,32 +64,92 @@ def average_in_place(
     hosts, and those that cannot see each other's memory, exchange as without the hook.
 
     Args:
-        state: `SharedBuckets()`, of this model alone.
+        state: The process group; None for the default one.
         bucket: The gradients, from DDP.
 
     Returns:
         A future of the averages, for DDP.
+
+    Raises:
+        TypeError: The process group's backend is not horo_lite.
     """
-    buffer, known = bucket.buffer(), state.of(bucket)
-    group = state.process_group
+    group, buffer = _checked(state), bucket.buffer()
+    known = _shared_buckets(group.group).of(bucket)
     if known.memory is None:
         return group.average(buffer).get_future().then(lambda future: future.value()[0])
     there = known.there
-    # A rank that has joined (`DistributedDataParallel.join`) sends zeros that lie elsewhere.
-    is_there = buffer.untyped_storage()._cdata == known.storage._cdata
-    if not is_there:
-        there.copy_(buffer)
-    work = group.average(there, shared=known.memory)
-    return work.get_future().then(lambda _: buffer if is_there else buffer.copy_(there))
+    if buffer.untyped_storage()._cdata == known.storage._cdata:
+        work = group.average(there, shared=known.memory)
+        return work.get_future().then(lambda _: buffer)
+
+    # A rank that has joined (`DistributedDataParallel.join`) sends zeros that lie elsewhere. The
+    # others' lie in shared memory, and so must these; its own gradients are still there.
+    own = there.clone()
+    there.copy_(buffer)
+
+    def restore(_: Any) -> torch.Tensor:
+        buffer.copy_(there)
+        there.copy_(own)
+        return buffer
+
+    return group.average(there, shared=known.memory).get_future().then(restore)
 
 
 @dataclass
 class _Bucket:
     n_bytes: int
-    n_steps: int = 0
+    is_arranged: bool = False  # as it will be from now on
     memory: SharedMemory | None = None
     storage: Any = None  # DDP's, in that memory: kept, so that no other can take its place
     there: Any = None  # the bucket, as this package sees it
+
+
+class _SharedBuckets:
+    """The buckets of a group's models, by their first parameter: DDP may number two alike."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = weakref.ref(group)  # which keeps this
+        self._can_share = can_share(group)
+        self._buckets: dict[int, _Bucket] = {}
+
+    def of(self, bucket: dist.GradBucket) -> _Bucket:
+        """Return what is known of a bucket. Collective: ranks call it for the same ones."""
+        buffer, first = bucket.buffer(), bucket.parameters()[0]
+        known = self._buckets.get(id(first))
+        if known is None or known.n_bytes != buffer.nbytes:
+            if known is None:
+                weakref.finalize(first, self._buckets.pop, id(first), None)
+            # DDP arranges parameters anew after the first step: wait for the next.
+            known = self._buckets[id(first)] = _Bucket(buffer.nbytes)
+        elif not known.is_arranged and self._can_share:
+            known.is_arranged = True
+            self._share(known, buffer)
+        return known
+
+    def _share(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
+        """Move the bucket to memory that all see, where it is from then on. Collective."""
+        group = self._group()
+        assert group is not None
+        memory = _moved_to_shared_memory(buffer)
+        if share(group, memory):
+            assert memory is not None
+            bucket.memory, bucket.storage = memory, buffer.untyped_storage()
+            bucket.there = torch.from_numpy(memory.array(0, buffer.nbytes)).view(buffer.dtype)
+            return
+        self._can_share = False  # on all ranks alike
+        if group.rank == 0:
+            warnings.warn(
+                "horo_lite: average_in_place: the ranks cannot see each other's memory, or a rank "
+                "got none (/dev/shm may be too small): buckets are averaged as without the hook",
+                stacklevel=2,
+            )
+
+
+def _shared_buckets(group: Group) -> _SharedBuckets:
+    kept: _SharedBuckets | None = group.kept.get(_SHARED_BUCKETS)
+    if kept is None:
+        kept = group.kept[_SHARED_BUCKETS] = _SharedBuckets(group)
+    return kept
 
 
 def _moved_to_shared_memory(buffer: torch.Tensor) -> SharedMemory | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import tempfile
 import warnings
@@ -20,6 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import horo_lite as hvd
+from horo_lite import context
 from horo_lite.torch import ddp_hooks
 
 warnings.simplefilter("ignore", FutureWarning)
@@ -157,12 +159,16 @@ def in_place(rank: int, size: int) -> None:
 
     averaged.__annotations__.clear()
 
-    def train(as_views: bool, state: Any, hook: Any, n_batches: int) -> Model:
+    def buckets() -> list[Any]:
+        kept = context.world().group.kept[ddp_hooks._SHARED_BUCKETS]
+        return [each for each in kept._buckets.values() if each.memory is not None]
+
+    def train(as_views: bool, hook: Any, n_batches: int) -> tuple[Model, DistributedDataParallel]:
         net = model()
         wrapped = DistributedDataParallel(
             net, bucket_cap_mb=0.001, gradient_as_bucket_view=as_views, find_unused_parameters=True
         )
-        wrapped.register_comm_hook(state, hook)
+        wrapped.register_comm_hook(None, hook)
         optimizer = torch.optim.SGD(net.parameters(), 0.3)
         with wrapped.join():  # a rank that has joined sends zeros
             for step in range(n_batches):
@@ -170,37 +176,38 @@ def in_place(rank: int, size: int) -> None:
                 optimizer.zero_grad()
                 ((wrapped(x, step) - y) ** 2).mean().backward()
                 optimizer.step()
-        return net
+            own = [(p, p.grad.clone()) for p in net.parameters() if p.grad is not None]
+        assert all(torch.equal(p.grad, gradient) for p, gradient in own)
+        return net, wrapped
+
+    def same_as_average(n_batches: int, as_views: bool) -> int:
+        """Train with and without shared memory, and return how many buckets were in it."""
+        net, _wrapped = train(as_views, ddp_hooks.average_in_place, n_batches)
+        expected, _ = train(as_views, averaged, n_batches)
+        for (name, a), b in zip(net.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(a, b), (name, as_views, n_batches)
+        hvd.check_in_sync(net)
+        if as_views and n_batches == 2 * STEPS and buckets():
+            where = {p.grad.untyped_storage().data_ptr() for p in net.parameters()}
+            assert where == {each.storage.data_ptr() for each in buckets()}
+        return len(buckets())
 
     for as_views in (True, False):
         for n_batches in (2 * STEPS, 2 * STEPS - 3 * rank):
-            state = ddp_hooks.SharedBuckets()
-            net = train(as_views, state, ddp_hooks.average_in_place, n_batches)
-            expected = train(as_views, None, averaged, n_batches)
-            for (name, a), b in zip(net.named_parameters(), expected.parameters(), strict=True):
-                assert torch.equal(a, b), (name, as_views, n_batches)
-            hvd.check_in_sync(net)
-            buckets = state._buckets.values()
-            assert len(buckets) > 2
-            assert all(each.memory is not None for each in buckets)
-            if as_views and n_batches == 2 * STEPS:
-                where = {p.grad.untyped_storage().data_ptr() for p in net.parameters()}
-                assert where == {each.storage.data_ptr() for each in buckets}
+            assert same_as_average(n_batches, as_views) > 2
+            gc.collect()
+            assert buckets() == [], "memory of models that are gone"
 
     # Where one rank gets no memory, all go on without.
-    move, ddp_hooks._moved_to_shared_memory = ddp_hooks._moved_to_shared_memory, lambda _: None
-    if rank == 0:
-        ddp_hooks._moved_to_shared_memory = move
-    state = ddp_hooks.SharedBuckets()
+    move = ddp_hooks._moved_to_shared_memory
+    if rank != 0:
+        ddp_hooks._moved_to_shared_memory = lambda _: None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        net = train(True, state, ddp_hooks.average_in_place, 2 * STEPS)
+        assert same_as_average(2 * STEPS, True) == 0
     ddp_hooks._moved_to_shared_memory = move
     n_warnings = sum("/dev/shm may be too small" in str(each.message) for each in caught)
     assert n_warnings == (rank == 0)
-    assert all(each.memory is None for each in state._buckets.values())
-    expected = train(True, None, averaged, 2 * STEPS)
-    assert all(map(torch.equal, net.parameters(), expected.parameters()))
 
 
 def overlap(rank: int, size: int) -> None:
