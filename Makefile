@@ -222,7 +222,7 @@ soak: $(TEST_READY) ## random jobs with random trouble, watched from outside, fo
 
 wheel: $(WHEEL)/.made ## build what a release has, in dist/: an sdist, and wheels for CPython 3.10 and later, x86-64 and ARM64
 	@rm -rf dist $(WHEEL)/built && mkdir -p dist
-	@$(WHEEL)/bin/python setup.py -q sdist -d dist
+	@$(WHEEL)/bin/python setup.py -q sdist -d dist 2>$(WHEEL)/sdist.log || { cat $(WHEEL)/sdist.log; exit 1; }
 	@set -e; export PATH=$(CURDIR)/$(WHEEL)/bin:$(CURDIR)/$(WHEEL)/zig:$$PATH; \
 	  export nanobind_DIR=$$(python -m nanobind --cmake_dir); \
 	  for cpu in $(WHEEL_CPUS); do \

@@ -121,10 +121,11 @@ function(horo_lite_add_cuda target)
     target_link_libraries(${target} PRIVATE kernels CUDA::cudart_static)
   else()
     # nvcc 12 is not on PyPI; NVRTC, the same compiler as a library, is. What it makes is embedded and
-    # handed to the runtime when the first kernel is launched.
+    # handed to the runtime when the first kernel is launched. Any Python will do: with the one that the
+    # module is for, each would compile it anew.
     set(fatbin ${CMAKE_CURRENT_BINARY_DIR}/kernels.fatbin)
     add_custom_command(OUTPUT ${fatbin}
-      COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/gpu/compile_kernels.py
+      COMMAND python3 ${CMAKE_CURRENT_SOURCE_DIR}/gpu/compile_kernels.py
               ${HORO_LITE_CUDA_WHEELS} ${fatbin} ${HORO_LITE_GENERATIONS}
       DEPENDS gpu/compile_kernels.py gpu/kernels.cu gpu/kernel_body.h gpu/pieces.h
       VERBATIM)
