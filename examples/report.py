@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 import horo_lite as hvd
+
+try:
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f"{error}. What the examples need: pip install 'horo_lite[examples]'")
 
 T = TypeVar("T")
 WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
