@@ -407,22 +407,33 @@ one() if rank == 0 else two()
 def test_announcing_and_asking_who_was_late() -> None:
     """Over hosts, which have no board in common."""
     body = """
-began = time.monotonic()
-with hvd.announce("evaluation", expect_s=600) if rank == 1 else contextlib.nullcontext():
-    if rank == 1:
+from pathlib import Path
+
+def come():
+    hvd.allreduce(np.ones(3), name="announced")
+if rank == 1:
+    with hvd.announce("evaluation", expect_s=600):
+        while not (Path("0 waits").exists() and Path("2 waits").exists()):
+            time.sleep(0.01)
         time.sleep(2)
-    hvd.allreduce(np.ones(3))
-took = time.monotonic() - began
+        come()
+else:
+    Path(f"{rank} waits").touch()
+    come()
 hvd.barrier()
-worst = hvd.stragglers()[0]
 if rank == 0:
-    assert worst.rank == 1 and worst.n_last > 0 and 1.2 < worst.waited_s, worst
-    assert worst.waited_s < took + 0.5, (worst, took)
+    (late,) = [one for one in hvd.stragglers() if one.rank == 1]
+    assert late.n_last > 0 and 1.2 < late.waited_s < time.monotonic() - began, late
     print("asked", flush=True)
 """
     for hosts in ("", "1,2"):
         env = {"HORO_LITE_STALL_WARN_S": "1.2", "HORO_LITE_TEST_HOSTS": hosts}
-        with start_ranks(PRELUDE + body, 3, env=env) as job:
+        with start_ranks(
+            "import time\nbegan = time.monotonic()\n" + PRELUDE + body, 3, env=env
+        ) as job:
             result = job.wait(20).check()
         assert "asked" in result.stdout
-        assert result.stderr.strip() == "", str(result)
+        # Where the machine is busy, others may be late, or in other operations.
+        assert not re.search("in allreduce 'announced' for rank 1$", result.stderr, re.M), str(
+            result
+        )
