@@ -262,6 +262,102 @@ def test_each_link_carries_the_bytes_of_a_ring() -> None:
             assert sum(by_peer) == pytest.approx(sent / 2, rel=0.02)
 
 
+class OneOfMany:
+    """One host of a world too large for one machine; what the others would send is known.
+
+    All ranks have the same whole numbers, which travel as they are: a host's sum of a share is that
+    of the numbers times its ranks, and the result that times the hosts.
+    """
+
+    SUM, RESULT = 1, 2  # tags
+
+    def __init__(self, n_hosts: int, n_ranks: int, here: int, n_windows: int) -> None:
+        self.hosts = [[h * n_ranks + r for r in range(n_ranks)] for h in range(n_hosts)]
+        self.here = here
+        n_bytes = _native.HostsAllreduce.memory_bytes(self.hosts, here)
+        self._memory = np.zeros(n_bytes + 64, np.uint8)
+        address = -(-self._memory.ctypes.data // 64) * 64
+        self.sent: dict[int, int] = dict.fromkeys(self.hosts[here], 0)
+        self.allreduces = []
+        for rank, group in zip(self.hosts[here], _native.thread_group(n_ranks), strict=True):
+            messages = _native.PointToPoint.calling(self._starter(rank))
+            self.allreduces.append(
+                _native.HostsAllreduce(group, messages, self.hosts, here, address)
+            )
+        first = self.allreduces[0]
+        self.numbers = np.arange(n_windows * first.window_bytes // 4) % 1009
+        layout = self._layout_of(self.numbers.astype(np.float32))
+        self._shares = [layout.shares(window) for window in range(layout.n_chunks)]
+        ends = itertools.accumulate(shares[-1][1] for shares in self._shares)
+        self._begins = [0, *ends]  # of the windows
+        self._windows: dict[tuple[int, int, int, int], int] = defaultdict(int)
+        self._lock = threading.Lock()
+
+    def _layout_of(self, numbers: np.ndarray) -> _native.WireLayout:
+        first, tensors = self.allreduces[0], _native.Tensors([numbers], writable=True)
+        return _native.WireLayout(tensors, "sum", "none", first.window_bytes, first.n_shares)
+
+    def _expected(self, me: int, peer: int, tag: int, owner: int, way: int) -> np.ndarray:
+        """The next message between two ranks of which one owns what it is about."""
+        with self._lock:
+            while True:
+                window = self._windows[me, peer, tag, way]
+                self._windows[me, peer, tag, way] += 1
+                begin, end = self._shares[window][owner]
+                if begin < end:
+                    break
+        at = self._begins[window]
+        numbers = self.numbers[(at + begin) // 4 : (at + end) // 4].astype(np.float32)
+        factor = len(self.hosts[0]) * (1 if tag == self.SUM else len(self.hosts))
+        return numbers * np.float32(factor)
+
+    def _starter(self, me: int) -> Callable[[Messages, Messages], Callable[[], bool]]:
+        def start(receive: Messages, send: Messages) -> Callable[[], bool]:
+            for way, messages in enumerate((receive, send)):
+                for peer, tag, address, n_bytes in messages:
+                    # Sums go to the owner, and results come from there.
+                    owner = me if (tag == self.SUM) == (way == 0) else peer
+                    expected = self._expected(me, peer, tag, owner, way)
+                    assert n_bytes == expected.nbytes
+                    if way == 0:
+                        ctypes.memmove(address, expected.ctypes.data, n_bytes)
+                    else:
+                        assert ctypes.string_at(address, n_bytes) == expected.tobytes()
+                self.sent[me] += len(send) if way else 0
+            return lambda: True
+
+        return start
+
+    def run(self) -> None:
+        def body(allreduce: _native.HostsAllreduce) -> None:
+            mine = self.numbers.astype(np.float32)
+            layout = self._layout_of(mine)
+            allreduce.allreduce(layout, 1.0, 1.0, 1.0, [], "allreduce 'g'", lambda: None)
+            n_ranks = len(self.hosts) * len(self.hosts[0])
+            np.testing.assert_array_equal(mine, self.numbers * n_ranks)
+
+        with ThreadPoolExecutor(len(self.allreduces)) as pool:
+            for future in [pool.submit(body, each) for each in self.allreduces]:
+                future.result(timeout=50)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "here"), [(1500, 1, 0), (1500, 1, 1), (1500, 1, 1499), (750, 2, 3)]
+)
+def test_more_ranks_than_a_window_has_blocks(hosts: int, ranks: int, here: int) -> None:
+    """Some have no share then, and send no results, but everyone gets them."""
+    world = OneOfMany(hosts, ranks, here, n_windows=2)
+    assert world.allreduces[0].window_bytes < hosts * ranks * 4096
+    world.run()
+    costs, network = model.Costs(1, 0, 0, 0, 0, {}), model.Network(1, 0, largest_message=1 << 40)
+    fp32 = model.Wire(4, 0, 0, 0)
+    predicted = model.allreduce(world.numbers.size, hosts, ranks, fp32, costs, network)
+    if (ranks, here) == (1, 0):  # of those that send most
+        assert max(world.sent.values()) == pytest.approx(predicted.n_messages, rel=0.01)
+    else:
+        assert max(world.sent.values()) <= predicted.n_messages
+
+
 def test_long_messages_are_sent_in_pieces() -> None:
     world = World((1, 1), largest_message=1000)
     inputs = [[np.arange(n, n + 2500, dtype=np.float32)] for n in (1, 7)]
