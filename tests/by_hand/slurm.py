@@ -4,7 +4,7 @@
     sudo python tests/by_hand/slurm.py --openmpi .venv/bin/python --mpich .venv-mpich/bin/python
 
 It is run by hand and needs root, because Slurm's daemons do. They run with a configuration of their
-own in a temporary directory, and end with this program; munged is started if it does not run.
+own in a temporary directory, and end with this program, as does munged unless one runs already.
 """
 
 from __future__ import annotations
@@ -69,17 +69,28 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     # No cgroup is used, but slurmd 22 asks of which kind they are.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     env = {**os.environ, "SLURM_CONF": str(config)}
-    if subprocess.run(["munge", "-n"], capture_output=True).returncode:
-        Path("/run/munge").mkdir(exist_ok=True)
-        shutil.chown("/run/munge", "munge", "munge")
-        subprocess.run(["runuser", "-u", "munge", "--", "munged"], check=True)
     sbin = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    daemons = []
+    programs = {name: shutil.which(name, path=sbin) for name in ("munged", "slurmctld", "slurmd")}
+    if absent := [name for name, program in programs.items() if program is None]:
+        raise SystemExit(f"no {', '.join(absent)}: apt-get install slurm-wlm munge")
+    daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *args: str, **options: str) -> None:
+        command = [str(programs[name]), *args]
+        daemons.append(subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL, **options))
+
     try:
-        for name in ("slurmctld", "slurmd"):
-            program = shutil.which(name, path=sbin)
-            assert program, f"no {name}: apt-get install slurm-wlm munge"
-            daemons.append(subprocess.Popen([program, "-D"], env=env, stderr=subprocess.DEVNULL))
+        if not munge_answers():
+            Path("/run/munge").mkdir(exist_ok=True)
+            shutil.chown("/run/munge", "munge", "munge")
+            start("munged", "--foreground", user="munge", group="munge")
+            until = time.monotonic() + 20
+            while not munge_answers():
+                if time.monotonic() > until or daemons[0].poll() is not None:
+                    raise SystemExit("munged does not answer: see /var/log/munge/munged.log")
+                time.sleep(0.1)
+        start("slurmctld", "-D")
+        start("slurmd", "-D")
         until = time.monotonic() + 60
         while "idle" not in output(["sinfo", "-h", "-o", "%T"], env, check=False):
             if time.monotonic() > until or any(d.poll() is not None for d in daemons):
@@ -88,13 +99,16 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             time.sleep(0.5)
         yield env
     finally:
-        for daemon in daemons:
+        for daemon in reversed(daemons):  # Slurm's say goodbye to each other by way of munged
             daemon.terminate()
-        for daemon in daemons:
             try:
                 daemon.wait(20)
             except subprocess.TimeoutExpired:  # slurmd 22 may wait for a step that has ended
                 daemon.kill()
+
+
+def munge_answers() -> bool:
+    return subprocess.run(["munge", "-n"], capture_output=True).returncode == 0
 
 
 def output(command: list[str], env: dict[str, str], *, check: bool = True) -> str:
