@@ -130,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     A world of one is not touched: no hooks, no exchange.
     """
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -218,7 +218,7 @@ class _Step:
         return self.step(optimizer, *args, **kwargs)
 
 
-class _Distributed:
+class _DistributedOptimizer:
     """What a wrapped optimizer has beside its own class."""
 
     __slots__ = ("_exchange",)
@@ -290,7 +290,7 @@ class _Distributed:
 _SCALES = "_step_supports_amp_scaling"
 
 
-def _refuse_scaler(optimizer: _Distributed) -> bool:
+def _refuse_scaler(optimizer: _DistributedOptimizer) -> bool:
     if optimizer._exchange.active:
         raise ValueError(
             "GradScaler skips the steps that overflow on one rank, and the others wait for them: "
@@ -304,4 +304,4 @@ def _class_of(base: Any, unscaled: bool) -> Any:
     body = {"step": _Step(base), "__module__": base.__module__, "__doc__": base.__doc__}
     if unscaled:
         body[_SCALES] = property(_refuse_scaler)
-    return type(base.__name__, (_Distributed, base), body)
+    return type(base.__name__, (_DistributedOptimizer, base), body)

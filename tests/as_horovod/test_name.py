@@ -91,15 +91,18 @@ def test_the_modules_are_this_packages() -> None:
             from horovod.torch.elastic import TorchState
             from horovod.torch.elastic.sampler import ElasticSampler
             from horovod.torch.mpi_ops import Average, init, rank, size, synchronize
-            from horovod.torch.optimizer import DistributedOptimizer as same
+            from horovod.torch.optimizer import DistributedOptimizer as same, _DistributedOptimizer
             assert init is ours.init and synchronize is ours.synchronize
             assert same is DistributedOptimizer is hvd.DistributedOptimizer
+            import torch
+            sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
             assert TorchState is hvd.elastic.TorchState is ours.elastic.TorchState
             assert ElasticSampler is ours.elastic.ElasticSampler
             assert pickle.loads(pickle.dumps(hvd.Average)) is Average
             assert "DistributedOptimizer" in dir(hvd) and hvd.__name__ == "horovod.torch"
             hvd.init()
             assert (hvd.rank(), size()) == (0, 1)
+            assert isinstance(same(sgd), _DistributedOptimizer)
             hvd.rank = lambda: 7                     # as tests of scripts do
             assert hvd.rank() == 7 and ours.rank() == 0
             for call, error in ((lambda: hvd.nothing, AttributeError),

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from horovod_scripts import figures, run_script
 
 import horo_lite as hvd
 
@@ -56,3 +57,16 @@ def check_jobs(on: str) -> None:
         with pytest.raises(NoDataError, match="share 1 is missing"):
             hvd.run(fail_before_init, np=2, on=on, env=too_long)
     assert len(pids) == 2 * N, "a process was the rank of two jobs"
+
+
+def check_script(script: str, n_option: str) -> None:
+    """Two ranks give what one gives, in a script that starts the cluster itself."""
+
+    def run(n: int, *options: object) -> list[float]:
+        args = (n_option, n, *options)
+        env = {"HORO_LITE_DEVICE": "cpu"}
+        return figures(run_script(script, 1, *args, timeout_s=240, env=env), n)
+
+    whole = run(1, "--batch-size", 64, "--lr", 0.08)
+    assert whole[1] < whole[0]
+    assert run(2) == pytest.approx(whole, rel=1e-4)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from cluster_checks import N, check_jobs
+from cluster_checks import N, check_jobs, check_script
 
 import horo_lite as hvd
 
@@ -115,6 +115,10 @@ def test_horovods_executor_in_the_group_of_its_task() -> None:
     place = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
     found = ray.remote(num_cpus=1)(trial).options(scheduling_strategy=place).remote()
     assert ray.get(found, timeout=120) == ([0, 1], 1)
+
+
+def test_a_script_for_horovod_runs_as_it_is() -> None:
+    check_script("ray_digits.py", "--num-workers")
 
 
 def test_ray_train(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from cluster_checks import check_jobs
+from cluster_checks import check_jobs, check_script
 from pyspark.sql import SparkSession
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[SparkSession]:
     monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.master("local-cluster[2,2,1024]")
@@ -19,10 +19,17 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[SparkSession]:
     session.stop()
 
 
+@pytest.mark.usefixtures("session")
 def test_run() -> None:
     check_jobs("spark")
 
 
+def test_a_script_for_horovod_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    check_script("spark_digits.py", "--num-proc")
+
+
+@pytest.mark.usefixtures("session")
 def test_by_horovods_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import horo_lite.horovod
 

@@ -110,3 +110,13 @@ def test_a_script_for_horovod_runs_as_it_is() -> None:
     assert last < first
     whole = run(1, "--batch-size", 64, "--lr", 0.08, "--passes", 2)
     assert run(2, "--passes", 2) == pytest.approx(whole, rel=1e-3)
+
+
+def test_an_elastic_script_for_horovod_runs_as_it_is() -> None:
+    def run(n: int, *args: object) -> list[float]:
+        env = {"KERAS_BACKEND": "torch"}
+        return figures(run_script("keras_elastic.py", n, *args, timeout_s=LIMIT_S, env=env), n)
+
+    whole = run(1, "--batch-size", 64, "--lr", 0.08)
+    assert whole[1] < whole[0]
+    assert run(2) == pytest.approx(whole, rel=1e-3)

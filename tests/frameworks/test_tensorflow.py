@@ -122,11 +122,14 @@ def test_scripts_for_horovod_run_as_they_are() -> None:
     assert run("keras_digits.py", 2, *passes) == pytest.approx(whole, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", [[], ["--legacy"]], ids=["new", "legacy"])
-def test_an_elastic_script_for_tf_keras_runs_as_it_is(family: list[str]) -> None:
+@pytest.mark.parametrize("kind", ["Keras 3", "new", "legacy"])
+def test_an_elastic_script_runs_as_it_is(kind: str) -> None:
+    """For Keras 3, and for both families of tf_keras' optimizers."""
+    script = "keras_elastic.py" if kind == "Keras 3" else "tensorflow2_keras_elastic.py"
+    family = ["--legacy"] if kind == "legacy" else []
+    env = {**QUIET, "TF_USE_LEGACY_KERAS": "0" if kind == "Keras 3" else "1"}
+
     def run(n: int, *args: object) -> list[float]:
-        env = {**QUIET, "TF_USE_LEGACY_KERAS": "1"}
-        script = "tensorflow2_keras_elastic.py"
         return figures(run_script(script, n, *family, *args, timeout_s=LIMIT_S, env=env), n)
 
     whole = run(1, "--batch-size", 64, "--lr", 0.08)

@@ -14,12 +14,17 @@ SCRIPTS = TESTS / "as_horovod" / "scripts"
 
 
 def run_script(
-    script: str, n: int, *args: object, timeout_s: float, env: Mapping[str, str] | None = None
+    script: str,
+    n: int,
+    *args: object,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    path: str = "",
 ) -> str:
-    """What the script printed on `n` ranks."""
+    """What the script printed on `n` ranks; `path` comes first where modules are looked for."""
     command = [sys.executable, "-m", "horo_lite", "-n", str(n), "--as-horovod"]
     command += [str(SCRIPTS / script), *map(str, args)]
-    path = os.pathsep.join(filter(None, sys.path))
+    path = os.pathsep.join(filter(None, [path, *sys.path]))
     found = subprocess.run(
         command,
         capture_output=True,
