@@ -43,7 +43,10 @@ def gpu_of(x: Array) -> int | None:
     device = getattr(x, "__dlpack_device__", None)
     if device is None:
         return None
-    kind, index = device()
+    try:
+        kind, index = device()
+    except BufferError:  # JAX has spread it over several devices: it goes through the host's memory
+        return None
     return int(index) if kind in (2, 13) else None  # kDLCUDA, kDLCUDAManaged
 
 

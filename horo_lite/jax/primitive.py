@@ -214,13 +214,34 @@ def _xla_calls() -> bool:
     return False
 
 
+def _lower(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
+    _check_devices(ctx, call)
+    return _lower_to_callback(ctx, *xs, call=call)
+
+
 def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
+    _check_devices(ctx, call)
     return (_lower_to_xla if inside_jit() == "xla" else _lower_to_callback)(ctx, *xs, call=call)
+
+
+def _check_devices(ctx: mlir.LoweringRuleContext, call: Call) -> None:
+    """NotImplementedError where several of this process's devices would make the call.
+
+    Each at its own time: which of them meets which of another rank's would be chance.
+    """
+    context: Any = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    n = getattr(context, "num_devices", 1) if mesh is None else len(mesh.local_devices)
+    if n > 1:
+        raise NotImplementedError(
+            f"{call.title(0)} inside a function over {n} devices of one rank: start a rank for "
+            "each device, or call it outside of jit on what the function returns"
+        )
 
 
 _NAME = "horo_lite"
 (_TOKEN,) = jax.make_jaxpr(jax.lax.create_token)().out_avals
-mlir.register_lowering(_primitive, _lower_to_callback)
+mlir.register_lowering(_primitive, _lower)
 mlir.register_lowering(_primitive, _lower_on_cpu, platform="cpu")
 
 

@@ -406,6 +406,28 @@ assert hvd.allreduce(1.0 + rank) == 1.5
     )
 
 
+def test_several_devices_of_a_rank() -> None:
+    """Inside a function each would make the call, and meet another rank's other device."""
+    ranks(
+        """
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+mesh, rows = Mesh(np.array(jax.devices()), "d"), PartitionSpec("d")
+x = jax.device_put(jnp.arange(6.0).reshape(2, 3) + rank, NamedSharding(mesh, rows))
+total = 2 * np.arange(6.0).reshape(2, 3) + 1
+add = lambda x: hvd.allreduce(x, hvd.Sum)
+for function in (add, jax.shard_map(add, mesh=mesh, in_specs=rows, out_specs=rows)):
+    assert "allreduce inside a function over 2 devices" in str(raised(lambda: jax.jit(function)(x)))
+assert (add(x) == total).all()
+assert (hvd.allgather(x)[2:] == np.arange(6.0).reshape(2, 3) + 1).all()
+assert (hvd.broadcast_parameters({"x": x}, 1)["x"] == np.arange(6.0).reshape(2, 3) + 1).all()
+assert (jax.jit(add)(jax.device_put(np.asarray(x), jax.devices()[1])) == total).all()
+""",
+        2,
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
+
+
 def test_horo_lites_own_functions_take_pytrees_and_work_inside_jit() -> None:
     ranks(
         """
