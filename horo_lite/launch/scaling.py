@@ -218,19 +218,19 @@ def _print(
         f"{wires}; TCP {costs.tcp_ns:.2f} ns for a byte sent and received; "
         f"{costs.message_us:g} us for a message\n"
     )
-    heads = ["hosts", "wire", "all-reduce", "link", "cores", "messages", "fill", "two levels"]
-    heads += ["every", "step", "computing"]
+    heads = ["hosts", "wire", "all-reduce", "link", "cores", "latency", "messages", "fill"]
+    heads += ["two levels", "every", "step", "computing"]
     print("  ".join(f"{head:>10}" for head in heads))
     for row in rows:
-        times = ("allreduce_s", "link_s", "cpu_s")
+        times = ("allreduce_s", "link_s", "cpu_s", "latency_s")
         cells = [f"{row['hosts']}", row["wire"], *(_ms(row[name]) for name in times)]
         cells += [f"{row['n_messages']}", _ms(row["fill_s"] + row["start_s"])]
         cells += [_ms(row["two_levels_s"]), f"{row['every']}", _ms(row["step_s"])]
         print("  ".join(f"{cell:>10}" for cell in [*cells, f"{row['efficiency']:.0%}"]))
     print(
-        "\nlink, cores: what these alone would take. messages: sent by a rank. two levels: hosts "
-        "in groups, which\nthe package does not do. every: steps for one exchange. computing: of a "
-        "step; 100% is linear scaling."
+        "\nlink, cores, latency: what these alone would take. messages: sent by a rank. fill: of the "
+        "first and the last\nwindow. two levels: hosts in groups, which the package does not do. "
+        "every: steps for one exchange.\ncomputing: of a step; 100% is linear scaling."
     )
 
 
