@@ -228,9 +228,9 @@ def _print(
         cells += [_ms(row["two_levels_s"]), f"{row['every']}", _ms(row["step_s"])]
         print("  ".join(f"{cell:>10}" for cell in [*cells, f"{row['efficiency']:.0%}"]))
     print(
-        "\nlink, cores, latency: what these alone would take. messages: sent by a rank. fill: of the "
-        "first and the last\nwindow. two levels: hosts in groups, which the package does not do. "
-        "every: steps for one exchange.\ncomputing: of a step; 100% is linear scaling."
+        "\nlink, cores, latency: what these alone would take. messages: sent by a rank. fill: of "
+        "the first and the last\nwindow. two levels: hosts in groups, which the package does not "
+        "do. every: steps for one exchange.\ncomputing: of a step; 100% is linear scaling."
     )
 
 
