@@ -122,7 +122,15 @@ class CMakeBuild(build_ext):
         kind = "debug" if debug else "wheel" if wheels or WHEEL_CPU else "cmake"
         stable = any(ext.py_limited_api for ext in self.extensions)
         flavour = "-stable-abi" if stable else ""
-        toolchain = [f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/csrc/zig.cmake"] if WHEEL_CPU else []
+        for_wheel = [
+            # What CMake and nanobind have found out about another Python.
+            *("-U*Python*", "-UNB_*"),
+            # nanobind would name the module for the processor of the Python that runs here.
+            f"-DSKBUILD_SOABI={SUFFIX.strip('.').removesuffix('.so')}",
+            f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/csrc/zig.cmake",
+        ]
+        if not WHEEL_CPU:
+            for_wheel = []
         variant = f"-{WHEEL_CPU}" if WHEEL_CPU else f"{SUFFIX.removesuffix('.so')}{flavour}"
         tree = ROOT / "build" / f"{kind}{variant}"
         cache, home = tree / "CMakeCache.txt", f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}/csrc\n"
@@ -130,8 +138,7 @@ class CMakeBuild(build_ext):
             shutil.rmtree(tree)  # the checkout was moved or copied, and CMake refuses such a tree
         configure = [
             *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(tree), "-G", "Ninja"),
-            # What CMake and nanobind have found out about another Python.
-            *(f"-U{names}" for names in ("*Python*", "NB_*") if WHEEL_CPU),
+            *for_wheel,
             # Named each time: the ones in the cache may lie in an isolated environment long gone.
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -143,7 +150,6 @@ class CMakeBuild(build_ext):
             f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
             f"-DHORO_LITE_CUDA_ARCHITECTURES={os.environ.get('HORO_LITE_CUDA_ARCHITECTURES', '')}",
             f"-DHORO_LITE_CUDA_WHEELS={wheels}",
-            *toolchain,
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         # Together: the last object files of one module are compiled beside the next one's.
