@@ -20,7 +20,7 @@ from horo_lite.collectives.reductions import Sum  # noqa: E402
 from horo_lite.errors import DriftError, MismatchError, NonFiniteError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
-from horo_lite.torch.optimizer import _Distributed  # noqa: E402
+from horo_lite.torch.optimizer import _DistributedOptimizer  # noqa: E402
 from horo_lite.training.optimizer import DistributedOptimizer  # noqa: E402
 
 
@@ -178,7 +178,7 @@ def test_state_dict_round_trip_and_deepcopy() -> None:
             other.state_dict()["state"][0]["momentum_buffer"], state["state"][0]["momentum_buffer"]
         )
         deep = copy.deepcopy(optimizer)
-        assert isinstance(deep, _Distributed)
+        assert isinstance(deep, _DistributedOptimizer)
         assert isinstance(deep, torch.optim.SGD)
         assert deep.param_groups[0]["params"][0] is not next(net.parameters())
         assert not optimizer.state_dict()["param_groups"][0].get("nonsense")
