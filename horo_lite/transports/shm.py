@@ -136,8 +136,8 @@ class SharedMemory:
 
     def __init__(self, n_bytes: int, *, of: int | None = None) -> None:
         """Take so many bytes, or those that another library has as the file `of`."""
-        create, adopt = _native.Segment.create, _native.Segment.adopt
-        self._segment = create(n_bytes) if of is None else adopt(of, n_bytes)
+        segment = _native.Segment
+        self._segment = segment.create(n_bytes) if of is None else segment.adopt(of, n_bytes)
         self._n_bytes = n_bytes
         self._others: list[_native.Segment] = []
         self.arrays: dict[int, Any] = {}

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import run_ranks, start_ranks, that_leave_survivors
+from launch import mpi_name, run_ranks, start_ranks, that_leave_survivors
 
 pytestmark = pytest.mark.mpi
 
@@ -157,7 +157,8 @@ except hvd.PeerLostError as error:
 print("went on", flush=True)
 """
     result = run_ranks(script, 3, options=that_leave_survivors())
-    assert result.stdout.count("missed") == 2, str(result)
+    if mpi_name() == "mpich":  # Open MPI's launcher ends the last when the other has said so
+        assert result.stdout.count("missed") == 2, str(result)
     assert "went on" not in result.stdout, str(result)
 
 
