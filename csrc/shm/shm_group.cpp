@@ -199,6 +199,7 @@ struct alignas(4096) ShmGroup::RankBlock {
   SharedText<kTextBytes> label;   // what this rank does or did last
   SharedText<kTextBytes> reason;  // why it gave up or left
   std::atomic<uint32_t> claimed;  // rank 0's: whether some rank of the host reports why the job ends
+  bool oversubscribed;            // as this rank sees the host's CPUs
   Distance::Shared distance;
   // Two, because a fast rank may enter the next handshake while a slow one still reads this one's headers.
   Header headers[2];
@@ -225,7 +226,7 @@ ShmGroup::ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, s
   cpu_set_t cpus;
   const bool known = sched_getaffinity(0, sizeof(cpus), &cpus) == 0;
   const long n_cpus = std::max(known ? CPU_COUNT(&cpus) : 0L, sysconf(_SC_NPROCESSORS_ONLN));
-  oversubscribed_ = size_ > n_cpus;
+  oversubscribed_ = block(rank_).oversubscribed = size_ > n_cpus;
   n_oom_kills_ = oom_kills();
   for (int r = 0; r < size_; ++r) {
     int fd = -1;
@@ -491,6 +492,9 @@ std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool 
     if (r != rank_) wake(r);
   }
   wait_for_all(&RankBlock::entered, entered_);
+  if (entered_ == 1) {  // ranks may be shown other CPUs, and chunks must be alike
+    for (int r = 0; r < size_; ++r) oversubscribed_ = oversubscribed_ || block(r).oversubscribed;
+  }
   std::vector<Header> headers(size_);
   int last = rank_;
   for (int r = 0; r < size_; ++r) {

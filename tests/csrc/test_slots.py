@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shlex
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -153,3 +157,46 @@ def test_what_stores_there_are() -> None:
         assert native.slot_stores == "streaming"
 
     run_threads(1, choose)
+
+
+SHOWN_CPUS = """
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+long sysconf(int name) {
+  const char* shown = getenv("SHOWN_CPUS");
+  if (name == _SC_NPROCESSORS_ONLN && shown) return atol(shown);
+  return ((long (*)(int))dlsym(RTLD_NEXT, "sysconf"))(name);
+}
+"""
+RANKS = """
+import os
+import numpy as np
+
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+os.environ["SHOWN_CPUS"] = "64" if rank == 0 else "2"
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+
+import horo_lite as hvd
+
+hvd.init()
+for n in (100_000, 1_000_001):
+    x = np.arange(n, dtype=np.float32) % 1000
+    assert np.array_equal(hvd.allreduce(x * (rank + 1), hvd.Sum), x * 6), n
+print("right", flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(180)
+def test_ranks_that_are_shown_other_numbers_of_cpus(tmp_path: Path) -> None:
+    """As containers of one host may be: whether cores are few decides how large chunks are."""
+    (tmp_path / "shown.c").write_text(SHOWN_CPUS)
+    library, compiler = tmp_path / "shown.so", os.environ.get("CC") or "cc"
+    flags = ["-shared", "-fPIC", "-D_GNU_SOURCE"]
+    subprocess.run(
+        [*shlex.split(compiler), *flags, "shown.c", "-o", library], cwd=tmp_path, check=True
+    )
+    result = run_ranks(RANKS, 3, env={"LD_PRELOAD": str(library)}, timeout_s=60).check()
+    assert result.stdout.count("right") == 3, result
