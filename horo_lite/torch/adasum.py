@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,15 @@ def adasum_async_(
     arrays = [mine.numpy(), theirs.numpy()] if is_on_host else [mine, theirs]
     memory = group.memory(arrays, asynchronous=True)
     return group.submit(call, Part(memory, label=f"{kind} '{label}'"), write)
+
+
+def warn_of_compression(compression: Any) -> None:
+    """Say that it is ignored: Horovod's scripts may ask for both."""
+    name = getattr(compression, "name", compression)
+    if name != "none":
+        warnings.warn(
+            f"horo_lite: op=Adasum does not compress: compression {name} is ignored", stacklevel=2
+        )
 
 
 class _OnDevice(AdasumReduce):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,7 @@ class Exchange:
         self.group = _group_of(self.options.process_set)
         self.active = self.group is not None and self.group.size > 1
         self.slots: list[Slot] = []
+        self._seen: list[Any] = []  # their parameters
         self._unhooked: list[Slot] = []
         self._due = True  # nothing was exchanged since the last step() or zero_grad()
         self._is_broken = False  # a pass did not come to its end
@@ -168,11 +170,15 @@ class Exchange:
             )
         ]
 
-    def look_at_parameters(self) -> None:
-        """The slots are those of the parameters as they are now; whoever can, has a hook."""
+    def look_at_parameters(self, *, with_gradients: bool = False) -> None:
+        """The slots are those of the parameters as they are now; whoever can, has a hook.
+
+        The gradients of those that are new take part in the next exchange only `with_gradients`.
+        """
         if not self.active:
             return
-        if sum(len(group["params"]) for group in self._param_groups()) != len(self.slots):
+        parameters = [p for group in self._param_groups() for p in group["params"]]
+        if len(parameters) != len(self.slots) or not all(map(is_, parameters, self._seen)):
             named = self.named()
             for name, parameter in named:
                 owner = _owner_of.get(id(parameter), nobody)()
@@ -186,15 +192,18 @@ class Exchange:
                 slot = self._of_id.get(id(parameter))
                 if slot is None:
                     slot = self._of_id[id(parameter)] = Slot(name, parameter)
-                    if parameter.grad is not None:
+                    if parameter.grad is not None and not with_gradients:
                         setattr(parameter.grad, _MARK, 0)  # not touched yet
                 slot.index = i
                 self.slots.append(slot)
                 _owner_of[id(parameter)] = weakref.ref(self)
             gone = self._of_id.keys() - {id(parameter) for _, parameter in named}
             _release({i: self._of_id.pop(i) for i in gone})
+            for i in gone:  # another parameter may come to have it
+                self._names.pop(i, None)
             self._unhooked = [slot for slot in self.slots if slot.hook is None]
             self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
+            self._seen = parameters
             self._make_homes()
         self._add_hooks()
 
@@ -354,7 +363,8 @@ class Exchange:
         with self._lock:
             if self._is_broken:
                 self._mend()
-            self.look_at_parameters()
+            # One put into param_groups since has a gradient that no hook has seen.
+            self.look_at_parameters(with_gradients=True)
             self._look_for_unhooked()
             for slot in self.slots:
                 gradient = slot.parameter.grad
@@ -444,7 +454,7 @@ class Exchange:
                 slot.touched = True
                 slot.passes = max(slot.passes, 1)
         if self._unhooked:
-            self.look_at_parameters()
+            self.look_at_parameters(with_gradients=True)
 
     def exchange(self) -> None:
         reducer = self.reducer

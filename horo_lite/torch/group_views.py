@@ -12,7 +12,7 @@ from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Op
 from horo_lite.horovod.adasum import GroupView
 from horo_lite.horovod.reductions import AdasumOp
-from horo_lite.torch.adasum import adasum_async_
+from horo_lite.torch.adasum import adasum_async_, warn_of_compression
 
 
 class _GroupView(GroupView):
@@ -56,6 +56,8 @@ def group_for(group: Group, op: Op | AdasumOp, compression: Any) -> Any:
     """What the reducer exchanges through; one a group, since it numbers the reducers of each."""
     key, view = compression, _GroupView(group)
     if isinstance(op, AdasumOp):
+        if group.rank == 0:
+            warn_of_compression(compression)
         key, view = "Adasum", _Adasum(group)
     elif not isinstance(compression, Compressor):
         view = _Compressing(group, compression)

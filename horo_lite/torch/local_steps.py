@@ -56,25 +56,36 @@ class LocalSteps(Exchange):
         if not self.active or os.getpid() != self._pid:
             return step(*args, **kwargs)
         self.look_at_parameters()
-        current = {slot.index: slot.parameter.detach() for slot in self.slots if _may_change(slot)}
-        start = {i: value.clone() for i, value in current.items()}
-        result = step(*args, **kwargs)
+        start = {
+            slot.index: slot.parameter.detach().clone() for slot in self.slots if _may_change(slot)
+        }
         try:
-            self._deltas |= {i: value - start[i] for i, value in current.items()}
-            self.reducer.finish()
-            for i, delta in self._deltas.items():
-                value = self.slots[i].parameter.detach()
-                torch.add(start.get(i, value), delta, out=value)
-        except BaseException as error:
-            for i, value in current.items():
-                value.copy_(start[i])
-            if isinstance(error, MismatchError):  # as where gradients are exchanged
-                self.reset_counts()
+            result = step(*args, **kwargs)
+            self._combine(start)
+        except BaseException:  # also one of this rank's step alone: it may take another instead
+            for i, value in start.items():
+                self._value(i).copy_(value)
             raise
         finally:
             self._deltas.clear()
         self._stepped()
         return result
+
+    def _combine(self, start: dict[int, Any]) -> None:
+        """The parameters are what they were at the start, and what all ranks' steps add to that."""
+        self._deltas |= {i: self._value(i) - value for i, value in start.items()}
+        try:
+            self.reducer.finish()
+        except MismatchError:  # as where gradients are exchanged
+            self.reset_counts()
+            raise
+        for i, delta in self._deltas.items():
+            value = self._value(i)
+            torch.add(start.get(i, value), delta, out=value)
+
+    def _value(self, i: int) -> Any:
+        """The parameter's memory as it is now: an optimizer may have given it another."""
+        return self.slots[i].parameter.detach()
 
 
 def _may_change(slot: Slot) -> bool:

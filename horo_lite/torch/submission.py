@@ -18,7 +18,7 @@ from horo_lite.collectives.handle import Handle as Submitted
 from horo_lite.collectives.reductions import AllReduce, Op, ReduceScatter
 from horo_lite.horovod.process_sets import ProcessSet, group_of, root_in
 from horo_lite.horovod.reductions import AdasumOp, AnyOp
-from horo_lite.torch.adasum import adasum_async_
+from horo_lite.torch.adasum import adasum_async_, warn_of_compression
 from horo_lite.torch.compression import Compression
 
 Set: TypeAlias = "ProcessSet | Group | None"
@@ -121,6 +121,8 @@ def submit_reduction(
     name = name_of(group, kind, name)
     with submitting(group, kind, name):
         if isinstance(op, AdasumOp):
+            if group.rank == 0:
+                warn_of_compression(wire)
             part = adasum_async_(group, work, (), name, prescale_factor, postscale_factor, kind)
         else:
             call = (ReduceScatter if scatters else AllReduce)(

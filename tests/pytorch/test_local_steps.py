@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from oracle import adasum_reference
 torch = pytest.importorskip("torch")
 
 import horo_lite.torch as hvd  # noqa: E402
+from horo_lite.collectives.compression import Compressor  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.errors import MismatchError, NonFiniteError  # noqa: E402
 
@@ -233,6 +235,40 @@ def test_a_step_that_cannot_be_combined_is_undone() -> None:
     assert_all_have(run_threads(2, rank), expected)
 
 
+class Replacing(torch.optim.SGD):
+    """As some optimizers do: the parameter gets other memory, and not its memory other values."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.dim() == 0 and self.param_groups[0].get("fails"):
+                raise ZeroDivisionError
+            p.data = p.data - LR * p.grad
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_that_replace_memory_or_end_half_way(fails: bool) -> None:
+    """A rank whose step raised has its parameters as before, and may take another step instead."""
+
+    def rank(group: Group) -> Arrays:
+        p = parameters()
+        optimizer = wrap(Replacing(p.values(), lr=LR), p, group)
+        backward(p, group.rank, 0)
+        if fails and group.rank:
+            optimizer.param_groups[0]["fails"] = True
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            assert all(np.array_equal(x, starts()[name]) for name, x in values(p).items())
+            optimizer.param_groups[0]["fails"] = False
+        optimizer.step()
+        return values(p)
+
+    expected = {
+        name: x + adasum_reference([-LR * (x - target(r, 0, name)) for r in range(2)])
+        for name, x in starts().items()
+    }
+    assert_all_have(run_threads(2, rank), expected)
+
+
 def test_ranks_that_combine_other_things() -> None:
     def rank(group: Group) -> None:
         p = parameters()
@@ -275,6 +311,22 @@ def test_what_cannot_be() -> None:
     run_threads(2, rank)
     with pytest.raises(RanksFailedError, match="must be a power of two, not 3"):
         run_threads(3, lambda group: wrap(sgd(p := parameters()), p, group))
+
+
+def test_compression_is_ignored_with_a_word() -> None:
+    def rank(group: Group) -> None:
+        x = torch.ones(2)
+        for compression in (hvd.Compression.fp16, Compressor("own"), hvd.Compression.none):
+            wrap(sgd(p := parameters()), p, group, compression=compression)
+            options = {"op": hvd.Adasum, "process_set": group}
+            assert hvd.allreduce(x, compression=compression, **options).tolist() == [1.0, 1.0]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(2, rank)
+    said = [str(each.message) for each in caught]
+    assert len(said) == 4, said  # of one rank
+    assert all("does not compress: compression" in text for text in said), said
 
 
 def test_alone_a_rank_takes_plain_steps() -> None:

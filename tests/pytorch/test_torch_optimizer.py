@@ -788,6 +788,30 @@ def test_parameters_added_later_unfrozen_and_shared() -> None:
         assert_same_weights(net, alone)
 
 
+@pytest.mark.parametrize("op", [Average, Sum])
+@pytest.mark.parametrize("replaces", [True, False])
+def test_parameters_put_into_param_groups_by_hand(replaces: bool, op: Any) -> None:
+    """A new head, without add_param_group(): averaged from its first gradient on."""
+
+    def rank(group: Group) -> list[Any]:
+        body, head = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = wrap(torch.optim.SGD([body, head], lr=1.0), group, op=op)
+        for step in range(3):
+            if step == 1:
+                head = nn.Parameter(torch.ones(3))
+                params = optimizer.param_groups[0]["params"]
+                params[1 if replaces else 2 :] = [head]
+            optimizer.zero_grad()
+            ((group.rank + 1.0) * body + (group.rank + 3.0) * head).sum().backward()
+            optimizer.step()
+        return [body.tolist(), head.tolist()]
+
+    n = 1 if op is Sum else 2
+    for body, head in run_threads(2, rank):
+        assert body == [1 - 3 * 3 / n] * 3
+        assert head == [1 - 2 * 7 / n] * 3
+
+
 def test_gradients_assigned_by_hand_are_exchanged_by_step() -> None:
     def rank(group: Group) -> Any:
         weight = torch.nn.Parameter(torch.zeros(3))
