@@ -178,14 +178,11 @@ class AllReduce(Call[bool]):
         scaled = self.op.value in ("min", "max", "product") and self.prescale_factor != 1.0
         if scaled or part.memory.stream is not None:
             return needs_all(part.label)(joined)
-        location = None
-        if part.offsets is not None and part.shared is not None:
-            location = part.shared.number, part.offsets
         weighted = part.weight is not None
         # Without hooks: what a compressor keeps is this rank's, and zeros are to stay zeros.
         bare = Compressor(str(self.compression.name), self.compression.wire)
         return replace(self, compression=bare).stand_in(
-            part, joined, 0.0 if weighted else 1.0, weighted=weighted, location=location
+            part, joined, 0.0 if weighted else 1.0, weighted=weighted, location=_location(part)
         )
 
     def part_that_changes_nothing(
@@ -219,7 +216,7 @@ class AllReduce(Call[bool]):
             part.memory.tensors.signature,
             _digest_of_names(tuple(self.names)),
             part.weight is not None,
-            part.offsets,
+            _location(part),
         )
 
     def _describe(self, part: Part, *more: str) -> str:
@@ -227,12 +224,13 @@ class AllReduce(Call[bool]):
 
     def _options(self, part: Part, *more: str) -> str:
         """The same without the arrays."""
+        location = _location(part)
         options = [
             f"op {self.op.name}",
             f"compression {self.compression.name}",
             f"prescale_factor {self.prescale_factor}, postscale_factor {self.postscale_factor}",
             f"weighted: {part.weight is not None}",
-            "memory of this rank" if part.offsets is None else f"shared memory at {part.offsets}",
+            "shared memory {} at {}".format(*location) if location else "memory of this rank",
             *more,
         ]
         return "\n".join([part.label, *options])
@@ -334,6 +332,13 @@ def checked_weight(weight: Any, op: Op) -> float:
     if op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op.name} it has no meaning")
     return samples
+
+
+def _location(part: Part) -> tuple[int, tuple[int, ...]] | None:
+    """Which of the memories that the ranks see, and where in it; None for a rank's own."""
+    if part.offsets is None or part.shared is None:
+        return None
+    return part.shared.number, part.offsets
 
 
 def _order(layout: int) -> str:

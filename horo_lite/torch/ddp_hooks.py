@@ -97,7 +97,8 @@ def average_in_place(
 
 @dataclass
 class _Bucket:
-    n_bytes: int
+    dtype: torch.dtype
+    n_elements: int
     is_arranged: bool = False  # as it will be from now on
     memory: SharedMemory | None = None
     storage: Any = None  # DDP's, in that memory: kept, so that no other can take its place
@@ -116,15 +117,20 @@ class _SharedBuckets:
         """Return what is known of a bucket. Collective: ranks call it for the same ones."""
         buffer, first = bucket.buffer(), bucket.parameters()[0]
         known = self._buckets.get(id(first))
-        if known is None or known.n_bytes != buffer.nbytes:
+        kind = buffer.dtype, buffer.numel()
+        if known is None or (known.dtype, known.n_elements) != kind:
             if known is None:
-                weakref.finalize(first, self._buckets.pop, id(first), None)
+                weakref.finalize(first, _forget, weakref.ref(self), id(first))
             # DDP arranges parameters anew after the first step: wait for the next.
-            known = self._buckets[id(first)] = _Bucket(buffer.nbytes)
+            known = self._buckets[id(first)] = _Bucket(*kind)
         elif not known.is_arranged and self._can_share:
             known.is_arranged = True
             self._share(known, buffer)
         return known
+
+    def forget(self, key: int) -> None:
+        """The parameter with that id is gone, and its bucket with it."""
+        self._buckets.pop(key, None)
 
     def _share(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
         """Move the bucket to memory that all see, where it is from then on. Collective."""
@@ -143,6 +149,12 @@ class _SharedBuckets:
                 "got none (/dev/shm may be too small): buckets are averaged as without the hook",
                 stacklevel=2,
             )
+
+
+def _forget(buckets: weakref.ref[_SharedBuckets], key: int) -> None:
+    known = buckets()  # gone with its group: a parameter may be there for longer
+    if known is not None:
+        known.forget(key)
 
 
 def _shared_buckets(group: Group) -> _SharedBuckets:

@@ -198,6 +198,20 @@ def in_place(rank: int, size: int) -> None:
             gc.collect()
             assert buckets() == [], "memory of models that are gone"
 
+    # Of a module that is wrapped again in another dtype, a bucket may be as large as before.
+    net = model().half()
+    for dtype, factor in (torch.float16, 1.0), (torch.bfloat16, 1e6):
+        wrapped = DistributedDataParallel(net.to(dtype))
+        wrapped.register_comm_hook(None, ddp_hooks.average_in_place)
+        for _ in range(3):
+            net.zero_grad()
+            x, _y = shard(batch(1, size), rank)
+            (wrapped(x) * factor).sum().backward()
+        bias = float(net.head.bias.grad[0])
+        assert abs(bias / (ROWS * factor) - 1) < 0.01, (dtype, bias)
+    del net, wrapped
+    gc.collect()
+
     # Where one rank gets no memory, all go on without.
     move = ddp_hooks._moved_to_shared_memory
     if rank != 0:

@@ -402,7 +402,17 @@ def test_a_mixture_is_an_error_that_says_who_has_what() -> None:
     for asynchronous in (True, False):
         fn = functools.partial(addresses, asynchronous)
         message = ordinary.fails_alike(2, fn, MismatchError)
-        assert "rank 0: memory of this rank; rank 1: shared memory at (0,)" in message
+        assert "rank 0: memory of this rank; rank 1: shared memory 1 at (0,)" in message
+
+    def memories(group: Group) -> None:
+        """Both lie at the same place, each in another memory: what is there differs."""
+        each = [shared_memory(group, 400) for _ in range(2)]
+        memory = each[group.rank]
+        array = memory.array(0, 400).view(np.float32)
+        group.exchange([array], names=["w"], label="here", op=Sum, shared=memory)
+
+    message = ordinary.fails_alike(2, memories, MismatchError)
+    assert "rank 0: shared memory 1 at (0,); rank 1: shared memory 2 at (0,)" in message
 
 
 @pytest.mark.shows("in place")
