@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from horo_lite import ops
 from horo_lite.adapters.jax import MEMORY
+from horo_lite.collectives.arrays import HostArrays
+from horo_lite.collectives.calls import Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum
 from horo_lite.context import on_ended, on_renewed, world
 from horo_lite.errors import raised_in_graphs
 from horo_lite.jax.primitive import bind
 
 Array = Any  # jax.Array, traced or not; NumPy's where it is said
+C = TypeVar("C", bound="Call")
 
 
 def ranks_of(group: Group | None) -> Group:
@@ -28,17 +32,25 @@ def ranks_of(group: Group | None) -> Group:
     return world().group if group is None else group
 
 
-# What was compiled knows how many ranks there were.
+# What was compiled knows how many ranks there were. What was compiled ahead stays: `Call.place`.
 on_renewed(jax.clear_caches)
 on_ended(MEMORY.clear)
 
 
 @dataclass(frozen=True)
 class Call(ABC):
-    """One operation, as far as it is known when a function is traced. Equal ones are one."""
+    """One operation, as far as it is known when a function is traced. Equal ones are one.
+
+    Attributes:
+        name: For messages.
+        group: The ranks; None for all of the world as it is at the time.
+        place: This rank and the number of ranks, where what the program does with the result
+            depends on them (`here`): a function compiled ahead for another place is an error.
+    """
 
     name: str | None
     group: Group | None
+    place: tuple[int, int] | None = field(default=None, kw_only=True)
 
     in_place: ClassVar[bool]
     """Whether the results are what `start` leaves in its arrays."""
@@ -57,6 +69,13 @@ class Call(ABC):
 
     def ranks(self) -> Group:
         return ranks_of(self.group)
+
+    def here(self: C) -> C:
+        """The same for this place alone."""
+        return replace(self, place=(self.ranks().rank, self.ranks().size))
+
+    def check(self, dtypes: Sequence[Any]) -> None:  # noqa: B027 (most take all)
+        """Raise where the function is traced what the operation would raise for such arrays."""
 
     @abstractmethod
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
@@ -83,6 +102,12 @@ class Call(ABC):
         try:
             group = self.ranks()
             number = f"call {group.new_number('inside jit')} inside jit"
+            if self.place is not None and self.place != (group.rank, group.size):
+                rank, size = self.place
+                raise ValueError(
+                    f"{self.title(0)}: the function was compiled for rank {rank} of {size}, and "
+                    f"this is rank {group.rank} of {group.size}: compile it again"
+                )
             handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
             result = group.synchronize(handle, beside=True)
         except BaseException as error:
@@ -124,6 +149,11 @@ class Allreduce(Call):
             arrays, self.op, name=name, **options, group=self.ranks()
         )
 
+    def check(self, dtypes: Sequence[Any]) -> None:
+        part = Part(HostArrays([np.empty(0, dtype) for dtype in dtypes], fresh=True))
+        factors = self.prescale_factor, self.postscale_factor
+        AllReduce(self.name, self.op, self.compression, *factors).check(part)
+
     def results(self, xs: Sequence[Any]) -> list[Any]:
         return list(xs[:-1]) if self.weighted else list(xs)
 
@@ -162,7 +192,7 @@ class Broadcast(Call):
         return ops.broadcast_async_(xs[0], self.root_rank, name=name, group=self.ranks())
 
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
-        sums = bind(Allreduce(self.name, self.group, op=Sum), cotangents)
+        sums = bind(Allreduce(self.name, self.group, op=Sum).here(), cotangents)
         is_root = self.ranks().rank == self.root_rank
         return sums if is_root else [jnp.zeros_like(x) for x in sums]
 
@@ -188,7 +218,7 @@ class Allgather(Call):
         return [jax.ShapeDtypeStruct((rows * self.ranks().size, *row), x.dtype)]
 
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
-        (sum_,) = bind(Allreduce(self.name, self.group, op=Sum), cotangents)
+        (sum_,) = bind(Allreduce(self.name, self.group, op=Sum).here(), cotangents)
         rank, size = self.ranks().rank, self.ranks().size
         return [jnp.split(sum_, size)[rank]]
 

@@ -142,16 +142,8 @@ def reducescatter(
     of ranks. The arguments are those of `allreduce`.
     """
     part = ranks_of(group).part_of(x)
-    whole = allreduce(
-        x,
-        op,
-        name=name,
-        compression=compression,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        group=group,
-    )
-    return whole[part]
+    call = Allreduce(name, group, op, compression, prescale_factor, postscale_factor)
+    return _reduced(x, call.here())[part]
 
 
 def allgather(x: Array, *, name: str | None = None, group: Group | None = None) -> Array:

@@ -112,6 +112,7 @@ def _results(*xs: Any, call: Call) -> Any:
                 "or float16/bfloat16/float32/float64"
             )
     shapes = call.results(xs)
+    call.check([x.dtype for x in shapes])
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes], {_IN_ORDER}
 
 

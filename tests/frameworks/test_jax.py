@@ -406,6 +406,41 @@ assert hvd.allreduce(1.0 + rank) == 1.5
     )
 
 
+def test_what_was_compiled_ahead_is_an_error_on_another_place() -> None:
+    """Results that depend on the rank, after it has become another: they were the old one's."""
+    ranks(
+        """
+from mpi4py import MPI
+
+table = jnp.arange(2.0 * size**2)
+functions = {
+    "reducescatter": lambda x: hvd.reducescatter(x, hvd.Sum),
+    "allgather": jax.grad(lambda x: (hvd.allgather(x) * table).sum()),
+    "broadcast": jax.grad(lambda x: hvd.broadcast(x).sum()),
+    "anywhere": lambda x: hvd.allreduce(x, hvd.Sum),
+}
+x = jnp.arange(2.0 * size)
+ahead = {name: jax.jit(function).lower(x).compile() for name, function in functions.items()}
+for name, function in functions.items():
+    assert (ahead[name](x) == jax.jit(function)(x)).all(), name
+hvd.shutdown()
+assert hvd.init(comm=MPI.COMM_WORLD.Split(0, -rank)).rank == size - 1 - rank
+assert (ahead.pop("anywhere")(x) == size * x).all()
+for name, function in ahead.items():
+    text = f"compiled for rank {rank} of {size}, and this is rank {hvd.rank()} of {size}"
+    error = raised(lambda: function(x))
+    assert isinstance(hvd.cause_of(error), ValueError) and text in str(error), error
+assert (jax.jit(functions["broadcast"])(x) == size * (hvd.rank() == 0)).all()
+
+# What has no meaning is an error where it is traced.
+for op, text in ((hvd.Average, "the average of bool has no meaning"), ("sum", "op is one of")):
+    error = raised(lambda: jax.jit(lambda x: hvd.allreduce(x, op)).lower(x > 1))
+    assert isinstance(error, ValueError) and text in str(error), error
+""",
+        2,
+    )
+
+
 def test_several_devices_of_a_rank() -> None:
     """Inside a function each would make the call, and meet another rank's other device."""
     ranks(
