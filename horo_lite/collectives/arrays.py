@@ -94,7 +94,7 @@ class HostArrays:
     def of_rows(cls, x: Array) -> HostArrays:
         """`x`, only to be read, as rows along its first dimension; a number is one row."""
         rows = cls.__new__(cls)
-        if hasattr(host := exportable(x), "clone"):  # torch, where NumPy has no such dtype
+        if hasattr(host := readable(x), "clone"):  # torch, where NumPy has no such dtype
             rows.arrays = [(host.reshape(1) if host.ndim == 0 else host).contiguous()]
         else:
             array = view(array_of(x))
@@ -358,6 +358,16 @@ def exportable(x: Array) -> Array:
     return adapters.to_host(x)
 
 
+def readable(x: Array) -> Array:
+    """`exportable(x)`, whose numbers are what another array is to hold."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            "the result would have numbers where this masked array has none: pass x.filled(0), "
+            "and the mask as another array where the ranks' differ"
+        )
+    return exportable(x)
+
+
 def view(x: Array) -> NDArray[Any]:
     """`x` as a NumPy array over the same memory."""
     host = exportable(x)
@@ -400,7 +410,7 @@ def copy_of(x: Array) -> Array:
         return np.array(x, np.float64)
     if gpu_of(x) is not None:
         return adapters.adapter_of(x).copy(x)
-    host = exportable(x)
+    host = readable(x)
     if isinstance(host, (np.ndarray, np.generic)):
         return _copied(host)
     if hasattr(host, "clone"):  # torch, where NumPy has no such dtype
@@ -431,7 +441,7 @@ def results_of(xs: Sequence[Array]) -> tuple[list[Array], list[NDArray[Any]] | N
     if n_bytes < _LARGE or any(gpu_of(x) is not None for x in xs):
         return copies_of(xs), None
     adapter = _that_makes_copies(xs)
-    views = [exportable(x) if adapter is None else adapter.value(x) for x in xs]
+    views = [readable(x) if adapter is None else adapter.value(x) for x in xs]
     if not all(isinstance(view_of_x, np.ndarray) for view_of_x in views):
         return copies_of(xs), None
     sources = [np.ascontiguousarray(view_of_x).reshape(view_of_x.shape) for view_of_x in views]

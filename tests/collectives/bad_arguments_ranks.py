@@ -133,6 +133,9 @@ def table():
     for name, call in taking.items():
         for what, array in arrays.items():
             yield f"{name} of {what}", anything, call, array
+    masked = np.ma.array(x, mask=x > 1)
+    for name in ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall"):
+        yield f"{name} of a masked array", TypeError, taking[name], masked
     yield "average of truth values", ValueError, hvd.allreduce, x > 1
     yield "reducescatter of a scalar", ValueError, hvd.reducescatter, np.float64(1)
     yield "unpicklable", (*anything, AttributeError), hvd.allgather_object, lambda: 0
