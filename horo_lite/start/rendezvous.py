@@ -8,6 +8,7 @@ with a token of the job's in the environment it must be signed.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import os
@@ -197,10 +198,13 @@ class Rendezvous(ObjectCommunicator):
         self._names = {self.rank: self._me}
         self._pids: dict[int, int] = {}  # of those whose end can be seen from here
         self._n_rounds = 0
+        self._round = ""  # where the ranks write in the round under way; "": they are coming
         self._begin()
         self._connections: GlooConnections | None = None
         self._keeps_store = self.rank == 0 and not spec.served
-        self._store = self._open(spec) if store is None else store
+        self._store = store
+        if store is None:
+            self._store = self._open(spec)
         room = f"horo_lite/{spec.attempt}"
         number = self._ask(lambda: self._store.add(f"{room}/come", 1)) - 1
         first = number - number % self.size  # this world's: there may have been others before
@@ -215,9 +219,9 @@ class Rendezvous(ObjectCommunicator):
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
         """Return every rank's object, in rank order; each `fits` that form."""
-        room = f"{self._prefix}/{self._n_rounds}"
-        self._n_rounds += 1
         self._begin()
+        self._round = room = f"{self._prefix}/{self._n_rounds}"
+        self._n_rounds += 1
         self._put(f"{room}/{self.rank}", obj)
         everyone = [self._take(f"{room}/{r}", form, r) for r in range(self.size)]
         if everyone[self.rank] != _read_back(json.loads(json.dumps(obj))):
@@ -225,10 +229,11 @@ class Rendezvous(ObjectCommunicator):
                 f"another process has overwritten what {self._me} published in the store at "
                 f"{self._where}: {_CLOSE_PORT}"
             )
-        self._put(f"{room}/read by {self.rank}", True)
+        self._round = room = f"{room}/read by"
+        self._put(f"{room}/{self.rank}", True)
         if self._keeps_store:  # it would be gone with this process
             for r in range(self.size):
-                self._take(f"{room}/read by {r}", bool, r)
+                self._take(f"{room}/{r}", bool, r)
         return everyone
 
     def connections(self) -> GlooConnections:
@@ -275,7 +280,8 @@ class Rendezvous(ObjectCommunicator):
                     )
                     return _stores[host, port]
                 self._keeps_store = False
-            self._listen_for_store(host, port)
+            with socket.socket(socket.AF_UNIX) as mark:
+                self._listen_for_store(host, port, mark)
             try:
                 _stores[host, port] = TCPStore(
                     host, port, None, False, timedelta(seconds=min(10.0, self._timeout_s)), False
@@ -287,17 +293,22 @@ class Rendezvous(ObjectCommunicator):
                 ) from error
         return _stores[host, port]
 
-    def _listen_for_store(self, host: str, port: int) -> None:
+    def _listen_for_store(self, host: str, port: int, mark: socket.socket) -> None:
         """Wait until a process listens there.
 
         TCPStore would not react to Ctrl-C meanwhile, and complain at length.
+
+        Args:
+            host: The host.
+            port: The port.
+            mark: A socket, which shows the other ranks of this host that this one has reported it.
         """
         while True:
             try:
                 socket.create_connection((host, port), timeout=5).close()
                 return
             except OSError as error:
-                if self._waits_too_long([0]):
+                if self._waits_too_long(lambda: _is_first_here(mark, self._where), lambda: [0]):
                     raise LauncherError(
                         f"{self._me} of {self.size} has waited {self._timeout_s:.0f} s for rank 0, "
                         f"which is to keep a store at {self._where} ({error}): has rank 0 been "
@@ -323,8 +334,15 @@ class Rendezvous(ObjectCommunicator):
         self._pids[rank] = pid if host == _here() else 0
         return ""
 
+    def _is_here(self, rank: int) -> bool:
+        """Tell whether a rank has come as far as this one, as far as this one knows."""
+        return self._has(f"{self._round}/{rank}") if self._round else rank in self._names
+
+    def _is_lowest_here(self) -> bool:
+        return not any(map(self._is_here, range(self.rank)))
+
     def _absent(self) -> list[int]:
-        return [r for r in range(self.size) if r not in self._names]
+        return [r for r in range(self.size) if not self._is_here(r)]
 
     # Asking the store.
 
@@ -386,7 +404,7 @@ class Rendezvous(ObjectCommunicator):
                         f"{self._names[rank]} died in init(), while {self._me} waited for "
                         f"{_these(ranks)}"
                     )
-            if self._waits_too_long(ranks):
+            if self._waits_too_long(self._is_lowest_here, self._absent):
                 self._refuse(
                     f"{_these(ranks)} of {self.size} did not come to {self._where} within "
                     f"{self._timeout_s:.0f} s (HORO_LITE_START_TIMEOUT_S): look at what became of "
@@ -407,15 +425,21 @@ class Rendezvous(ObjectCommunicator):
     def _begin(self) -> None:
         self._began, self._noted = time.monotonic(), False
 
-    def _waits_too_long(self, awaited: list[int]) -> bool:
-        """Tell whether it is time to give up; before that the first rank reports whom it awaits."""
+    def _waits_too_long(self, reports: Callable[[], bool], absent: Callable[[], list[int]]) -> bool:
+        """Tell whether it is time to give up; before that one of the ranks reports the wait.
+
+        Args:
+            reports: Tells whether that is this rank.
+            absent: Returns the ranks that it waits for.
+        """
         waited_s = time.monotonic() - self._began
         if waited_s > NOTICE_S and not self._noted:
             self._noted = True
-            if self.rank == min(self._names):
+            ranks = absent() if reports() else []
+            if ranks:
                 print(
                     f"[horo_lite] {self._me} has waited {waited_s:.0f} s in init() for "
-                    f"{_these(awaited)} of {self.size}, and will for {self._timeout_s:.0f} s",
+                    f"{_these(ranks)} of {self.size}, and will for {self._timeout_s:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -429,6 +453,19 @@ _CLOSE_PORT = "if other users can reach that port, close it to the network, or c
 
 def _here() -> tuple[str, ...]:
     return tuple(map(printable, host_key()))
+
+
+def _is_first_here(mark: socket.socket, where: str) -> bool:
+    """Tell whether no other rank of this host reports that it waits for a store.
+
+    Before there is one the ranks know nothing of each other. But a name in Linux's abstract
+    namespace belongs to one socket, as long as that is open.
+    """
+    try:
+        mark.bind(f"\0horo_lite waits for {where[-80:]}")
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
 
 
 def _read_back(obj: Any) -> Any:

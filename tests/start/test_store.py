@@ -7,7 +7,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,64 @@ def test_who_does_not_come_is_named() -> None:
     (error,) = meet((1, 2), timeout_s=0.5)
     assert isinstance(error, hvd.LauncherError), error
     assert "has waited 0 s for rank 0, which is to keep a store at localhost:" in str(error)
+
+
+NOTICE = re.compile(r"\[horo_lite\] rank (\d) .* has waited \d+ s in init\(\) for (.*) of 4, and")
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [((0, 2), "ranks 1, 3"), ((3, 2, 1), "rank 0")])
+def test_one_rank_reports_who_is_missing(
+    ranks: Sequence[int],
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 0; before it has made the store one of each host."""
+    monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 1.0)
+    monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
+    for error in meet(*((rank, 4) for rank in ranks), timeout_s=3, after_s=0.5):
+        assert isinstance(error, hvd.LauncherError), error
+    ((who, whom),) = NOTICE.findall(capfd.readouterr().err)
+    assert whom == missing
+    assert who == "0" or missing == "rank 0"
+
+
+def test_the_lowest_rank_of_a_round_reports_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All have come, and ranks 0 and 2 are late with what the others wait for next."""
+    monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 0.2)
+    port = free_port()
+    come: dict[int, Rendezvous] = {}
+    both_have_waited = threading.Event()
+
+    def body(rank: int) -> None:
+        spec = RendezvousSpec(rank, 4, "localhost", port, False, "0")
+        mine = come[rank] = Rendezvous(spec, 60)
+        if rank in (0, 2):
+            assert both_have_waited.wait(60)
+        elif rank == 3:
+            assert until(lambda: 1 in come and come[1]._round and come[1]._is_here(1))
+        assert mine.allgather(rank, int) == [0, 1, 2, 3]
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(body, rank) for rank in range(4)]
+        noted = until(lambda: all(r in come and come[r]._round and come[r]._noted for r in (1, 3)))
+        both_have_waited.set()
+        for each in running:
+            each.result(60)
+    assert noted
+    text = capfd.readouterr().err
+    assert NOTICE.findall(text)[-1:] == [("1", "ranks 0, 2")], text
+    assert text.count("ranks 0, 2 of 4") == 1, text
+
+
+def until(is_so: Callable[[], object]) -> bool:
+    """Whether it has become so within a minute."""
+    end = time.monotonic() + 60
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(is_so())
 
 
 def test_a_port_of_another_program_is_named() -> None:
