@@ -20,11 +20,12 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from horo_lite import context
-from horo_lite.errors import PeerLostError
+from horo_lite.errors import PeerLostError, in_one_line
 from horo_lite.horovod.runner import UnderTheName
 from horo_lite.launch.on_ray import reserve
 from horo_lite.launch.tasks import address_of, free_port, ranks_by_host
-from horo_lite.start import session
+from horo_lite.settings import Settings
+from horo_lite.start import rendezvous, session
 from horo_lite.start.launcher import JOB_TOKEN
 
 __all__ = ["RayExecutor"]
@@ -214,7 +215,8 @@ class RayExecutor:
 
         Raises:
             ray.exceptions.RayTaskError: What `fn` raised on a rank, which it also is an instance
-                of. The other ranks raise PeerLostError where they wait for that one.
+                of. The other ranks raise PeerLostError where they wait for that one, in `init()`
+                too.
         """
         _refuse_callbacks(callbacks)
         return self._results(self.run_remote(fn, args, kwargs))
@@ -361,6 +363,11 @@ class _Worker:
         """Make this process the rank that the variables say, with the caller's modules."""
         os.environ.update(env)
         sys.path += [entry for entry in path if entry not in sys.path]
+        spec = _rendezvous()
+        if spec.rank == 0 and spec.size > 1:
+            # Before any function runs, so that ranks which fail before init() can report it.
+            with suppress(ImportError, RuntimeError):  # as init() will say, if anybody needs it
+                rendezvous.keep_store(spec)
 
     def start_executable(
         self, make: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
@@ -386,8 +393,18 @@ class _Worker:
         try:
             return fn(self._executable)
         except BaseException as error:
-            _leave_world(f"it raised {type(error).__name__}: {error}")
+            reason = f"it raised {in_one_line(error)}"
+            _leave_world(reason)
+            with suppress(Exception):  # the function may have changed the variables
+                rendezvous.report_failure(_rendezvous(), reason)
             raise
+
+
+def _rendezvous() -> rendezvous.RendezvousSpec:
+    """Return where this rank finds the others, as `become` has written it down."""
+    spec = rendezvous.rendezvous_spec(Settings.read({}, os.environ), os.environ)
+    assert spec is not None
+    return spec
 
 
 def _leave_world(reason: str) -> None:

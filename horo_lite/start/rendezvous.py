@@ -193,8 +193,8 @@ class Rendezvous(ObjectCommunicator):
         self.rank, self.size = spec.rank, spec.size
         self._timeout_s = timeout_s
         self._where = spec.where
-        self._job_token = os.environ.get(JOB_TOKEN, "").encode(errors="surrogateescape")
-        self._me = printable(f"rank {self.rank} (pid {os.getpid()} on {socket.gethostname()})")
+        self._job_token = _job_token()
+        self._me = _name(spec)
         self._names = {self.rank: self._me}
         self._pids: dict[int, int] = {}  # of those whose end can be seen from here
         self._n_rounds = 0
@@ -211,6 +211,7 @@ class Rendezvous(ObjectCommunicator):
         self._prefix = f"{room}/{first}"
         # Where others write what is wrong with this world, or with this process.
         self._failures = [f"{self._prefix}/failure", f"{room}/come/{number}/failure"]
+        self._lost = _lost_key(spec)
         self._put(f"{room}/come/{number}", [self.rank, self.size, self._me, os.getpid(), _here()])
         for place in range(first, first + self.size):
             why = self._why_unfit(*self._take(f"{room}/come/{place}", _COMING))
@@ -257,7 +258,7 @@ class Rendezvous(ObjectCommunicator):
     def _open(self, spec: RendezvousSpec) -> Any:
         """Return a connection to the store, once it is there."""
         try:
-            from torch.distributed import TCPStore
+            from torch.distributed import TCPStore  # noqa: F401
         except ImportError as error:
             raise LauncherError(
                 f"{self._me} of {self.size} is to find the others at {self._where}, and for that "
@@ -268,24 +269,13 @@ class Rendezvous(ObjectCommunicator):
         if (host, port) not in _stores:
             if self._keeps_store:
                 with suppress(RuntimeError):  # the port is taken: by another rank 0?
-                    # If torch.distributed has opened one there in this process, it is shared.
-                    _stores[host, port] = TCPStore(
-                        host,
-                        port,
-                        None,
-                        True,
-                        timedelta(seconds=min(10.0, self._timeout_s)),
-                        False,
-                        multi_tenant=True,
-                    )
+                    keep_store(spec, self._timeout_s)
                     return _stores[host, port]
                 self._keeps_store = False
             with socket.socket(socket.AF_UNIX) as mark:
                 self._listen_for_store(host, port, mark)
             try:
-                _stores[host, port] = TCPStore(
-                    host, port, None, False, timedelta(seconds=min(10.0, self._timeout_s)), False
-                )
+                _stores[host, port] = _connected(spec, self._timeout_s)
             except RuntimeError as error:
                 raise LauncherError(
                     f"what answers at {self._where} is not a PyTorch store ({error}): does "
@@ -357,22 +347,16 @@ class Rendezvous(ObjectCommunicator):
             ) from error
 
     def _put(self, key: str, obj: Any) -> None:
-        text = json.dumps(obj)
-        self._ask(lambda: self._store.set(key, f"{self._signature(key, text)} {text}"))
+        self._ask(lambda: self._store.set(key, _signed(self._job_token, key, obj)))
 
     def _has(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([key])))
 
-    def _signature(self, key: str, text: str) -> str:
-        """Return what shows that this job wrote a text there; "" in a job without a token."""
-        if not self._job_token:
-            return ""
-        return hmac.new(self._job_token, f"{key} {text}".encode(), "sha256").hexdigest()
-
     def _read(self, key: str, form: Any) -> Any:
         data: bytes = self._ask(lambda: self._store.get(key))
         signature, _, text = data[:MOST_BYTES].decode(errors="replace").partition(" ")
-        if not hmac.compare_digest(signature.encode(), self._signature(key, text).encode()):
+        expected = _signature(self._job_token, key, text)
+        if not hmac.compare_digest(signature.encode(), expected.encode()):
             has = "has one" if self._job_token else "has none"
             self._refuse(
                 f"what stands under {key} in the store at {self._where} was not written with the "
@@ -398,6 +382,11 @@ class Rendezvous(ObjectCommunicator):
                 if self._has(failure):
                     raise LauncherError(self._read(failure, str))
             ranks = self._absent() if awaited is None else [awaited]
+            if self._has(self._lost):
+                raise PeerLostError(
+                    f"{self._read(self._lost, str)}, while {self._me} waited in init() for "
+                    f"{_these(ranks)}"
+                )
             for rank, pid in self._pids.items():
                 if pid and (awaited in (None, rank)) and not lives(pid):
                     raise PeerLostError(
@@ -444,6 +433,83 @@ class Rendezvous(ObjectCommunicator):
                     flush=True,
                 )
         return waited_s > self._timeout_s
+
+
+def keep_store(spec: RendezvousSpec, timeout_s: float = 10.0) -> None:
+    """Make the store of a rendezvous, which lasts as long as this process.
+
+    Rank 0 does so in `init()`, unless it has before.
+
+    Args:
+        spec: Where it is to be.
+        timeout_s: Seconds that each question to it may take.
+
+    Raises:
+        ImportError: There is no PyTorch.
+        RuntimeError: The port is taken.
+    """
+    _stores[spec.host, spec.port] = _connected(spec, timeout_s, keeps=True)
+
+
+def report_failure(spec: RendezvousSpec, why: str, timeout_s: float = 10.0) -> None:
+    """Let ranks that wait for this one in `init()`, now or later, raise PeerLostError.
+
+    It does nothing where their store cannot be reached. Of several failures the first counts.
+
+    Args:
+        spec: Where they find each other, and in which start of the job.
+        why: The reason.
+        timeout_s: Seconds that each question to the store may take.
+    """
+    key, place = _lost_key(spec), (spec.host, spec.port)
+    with suppress(ImportError, OSError, RuntimeError):
+        if place not in _stores:
+            socket.create_connection(place, timeout=timeout_s).close()
+            _stores[place] = _connected(spec, timeout_s)
+        text = _signed(_job_token(), key, f"{_name(spec)} failed ({why:.1000})")
+        _stores[place].compare_set(key, "", text)
+
+
+def _connected(spec: RendezvousSpec, timeout_s: float, *, keeps: bool = False) -> Any:
+    """Return a connection to the store of a rendezvous, which this process keeps, or another."""
+    from torch.distributed import TCPStore
+
+    # If torch.distributed has opened one there in this process, it is shared.
+    return TCPStore(
+        spec.host,
+        spec.port,
+        None,
+        keeps,
+        timedelta(seconds=min(10.0, timeout_s)),
+        False,
+        multi_tenant=keeps,
+    )
+
+
+def _lost_key(spec: RendezvousSpec) -> str:
+    """Return where stands which rank has failed, so that the others of this start are not to wait.
+
+    Whether it had come or not.
+    """
+    return f"horo_lite/{spec.attempt}/lost"
+
+
+def _name(spec: RendezvousSpec) -> str:
+    return printable(f"rank {spec.rank} (pid {os.getpid()} on {socket.gethostname()})")
+
+
+def _job_token() -> bytes:
+    return os.environ.get(JOB_TOKEN, "").encode(errors="surrogateescape")
+
+
+def _signature(token: bytes, key: str, text: str) -> str:
+    """Return what shows that this job wrote a text there; "" in a job without a token."""
+    return hmac.new(token, f"{key} {text}".encode(), "sha256").hexdigest() if token else ""
+
+
+def _signed(token: bytes, key: str, obj: Any) -> str:
+    text = json.dumps(obj)
+    return f"{_signature(token, key, text)} {text}"
 
 
 _COMING = (int, int, NAME, PID, (str, ...))  # rank, size, name, pid, host

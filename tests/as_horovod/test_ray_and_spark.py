@@ -89,7 +89,14 @@ def test_ray_executor(ray: Any) -> None:
         if horovod_torch.rank() == 1:  # the others return
             raise ValueError("share 1 is missing")
 
-    executor = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=3, use_gpu=True)
+    def fail_before_init(failing: int) -> None:
+        if os.environ["HORO_LITE_RANK"] == str(failing):
+            raise ValueError("share 1 is missing")
+        horovod_torch.init()
+
+    # More than the test may take: nobody is to find out by waiting that another has failed.
+    settings = RayExecutor.create_settings(timeout_s=1000)
+    executor = RayExecutor(settings, num_workers=3, use_gpu=True)
     executor.start(Model, [10], {"step": 2}, extra_env_vars=ENV)
     first = executor.run(train, args=[0.5], kwargs={"plus": 1})
     assert [(rank, total) for rank, _, total, _ in first] == [(0, 4.0), (1, 4.0), (2, 4.0)]
@@ -113,6 +120,18 @@ def test_ray_executor(ray: Any) -> None:
             executor.run(fail, [late])
         after = executor.run(train, [1.0], {"plus": 0})
         assert after == [(rank, pid, 6.0, True) for rank, pid, *_ in first]
+    # The same where there is no world yet, whichever of them keeps the store of the rendezvous.
+    for failing in (0, 1):
+        executor.run(horovod_torch.shutdown)
+        with pytest.raises(ValueError, match="share 1 is missing"):
+            executor.run(fail_before_init, [failing])
+        after = executor.run(train, [1.0], {"plus": 0})
+        assert after == [(rank, pid, 6.0, True) for rank, pid, *_ in first]
+    executor.run(horovod_torch.shutdown)
+    waiting = executor.run_remote(fail_before_init, [1])[2]
+    why = r"rank 1 \(pid .* share 1 is missing\), while rank 2 .* waited in init\(\) for rank"
+    with pytest.raises(hvd.PeerLostError, match=why):
+        ray.get(waiting)
     executor.shutdown()
     assert [group.strategy for group in ray.util.removed] == ["PACK"]
     with pytest.raises(RuntimeError, match=r"call start\(\)"):

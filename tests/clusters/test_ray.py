@@ -68,7 +68,13 @@ def test_horovods_executor(monkeypatch: pytest.MonkeyPatch) -> None:
         if horovod_torch.rank() == 1:  # the others return
             raise ValueError("share 1 is missing")
 
-    settings = RayExecutor.create_settings(timeout_s=60, placement_group_timeout_s=30)
+    def fail_before_init(failing: int) -> None:
+        if os.environ["HORO_LITE_RANK"] == str(failing):
+            raise ValueError("share 1 is missing")
+        horovod_torch.init()
+
+    # More than the test may take: nobody is to find out by waiting that another has failed.
+    settings = RayExecutor.create_settings(timeout_s=1000, placement_group_timeout_s=30)
     executor = RayExecutor(settings, num_workers=N)
     executor.start(Model, [10], {"step": 2}, extra_env_vars={"HORO_LITE_DEVICE": "cpu"})
     first = executor.run(train, args=[0.5], kwargs={"plus": 1})
@@ -81,6 +87,12 @@ def test_horovods_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     for late in (False, True):
         with pytest.raises(ValueError, match="share 1 is missing"):
             executor.run(fail, [late])
+        after = executor.run(train, [1.0], {"plus": 0})
+        assert after == [(rank, pid, 6.0, True) for rank, pid, *_ in first]
+    for failing in (0, 1):
+        executor.run(horovod_torch.shutdown)
+        with pytest.raises(ValueError, match="share 1 is missing"):
+            executor.run(fail_before_init, [failing])
         after = executor.run(train, [1.0], {"plus": 0})
         assert after == [(rank, pid, 6.0, True) for rank, pid, *_ in first]
     executor.shutdown()

@@ -443,6 +443,7 @@ def test_a_port_of_another_program_is_named() -> None:
         ("said", '[1, true, "x"]'),
         ("said", '[1, 0, "y"]'),  # as good as any, but rank 1 has not brought it
         ("failure", '["\\u001b[2J"]'),
+        ("lost", '["\\u001b[2J"]'),
     ],
 )
 def test_what_strangers_write_is_an_error_on_every_rank(
@@ -464,7 +465,8 @@ def meet_strangers(key: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> lis
         if self.rank != 1 or not (comes if key == "come" else name == "horo_lite/0/0/0/1"):
             put(self, name, obj)
         else:
-            place = "horo_lite/0/0/failure" if key == "failure" else name
+            places = {"failure": "horo_lite/0/0/failure", "lost": "horo_lite/0/lost"}
+            place = places.get(key, name)
             self._store.set(place, f" {entry}")
 
     monkeypatch.setattr(Rendezvous, "_put", planted)
