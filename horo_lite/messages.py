@@ -21,7 +21,7 @@ import numpy as np
 from horo_lite import arguments
 from horo_lite.collectives.arrays import Array, HostArrays, gpu_of
 from horo_lite.collectives.handle import Handle
-from horo_lite.errors import MismatchError, NotInitializedError, PeerLostError
+from horo_lite.errors import HoroLiteError, MismatchError, NotInitializedError, PeerLostError
 from horo_lite.transports import Fetch, Mailbox, Transport
 
 SMALL_BYTES = 3072  # with its record it must fit into PIPE_BUF, 4096 bytes, which travel in one go
@@ -70,12 +70,13 @@ class Message(Handle):
         self._messages = messages
         self.peer = peer  # None: any
         self.is_over = False
+        self.is_lost = False  # `done` has found out that it never will be
+        self.checked = time.monotonic()  # when that was looked for
         self.error: Exception | None = None
         self.source: int | None = None
 
     def done(self) -> bool:
-        self._messages.progress()
-        return self.is_over
+        return self._messages.poll(self)
 
     def wait(self, beside: bool = False) -> int | None:
         """Return when it has been sent, or received; in that case the rank that it came from."""
@@ -195,9 +196,7 @@ class Messages:
 
     def wait(self, message: Message) -> None:
         """Return when it is over. PeerLostError or MismatchError where that cannot be."""
-        transport, peer = self._transport, message.peer
-        others = [r for r in range(self._size) if r != self._rank]
-        awaited = others if peer is None else [peer]
+        transport, awaited = self._transport, self._awaited(message)
         detector = transport.stall_detector
         assert detector is not None, "nobody waits in a world of one"
         detector.check()
@@ -207,10 +206,7 @@ class Messages:
         went_well = False
         try:
             while True:
-                # A rank that has left had sent everything before.
-                gone = n_polls > 0 and all(
-                    transport.has_left(peer, self._n_received[peer]) for peer in awaited
-                )
+                gone = n_polls > 0 and self._have_left(awaited)
                 self.progress()
                 if message.is_over:
                     break
@@ -235,6 +231,44 @@ class Messages:
                     for each in self._fetching:
                         if each.message is message:
                             each.fetch.discard()
+
+    def poll(self, message: Message) -> bool:
+        """Do what is possible at once, and tell whether `wait` would now return or raise."""
+        self.progress()
+        now = time.monotonic()
+        if not message.is_over and not message.is_lost and now - message.checked > CHECK_S:
+            message.checked = now
+            message.is_lost = self._is_lost(message)
+        return message.is_over or message.is_lost
+
+    def _is_lost(self, message: Message) -> bool:
+        """Tell whether `wait` would raise.
+
+        That a rank has left is found without check_peer(), which gives up the world: who only asks
+        may go on with the other ranks. After a death it is lost anyway.
+        """
+        awaited, detector = self._awaited(message), self._transport.stall_detector
+        assert detector is not None, "nobody waits in a world of one"
+        try:
+            if self._have_left(awaited):
+                self.progress()
+                return not message.is_over
+            detector.check()
+            self._check_finished(message, awaited)
+            self._transport.check_peer(-1, message.name)
+        except HoroLiteError:
+            return True
+        return False
+
+    def _awaited(self, message: Message) -> list[int]:
+        """Return the ranks one of which must do something for the message to be over."""
+        if message.peer is not None:
+            return [message.peer]
+        return [r for r in range(self._size) if r != self._rank]
+
+    def _have_left(self, ranks: list[int]) -> bool:
+        """Tell whether all of these have left. What they had sent before is there by now."""
+        return all(self._transport.has_left(rank, self._n_received[rank]) for rank in ranks)
 
     def progress(self) -> None:
         """Do everything that is possible without waiting."""

@@ -39,7 +39,7 @@ class Handle:
         return other
 
     def done(self) -> bool:
-        """Whether the operation is complete, so that `wait` returns at once."""
+        """Whether `wait` would return or raise at once."""
         return self._job is None or self._job.done()
 
     def wait(self, beside: bool = False) -> Any:

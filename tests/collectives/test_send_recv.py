@@ -13,6 +13,7 @@ import horo_lite as hvd
 pytestmark = pytest.mark.mpi
 
 MESSAGES = Path(__file__).with_name("send_recv_ranks.py")
+POLLS = Path(__file__).with_name("poll_ranks.py")
 
 
 @pytest.mark.parametrize("hosts", ["", "1,1,1", "2,1"])
@@ -253,6 +254,13 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
         2,
         env={"HORO_LITE_TEST_HOSTS": "1,1"},
     ).check()
+
+
+@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+def test_whoever_asks_learns_that_a_rank_has_left(hosts: str) -> None:
+    """Instead of asking for ever. Under gloo, and where a rank dies: tests/start/test_gloo.py."""
+    result = run_ranks(POLLS, 3, args=["ends"], env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60)
+    assert "all are lost" in result.check().stdout
 
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])

@@ -169,6 +169,22 @@ def test_what_a_rank_has_sent_arrives_though_it_ends_at_once(tmp_path: Path) -> 
     assert "all is here" in ended(code, 2, tmp_path, env=on_hosts("1,1")).check().stdout
 
 
+POLLS = Path(__file__).parents[1] / "collectives" / "poll_ranks.py"
+
+
+@pytest.mark.parametrize("hosts", ["", "1,1,1"])
+@pytest.mark.parametrize(("how", "size"), [("ends", 3), ("dies", 2)])
+def test_whoever_asks_learns_that_a_rank_is_lost(
+    tmp_path: Path, how: str, size: int, hosts: str
+) -> None:
+    """Without MPI's launcher, which would end all ranks when one dies."""
+    env = on_hosts(hosts[: 2 * size - 1]) if hosts else {}
+    with started(POLLS, size, tmp_path, env=env, args=[how]) as job:
+        job.wait_for("all are lost", timeout_s=60)
+        result = job.wait(30)
+    assert (result.returncode == 0) == (how == "ends"), str(result)
+
+
 def test_a_stopped_peer_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
     code = WAITS + "\nif world.rank == 1: os.kill(os.getpid(), 19)\ntime.sleep(1); hvd.shutdown()"
     code += "\nprint('over', flush=True)"
