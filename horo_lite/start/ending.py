@@ -106,6 +106,21 @@ def reason() -> str:
     return "its program ended" if _installed is None else _installed.exited()[1]
 
 
+def exits_with_failure() -> bool:
+    """Tell whether this process ends by sys.exit() with another status than 0."""
+    return _installed is not None and _installed.exited()[0] not in (None, 0)
+
+
+def end_job_after_exit(why: str) -> None:
+    """End the job with the status of sys.exit().
+
+    Args:
+        why: Why the job does not end by itself.
+    """
+    if _installed is not None:
+        _installed.end_after_exit(why)
+
+
 def in_forked_child() -> bool:
     """Tell whether this process was forked from a rank, and so is not one itself."""
     return _is_forked
@@ -240,6 +255,16 @@ class _Hooks:
             if not first and self.MPI is not None:
                 time.sleep(1.0)
             self.abort(1)
+
+    def end_after_exit(self, why: str) -> None:
+        status, reason = self.exited()
+        if not self.transports or self.transports[0].claim_report():
+            if _before_abort is not None:
+                _before_abort()
+            write(f"[horo_lite] {self.name} ends the job: {reason}; {why}\n")
+        else:
+            time.sleep(1.0)  # as in _end()
+        self.abort(status if isinstance(status, int) else 1)
 
     def abort(self, status: int) -> None:
         """Have the launcher kill all ranks, where it can be asked to; otherwise end this one."""

@@ -19,6 +19,8 @@ from horo_lite.transports.mpi.start_barrier import StartBarrier, wait_for_first
 
 _LAST_MESSAGES_S = 2.0
 """How long a rank that ends waits for the last messages of peers that do not end."""
+_GRACE_S = 60.0
+"""How long a rank that fails by sys.exit() waits for its peers, which may be saving their state."""
 
 
 def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
@@ -86,13 +88,25 @@ def _end() -> None:
     # UCX, which MPICH uses, warns of every message that nobody has received when MPI ends. The
     # report of its end is the last that a peer sends. Those that go on for longer, for which
     # MPI_Finalize waits, learn that they need not send one.
-    until = time.monotonic() + _LAST_MESSAGES_S
+    # For a rank that has failed they are waited for, but not for ever: in a call of MPI's that the
+    # program makes itself, they would never learn of it. Survivors of a rank's death just go on.
+    fails = ending.exits_with_failure() and "OMPI_MCA_mpi_ft_enable" not in os.environ
+    wait_s = _GRACE_S if fails else _LAST_MESSAGES_S
+    until = time.monotonic() + wait_s
     while True:
         everyone = all([one.all_ended() for one in barriers])  # noqa: C419  each receives
         MpiCarrier.drain()
         if everyone or time.monotonic() > until:
             break
         time.sleep(1e-3)
+    if fails and not everyone:
+        ranks = sorted({rank for one in barriers for rank in one.going_on()})
+        many = len(ranks) > 1
+        ending.end_job_after_exit(
+            f"{wait_s:g} s later rank{'s' * many} {', '.join(map(str, ranks))} still "
+            f"run{'s' * (not many)} (in a call of MPI's that the program makes itself? It does not "
+            "notice that a rank has ended)"
+        )
     for barrier in barriers:
         barrier.go()
 

@@ -25,6 +25,7 @@ RAISED = (f"{ITSELF} ends the job with an exception:", "[rank {rank}] ValueError
 LEFT = (f"{PEERS}has left (its program ended)", " while rank ")
 KILLED = (f"{PEERS}was killed by signal 9 (Killed)",)
 
+IMPATIENT = "from horo_lite.start import mpi\nmpi._GRACE_S = 3.0"
 PART = "from horo_lite import new_group\npart = new_group([0, 1])"
 SOON = {"HORO_LITE_STALL_WARN_S": "0.5", "HORO_LITE_STALL_ABORT_S": "1"}
 TORCH = """
@@ -111,6 +112,16 @@ ENDS = [
           "hvd.allreduce_async(np.ones(9), name='one more')",
           (f"{ITSELF}: PeerLostError: rank ", "has left", "allreduce 'one more'"), others="pass"),
     Fault("all ranks exit with 3", "sys.exit(3)", others="sys.exit(3)", code=3, messages=0),
+    # MPI's own calls do not notice that a rank ends, which would wait for them in MPI_Finalize.
+    Fault("sys.exit(3), with the others in MPI's barrier", f"{IMPATIENT}\nsys.exit(3)",
+          (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0, 2 still run (in a"),
+          others="from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()", code=3),
+    Fault("sys.exit(text), with rank 0 in MPI's recv, between hosts",
+          f"{IMPATIENT}\nsys.exit('nothing to train on')",
+          ("nothing to train on\n", f"{ITSELF} ends the job: sys.exit('nothing to train on') at ",
+           "; 3 s later rank 0 still runs (in a call of MPI's"),
+          others="from mpi4py import MPI\nif rank == 0: MPI.COMM_WORLD.recv(source=1)", code=1,
+          hosts="1,1,1"),
     Fault("an exception that a part of the world waits for",
           f"{PART}\nfail()", RAISED, others=f"{PART}\nhvd.barrier(group=part)"),
     # A mismatch that nobody catches.

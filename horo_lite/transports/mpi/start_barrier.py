@@ -221,6 +221,11 @@ class StartBarrier:
         """Whether all other ranks have reported that they end: the last that they send here."""
         return len(self._ended_peers()) == self._comm.size - 1
 
+    def going_on(self) -> list[int]:
+        """Return the other ranks that have not reported that they end."""
+        everyone = range(self._comm.size)
+        return [r for r in everyone if r != self._comm.rank and r not in self._ended]
+
     def go(self) -> None:
         """Let ranks that go on know that this one receives nothing any more."""
         self._send(b"", Tag.GONE, but_to=self._ended_peers())
