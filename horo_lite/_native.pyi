@@ -484,6 +484,10 @@ class Job:
     @property
     def name(self) -> str: ...
     @property
+    def position(self) -> int:
+        """All ranks know it by this number; 0: they do not know of it yet."""
+
+    @property
     def times(self) -> tuple[int, int, int, bool]:
         """When it was submitted, all ranks had submitted it, and it was done (0: not yet), by
         CLOCK_MONOTONIC in ns; and whether it failed.

@@ -126,6 +126,9 @@ std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector
 void bind_engine(nb::module_& m) {
   nb::class_<PyJob>(m, "Job", "An operation in flight.")
       .def_prop_ro("name", [](const PyJob& job) { return job.job->entry.name; })
+      .def_prop_ro(
+          "position", [](const PyJob& job) { return job.job->position(); },
+          "All ranks know it by this number; 0: they do not know of it yet.")
       .def("done",
            [](PyJob& job) {
              if (job.job->done()) return true;

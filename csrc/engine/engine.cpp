@@ -93,6 +93,11 @@ void Job::place(uint64_t position) {
   Recorder::of_process().place(record_, position);
 }
 
+uint64_t Job::position() const {
+  const std::lock_guard lock(mutex_);
+  return position_;
+}
+
 void Job::begin() {
   const std::lock_guard lock(mutex_);
   begun_ns = StallDetector::clock_ns();

@@ -97,6 +97,7 @@ class Job {
   void record_as(uint64_t number);
   // All ranks know it by this number.
   void place(uint64_t position);
+  uint64_t position() const;  // 0: no round has announced it yet
   // All ranks have submitted it.
   void begin();
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -109,7 +110,7 @@ class Job {
   void finish(std::exception_ptr error);
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
   std::exception_ptr error_;

@@ -41,6 +41,7 @@ SEND = """
 import socket, sys
 address, n_flows, n_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 connections = [socket.create_connection((address, 5000)) for _ in range(n_flows)]
+print("connected", flush=True)
 import threading
 threads = [threading.Thread(target=c.sendall, args=(bytes(n_bytes),)) for c in connections]
 for thread in threads:
@@ -106,7 +107,8 @@ def test_a_link_is_cut_and_mended() -> None:
         assert receiver.stdout is not None
         receiver.stdout.readline()
         sender = python(network.hosts[0], SEND, network.hosts[1].address, 1, 2 * N_BYTES)
-        time.sleep(0.2)
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == "connected\n"
         network.cut(network.hosts[1])
         mender.start()
         out, _ = receiver.communicate(timeout=60)

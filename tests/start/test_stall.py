@@ -169,11 +169,14 @@ def test_what_was_announced_is_no_stall(capfd: pytest.CaptureFixture[str]) -> No
     """Until the time announced is over; then it says so."""
     told = Told(capfd)
     detectors = detectors_of(2, warn_s=0.2, abort_s=0.5)
+    announced = threading.Event()
 
     def body(group: Group) -> None:
         if group.rank == 0:
             detectors[0].announce(0, "evaluation", 300.0)
+            announced.set()
             time.sleep(0.75)
+        assert announced.wait(PATIENCE * 10)
         ops.barrier(group=group)
         assert not HEADLINE.search(told.text())
         detectors[group.rank].set_limits(0.2, 0.0)

@@ -681,11 +681,12 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
     """So is a finalizer's. Of what they submit asynchronously, the ranks make what they can."""
     result = run_ranks(
         """
-        import signal, time
+        import os, signal, threading, time
+        from pathlib import Path
         import numpy as np, horo_lite as hvd
 
         world = hvd.init(device="cpu")
-        refused, handles = [], []
+        refused, handles, handled = [], [], Path("handled")
 
         class Last:
             def __del__(self):
@@ -702,16 +703,23 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
             last = Last()
             del last
             handles.append(hvd.allreduce_async(np.full(3, 1.0 + world.rank), hvd.Sum, name="later"))
+            handled.touch()
+
+        def signal_in_a_call():
+            while not world.group._running:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGALRM)
 
         signal.signal(signal.SIGALRM, on_signal)
         if world.rank == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0.3)
-            hvd.barrier()  # long enough for the signal: rank 1 comes late
+            threading.Thread(target=signal_in_a_call).start()
+            hvd.barrier()  # which rank 1 comes to after the signal
             assert len(refused) == 2
             for text in refused:
                 assert "allreduce() was called while this thread was in 'barrier'" in text, text
         else:
-            time.sleep(1)
+            while not handled.exists():
+                time.sleep(0.01)
             hvd.barrier()
             handles.append(hvd.allreduce_async(np.full(3, 1.0 + world.rank), hvd.Sum, name="later"))
         assert hvd.synchronize(handles[0]).tolist() == [3.0] * 3
