@@ -288,8 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             end = Path(f"{checkpoint}.end") if args.elastic and args.restarts else None
             if end:
                 env[jobs.END] = str(end)
+            mpiexec = None
             if args.n > 1 or hosts or args.elastic or args.mpiexec_args:
-                program = jobs.find_mpiexec().command(
+                mpiexec = jobs.find_mpiexec()
+                program = mpiexec.command(
                     program,
                     args.n,
                     hosts=hosts,
@@ -303,6 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 place = tempfile.TemporaryDirectory(prefix="hvd-", ignore_cleanup_errors=True)
                 jobs.set_session_folder(env, stack.enter_context(place))
             if not args.restarts:
+                if mpiexec is not None and mpiexec.name == "Open MPI":
+                    jobs.guard_launcher()
                 os.execvpe(program[0], program, env)
 
             def attempt(number: int) -> jobs.Failure | None:

@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -181,6 +182,8 @@ if os.getppid() == int(sys.argv[1]):
 
 # How long a launcher may take to end once all that it started has ended.
 LAUNCHER_S = 10.0
+# How often that is looked for: often at first, to see the ranks of a short job, too.
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.5, 5.0
 
 
 class LauncherWatch:
@@ -194,6 +197,7 @@ class LauncherWatch:
         self._launcher = launcher
         self._ranks: set[str] = set()
         self._size = ""
+        self._began = time.monotonic()
         self._next = 0.0
         self._since: float | None = None
 
@@ -202,13 +206,22 @@ class LauncherWatch:
         now = time.monotonic()
         if now < self._next:
             return False
-        self._next = now + 0.5
+        pause_s = (now - self._began) / 20  # looking costs milliseconds where many processes run
+        self._next = now + min(max(pause_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S)
         children = self._children()
         if children or not self._size or len(self._ranks) < int(self._size):
             self._since = None
         elif self._since is None:
             self._since = now
         return self._since is not None and now >= self._since + LAUNCHER_S
+
+    def words(self) -> str:
+        """Return what to tell the user of a launcher that is left alone."""
+        return (
+            f"[horo_lite] the launcher (pid {self._launcher}) is killed: it has not ended in "
+            f"{LAUNCHER_S:.0f} s, although every rank has. Open MPI's can block itself when ranks "
+            "end\n"
+        )
 
     def _children(self) -> list[int]:
         """Return the launcher's children that have not ended, and note which ranks they are."""
@@ -225,6 +238,41 @@ class LauncherWatch:
                     self._ranks.add(env["OMPI_COMM_WORLD_RANK"])
                     self._size = env.get("OMPI_COMM_WORLD_SIZE", "")
         return children
+
+
+def guard_launcher() -> None:
+    """Leave a process that kills this one, about to become a launcher, if it is left alone.
+
+    It is no child of the launcher's, which knows all of those, and ends with it.
+    """
+    guarded = os.getpid()
+    # Without it (Linux before 5.3, and Pythons built for that) there is no guard.
+    with contextlib.suppress(OSError, AttributeError):
+        ended = os.pidfd_open(guarded)
+        if child := os.fork():
+            os.waitpid(child, 0)
+            os.close(ended)
+            return
+        try:
+            os.setsid()  # a Ctrl-C is the launcher's
+            if os.fork() == 0:
+                _guard(guarded, ended)
+        finally:
+            os._exit(0)
+
+
+def _guard(guarded: int, ended: int) -> None:
+    def has_ended(within_s: float) -> bool:
+        return bool(select.select([ended], [], [], within_s)[0])
+
+    watch = LauncherWatch(guarded)
+    while not has_ended(_SHORTEST_LOOK_S):
+        if watch.is_left_alone():
+            os.write(2, watch.words().encode())
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                signal.pidfd_send_signal(ended, number)
+                if has_ended(_GRACE_S):
+                    return
 
 
 class Job:
@@ -302,11 +350,7 @@ class Job:
                 if failed_at is not None and time.monotonic() > failed_at + grace_s:
                     break
                 if launcher.is_left_alone():
-                    self._print_error(
-                        f"[horo_lite] the launcher (pid {self._launcher.pid}) is killed: it has "
-                        f"not ended in {LAUNCHER_S:.0f} s, although every rank has. Open MPI's can "
-                        "block itself when a rank ends early\n"
-                    )
+                    self._print_error(launcher.words())
                     break
         finally:
             if self._launcher.poll() != 0:

@@ -34,6 +34,7 @@ def open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started(command, dict(env))
 
     monkeypatch.setattr(os, "execvpe", start)
+    monkeypatch.setattr(jobs, "guard_launcher", lambda: None)  # it would watch this process
     found = jobs.Mpiexec("/x/mpiexec", "Open MPI", "5.0.8")
     monkeypatch.setattr(jobs, "find_mpiexec", lambda: found)
 

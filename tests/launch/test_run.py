@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -464,6 +465,34 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
     assert out == "ranks ended\n"
     assert "although every rank has" in err
     assert "although every rank has" in job.tail
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_launcher_in_place_of_the_command_is_guarded(ends: bool, tmp_path: Path) -> None:
+    """Whether it ends or is killed, afterwards nobody holds its pipes."""
+    fake = tmp_path / "mpiexec"
+    fake.write_text(
+        "#!/bin/sh\n"
+        "[ $1 = --version ] && exec echo 'mpiexec (Open MPI) 5.0.11'\n"
+        f"{RANKS.format('0 1')}; sleep 2 & done; wait; echo ranks ended\n"
+        f"{'' if ends else 'exec sleep 600'}\n"
+    )
+    fake.chmod(0o755)
+    command = (
+        "import sys; from horo_lite import __main__; from horo_lite.launch import jobs\n"
+        "jobs.LAUNCHER_S = 2.0; sys.exit(__main__.main())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", command, "-n", "2", "true"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "MPIEXEC": str(fake)},
+        check=False,
+    )
+    assert found.returncode == (0 if ends else -signal.SIGTERM)
+    assert found.stdout == "ranks ended\n"
+    assert ("although every rank has" in found.stderr) == (not ends)
 
 
 @pytest.mark.parametrize(

@@ -218,11 +218,7 @@ def _end_of(job: Job, told: str) -> Result:
     try:
         job.wait_for_launcher(LIMIT_S)
     except subprocess.TimeoutExpired:
-        for pid in job.ranks().values():  # faulthandler shows where they are
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-                os.kill(pid, signal.SIGABRT)
-        time.sleep(2)
+        job.show_stacks()
         left = [f"{pid}: {_look_of(pid)}" for pid in job.processes()]
         raise FindingError(f"{told}\nhangs: {left}\n{job.result()}") from None
     return job.result()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
-from launch import TESTS, environment
+from launch import PATIENCE, TESTS, Job, environment
 
 SCRIPTS = TESTS / "as_horovod" / "scripts"
 
@@ -21,20 +22,16 @@ def run_script(
     env: Mapping[str, str] | None = None,
     path: str = "",
 ) -> str:
-    """What the script printed on `n` ranks; `path` comes first where modules are looked for."""
+    """What the script printed on `n` ranks; `path` comes first where modules are looked for.
+
+    LaunchTimeoutError, with the stacks of all processes, where it has not ended in `timeout_s`.
+    """
     command = [sys.executable, "-m", "horo_lite", "-n", str(n), "--as-horovod"]
     command += [str(SCRIPTS / script), *map(str, args)]
     path = os.pathsep.join(filter(None, [path, *sys.path]))
-    found = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}),
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    env = environment({"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})})
+    with contextlib.closing(Job(command, env, Path.cwd())) as job:
+        return job.wait(timeout_s / PATIENCE).check().stdout
 
 
 def figures(text: str, n: int) -> list[float]:

@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +242,7 @@ class Job:
         try:
             self.wait_for_launcher(PATIENCE * timeout_s)
         except subprocess.TimeoutExpired:
+            self.show_stacks()
             self.kill()
             raise LaunchTimeoutError(
                 f"still running after {PATIENCE * timeout_s} s:\n{self.result()}"
@@ -262,7 +265,39 @@ class Job:
                 if time.monotonic() > until:
                     raise
             if watch.is_left_alone():
+                self.show_stacks()
                 self.kill()
+
+    def show_stacks(self) -> None:
+        """On stderr stands where every process is; the ranks die of it.
+
+        Of all threads what they wait for in the kernel, and where there is gdb their C stacks;
+        of the ranks' also those in Python, which faulthandler prints when it gets SIGABRT.
+        """
+        for pid in sorted(self.processes()):
+            self._say(f"\nprocess {pid}: {_look_of(pid)}\n")
+            if gdb := shutil.which("gdb"):
+                command = [gdb, "-nx", "-batch", "-p", str(pid), "-ex", "thread apply all bt 40"]
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    subprocess.run(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._err,
+                        stderr=subprocess.DEVNULL,
+                        timeout=60,
+                        check=False,
+                    )
+        ranks = self.ranks().values()
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, signal.SIGABRT)
+        if ranks:
+            time.sleep(2)  # until the launcher has passed on what they print
+
+    def _say(self, text: str) -> None:
+        # The job's processes have the same file, with the same place where writing goes on.
+        os.write(self._err.fileno(), text.encode(errors="backslashreplace"))
 
     def result(self) -> Result:
         """How the job stands, or has ended; -999 is the exit code of one that still runs."""
@@ -274,6 +309,19 @@ class Job:
             self.stderr(),
             time.monotonic() - self._began,
         )
+
+
+def _look_of(pid: int) -> str:
+    """What a process runs, and how many of its threads wait for what in the kernel."""
+    threads: Counter[str] = Counter()
+    words = "gone"
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            name, where = ((task / file).read_text().strip() for file in ("comm", "wchan"))
+            threads[f"{name} {state} in {where}"] += 1
+    return "\n  ".join([words, *(f"{n} x {look}" for look, n in threads.most_common())])
 
 
 def _is_path(text: str) -> bool:
