@@ -19,6 +19,8 @@ namespace {
 // How long the training thread waits before its engine announces it, and how often the engine repeats that.
 constexpr double kBlockedSeconds = 0.05;
 constexpr double kForeverSeconds = 3600.0;
+// What `top -H`, gdb and py-spy call the engine's thread; the kernel takes 15 characters.
+constexpr const char* kThreadName = "horo_lite async";
 // Without THREAD_MULTIPLE: how soon the engine is back with its next call of MPI, unless it waits for a peer, and how
 // many of those one poll() serves at most.
 constexpr double kNextCallSeconds = 100e-6;
@@ -66,6 +68,24 @@ class Reader {
   const std::string& text_;
   size_t position_ = 0;
 };
+
+void write_entry(Writer& writer, const Entry& entry) {
+  writer.string(entry.name);
+  writer.number(entry.is_withdrawal);
+  if (entry.is_withdrawal) return;
+  writer.number(entry.digest);
+  writer.real(entry.weight);
+}
+
+Entry read_entry(Reader& reader) {
+  Entry entry;
+  entry.name = reader.string();
+  entry.is_withdrawal = reader.number() != 0;
+  if (entry.is_withdrawal) return entry;
+  entry.digest = reader.number();
+  entry.weight = reader.real();
+  return entry;
+}
 
 }  // namespace
 
@@ -259,6 +279,7 @@ size_t Engine::n_in_flight() {
 }
 
 void Engine::loop() {
+  pthread_setname_np(pthread_self(), kThreadName);
   while (true) {
     size_t n_jobs;
     {
@@ -308,53 +329,50 @@ void Engine::exchange_round() {
   mine.number(wait.beside);
   {
     const std::lock_guard lock(mutex_);
-    for (const Entry& entry : unannounced_) {
-      mine.string(entry.name);
-      mine.number(entry.is_withdrawal);
-      if (entry.is_withdrawal) continue;
-      mine.number(entry.digest);
-      mine.real(entry.weight);
-    }
+    for (const Entry& entry : unannounced_) write_entry(mine, entry);
     unannounced_.clear();
   }
   const std::vector<std::string> everyone = exchange(mine.text());
 
   ++n_rounds_;
-  const int n_ranks = channel_->size();
-  std::vector<Waits> waits(n_ranks);
+  std::vector<Waits> waits(channel_->size());
   bool something_new = false;
-  for (int r = 0; r < n_ranks; ++r) {
+  for (int r = 0; r < channel_->size(); ++r) {
     Reader reader(everyone[r]);
     waits[r].training = reader.number();
     waits[r].beside = reader.number();
-    while (!reader.at_end()) {
-      something_new = true;
-      Entry entry;
-      entry.name = reader.string();
-      if (reader.number() != 0) {
-        withdrawn(r, entry.name);
-        continue;
-      }
-      entry.digest = reader.number();
-      entry.weight = reader.real();
-      entry.sequence = ++n_announced_;
-      const auto [found, is_first] = known_.try_emplace(entry.name);
-      if (is_first) order_.push_back(entry.name);
-      Known& known = found->second;
-      if (is_first) known.position = entry.sequence;
-      known.entries.resize(n_ranks);
-      known.has.resize(n_ranks);
-      known.has[r] = true;
-      known.latest = known.round == n_rounds_ ? -1 : r;
-      known.round = n_rounds_;
-      known.entries[r] = std::move(entry);
-      if (r == channel_->rank()) {
-        const std::lock_guard lock(mutex_);
-        if (const auto job = jobs_.find(found->first); job != jobs_.end()) job->second->place(known.position);
-      }
-    }
+    something_new = something_new || !reader.at_end();
+    while (!reader.at_end()) announced(r, read_entry(reader));
   }
+  const bool something_ran = run_ready();
+  if (are_stuck(waits, something_new || something_ran) && known_.size() > known_.count(kJoin)) fail_unmatched();
+}
 
+void Engine::announced(int rank, Entry entry) {
+  if (entry.is_withdrawal) {
+    withdrawn(rank, entry.name);
+    return;
+  }
+  entry.sequence = ++n_announced_;
+  const auto [found, is_first] = known_.try_emplace(entry.name);
+  auto& [name, known] = *found;
+  if (is_first) {
+    order_.push_back(name);
+    known.position = entry.sequence;
+    known.entries.resize(channel_->size());
+    known.has.resize(channel_->size());
+  }
+  known.has[rank] = true;
+  known.latest = known.round == n_rounds_ ? -1 : rank;
+  known.round = n_rounds_;
+  known.entries[rank] = std::move(entry);
+  if (rank != channel_->rank()) return;
+  const std::lock_guard lock(mutex_);
+  if (const auto job = jobs_.find(name); job != jobs_.end()) job->second->place(known.position);
+}
+
+// Runs what all ranks have submitted; whether there was any.
+bool Engine::run_ready() {
   std::vector<std::string> ready;
   const auto is_due = [this](const std::string& name) { return is_ready(name); };
   std::copy_if(order_.begin(), order_.end(), std::back_inserter(ready), is_due);
@@ -368,22 +386,26 @@ void Engine::exchange_round() {
     run(name, std::move(known));
   }
   if (!ready.empty()) moved_ns_ = StallDetector::clock_ns();
+  return !ready.empty();
+}
 
+// Whether no rank can go on by itself: all of them wait, as they did in the last round, and nothing has `moved` in this
+// one (another thread's operation, while one waits).
+bool Engine::are_stuck(const std::vector<Waits>& waits, bool moved) {
   // Direct calls that all ranks wait in will end by themselves.
   bool all_wait = true, some_wait_here = false, all_wait_beside = true;
-  for (int r = 0; r < n_ranks; ++r) {
+  for (int r = 0; r < channel_->size(); ++r) {
     if (has_joined(r)) continue;  // it does what the others do
     all_wait = all_wait && waits[r].training != 0;
     some_wait_here = some_wait_here || waits[r].training % 2 == 1;
     all_wait_beside = all_wait_beside && waits[r].beside != 0;
   }
-  const bool moved = something_new || !ready.empty();  // another thread's, while one waits
+  const Waits& wait = waits[channel_->rank()];
   const bool nothing_moved = !moved && waits == last_waits_;
   const bool still = !moved && !last_waits_.empty() && last_waits_[channel_->rank()] == wait;
   n_stuck_rounds_ = wait == Waits{} ? 0 : still ? n_stuck_rounds_ + 1 : 1;
   last_waits_ = waits;
-  const bool all_stuck = (all_wait && some_wait_here) || all_wait_beside;
-  if (all_stuck && nothing_moved && known_.size() > known_.count(kJoin)) fail_unmatched();
+  return nothing_moved && ((all_wait && some_wait_here) || all_wait_beside);
 }
 
 // What `rank` has submitted under this name, if it was not run in an earlier round, it has not submitted.

@@ -197,7 +197,10 @@ class Engine {
   void loop();
   void pump(double timeout_s);  // one turn of the loop
   void exchange_round();
+  void announced(int rank, Entry entry);
   void withdrawn(int rank, const std::string& name);
+  bool run_ready();
+  bool are_stuck(const std::vector<Waits>& waits, bool moved);
   bool has_joined(int rank) const;
   bool is_ready(const std::string& name) const;
   void run(const std::string& name, Known known);

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
-from launch import run_ranks
+from launch import run_ranks, run_threads
+
+import horo_lite as hvd
 
 JOB = """\
 import sys, time
@@ -47,3 +52,14 @@ assert was_complete, "the reductions waited for the GIL"
 @pytest.mark.parametrize(("ranks", "hosts"), [(2, ""), (2, "1,1"), (3, "2,1")])
 def test_reductions_need_no_gil(ranks: int, hosts: str) -> None:
     run_ranks(JOB, ranks, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=90).check()
+
+
+def test_the_system_shows_which_threads_are_engines() -> None:
+    def body(group: hvd.Group) -> int:
+        handle = hvd.allreduce_async(np.array([group.rank + 1.0]), hvd.Sum, name="x", group=group)
+        assert group.synchronize(handle).tolist() == [3.0]
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        hvd.barrier(group=group)  # until then no engine ends
+        return names.count("horo_lite async\n")
+
+    assert run_threads(2, body) == [2, 2]
