@@ -182,7 +182,6 @@ void bind_engine(nb::module_& m) {
           "watched_by",
           [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },
           "detector"_a, "To be called at once, if at all.")
-      .def("n_in_flight", &Engine::n_in_flight)
       .def_prop_ro("n_failed", &Engine::n_failed, "How often everything that lacked a match has failed.")
       .def("drain", &Engine::drain, nb::call_guard<WithoutGil>())
       .def(

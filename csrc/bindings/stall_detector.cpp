@@ -74,10 +74,6 @@ void bind_stall_detector(nb::module_& m) {
       .def(
           "scope", [](const PyStallDetector& l, const std::vector<int>& ranks) { return l.scope(ranks); }, "ranks"_a)
       .def(
-          "waited_for",
-          [](PyStallDetector& l, int rank, double s) { l.waited_for(rank, static_cast<int64_t>(s * 1e9)); }, "rank"_a,
-          "seconds"_a)
-      .def(
           "lateness",
           [](const PyStallDetector& l) {
             std::vector<std::pair<int64_t, double>> all;
