@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from horo_lite.launch.model import Costs, Network, allreduce, eight_bits, step, two_levels
-from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, LAST_BUCKETS
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, LAST_BUCKETS, is_one_bucket
 
 INT8 = "int8"
 _EXAMPLES = """\
@@ -173,8 +173,9 @@ def _row(
     wire = costs.wires[name]
     found = allreduce(n_elements, hosts, args.ranks, wire, costs, network)
     leveled = allreduce(n_elements, hosts, args.ranks, wire, costs, network, two_levels(hosts))
-    n_bytes, last_bytes = n_elements * wire.element_bytes, args.bucket_bytes / LAST_BUCKETS[0]
-    last = 1.0 if n_bytes <= 2 * last_bytes else last_bytes / n_bytes
+    n_bytes = n_elements * wire.element_bytes
+    alone = is_one_bucket(n_bytes, args.bucket_bytes)
+    last = 1.0 if alone else args.bucket_bytes / LAST_BUCKETS[0] / n_bytes
     stepped = step(
         args.compute_s,
         found,

@@ -15,6 +15,11 @@ LAST_BUCKETS = 8, 4, 2
 """The last bucket has at most `bucket_bytes` divided by the first of them, and so on."""
 
 
+def is_one_bucket(n_bytes: float, bucket_bytes: float) -> bool:
+    """Whether gradients of `n_bytes` in all are too few to be divided into smaller last buckets."""
+    return n_bytes <= 2 * bucket_bytes / LAST_BUCKETS[0]
+
+
 @dataclass(frozen=True)
 class Entry:
     """The gradient of one parameter: its name and what it looks like in memory."""
@@ -111,8 +116,8 @@ class Plan:
 
     def _divide(self, indices: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Divide them into buckets that become smaller towards the end."""
-        few = sum(map(self.wire_bytes, indices)) <= 2 * self.bucket_bytes // LAST_BUCKETS[0]
-        parts = () if few else LAST_BUCKETS
+        total = sum(map(self.wire_bytes, indices))
+        parts = () if is_one_bucket(total, self.bucket_bytes) else LAST_BUCKETS
         largest = chain((self.bucket_bytes // part for part in parts), repeat(self.bucket_bytes))
         current: list[int] = []
         n_bytes, most = 0, next(largest)
