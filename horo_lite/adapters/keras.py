@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 
 from horo_lite.adapters import to_host
-from horo_lite.adapters.object import Adapter, Array, Named
+from horo_lite.adapters.object import Array, Named, VariablesAdapter
 
 KINDS = (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer)
 
 
-class KerasAdapter(Adapter):
+class KerasAdapter(VariablesAdapter):
     """What Keras keeps is in variables; gradients are never there, but given to `apply()`."""
 
     face = "horo_lite.keras"
@@ -29,13 +28,6 @@ class KerasAdapter(Adapter):
         if isinstance(owner, keras.optimizers.Optimizer):
             return [(variable.path, variable) for variable in owner.variables]
         return []
-
-    def state(self, optimizer: Any) -> Any | None:
-        return [np.array(self.value(variable)) for _, variable in self.parameters(optimizer)]
-
-    def set_state(self, optimizer: Any, state: Any) -> None:
-        for (_, variable), array in zip(self.parameters(optimizer), state, strict=True):
-            self.set_value(variable, array)
 
     def value(self, parameter: Any) -> Array:
         return to_host(parameter.value)

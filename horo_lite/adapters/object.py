@@ -207,6 +207,17 @@ class Adapter:
         return array[()] if isinstance(like, np.generic) else array
 
 
+class VariablesAdapter(Adapter):
+    """Optimizers that keep their state in variables, all of which `parameters()` lists."""
+
+    def state(self, optimizer: Any) -> Any | None:
+        return [np.array(self.value(variable)) for _, variable in self.parameters(optimizer)]
+
+    def set_state(self, optimizer: Any, state: Any) -> None:
+        for (_, variable), array in zip(self.parameters(optimizer), state, strict=True):
+            self.set_value(variable, array)
+
+
 def name_leaves(tree: Any, place: str) -> Named:
     """The leaves of nested dicts, lists and tuples, each with a name that says where it is.
 

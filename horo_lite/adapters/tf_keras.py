@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import tf_keras
 
-from horo_lite.adapters.object import Named
+from horo_lite.adapters.object import Named, VariablesAdapter
 from horo_lite.adapters.tensorflow import TensorflowAdapter
 
 OPTIMIZERS = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
 
 
-class TfKerasAdapter(TensorflowAdapter):
+class TfKerasAdapter(VariablesAdapter, TensorflowAdapter):
     """What it keeps is in tf.Variables; gradients are given to `apply_gradients()`."""
 
     face = "horo_lite.keras"
@@ -29,13 +28,6 @@ class TfKerasAdapter(TensorflowAdapter):
             found = found() if callable(found) else found  # a method in the legacy family
             return [(variable.name, variable) for variable in found]
         return []
-
-    def state(self, optimizer: Any) -> Any | None:
-        return [np.array(self.value(variable)) for _, variable in self.parameters(optimizer)]
-
-    def set_state(self, optimizer: Any, state: Any) -> None:
-        for (_, variable), array in zip(self.parameters(optimizer), state, strict=True):
-            self.set_value(variable, array)
 
 
 ADAPTER = TfKerasAdapter()
