@@ -147,40 +147,7 @@ class _Run:
         n_ranks, event = size(), "loss was noticed"
         while True:
             comm = communicator()
-            result: Any = None
-            error: BaseException | None = None
-            came, trains = _DONE | _NO_ERROR, False
-            try:
-                if not self._changed_at:
-                    self._state.read_checkpoint()
-                    self._state.sync()
-                else:
-                    self._resume()
-                    if rank() == 0:
-                        took_s = time.monotonic() - self._changed_at
-                        _print(f"{_ranks(size())} on, {took_s:.2f} s after the {event}")
-                self._prepare_growth()
-                trains = True
-                try:
-                    result = self._train()
-                except SystemExit as exit:
-                    if exit.code:
-                        raise
-                    error = exit  # to be raised when all ranks are done
-                if comm is not None:
-                    messages().finish()
-                    world().group.agree("elastic.run", "the end of training")
-            except (TooFewRanksError, KeyboardInterrupt):
-                raise
-            except HostsUpdatedInterrupt as interrupt:
-                error, came = interrupt, _GROWS | _NO_ERROR
-            except SystemExit as exit:
-                error, came = exit, _RAISED
-            except Exception as raised:
-                # TensorFlow and JAX make another of what was raised in a graph.
-                cause = behind(raised) or raised
-                # Before training, MPI may have delivered anything while a rank died.
-                error, came = cause, _RAISED if trains and not _is_loss(cause) else _NO_ERROR
+            came, error, result = self._train_in_this_world(comm, event)
             self._changed_at = time.monotonic()
             if comm is not None and not came & (_DONE | _GROWS):
                 abandon(f"{type(error).__name__}: {error}")
@@ -210,6 +177,51 @@ class _Run:
                 which = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {n_ranks}"
                 _print(f"lost {which}. {error or ''}")
             n_ranks, event = size(), "loss was noticed"
+
+    def _train_in_this_world(self, comm: Any, event: str) -> tuple[int, BaseException | None, Any]:
+        """How this rank came out of training, what it raised, and what the function returned.
+
+        `comm` is the world's communicator, `event` what the last world ended with.
+        """
+        result: Any = None
+        error: BaseException | None = None
+        trains = False
+        try:
+            self._begin(event)
+            trains = True
+            try:
+                result = self._train()
+            except SystemExit as exit:
+                if exit.code:
+                    raise
+                error = exit  # to be raised when all ranks are done
+            if comm is not None:
+                messages().finish()
+                world().group.agree("elastic.run", "the end of training")
+        except (TooFewRanksError, KeyboardInterrupt):
+            raise
+        except HostsUpdatedInterrupt as interrupt:
+            return _GROWS | _NO_ERROR, interrupt, None
+        except SystemExit as exit:
+            return _RAISED, exit, None
+        except Exception as raised:
+            # TensorFlow and JAX make another of what was raised in a graph.
+            cause = behind(raised) or raised
+            # Before training, MPI may have delivered anything while a rank died.
+            return _RAISED if trains and not _is_loss(cause) else _NO_ERROR, cause, None
+        return _DONE | _NO_ERROR, error, result
+
+    def _begin(self, event: str) -> None:
+        """All ranks of this world have the state that training starts or goes on from."""
+        if not self._changed_at:
+            self._state.read_checkpoint()
+            self._state.sync()
+        else:
+            self._resume()
+            if rank() == 0:
+                took_s = time.monotonic() - self._changed_at
+                _print(f"{_ranks(size())} on, {took_s:.2f} s after the {event}")
+        self._prepare_growth()
 
     def _prepare_growth(self) -> None:
         """Start replacements where they are wanted, and check for them at commits."""
@@ -269,7 +281,11 @@ class _Run:
         ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
         raise TooFewRanksError(
             f"{ranks} left, fewer than min_size={self._min_size}: "
-            + (f"the state is in {path}" if path else "the state is not saved, as it has no path")
+            + (
+                f"the state is in {path}"
+                if path
+                else "State(checkpoint=…) would have saved the state"
+            )
         )
 
 

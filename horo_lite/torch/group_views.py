@@ -54,16 +54,14 @@ class _Compressing(_GroupView):
 
 def group_for(group: Group, op: Op | AdasumOp, compression: Any) -> Any:
     """What the reducer exchanges through; one a group, since it numbers the reducers of each."""
-    key, view = compression, _GroupView(group)
     if isinstance(op, AdasumOp):
         if group.rank == 0:
             warn_of_compression(compression)
-        key, view = "Adasum", _Adasum(group)
-    elif not isinstance(compression, Compressor):
+        return _views.setdefault(group, {}).setdefault("Adasum", _Adasum(group))
+    if not isinstance(compression, Compressor):
         view = _Compressing(group, compression)
-    else:
-        return group
-    return _views.setdefault(group, {}).setdefault(key, view)
+        return _views.setdefault(group, {}).setdefault(compression, view)
+    return group
 
 
 _views: weakref.WeakKeyDictionary[Group, dict[Any, Any]] = weakref.WeakKeyDictionary()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from horo_lite.errors import LauncherError
@@ -92,38 +93,20 @@ def connect(
     executor = None if beside is None else beside.executor
     between_hosts = len(set(host_of_rank)) > 1 or executor is not None
     roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
-    stall_detector = None if beside is None else beside.stall_detector
-    pipes = Pipes() if beside is None and not between_hosts else None
-    inbox = None if pipes is None else pipes.inbox
-    host = share_memory(
+    share = partial(
+        share_memory,
         comm,
-        host_of_rank,
-        between_hosts=between_hosts,
         n_transports=len(roles),
         ranks=ranks,
-        stall_detector=stall_detector,
-        inbox=inbox,
+        stall_detector=None if beside is None else beside.stall_detector,
     )
-    if isinstance(host, str) and isinstance(comm, ObjectCommunicator):
-        raise LauncherError(
-            f"the ranks of this host cannot share memory ({host}), and MPI, which could be used "
-            "instead, did not start them: start the job with mpiexec or `python -m horo_lite`"
-        )
+    pipes = Pipes() if beside is None and not between_hosts else None
+    inbox = None if pipes is None else pipes.inbox
+    host = share(host_of_rank, between_hosts=between_hosts, inbox=inbox)
     if isinstance(host, str):
-        warnings.warn(
-            f"horo_lite: the ranks of a host cannot share memory ({host}); they exchange through "
-            "MPI instead, which is slower",
-            stacklevel=3,
-        )
+        _report_no_shared_memory(comm, host)
         between_hosts = True
-        host = share_memory(
-            comm,
-            range(comm.size),
-            between_hosts=True,
-            n_transports=len(roles),
-            ranks=ranks,
-            stall_detector=stall_detector,
-        )
+        host = share(range(comm.size), between_hosts=True)
         if isinstance(host, str):
             raise OSError(f"horo_lite needs shared memory, and there is none: {host}")
     if not between_hosts:
@@ -142,6 +125,24 @@ def connect(
     direct = hosts[Role.DIRECT]
     mailbox = HostsMailbox(direct.carrier.world_channel(), direct) if beside is None else None
     return Links(direct, hosts[Role.ENGINE], hosts.get(Role.WATCHDOG), mailbox)
+
+
+def _report_no_shared_memory(comm: MPI.Comm | ObjectCommunicator, why: str) -> None:
+    """Warn that the ranks of a host will exchange through MPI.
+
+    Raises:
+        LauncherError: MPI did not start them.
+    """
+    if isinstance(comm, ObjectCommunicator):
+        raise LauncherError(
+            f"the ranks of this host cannot share memory ({why}), and MPI, which could be used "
+            "instead, did not start them: start the job with mpiexec or `python -m horo_lite`"
+        )
+    warnings.warn(
+        f"horo_lite: the ranks of a host cannot share memory ({why}); they exchange through "
+        "MPI instead, which is slower",
+        stacklevel=4,
+    )
 
 
 def _carriers(
