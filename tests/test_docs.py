@@ -71,6 +71,69 @@ def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
         assert made, f"`make {target}`, which does not exist"
 
 
+def tree_of_the_architecture() -> list[str]:
+    """The paths that the tree in ARCHITECTURE.md lists, in its order; folders end with a slash."""
+    found: list[str] = []
+    folders: list[str] = []
+    for line in (ROOT / "ARCHITECTURE.md").read_text().split("```")[1].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        if depth > 2:  # the description of the line above goes on
+            continue
+        for name in line.split():
+            if not re.fullmatch(r"\w+(/|\.py|\.h)", name):
+                break
+            found.append("".join([*folders[:depth], name]))
+            if name.endswith("/"):
+                folders[depth:] = [name]
+    return found
+
+
+def test_the_tree_of_the_architecture_is_that_of_the_repository() -> None:
+    tree = tree_of_the_architecture()
+    assert len(tree) > 70
+    assert [path for path in tree if not (ROOT / path).exists()] == []
+    # A folder some of whose files are listed has no others.
+    for folder in {path.rstrip("/").rpartition("/")[0] for path in tree} - {""}:
+        there = {
+            f"{folder}/{path.name}{'/' * path.is_dir()}"
+            for path in (ROOT / folder).iterdir()
+            if path.suffix in (".py", ".h") or (path.is_dir() and not path.name.startswith("_"))
+        }
+        assert there - {f"{folder}/__init__.py"} <= set(tree), folder
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_what_a_page_for_developers_names_exists(page: str) -> None:
+    """Paths, and names in backticks. "NAME" stands for that of a framework."""
+    text = (ROOT / page).read_text()
+    places = ("horo_lite", "csrc", "tests", "docs", "examples", "benchmarks")
+    paths = re.findall(rf"(?<![\w./-])(?:{'|'.join(places)})/[\w./*-]*[\w*]", text)
+    assert [path for path in paths if not any(ROOT.glob(path.replace("NAME", "*")))] == []
+
+    files = [*ROOT.glob("*"), *(path for place in places for path in (ROOT / place).rglob("*"))]
+    ends = {"/".join(path.parts[i:]) for path in files for i in (-3, -2, -1)}
+    kinds = (".py", ".pyi", ".h", ".cpp", ".cu", ".md")
+    sources = [path for path in files if path.suffix in kinds and path.parent != ROOT]
+    sources += [ROOT / name for name in ("Makefile", "pyproject.toml", "setup.py", ".ci/run")]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    names = {name for name in re.findall(r"`([^`\s]+)`", prose) if "NAME" not in name}
+    is_path = re.compile(r"\w[\w/]*(/|\.(py|h|cpp|cu))")
+    is_name = re.compile(r"[A-Za-z_][\w.]*(\(.*\))?")
+    assert len(list(filter(is_name.fullmatch, names))) > 40
+    missing = [
+        name
+        for name in names
+        if (is_path.fullmatch(name) and name.rstrip("/") not in ends)
+        or (
+            is_name.fullmatch(name)
+            and not is_path.fullmatch(name)
+            and not set(re.findall(r"\w+", name.partition("(")[0])) <= words
+        )
+    ]
+    assert missing == []
+
+
 def loaded(path: Path) -> ModuleType:
     """A module of the docs, by its path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

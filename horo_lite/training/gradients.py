@@ -48,7 +48,7 @@ def average_gradients(
 
     MismatchError on every rank, naming the first leaf that differs ("layers[0].weight") and who has
     what; the next call may be made. TypeError, naming it, for a leaf that is no array. All arrays
-    travel as one. Costs a copy of them, and two meetings of the ranks beside the bytes.
+    travel as one. Costs a copy of them, and two handshakes beside the bytes.
 
     Args:
         gradients: The tree. It is not changed.

@@ -76,7 +76,7 @@ class DistributedOptimizer(Wrapper):
     RuntimeError. `step()` after `synchronize()` never averages twice. Several backward passes may
     add to the gradients before either is called.
 
-    Costs two meetings of the ranks a step beside the bytes. MismatchError on every rank, naming
+    Costs two handshakes a step beside the bytes. MismatchError on every rank, naming
     the first that differs, where ranks come with different parameters, gradients or options; a
     gradient missing on some ranks counts as zeros there.
     """
