@@ -1070,7 +1070,10 @@ def join() -> int:
             errors.append(error)
 
     # The others may operate among part of the ranks at any time, and wait for this one there.
-    threads = [threading.Thread(target=join_part, args=(part,), daemon=True) for part in parts]
+    threads = [
+        threading.Thread(target=join_part, args=(part,), name="horo_lite join", daemon=True)
+        for part in parts
+    ]
     for thread in threads:
         thread.start()
     last = everyone.join()

@@ -235,8 +235,8 @@ class DistributedOptimizer:
             if reducer is not None and id(p) not in self._known:
                 raise RuntimeError(
                     f"the first gradient of {p.name!r} came on rank {self.global_rank} after "
-                    "others had left: DistributedOptimizer(…, parameters=model.get_params()) "
-                    "tells of all parameters before"
+                    "others had left: pass parameters=model.get_params() to DistributedOptimizer, "
+                    "so that it knows them all from the beginning"
                 )
             gradient = self._gradient_of(p).receive(g, clip)
             if reducer is not None:

@@ -510,7 +510,8 @@ class Exchange:
         if self.group.rank == 0:
             warnings.warn(
                 "horo_lite: gradient_as_bucket_view=True, but the ranks cannot see each other's "
-                "memory, or one got none: gradients are exchanged as without it",
+                "memory (do they run as one user, in one container?), or one got none: gradients "
+                "are exchanged as without it",
                 stacklevel=2,
             )
         self._shares = False

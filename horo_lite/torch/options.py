@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,17 +59,25 @@ class TorchOptions(Options):
 
     @staticmethod
     def _check_groups(n: Any, groups: Any) -> None:
-        if not isinstance(n, int) or n < 0 or (isinstance(groups, int) and groups < 0):
-            raise ValueError("the number of groups is 0 or more")
-        if groups is None or isinstance(groups, int):
+        if not isinstance(n, int) or n < 0:
+            raise ValueError(f"num_groups is a number, 0 or more, not {n!r}")
+        if groups is None or (isinstance(groups, int) and groups >= 0):
             return
         if not isinstance(groups, (list, tuple)) or not all(
             isinstance(group, (list, tuple)) for group in groups
         ):
-            raise ValueError("groups is a number, or a list of lists of parameters")
-        seen = Counter(id(parameter) for group in groups for parameter in group)
-        if any(count > 1 for count in seen.values()):
-            raise ValueError("a parameter is in two of the groups")
+            what = groups if isinstance(groups, int) else f"a {type(groups).__name__} of others"
+            raise ValueError(
+                f"groups is a number, 0 or more, or a list of lists of parameters, not {what}"
+            )
+        place_of: dict[int, str] = {}
+        for g, group in enumerate(groups):
+            for i, parameter in enumerate(group):
+                here = f"groups[{g}][{i}]"
+                if place_of.setdefault(id(parameter), here) != here:
+                    raise ValueError(
+                        f"{here} is the same parameter as {place_of[id(parameter)]}: name it once"
+                    )
 
     def compared(self) -> list[tuple[str, str]]:
         """Those that the ranks compare, beside what a Reducer does by itself."""

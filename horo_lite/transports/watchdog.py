@@ -378,7 +378,7 @@ class Watchdog:
                 handle.is_void = handle.withdraw(beside=True)
 
         # Not for ever, as in _abort: the engine may be in a call of NCCL's.
-        thread = threading.Thread(target=withdraw, daemon=True)
+        thread = threading.Thread(target=withdraw, name="horo_lite withdraws", daemon=True)
         thread.start()
         thread.join(ABORT_S)
 
@@ -386,7 +386,9 @@ class Watchdog:
         # All at once: aborting one may wait for memory that a stuck kernel of another keeps. Not
         # for ever: NCCL may not come back, and the program must raise the error nevertheless.
         aborts = [
-            threading.Thread(target=stream.fail, args=(str(error),), daemon=True)
+            threading.Thread(
+                target=stream.fail, args=(str(error),), name="horo_lite aborts", daemon=True
+            )
             for stream in self._streams
         ]
         for abort in aborts:

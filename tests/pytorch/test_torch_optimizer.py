@@ -398,7 +398,7 @@ def test_wrong_arguments() -> None:
             "more than 0": {"gradient_predivide_factor": 0.0},
             "0 or more": {"num_groups": -1},
             "list of lists": {"groups": [net[0].weight]},
-            "two of the groups": {"groups": [[net[0].weight], [net[0].weight]]},
+            r"groups\[1\]\[0\] is the same": {"groups": [[net[0].weight], [net[0].weight]]},
             "compression is one of": {"compression": "fp16"},
         }.items():
             with pytest.raises(ValueError, match=error):

@@ -107,7 +107,10 @@ class Staged:
                 "DistributedOptimizer, which runs on NCCL"
             )
         if tensor.layout is not torch.strided:
-            raise ValueError(f"only all_reduce takes sparse tensors ({tensor.layout})")
+            raise ValueError(
+                f"a tensor is sparse ({tensor.layout}), and only all_reduce takes such: call "
+                ".to_dense() before"
+            )
         tensor = tensor.detach()
         if tensor.is_complex():
             self.is_complex = True

@@ -181,7 +181,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         if torch.device(device).type != "cpu":
-            raise RuntimeError(f"horo_lite is a backend for tensors of the CPU, not of {device}")
+            raise RuntimeError(
+                f"horo_lite is a backend for tensors of the CPU, not of {device}: use the backend "
+                "nccl for those"
+            )
         return self
 
     def _set_sequence_number_for_group(self) -> None:
@@ -608,8 +611,8 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             if source.nbytes != target.nbytes:
                 raise ValueError(
-                    f"all_to_all: without split sizes the output, {described([target])}, is as "
-                    f"large as the input, {described([source])}"
+                    f"all_to_all: the output is {described([target])} and the input "
+                    f"{described([source])}: make them equally large, or give split sizes"
                 )
             n_bytes = [[source.nbytes // size] * size] * size
             call = AllToAll(contract=f"of {described([source])}", n_bytes=n_bytes)
