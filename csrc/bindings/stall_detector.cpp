@@ -72,8 +72,6 @@ void bind_stall_detector(nb::module_& m) {
           },
           nb::rv_policy::take_ownership)
       .def(
-          "scope", [](const PyStallDetector& l, const std::vector<int>& ranks) { return l.scope(ranks); }, "ranks"_a)
-      .def(
           "lateness",
           [](const PyStallDetector& l) {
             std::vector<std::pair<int64_t, double>> all;

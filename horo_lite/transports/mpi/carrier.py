@@ -213,7 +213,6 @@ class MpiCarrier(Carrier):
         self.rank = comm.rank
         self.size = comm.size
         self.executor = executor
-        self._is_direct = is_direct
         self._call: Callable[..., Any] = _at_once
         if executor is not None and is_direct:
             self.serve = executor.serve
