@@ -231,6 +231,8 @@ class LauncherWatch:
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 if int(parent) != self._launcher or state in "ZX":
                     continue
+                if int(entry.name) == os.getpid():  # of process 1, also the guard is a child
+                    continue
                 children.append(int(entry.name))
                 items = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 env = dict(item.split("=", 1) for item in items if "=" in item)
@@ -243,7 +245,7 @@ class LauncherWatch:
 def guard_launcher() -> None:
     """Leave a process that kills this one, about to become a launcher, if it is left alone.
 
-    It is no child of the launcher's, which knows all of those, and ends with it.
+    It is an orphan, since a launcher knows all of its children, and ends with the launcher.
     """
     guarded = os.getpid()
     # Without it (Linux before 5.3, and Pythons built for that) there is no guard.

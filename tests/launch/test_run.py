@@ -467,9 +467,18 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
     assert "although every rank has" in job.tail
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_launcher_in_place_of_the_command_is_guarded(ends: bool, tmp_path: Path) -> None:
-    """Whether it ends or is killed, afterwards nobody holds its pipes."""
+@pytest.mark.parametrize(
+    ("ends", "adopts"),
+    [(True, False), (False, False), (False, True)],
+    ids=["ends", "stays", "adopts"],
+)
+def test_a_launcher_in_place_of_the_command_is_guarded(
+    ends: bool, adopts: bool, tmp_path: Path
+) -> None:
+    """Whether it ends or is killed, afterwards nobody holds its pipes.
+
+    One that adopts orphans, as the first process of a container, has the guard for a child.
+    """
     fake = tmp_path / "mpiexec"
     fake.write_text(
         "#!/bin/sh\n"
@@ -479,7 +488,8 @@ def test_a_launcher_in_place_of_the_command_is_guarded(ends: bool, tmp_path: Pat
     )
     fake.chmod(0o755)
     command = (
-        "import sys; from horo_lite import __main__; from horo_lite.launch import jobs\n"
+        "import ctypes, sys; from horo_lite import __main__; from horo_lite.launch import jobs\n"
+        f"ctypes.CDLL(None).prctl(36, {int(adopts)}, 0, 0, 0)\n"  # PR_SET_CHILD_SUBREAPER
         "jobs.LAUNCHER_S = 2.0; sys.exit(__main__.main())"
     )
     found = subprocess.run(
