@@ -79,6 +79,8 @@ def uninstall() -> None:
     global _installed
     if _installed is not None:
         _installed.uninstall()
+        # Hooks on top, as torch.distributed installs, keep this one, and must not keep the world.
+        _installed.transports, _installed.comm = (), None
         _installed = None
 
 

@@ -1,0 +1,33 @@
+"""The hooks by which a bad end of a rank becomes the job's."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+
+from horo_lite.start import ending
+
+
+class Waiting:
+    """In place of a transport in which others may wait for this rank."""
+
+
+def test_hooks_on_top_keep_nothing_of_a_world_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torch.distributed's excepthook, of which each init_process_group() installs one more."""
+    for module, name in (sys, "excepthook"), (threading, "excepthook"), (sys, "exit"):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    transport: Any = Waiting()
+    gone = weakref.ref(transport)
+    ending.install(0, 2, None)
+    ending.watch([transport])
+    earlier = sys.excepthook
+    sys.excepthook = lambda *error: earlier(*error)
+    ending.uninstall()
+    del transport
+    assert gone() is None
