@@ -16,8 +16,9 @@ from cluster_checks import N, check_jobs, check_script
 import horo_lite as hvd
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def cluster() -> Iterator[None]:
+    """One for all tests: Ray gives a node 30 s to start, which is too little on a busy machine."""
     ray.init(num_cpus=N + 1, include_dashboard=False)
     yield
     ray.shutdown()
