@@ -109,7 +109,7 @@ def test_horovods_executor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_horovods_executor_in_the_group_of_its_task() -> None:
     """Its workers run in what a trial of Tune, say, has reserved."""
-    from ray.util import placement_group, placement_group_table
+    from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     def trial() -> tuple[list[int], int]:
@@ -119,7 +119,8 @@ def test_horovods_executor_in_the_group_of_its_task() -> None:
         executor = RayExecutor(None, num_workers=2)
         executor.start(extra_env_vars={"HORO_LITE_DEVICE": "cpu"})
         ranks = executor.run(lambda: horo_lite.torch.init().rank)
-        n_groups = len(placement_group_table())
+        groups = placement_group_table().values()
+        n_groups = sum(group["state"] != "REMOVED" for group in groups)
         executor.shutdown()
         return ranks, n_groups
 
@@ -127,7 +128,10 @@ def test_horovods_executor_in_the_group_of_its_task() -> None:
     assert group.wait(60)
     place = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
     found = ray.remote(num_cpus=1)(trial).options(scheduling_strategy=place).remote()
-    assert ray.get(found, timeout=120) == ([0, 1], 1)
+    try:
+        assert ray.get(found, timeout=240) == ([0, 1], 1)
+    finally:
+        remove_placement_group(group)
 
 
 def test_a_script_for_horovod_runs_as_it_is() -> None:
