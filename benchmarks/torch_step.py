@@ -20,9 +20,11 @@ The models:
 `--contenders "buckets of 25 MiB" "buckets of 4 MiB" …` compares sizes of buckets, with `--link-mbit
 1000` between hosts, as many as ranks: network namespaces of this machine, which need root.
 
-"alone" is the same exchange of gradients that are all there, beside no backward(). "hidden" is the
-share of it that a step does not take longer: 1 - exchange / alone. What the exchange computes can
-hide only where cores are free: with as many ranks as cores, all busy, it cannot.
+"DDP, nothing exchanged" is DistributedDataParallel with a communication hook that leaves every
+bucket as it is (torch's `noop_hook`): what a step takes beyond it, DDP's exchange adds. "alone" is
+the same exchange of gradients that are all there, beside no backward(). "hidden" is the share of it
+that a step does not take longer: 1 - exchange / alone. What the exchange computes can hide only
+where cores are free: with as many ranks as cores, all busy, it cannot.
 
 The yardstick is one memcpy of the gradients by one rank while the others sleep. Memory is measured
 in separate jobs, one per contender: the peak resident size of a process during five steps, minus
@@ -64,6 +66,7 @@ from torch import nn
 
 HERE = Path(__file__).resolve()
 LOCAL = "no communication"
+NOTHING = "DDP, nothing exchanged"
 SHARED = "horo_lite fp32, shared"
 TURNS = {"sums": 10, "waiting": 6, "resnet50": 6, "transformer": 6}
 BACKWARD_PER_EXCHANGE = 3  # of "waiting"
@@ -291,7 +294,9 @@ class Contender:
         return time.perf_counter() - began, backward - forward
 
     def check(self) -> None:
-        """Check that its gradients are the average over the ranks."""
+        """Check that its gradients, if it exchanges any, are the average over the ranks."""
+        if self.name in (LOCAL, NOTHING):
+            return
         for i, (p, average) in enumerate(
             zip(self.module.parameters(), self.model.averages, strict=True)
         ):
@@ -357,6 +362,16 @@ def ddp(
     return wrap
 
 
+def ddp_without_exchange(contender: Contender) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    wrapped = nn.parallel.DistributedDataParallel(
+        contender.module, process_group=_group("gloo"), gradient_as_bucket_view=True
+    )
+    wrapped.register_comm_hook(None, noop_hook)
+    contender.call = wrapped
+
+
 @lru_cache
 def _group(backend: str) -> Any:
     """Return a process group of all ranks."""
@@ -394,6 +409,7 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     SHARED: (torch.float32, horo_lite("none", gradient_as_bucket_view=True)),
     "horo_lite fp16": (torch.float16, horo_lite("fp16")),
     "horo_lite bf16": (torch.bfloat16, horo_lite("bf16")),
+    NOTHING: (torch.float32, ddp_without_exchange),
     "DDP on horo_lite": (torch.float32, ddp("horo_lite", None, torch.float32)),
     "DDP on horo_lite, fp16 hook": (
         torch.float16,
@@ -478,8 +494,7 @@ def measure(
         times["step"] = max(step for step, _ in everyone)
         times["backward"] = max(backward for _, backward in everyone)
         times["distance"] = distance(before, cores.round_trip_ns())
-        if one is not plain:
-            one.check()
+        one.check()
         one.forget()
         return times
 
