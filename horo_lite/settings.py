@@ -286,8 +286,7 @@ VARIABLES = (
         ("HORO_LITE_BUCKET_BYTES",),
         "`DistributedOptimizer(bucket_bytes=)`",
         "bytes of gradients, as sent, per bucket",
-        "25 MiB, and between hosts at most a quarter of all gradients, or 1 MiB; NCCL's fusion "
-        "buffer 128 MiB",
+        "25 MiB; NCCL's fusion buffer 128 MiB",
     ),
     Variable(
         ("HORO_LITE_CHECK_EVERY",),

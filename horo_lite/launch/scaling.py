@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from horo_lite.launch.model import Costs, Network, allreduce, eight_bits, step, two_levels
-from horo_lite.training.plan import (
-    DEFAULT_BUCKET_BYTES,
-    LAST_BUCKETS,
-    LEAST_BUCKETS,
-    is_one_bucket,
-    largest_bucket,
-)
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, LAST_BUCKETS, is_one_bucket
 
 INT8 = "int8"
 _EXAMPLES = """\
@@ -98,9 +92,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--bucket-bytes",
         type=_positive,
+        default=DEFAULT_BUCKET_BYTES,
         metavar="N",
-        help="on the wire; the last, an eighth of that, leaves when backward() has ended (25 MiB, "
-        "and between hosts at most a quarter of all gradients, or 1 MiB)",
+        help="on the wire; the last, an eighth of that, leaves when backward() has ended (25 MiB)",
     )
     add(
         "--busy-cores",
@@ -180,10 +174,8 @@ def _row(
     found = allreduce(n_elements, hosts, args.ranks, wire, costs, network)
     leveled = allreduce(n_elements, hosts, args.ranks, wire, costs, network, two_levels(hosts))
     n_bytes = n_elements * wire.element_bytes
-    by_default = largest_bucket(n_bytes, DEFAULT_BUCKET_BYTES, 1 if hosts == 1 else LEAST_BUCKETS)
-    bucket_bytes = args.bucket_bytes or by_default
-    alone = is_one_bucket(n_bytes, bucket_bytes)
-    last = 1.0 if alone else bucket_bytes / LAST_BUCKETS[0] / n_bytes
+    alone = is_one_bucket(n_bytes, args.bucket_bytes)
+    last = 1.0 if alone else args.bucket_bytes / LAST_BUCKETS[0] / n_bytes
     stepped = step(
         args.compute_s,
         found,

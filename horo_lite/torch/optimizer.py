@@ -83,7 +83,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         gradient_as_bucket_view: gradients live in memory that the ranks of the host see, and are
             added up where they lie, to the same bits; see below.
         bucket_bytes: how much travels together of what is in no group; default
-            HORO_LITE_BUCKET_BYTES, or 25 MiB, and between hosts at most a quarter of all, or 1 MiB.
+            HORO_LITE_BUCKET_BYTES, or 25 MiB.
         group: another name for `process_set`, that of `horo_lite.DistributedOptimizer`.
         adasum_of: "steps" or "gradients": what op=Adasum combines.
 

@@ -51,9 +51,8 @@ class DistributedOptimizer(Wrapper):
             between.
         backward_passes_per_step: how many backward passes add to the gradients before `step()` is
             called, once, after the last. Their sum is exchanged; dividing it is the caller's.
-        bucket_bytes: gradients that travel together, on the wire; default HORO_LITE_BUCKET_BYTES,
-            or 25 MiB, and between hosts at most a quarter of all, or 1 MiB. The results do not
-            depend on it.
+        bucket_bytes: gradients that travel together, on the wire; default 25 MiB, or
+            HORO_LITE_BUCKET_BYTES. The results do not depend on it.
         group: the ranks; default all.
         check_every: after every so many steps the ranks compare their parameters, and where these
             differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or

@@ -19,6 +19,7 @@ from horo_lite.adapters import Adapter, from_numpy, to_host
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op, Sum
 from horo_lite.state.drift import check_reaction
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
 from horo_lite.training.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Options:
         compression: What travels; `Compression.fp16` halves the bytes.
         group: The ranks; None for all of the world as it is at the time.
         bucket_bytes: Gradients that travel together, on the wire; None for HORO_LITE_BUCKET_BYTES
-            or, without it, 25 MiB, and between hosts at most a quarter of all.
+            or 25 MiB.
         backward_passes_per_step: How many passes add to the gradients before they travel.
         check_every: After so many steps the ranks compare their parameters; None for
             HORO_LITE_CHECK_EVERY, 0 for never.
@@ -60,7 +61,8 @@ class Options:
         check_reaction(self.on_drift)
         if self.check_finite not in (None, "raise", "warn"):
             raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
-        object.__setattr__(self, "bucket_bytes", settings.bucket_bytes(self.bucket_bytes))
+        n_bytes = settings.bucket_bytes(self.bucket_bytes) or DEFAULT_BUCKET_BYTES
+        object.__setattr__(self, "bucket_bytes", n_bytes)
         object.__setattr__(self, "check_every", settings.check_every(self.check_every))
 
     def _check_reduction(self) -> None:

@@ -13,17 +13,6 @@ from horo_lite.errors import MismatchError
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 LAST_BUCKETS = 8, 4, 2
 """The last bucket has at most `bucket_bytes` divided by the first of them, and so on."""
-LEAST_BUCKETS = 4
-"""Between hosts, by default: a link has nothing to do before the first bucket is complete, and a
-model of 20 MiB would be a single one."""
-_SMALLEST_BUCKETS = 2**20
-
-
-def largest_bucket(n_bytes: float, bucket_bytes: int, least_buckets: int = 1) -> int:
-    """`bucket_bytes`, or less where gradients of `n_bytes` in all would make fewer buckets."""
-    if least_buckets == 1:
-        return bucket_bytes
-    return min(bucket_bytes, max(int(n_bytes / least_buckets), _SMALLEST_BUCKETS))
 
 
 def is_one_bucket(n_bytes: float, bucket_bytes: float) -> bool:
@@ -59,9 +48,8 @@ class Plan:
     passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
     bucket of its own. The last buckets are smaller: they leave when little is left to compute that
     could hide them. `together` numbers the group of each parameter, or is empty: gradients of one
-    group, unless it is -1, are a bucket whatever their size. Buckets in the host's memory are
-    smaller, down to 1 MiB, where there would be fewer than `least_buckets`. `travelling` are all of
-    them in that order. `digest` has 63 bits and is the same in every process.
+    group, unless it is -1, are a bucket whatever their size. `travelling` are all of them in that
+    order. `digest` has 63 bits and is the same in every process.
     """
 
     entries: tuple[Entry, ...]
@@ -71,7 +59,6 @@ class Plan:
     wire: str
     options: tuple[tuple[str, str], ...] = ()
     together: tuple[int, ...] = ()
-    least_buckets: int = 1
     buckets: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
     travelling: tuple[int, ...] = field(init=False, compare=False, repr=False)
     digest: int = field(init=False, compare=False)
@@ -100,7 +87,8 @@ class Plan:
     def lacks_only_some_of(self, other: Plan) -> bool:
         """Whether zeros in place of some missing gradients make it `other`."""
         return (
-            self._settings == other._settings
+            (self.bucket_bytes, self.wire, self.options, self.together)
+            == (other.bucket_bytes, other.wire, other.options, other.together)
             and len(self.entries) == len(other.entries)
             and all(
                 other.present[i]
@@ -111,10 +99,6 @@ class Plan:
             )
             and all(a.name == b.name for a, b in zip(self.entries, other.entries, strict=True))
         )
-
-    @property
-    def _settings(self) -> tuple[object, ...]:
-        return self.bucket_bytes, self.least_buckets, self.wire, self.options, self.together
 
     def _fill_buckets(self) -> tuple[tuple[int, ...], ...]:
         alone: list[int] = []
@@ -133,10 +117,8 @@ class Plan:
     def _divide(self, indices: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Divide them into buckets that become smaller towards the end."""
         total = sum(map(self.wire_bytes, indices))
-        least_buckets = 1 if self.gpu else self.least_buckets
-        bucket_bytes = largest_bucket(total, self.bucket_bytes, least_buckets)
-        parts = () if is_one_bucket(total, bucket_bytes) else LAST_BUCKETS
-        largest = chain((bucket_bytes // part for part in parts), repeat(bucket_bytes))
+        parts = () if is_one_bucket(total, self.bucket_bytes) else LAST_BUCKETS
+        largest = chain((self.bucket_bytes // part for part in parts), repeat(self.bucket_bytes))
         current: list[int] = []
         n_bytes, most = 0, next(largest)
         for i in reversed(indices):
@@ -155,7 +137,7 @@ class Plan:
             (e.name, e.dtype, e.shape, owner) if here else (e.name,)
             for e, here, owner in zip(self.entries, self.present, self.owners, strict=True)
         ]
-        return hash63(repr((*self._settings, seen)))
+        return hash63(repr((self.bucket_bytes, self.wire, self.options, self.together, seen)))
 
 
 def hash63(text: str) -> int:
@@ -188,7 +170,6 @@ def merge(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> Plan:
         wire=plans[0].wire,
         options=plans[0].options,
         together=plans[0].together,
-        least_buckets=plans[0].least_buckets,
     )
 
 
@@ -199,7 +180,7 @@ def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | 
     """
     settings = [
         {
-            "bucket_bytes": f"{plan.bucket_bytes}{' or less' if plan.least_buckets > 1 else ''}",
+            "bucket_bytes": str(plan.bucket_bytes),
             "compression": plan.wire,
             **dict(plan.options),
             "groups": str(plan.together),

@@ -24,15 +24,7 @@ from horo_lite.training.gradient_memory import (
     in_words,
     tensors_of,
 )
-from horo_lite.training.plan import (
-    DEFAULT_BUCKET_BYTES,
-    LEAST_BUCKETS,
-    Entry,
-    Plan,
-    hash63,
-    merge,
-    who_has,
-)
+from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, Entry, Plan, hash63, merge, who_has
 from horo_lite.transports.agreement import (
     Report,
     exchange_reports,
@@ -85,8 +77,6 @@ class Reducer:
     A gradient that only some ranks have counts as zeros on the others, which receive the result
     too. One that no rank has stays as it is.
 
-    Without `bucket_bytes` a bucket has at most 25 MiB, and between hosts a quarter of everything.
-
     `title` says what is exchanged, alike on all ranks; without it, the gradients of an optimizer
     that is counted at its first step.
 
@@ -102,7 +92,7 @@ class Reducer:
         *,
         op: Op = Average,
         compression: Compressor = Compression.none,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         passes: int = 1,
         streams: bool = True,
         prescale_factor: float = 1.0,
@@ -115,9 +105,7 @@ class Reducer:
         self._adapter = adapter
         self._op = op
         self._compression = compression
-        self._bucket_bytes = bucket_bytes or DEFAULT_BUCKET_BYTES
-        between_hosts = not group.transport.shares_memory
-        self._least_buckets = LEAST_BUCKETS if bucket_bytes is None and between_hosts else 1
+        self._bucket_bytes = bucket_bytes
         self._passes = passes
         self._streams = streams
         self._factors: dict[str, Any] = {
@@ -370,7 +358,6 @@ class Reducer:
                 present=present,
                 owners=self._own.owners(self._parameters),
                 bucket_bytes=self._bucket_bytes,
-                least_buckets=self._least_buckets,
                 wire=self._compression.wire,
                 options=options,
                 together=self._together,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -46,20 +45,6 @@ def test_the_last_parameters_leave_first_and_the_last_buckets_are_small() -> Non
 def test_few_gradients_are_one_bucket() -> None:
     assert plan(*(entry(f"p{i}", 1) for i in range(6))).buckets == ((5, 4, 3, 2, 1, 0),)
     assert plan(*(entry(f"p{i}", 1) for i in range(7))).buckets == ((6, 5, 4, 3), (2, 1, 0))
-
-
-def test_between_hosts_the_largest_bucket_is_a_quarter_or_a_mebibyte() -> None:
-    def sizes(n: int, mib: float, bucket_mib: int = 25, **options: str) -> list[float]:
-        entries = [entry(f"p{i}", int(mib * 2**18)) for i in range(n)]
-        mine = plan(*entries, bucket_bytes=bucket_mib * 2**20, **options)
-        mine = replace(mine, least_buckets=4)
-        return [mib * len(bucket) for bucket in mine.buckets]
-
-    assert sizes(64, 0.25) == [0.25 * n for n in (2, 16, 16, 16, 8, 4, 2)]  # 16 MiB
-    assert sizes(8, 0.25) == [1.0, 0.5, 0.25, 0.25]
-    assert sizes(64, 0.25, bucket_mib=2) == [0.25, *[2.0] * 7, 1.0, 0.5, 0.25]
-    assert sizes(8, 25) == [25.0] * 8
-    assert sizes(64, 0.25, memory="GPU") == [6.75, 6.25, 3.0]
 
 
 def test_bucket_bytes_are_counted_on_the_wire() -> None:

@@ -126,30 +126,6 @@ def test_any_order_of_readiness_gives_the_averages(
         ]
 
 
-@pytest.mark.parametrize("bucket_bytes", [None, 25 * 2**20])
-@pytest.mark.parametrize("one_host", [True, False])
-def test_by_default_ranks_that_share_no_memory_exchange_smaller_buckets(
-    one_host: bool, bucket_bytes: int | None
-) -> None:
-    def rank(group: Group) -> list[int]:
-        group.transport.shares_memory = one_host
-        parameters = [Parameter() for _ in range(16)]
-        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
-        recording = Recording(group)
-        reducer = Reducer(recording, Adapter(), named, bucket_bytes=bucket_bytes)
-        for _ in range(2):  # buckets leave early once the ranks have agreed on them
-            recording.left = []
-            for i, parameter in enumerate(parameters):  # 0.5 MiB each
-                parameter.grad = np.full(2**17, 1.0 + 2 * group.rank, np.float32)
-                reducer.ready(i)
-            reducer.finish()
-            assert all((parameter.grad == 2).all() for parameter in parameters)
-        return [len(names) for _, names in recording.left]
-
-    several = not one_host and bucket_bytes is None
-    assert run_threads(2, rank) == [[4, 4, 4, 2, 1, 1] if several else [10, 6]] * 2
-
-
 def test_the_first_bucket_leaves_before_the_last_gradient_is_ready() -> None:
     def rank(group: Group) -> None:
         recording = Recording(group)
