@@ -230,30 +230,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
-        try:
-            code = _COMMANDS[arguments[0]](arguments[1:])
-            sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        return code
+        return _command(arguments[0], arguments[1:])
     parser = _parser()
     args = parser.parse_args(arguments[1:] if arguments[:1] == ["run"] else arguments)
     if args.check:
         return doctor.main()
     if args.check_build:
         return doctor.check_build()
+    program, variables = _read(parser, args)
+    try:
+        with jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint:
+            _run(args, program, variables, checkpoint)
+    except (LauncherError, CheckpointError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _command(name: str, arguments: list[str]) -> int:
+    try:
+        code = _COMMANDS[name](arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _read(
+    parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> tuple[list[str], dict[str, str]]:
+    """Check the arguments, of which `n` and `hosts` are set where others imply them.
+
+    Returns:
+        What each rank runs, and the environment variables that follow from the arguments alone.
+    """
     program = ["-m", *args.module] if args.module else args.program
     if not program:
         parser.error("which program? (`doctor` needs none)")
     if args.hosts and args.hostfile:
         parser.error("--hosts or --hostfile, not both")
     try:
-        hosts = hostfile.read_hostfile(args.hostfile) if args.hostfile else args.hosts
+        args.hosts = hostfile.read_hostfile(args.hostfile) if args.hostfile else args.hosts
     except LauncherError as error:
         parser.error(str(error))
-    if args.n is None and hosts:
-        args.n = hostfile.n_ranks(hosts)
+    if args.n is None and args.hosts:
+        args.n = hostfile.n_ranks(args.hosts)
     if args.n is None or args.n < 1:
         parser.error("-n: how many ranks? 1 or more")
     if args.restarts < 0:
@@ -264,76 +288,77 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = [sys.executable, *program]
     if shutil.which(program[0]) is None:
         parser.error(f"there is no {program[0]}")
-    more = horovodrun.variables(args)
+    variables = horovodrun.variables(args)
     if args.output_filename:
         program = output.wrapped(args.output_filename, args.n, program)
+    if args.timeline_filename:
+        variables[_TIMELINE] = os.path.abspath(args.timeline_filename)
     if args.as_horovod or args.as_horovod_anyway:
         found = None if args.as_horovod_anyway else aliases.installed_horovod()
         if found:
             parser.error(f"{found}: uninstall it, or use --as-horovod-anyway")
-        more["PYTHONPATH"] = os.pathsep.join(
+        variables["PYTHONPATH"] = os.pathsep.join(
             filter(None, [aliases.PATH, os.environ.get("PYTHONPATH")])
         )
-    try:
-        with (
-            jobs.checkpoint_of(args.checkpoint, args.restarts) as checkpoint,
-            contextlib.ExitStack() as stack,
-        ):
-            if checkpoint:
-                more[jobs.CHECKPOINT] = checkpoint
-            if args.timeline_filename:
-                more[_TIMELINE] = os.path.abspath(args.timeline_filename)
-            env = jobs.environment(more | {jobs.RESTART: "0"})
-            # With fault tolerance mpiexec's exit code is 0 even if all ranks were killed.
-            end = Path(f"{checkpoint}.end") if args.elastic and args.restarts else None
-            if end:
-                env[jobs.END] = str(end)
-            mpiexec = None
-            if args.n > 1 or hosts or args.elastic or args.mpiexec_args:
-                mpiexec = jobs.find_mpiexec()
-                program = mpiexec.command(
-                    program,
-                    args.n,
-                    hosts=hosts,
-                    elastic=args.elastic,
-                    more=shlex.split(args.mpiexec_args),
-                    env=env,
-                )
-            if args.verbose:
-                horovodrun.show(program)
-            if args.restarts and not hosts:
-                place = tempfile.TemporaryDirectory(prefix="hvd-", ignore_cleanup_errors=True)
-                jobs.set_session_folder(env, stack.enter_context(place))
-            if not args.restarts:
-                if mpiexec is not None and mpiexec.name == "Open MPI":
-                    jobs.guard_launcher()
-                os.execvpe(program[0], program, env)
+    return program, variables
 
-            def attempt(number: int) -> jobs.Failure | None:
-                if end:
-                    end.unlink(missing_ok=True)
-                job = jobs.Job(program, env | {jobs.RESTART: str(number)})
-                code, why = job.wait(), ""
-                if end and not code:
-                    if not end.exists() or "MPI_ABORT was invoked" in job.tail:
-                        why = "no rank came to its end"
-                    end.unlink(missing_ok=True)
-                if not code and not why:
-                    return None
-                return jobs.failure_of(code, why, jobs.cause(job.tail))
 
-            # Being told to end is no failure of the job, which is not started again then.
-            with jobs.ended_by_signals():
-                failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
-            if failure is not None:
-                code = failure.returncode or 1
-                raise SystemExit(128 - code if code < 0 else code)  # so the commits are kept
-    except (LauncherError, CheckpointError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+def _run(
+    args: argparse.Namespace, program: list[str], variables: dict[str, str], checkpoint: str | None
+) -> None:
+    """Run the job to its end; without restarts its launcher takes this process's place.
+
+    Raises:
+        SystemExit: The job has failed as often as it may.
+    """
+    if checkpoint:
+        variables[jobs.CHECKPOINT] = checkpoint
+    env = jobs.environment(variables | {jobs.RESTART: "0"})
+    # With fault tolerance mpiexec's exit code is 0 even if all ranks were killed.
+    end = Path(f"{checkpoint}.end") if args.elastic and args.restarts else None
+    if end:
+        env[jobs.END] = str(end)
+    mpiexec = None
+    if args.n > 1 or args.hosts or args.elastic or args.mpiexec_args:
+        mpiexec = jobs.find_mpiexec()
+        program = mpiexec.command(
+            program,
+            args.n,
+            hosts=args.hosts,
+            elastic=args.elastic,
+            more=shlex.split(args.mpiexec_args),
+            env=env,
+        )
+    if args.verbose:
+        horovodrun.show(program)
+    if not args.restarts:
+        if mpiexec is not None and mpiexec.name == "Open MPI":
+            jobs.guard_launcher()
+        os.execvpe(program[0], program, env)
+
+    def attempt(number: int) -> jobs.Failure | None:
+        if end:
+            end.unlink(missing_ok=True)
+        job = jobs.Job(program, env | {jobs.RESTART: str(number)})
+        code, why = job.wait(), ""
+        if end and not code:
+            if not end.exists() or "MPI_ABORT was invoked" in job.tail:
+                why = "no rank came to its end"
+            end.unlink(missing_ok=True)
+        if not code and not why:
+            return None
+        return jobs.failure_of(code, why, jobs.cause(job.tail))
+
+    with contextlib.ExitStack() as stack:
+        if not args.hosts:
+            place = tempfile.TemporaryDirectory(prefix="hvd-", ignore_cleanup_errors=True)
+            jobs.set_session_folder(env, stack.enter_context(place))
+        # Being told to end is no failure of the job, which is not started again then.
+        with jobs.ended_by_signals():
+            failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
+    if failure is not None:
+        code = failure.returncode or 1
+        raise SystemExit(128 - code if code < 0 else code)  # so the commits are kept
 
 
 if __name__ == "__main__":
