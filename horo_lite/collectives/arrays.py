@@ -360,7 +360,8 @@ def exportable(x: Array) -> Array:
 
 def readable(x: Array) -> Array:
     """`exportable(x)`, whose numbers are what another array is to hold."""
-    if isinstance(x, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # not imported for this: NumPy does so at first use
+    if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(
             "the result would have numbers where this masked array has none: pass x.filled(0), "
             "and the mask as another array where the ranks' differ"
