@@ -683,6 +683,7 @@ def main() -> None:
     parser.add_argument(
         "--link-mbit", type=float, help="between hosts of one rank each, joined by such links"
     )
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="latency of these links")
     parser.add_argument(
         "--image", type=int, default=64, help="side of resnet50's images: how much it computes"
     )
@@ -702,7 +703,7 @@ def main() -> None:
             return launch(sys.executable, ranks, arguments, 1200, HERE)
         from hosts import Network
 
-        with Network(ranks, rate_mbit=options.link_mbit) as network:
+        with Network(ranks, rate_mbit=options.link_mbit, delay_ms=options.delay_ms) as network:
             return launch(sys.executable, ranks, arguments, 1200, HERE, network)
 
     here = machine() | {"torch": torch.__version__}
