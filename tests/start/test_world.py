@@ -369,6 +369,35 @@ def test_mpi_without_threads_is_said_once() -> None:
     assert result.stderr.count("THREAD_MULTIPLE: asynchronous") == 1
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's components")
+def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen() -> None:
+    """Open MPI's component for them makes every rank sleep for a second where there is none."""
+    result = run_ranks(
+        """
+        import os
+        import horo_lite as hvd
+        me = os.environ["OMPI_COMM_WORLD_RANK"]
+        if me == "1":
+            os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "2"  # as on two hosts
+        if me == "2":
+            os.environ["OMPI_MCA_btl"] = "self,sm,ofi"
+        before = dict(os.environ)
+        hvd.init(test_hosts="1,1,1")
+        assert {name: os.environ.get(name) for name in before} == before
+        assert me == "2" or "OMPI_MCA_btl" not in os.environ
+        print("I", me, os.getpid())
+        """,
+        3,
+        env={"OMPI_MCA_btl_base_verbose": "10"},
+    )
+    for line in said(result):
+        rank, pid = line.split()
+        opened = re.findall(rf":0*{pid}\] .*found loaded component (\w+)", result.stderr)
+        assert {"self", "sm"} <= set(opened), str(result)
+        assert ("ofi" in opened) == (rank != "0"), str(result)
+
+
 # --- launchers and libraries that are strangers --------------------------------------------------
 
 
