@@ -193,19 +193,14 @@ Factor simplified(Factor factor) {
   return factor;
 }
 
-template <Op op, class A>
+// An integer times the scale and over the divisor, exactly where there is no scale.
+template <class A>
 inline A finished(A value, const Factor& factor) {
-  if constexpr (op == Op::kWeightedAverage && kIsInteger<A>) {
-    return finished<Op::kSum>(value, {factor.scale, std::nearbyint(factor.divisor * kFixedPoint)});
-  } else if constexpr (kIsInteger<A>) {
-    if (factor.scale == 1.0) {
-      const auto divisor = cut<A>(factor.divisor);
-      if (static_cast<double>(divisor) == factor.divisor) return divisor == 1 ? value : value / divisor;
-    }
-    return cut<A>(static_cast<double>(value) * factor.scale / factor.divisor);
-  } else {
-    return value * static_cast<A>(factor.scale) / static_cast<A>(factor.divisor);
+  if (factor.scale == 1.0) {
+    const auto divisor = cut<A>(factor.divisor);
+    if (static_cast<double>(divisor) == factor.divisor) return divisor == 1 ? value : value / divisor;
   }
+  return cut<A>(static_cast<double>(value) * factor.scale / factor.divisor);
 }
 
 constexpr size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -321,13 +316,26 @@ HORO_INLINE void combine(Tile<A>& sum, const Tile<A>& next) {
   }
 }
 
-// For what instructions do to one element at a time.
+// For what instructions do to one element at a time. These loops are long and seldom run, so that each is one function
+// for all kernels: inlined, they were half of all code, and of the time to compile it.
 template <class A, class F>
-inline void for_each(Tile<A>& tile, F f) {
+[[gnu::noinline]] void for_each(A* values, F f) {
+  for (size_t i = 0; i < kTileElements<A>; ++i) values[i] = f(values[i]);
+}
+template <class A, class F>
+HORO_INLINE void for_each(Tile<A>& tile, F f) {
   alignas(64) A values[kTileElements<A>];
   std::memcpy(values, &tile, sizeof(tile));
-  for (A& value : values) value = f(value);
+  for_each(values, f);
   std::memcpy(&tile, values, sizeof(tile));
+}
+template <class A, class M>
+HORO_INLINE void multiply_integers(Tile<A>& tile, M multiplier) {
+  for_each(tile, [multiplier](A value) { return multiplied(value, multiplier); });
+}
+template <class A>
+HORO_INLINE void finish_integers(Tile<A>& tile, Factor factor) {
+  for_each(tile, [factor](A value) { return finished(value, factor); });
 }
 
 template <class A>
@@ -404,8 +412,8 @@ void write(void* to, const void* from, size_t n, Stores stores) {
 
 // --- Plain: the wire holds elements of type W, sums are kept in A ---
 
-template <class T, class W, class A, Op op>
-struct Plain {
+template <class T, class W, class A>
+struct PlainFormat {
   static constexpr size_t kItemBytes = sizeof(T);
   static constexpr size_t kBlockBytes = kBlockElements * sizeof(W);
   static constexpr bool kIdentity = std::is_same_v<T, W>;
@@ -435,6 +443,23 @@ struct Plain {
     }
   }
 
+  template <class Extent>
+  HORO_INLINE static void store_to_wire(Packed<W>* to, const Tile<A>& tile, Extent extent, Stores stores) {
+    if (stores == Stores::kCached || std::is_same_v<Extent, Part>) {
+      store(to, tile, extent);
+    } else {
+      alignas(64) Packed<W> values[kTileElements<A>];
+      store(values, tile, Whole{});
+      copy_streaming(to, values, sizeof(values));
+    }
+  }
+};
+
+template <class T, class W, class A, Op op>
+struct Plain : PlainFormat<T, W, A> {
+  using Format = PlainFormat<T, W, A>;
+  using Format::kIdentity;
+
   static void reduce(const ReduceArgs& args) {
     const Factor factor = simplified<A>(args.factor);
     const auto* source = static_cast<const Packed<T>*>(args.source);
@@ -457,7 +482,7 @@ struct Plain {
         combine<op>(sum, next);
       }
       finish(sum, factor);
-      store_to_wire(wire + first, sum, extent, args.stores);
+      Format::store_to_wire(wire + first, sum, extent, args.stores);
       if (destination == nullptr) return;
       if constexpr (!kIdentity) round_to<W>(sum);
       store(destination + first, sum, extent);
@@ -468,29 +493,18 @@ struct Plain {
   HORO_INLINE static void weigh(Tile<A>& tile, const ReduceArgs& args, int r) {
     if (args.weights == nullptr) return;
     const auto weight = multiplier<op, A>(args.weights[r]);
-    if constexpr (kIsInteger<A>) for_each(tile, [weight](A value) { return multiplied(value, weight); });
+    if constexpr (kIsInteger<A>) multiply_integers(tile, weight);
     else multiply(tile, weight);
   }
 
   HORO_INLINE static void finish(Tile<A>& tile, const Factor& factor) {
     if constexpr (kIsInteger<A>) {
-      if (factor.scale != 1.0 || factor.divisor != 1.0) {  // else this is not the last hop
-        for_each(tile, [&factor](A value) { return finished<op>(value, factor); });
-      }
+      if (factor.scale == 1.0 && factor.divisor == 1.0) return;  // this is not the last hop
+      const bool weighted = op == Op::kWeightedAverage;
+      finish_integers(tile, {factor.scale, weighted ? std::nearbyint(factor.divisor * kFixedPoint) : factor.divisor});
     } else {
       if (factor.scale != 1.0) multiply(tile, static_cast<A>(factor.scale));
       if (factor.divisor != 1.0) divide(tile, static_cast<A>(factor.divisor));
-    }
-  }
-
-  template <class Extent>
-  HORO_INLINE static void store_to_wire(Packed<W>* to, const Tile<A>& tile, Extent extent, Stores stores) {
-    if (stores == Stores::kCached || std::is_same_v<Extent, Part>) {
-      store(to, tile, extent);
-    } else {
-      alignas(64) Packed<W> values[kTileElements<A>];
-      store(values, tile, Whole{});
-      copy_streaming(to, values, sizeof(values));
     }
   }
 };
@@ -507,8 +521,8 @@ struct BlockHeader {
   int32_t unused[3];
 };
 
-template <class T, Op op>
-struct ScaledHalf {
+template <class T>
+struct ScaledHalfFormat {
   // float16 and float32 values are scaled in float32, float64 values in float64.
   using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
   static constexpr int kTopExponent = 14;
@@ -608,6 +622,12 @@ struct ScaledHalf {
       decode_block(wire, std::min(kBlockElements, n_elements - first), static_cast<Packed<T>*>(destination) + first);
     }
   }
+};
+
+template <class T, Op op>
+struct ScaledHalf : ScaledHalfFormat<T> {
+  using Format = ScaledHalfFormat<T>;
+  using Format::elements, Format::encode_block, Format::exponent, Format::kBlockBytes, Format::kMaxScale;
 
   static void reduce(const ReduceArgs& args) {
     alignas(64) uint8_t own_block[kBlockBytes];
@@ -641,11 +661,12 @@ struct ScaledHalf {
       if (growth > 0.0 && std::isfinite(growth)) {
         if (std::frexp(growth, &shift) == 0.5) --shift;
       }
-      set_exponent(result, unit - shift);
+      Format::set_exponent(result, unit - shift);
       add_up(contributions, n, simplified<float>({std::ldexp(args.factor.scale, -shift), args.factor.divisor}),
              elements(result));
       // From the nearest cache: the wire may be a line that another core holds.
-      if (args.destination != nullptr) decode_block(result, n, static_cast<Packed<T>*>(args.destination) + first);
+      if (args.destination != nullptr)
+        Format::decode_block(result, n, static_cast<Packed<T>*>(args.destination) + first);
       write(args.wire + offset, result, sizeof(BlockHeader) + n * sizeof(Half), args.stores);
     }
   }
@@ -678,22 +699,12 @@ const Kernels* kernels_of() {
   return &kernels;
 }
 
-template <class T, class W, class A>
+// For `op`, which is one of `ops`: what nobody asks for is not compiled.
+template <class T, class W, class A, Op... ops>
 const Kernels* plain(Op op) {
-  switch (op) {
-    case Op::kSum:
-    case Op::kAverage:
-      return kernels_of<Plain<T, W, A, Op::kSum>>();
-    case Op::kWeightedAverage:
-      return kernels_of<Plain<T, W, A, kIsInteger<A> ? Op::kWeightedAverage : Op::kSum>>();
-    case Op::kMin:
-      return kernels_of<Plain<T, W, A, Op::kMin>>();
-    case Op::kMax:
-      return kernels_of<Plain<T, W, A, Op::kMax>>();
-    case Op::kProduct:
-      return kernels_of<Plain<T, W, A, Op::kProduct>>();
-  }
-  return nullptr;
+  const Kernels* found = nullptr;
+  ((op == ops ? void(found = kernels_of<Plain<T, W, A, ops>>()) : void()), ...);
+  return found;
 }
 
 template <class T>
@@ -712,15 +723,27 @@ const Kernels* scaled_half(Op op) {
 template <class T>
 const Kernels* integer(Op op) {
   using Wide = std::conditional_t<(sizeof(T) > 4), __int128, int64_t>;
-  return op == Op::kAverage || op == Op::kWeightedAverage ? plain<T, Wide, Wide>(op) : plain<T, T, T>(op);
+  if (op == Op::kAverage) return plain<T, Wide, Wide, Op::kSum>(Op::kSum);
+  if (op == Op::kWeightedAverage) return plain<T, Wide, Wide, Op::kWeightedAverage>(op);
+  return plain<T, T, T, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(op);
+}
+
+// Until the last hop averages of floats are sums, with weights or without.
+Op summed(Op op) { return op == Op::kAverage || op == Op::kWeightedAverage ? Op::kSum : op; }
+
+template <class T, class A>
+const Kernels* uncompressed(Op op) {
+  return plain<T, T, A, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(summed(op));
 }
 
 template <class T>
 const Kernels* real(Wire wire, Op op) {
   const bool compressible = op != Op::kProduct;  // a product's size is not bounded by its factors'
   if (wire == Wire::kFloat16 && compressible) return scaled_half<T>(op);
-  if (wire == Wire::kBFloat16 && compressible) return plain<T, BFloat16, float>(op);
-  return plain<T, T, T>(op);
+  if (wire == Wire::kBFloat16 && compressible) {
+    return plain<T, BFloat16, float, Op::kSum, Op::kMin, Op::kMax>(summed(op));
+  }
+  return uncompressed<T, T>(op);
 }
 
 }  // namespace
@@ -731,7 +754,7 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
       if (op == Op::kAverage || op == Op::kWeightedAverage) return nullptr;
       if (op == Op::kSum) op = Op::kMax;
       if (op == Op::kProduct) op = Op::kMin;
-      return plain<uint8_t, uint8_t, uint8_t>(op);
+      return integer<uint8_t>(op);
     case DType::kInt8:
       return integer<int8_t>(op);
     case DType::kUInt8:
@@ -750,15 +773,15 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
       return integer<uint64_t>(op);
     case DType::kFloat16:
       // Between hosts travel sums, which may be larger than binary16 can hold.
-      return wire == Wire::kNone || op == Op::kProduct ? plain<Half, Half, float>(op) : scaled_half<Half>(op);
+      return wire == Wire::kNone || op == Op::kProduct ? uncompressed<Half, float>(op) : scaled_half<Half>(op);
     case DType::kBFloat16:
-      return plain<BFloat16, BFloat16, float>(op);
+      return uncompressed<BFloat16, float>(op);
     case DType::kFloat32:
       return real<float>(wire, op);
     case DType::kFloat64:
       return real<double>(wire, op);
     case DType::kLongDouble:
-      return plain<long double, long double, long double>(op);
+      return uncompressed<long double, long double>(op);
   }
   return nullptr;
 }
