@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -255,18 +256,21 @@ class Job:
         Open MPI 5.0.11's can block itself in its PMIx library when a rank has ended early. Nothing
         of the package runs any more then: it is killed, and its exit code is not 0.
         """
+        if self.launcher.poll() is not None:
+            return
         until = time.monotonic() + timeout_s
         watch = LauncherWatch(self.launcher.pid)
-        while True:
-            try:
-                self.launcher.wait(0.5)
-                return
-            except subprocess.TimeoutExpired:
+        ended = os.pidfd_open(self.launcher.pid)  # Popen.wait() would look 20 times a second
+        try:
+            while not select.select([ended], [], [], 0.5)[0]:
                 if time.monotonic() > until:
-                    raise
-            if watch.is_left_alone():
-                self.show_stacks()
-                self.kill()
+                    raise subprocess.TimeoutExpired(self.command, timeout_s)
+                if watch.is_left_alone():
+                    self.show_stacks()
+                    self.kill()
+        finally:
+            os.close(ended)
+        self.launcher.wait()
 
     def show_stacks(self) -> None:
         """On stderr stands where every process is; the ranks die of it.
