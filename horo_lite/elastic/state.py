@@ -24,7 +24,7 @@ from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
 from horo_lite.state.broadcast import is_writable
 from horo_lite.state.optimizer_state import OptimizerState
-from horo_lite.state.trees import Tree, in_brackets, mapped, overwritten
+from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten
 from horo_lite.state.wrapper import unwrapped, wrapped
 
 
@@ -259,7 +259,7 @@ ObjectState = ArrayState = State
 
 def _is_counter(value: Any) -> bool:
     """Neither model nor array: what tells how far training is."""
-    kinds = (bool, int, float, str, type(None))
+    kinds = (*NUMBERS, str, type(None))
     found: list[bool] = []
     mapped(value, lambda x: found.append(hasattr(x, "on_record") or isinstance(x, kinds)))
     return all(found)

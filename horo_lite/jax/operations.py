@@ -210,6 +210,8 @@ def _reduced(tree: Tree, call: Allreduce, weight: Array | None = None) -> Tree:
     named, rebuilt = named_arrays(tree)
     names = () if [name for name, _ in named] == [""] else tuple(name for name, _ in named)
     xs = [x for _, x in named]
+    if is_traced(xs):  # numbers are reduced as floats, as they are outside
+        xs = [float(x) if isinstance(x, (bool, int)) else x for x in xs]
     if weight is not None:
         xs.append(jnp.asarray(weight, float))
     return rebuilt(bind(replace(call, names=names, weighted=weight is not None), xs))

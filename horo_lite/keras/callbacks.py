@@ -231,7 +231,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         initial_lr / N * ((epoch + (batch + 1) / steps_per_epoch) * (N - 1) / warmup_epochs + 1)
 
     and never more than `initial_lr`, which it has in the last batch: that is the rate of all ranks
-    together, usually one rank's times the number of ranks (Goyal et al., 2017, section 2.2).
+    together, usually one rank's times the number of ranks (Goyal et al., 2017, section 2.2). With
+    steps_per_execution, before each execution instead, and `initial_lr` after the last.
 
     Args:
         initial_lr: The rate at the end.
@@ -262,11 +263,18 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             steps_per_epoch=steps_per_epoch,
         )
         self.warmup_epochs, self.verbose = warmup_epochs, verbose
+        self._reached = 0.0
+
+    def _adjust(self, epoch: float) -> None:
+        super()._adjust(epoch)
+        self._reached = epoch
 
     def _fraction(self, batch: int) -> float:
         return (batch + 1) / self._steps  # so that the last batch has the whole rate
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if epoch < self.warmup_epochs <= epoch + 1 and self._reached < self.warmup_epochs:
+            self.model.optimizer.learning_rate = self.initial_lr  # the last batch began unseen
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

@@ -119,7 +119,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             optimizer, exchange, passes, average_aggregated_gradients, DistributedOptimizer
         )
     if passes > 1:
-        _check_can_accumulate(optimizer)
+        _check_can_accumulate(optimizer, passes)
     kind: Any = type(optimizer)
     wrapped = object.__new__(_class_of(kind))
     # One state, whoever loads or changes it; Keras would look into it while it is being set.
@@ -139,13 +139,16 @@ def _checked_passes(passes: Any) -> int:
     return int(passes.__index__())
 
 
-def _check_can_accumulate(optimizer: Any) -> None:
+def _check_can_accumulate(optimizer: Any, passes: int) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "backward_passes_per_step and a LossScaleOptimizer do not go together: give the "
             "optimizer inside of it gradient_accumulation_steps"
         )
-    if getattr(optimizer, "gradient_accumulation_steps", None):
+    steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if optimizer.built and steps == passes:
+        return  # it had as many when it was saved, and has the memory for it
+    if steps:
         raise ValueError(
             "gradient_accumulation_steps of Keras and backward_passes_per_step are two names "
             "for the same: give one of them"
@@ -238,6 +241,8 @@ def load_model(
     safe_mode: bool = True,
     op: AnyOp = Average,
     sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
     group: Group | None = None,
 ) -> Any:
     """The model that `model.save(filepath)` wrote, with a DistributedOptimizer in the old state.
@@ -254,6 +259,9 @@ def load_model(
         safe_mode: As there.
         op: As for DistributedOptimizer.
         sparse_as_dense: As there.
+        backward_passes_per_step: As there. Keras 3 keeps it as gradient_accumulation_steps, and
+            averages the passes of an optimizer for which it is not given again.
+        average_aggregated_gradients: As there.
         group: As there.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
@@ -264,6 +272,8 @@ def load_model(
             compression=compression,
             op=op,
             sparse_as_dense=sparse_as_dense,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
             group=group,
         )
     return model

@@ -110,7 +110,13 @@ class Transform(transform.Transform):
         results = super().__call__(names, dense, weight)
         looks: dict[int, Any] = {}
         for note in filter(None, reducer.notes):
-            looks.update({int(i): look for i, look in json.loads(note).items()})
+            for i, look in json.loads(note).items():
+                known = looks.setdefault(int(i), look)
+                if not all(a == b or None in (a, b) for a, b in zip(known, look, strict=True)):
+                    raise MismatchError(
+                        f"the gradient of {names[int(i)]!r} is IndexedSlices of unlike tensors: "
+                        f"{_in_words(*known)} on some ranks and {_in_words(*look)} on others"
+                    )
         share = self._share(weight) if looks else 1.0
         for i, (values_dtype, row, indices_dtype, shape) in sorted(looks.items()):
             if results[i] is not None:
@@ -490,6 +496,11 @@ def _look(rows: _Rows) -> tuple[str, list[int], str, list[int] | None]:
     """What such rows are, for a rank that has none."""
     shape = None if rows.dense_shape is None else [int(n) for n in rows.dense_shape]
     return rows.values.dtype.name, list(rows.values.shape[1:]), rows.indices.dtype.name, shape
+
+
+def _in_words(values_dtype: str, row: list[int], indices_dtype: str, shape: Any) -> str:
+    whole = "" if shape is None else f" of a tensor of shape {shape}"
+    return f"{values_dtype} rows of shape {row}{whole}, with {indices_dtype} indices"
 
 
 def _name(variable: Any, i: int) -> str:

@@ -57,6 +57,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         else:
             count = tf.math.count_nonzero(mask)
         count = tf.cast(count, mean.dtype)
+        # Without samples they are NaN, which times a count of 0 would still be NaN on all ranks.
+        mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
         sums = self._sum(tf.concat([count[None], count * mean], 0), "means")
         total = tf.maximum(sums[0], 1)
         common = sums[1:] / total

@@ -178,7 +178,8 @@ def partition_dataset(
 
     `dataset` is one of
 
-    - an array (NumPy, torch, JAX, CuPy …): batches are arrays `array[indices]`;
+    - an array (NumPy, torch, JAX, CuPy …): batches are arrays `array[indices]`; of pandas' objects,
+      rows are taken by position, whatever their labels;
     - a tuple or a dict of arrays of equal length, such as `(images, labels)`: batches are tuples
       or dicts of arrays;
     - any other sequence of samples, such as a list or a torch dataset: samples are fetched one by
@@ -254,18 +255,23 @@ def _reader(dataset: Any) -> tuple[Callable[[Indices], Any], int]:
     if isinstance(dataset, Mapping):
         columns = {key: _array(column) for key, column in dataset.items()}
         n = _common_length(columns)
-        return lambda indices: {key: a[indices] for key, a in columns.items()}, n
+        return lambda indices: {key: _rows(a, indices) for key, a in columns.items()}, n
     if isinstance(dataset, tuple):
         arrays = tuple(_array(column) for column in dataset)
         n = _common_length(dict(enumerate(arrays)))
-        return lambda indices: tuple(a[indices] for a in arrays), n
+        return lambda indices: tuple(_rows(a, indices) for a in arrays), n
     if hasattr(dataset, "shape"):
-        return lambda indices: dataset[indices], length_of(dataset)
+        return lambda indices: _rows(dataset, indices), length_of(dataset)
     return lambda indices: _stack_samples(dataset, indices), length_of(dataset)
 
 
 def _array(column: Any) -> Any:
     return column if hasattr(column, "shape") else np.asarray(column)
+
+
+def _rows(array: Any, indices: Indices) -> Any:
+    """The rows at these positions: pandas' own brackets take labels, or names of columns."""
+    return getattr(array, "iloc", array)[indices]
 
 
 def _common_length(columns: Mapping[Any, Any]) -> int:

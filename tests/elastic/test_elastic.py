@@ -109,19 +109,20 @@ def test_a_snapshot_holds_everything_and_is_independent(alone) -> None:
     assert state.tensor is tensor
 
 
-def test_who_is_furthest(alone) -> None:
+@pytest.mark.parametrize("number", [int, np.int64])
+def test_who_is_furthest(alone, number) -> None:
     weight = Weight(2)
     opt = hvd.DistributedOptimizer(Momentum([weight]))
-    states = [elastic.State(opt=opt, step=0, array=weight.data) for _ in range(2)]
+    states = [elastic.State(opt=opt, step=number(0), array=weight.data) for _ in range(2)]
     ahead, behind = states
     assert ahead.progress().is_whole
-    ahead.step = behind.step = 1
+    ahead.step = behind.step = number(1)
     assert ahead.progress() == behind.progress()
-    ahead.step = 2
+    ahead.step = number(2)
     assert max(states, key=elastic.State.progress) is ahead
     opt.step()  # both see it, and neither has counted it
     assert not ahead.progress().is_whole
-    behind.step = 2
+    behind.step = number(2)
     assert max(states, key=elastic.State.progress) is behind
     ahead.commit()
     assert max(states, key=elastic.State.progress) is ahead

@@ -425,6 +425,22 @@ def check_schedules() -> None:
     check_close(model, alone)
 
 
+def check_warmup_of_several_steps_at_once() -> None:
+    """Keras shows callbacks the first batch of each execution only."""
+    if BACKEND == "torch":  # has none
+        return
+    model = compiled(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.3)), steps_per_execution=N_STEPS
+    )
+    hvd.broadcast_parameters(model)
+    recording = Recording()
+    fit(model, epochs=3, callbacks=[hvd.callbacks.LearningRateWarmupCallback(0.3, 2), recording])
+    n = world.size
+    begins = [0.3 / n * ((epoch + 1 / N_STEPS) * (n - 1) / 2 + 1) for epoch in range(2)]
+    np.testing.assert_allclose(recording.rates, [*begins, 0.3], rtol=1e-6)
+    check_same_bits(model)
+
+
 def check_metrics_that_are_arrays() -> None:
     mine = {"loss": float(world.rank), "each": keras.ops.array([1.0, world.rank]), "n": world.rank}
     hvd.callbacks.MetricAverageCallback().on_epoch_end(0, mine)
@@ -548,6 +564,19 @@ def check_passes_per_step() -> None:
     fit(alone, alone=True)
     hvd.check_in_sync(model)  # what the passes add up to is each rank's own
     check_close(model, alone)
+    # From a file it goes on: sums stay sums.
+    passes = {"backward_passes_per_step": 2}
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **passes))
+    fit(model, epochs=1, callbacks=broadcast())
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "")
+    path = Path(folder, "model.keras")
+    if world.rank == 0:
+        model.save(path)
+    hvd.barrier()
+    loaded = hvd.load_model(path, **passes)
+    for net in (model, loaded):
+        fit(net, epochs=1)
+    check_close(loaded, model, rtol=0, atol=0)
     for optimizer, words in (
         (keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "two names for the same"),
         (keras.optimizers.LossScaleOptimizer(adam()), "LossScaleOptimizer do not go together"),

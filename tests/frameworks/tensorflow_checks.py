@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -464,6 +464,11 @@ def check_a_rank_without_rows() -> None:
         loss = tf.reduce_sum(table if RANK == 0 else tf.gather(table, [0]))
     with pytest.raises(hvd.MismatchError, match="sparse_as_dense=True"):
         hvd.DistributedGradientTape(tape).gradient(loss, table)
+    longer = tf.Variable(np.ones((5 if RANK == 0 else 4, 3), np.float32))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(longer, [0]))
+    with pytest.raises(hvd.MismatchError, match=r"\[5, 3\].* on some ranks and .*\[4, 3\]"):
+        hvd.DistributedGradientTape(tape).gradient(loss, longer)
     assert hvd.allreduce(float(RANK), op=hvd.Sum).numpy() == RANKS.sum()
 
 
@@ -725,11 +730,16 @@ def check_process_sets_and_basics(made: Maker) -> None:
 
 def check_sync_batch_normalization(made: Maker) -> None:
     """Outputs, statistics and gradients are those of the whole, uneven batch."""
+    for sizes in (UNEVEN, [BATCH, *[0] * (SIZE - 1)]):
+        _normalize(made, sizes)
+
+
+def _normalize(made: Maker, sizes: Sequence[int]) -> None:
     rng = np.random.default_rng(3)
     x = (rng.normal(size=(BATCH, 4, 2)) + 5).astype(np.float32)
     scale = rng.normal(size=x.shape).astype(np.float32)
-    begin = sum(UNEVEN[:RANK])
-    mine = slice(begin, begin + UNEVEN[RANK])
+    begin = sum(sizes[:RANK])
+    mine = slice(begin, begin + sizes[RANK])
     ours, alone = hvd.SyncBatchNormalization(name="norm"), keras.layers.BatchNormalization()
     for layer in (ours, alone):
         layer.build(x.shape)

@@ -278,6 +278,8 @@ tree = {"a": [rows, None], "b": (jnp.int32(rank), print)}
 total = hvd.grouped_allreduce(tree, hvd.Sum)
 assert total["b"][1] is print and total["b"][0] == sum(range(size)) and total["a"][1] is None
 assert hvd.allreduce(1.5 * rank) == 1.5 * (size - 1) / 2
+squares = lambda: hvd.allreduce(rank**2)  # a number is no integer array, whose average is cut
+assert np.allclose([squares(), jax.jit(squares)()], np.mean(np.arange(size) ** 2))
 assert type(hvd.allreduce(np.ones(2) * rank)) is np.ndarray
 ragged = hvd.allgather(jnp.full((rank + 1, 2), rank))
 assert ragged[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]

@@ -209,6 +209,36 @@ def test_every_kind_of_dataset(dataset, expected):
         assert mine.dtype == others.dtype == full.dtype
 
 
+class Labelled:
+    """What pandas' Series are: brackets take labels."""
+
+    def __init__(self, values: Any, labels: list[int]) -> None:
+        self.iloc = values
+        self.shape = values.shape
+        self._place_of = {label: i for i, label in enumerate(labels)}
+
+    def __len__(self) -> int:
+        return len(self.iloc)
+
+    def __getitem__(self, labels: Any) -> Any:
+        return self.iloc[[self._place_of[label] for label in labels]]
+
+
+def test_rows_with_labels_are_taken_by_position():
+    y = np.arange(5)
+    shuffled = Labelled(y, [3, 0, 4, 1, 2])
+    for mixed, plain in (
+        ((SAMPLES_5, shuffled), (SAMPLES_5, y)),
+        ({"x": SAMPLES_5, "y": shuffled}, {"x": SAMPLES_5, "y": y}),
+        (shuffled, y),
+    ):
+        batches, wanted = (
+            partition_dataset(dataset, 2, rank=1, size=2, seed=5)[0] for dataset in (mixed, plain)
+        )
+        for batch, expected in zip(batches, wanted, strict=True):
+            assert_same(batch, expected)
+
+
 def fields(batch: Any) -> list[Any]:
     if isinstance(batch, dict):
         return list(batch.values())
