@@ -145,5 +145,21 @@ def to_host(x: object) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):
         return x
     if isinstance(x, (list, tuple, bool, int, float, complex)):
-        return np.asarray(x)
+        return exact(np.asarray(x), x)
     return adapter_of(x).value(x)
+
+
+def exact(array: np.ndarray[Any, Any], x: object) -> np.ndarray[Any, Any]:
+    """`array`, which NumPy has made of a number or list: ValueError where an integer was rounded.
+
+    It makes float64 of integers beside floats, and of those that no one integer dtype can hold.
+    """
+    if array.dtype == np.float64 and np.any(np.abs(array) >= 2**53):
+        numbers: list[Any] = np.asarray(x, np.object_).ravel().tolist()
+        for number in numbers:
+            if isinstance(number, int) and number != float(number):
+                raise ValueError(
+                    f"the integer {number} is not exact as a float64, which it would travel as: "
+                    "pass a NumPy array of an integer dtype, or use allgather_object()"
+                )
+    return array

@@ -118,6 +118,8 @@ def _memory(tensor: Any) -> Array:
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.device.type != "cpu":
         return tensor
+    if hasattr(tensor, "__tensor_flatten__"):
+        return tensor  # a wrapper around others (DTensor), of which the core says what to do
     # NumPy's view of the same memory: torch takes four times as long over a DLPack capsule.
     if tensor.dtype is not torch.bfloat16:
         return tensor.numpy()

@@ -408,7 +408,7 @@ def _copied(x: NDArray[Any] | np.generic) -> NDArray[Any]:
 def copy_of(x: Array) -> Array:
     """A writable, dense copy, to be reduced in place and given back through `like`."""
     if isinstance(x, (bool, int, float)):
-        return np.array(x, np.float64)
+        return adapters.exact(np.array(x, np.float64), x)  # of one dtype: elsewhere it may be 0.5
     if gpu_of(x) is not None:
         return adapters.adapter_of(x).copy(x)
     host = readable(x)

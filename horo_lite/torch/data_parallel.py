@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,8 +78,8 @@ class DistributedDataParallel(torch.nn.Module):
         op: Op | AdasumOp = Average,
     ) -> None:
         super().__init__()
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        if not named:
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
             raise ValueError("this module has no parameter that needs a gradient: use it as it is")
         ranks = global_process_set if process_group is None else process_group
         options = TorchOptions(
@@ -93,26 +94,65 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self._ranks = ranks
-        self._owner = _Owner([parameter for _, parameter in named])
-        self._exchange = _ModuleExchange(self._owner, named, options)
+        self._owner = _Owner(parameters)
+        named = dict(module.named_parameters())
+        self._exchange = _ModuleExchange(self._owner, list(named.items()), options)
+        self._places = _places_of(module)
         if init_sync and self._exchange.active:
-            broadcast_parameters(module.state_dict(), self._root(), ranks)
+            # Not state_dict(), which lacks buffers that are not saved.
+            broadcast_parameters(named | dict(module.named_buffers()), self._root(), ranks)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the module returns."""
         exchange = self._exchange
+        if any(
+            parameters.get(name) is not parameter or (parameter.requires_grad and is_frozen)
+            for parameters, name, parameter, is_frozen in self._places
+        ):
+            self._look_at_module()
         if self.broadcast_buffers and self.training and torch.is_grad_enabled():
             buffers = dict(self.module.named_buffers())
             if buffers and exchange.active and not exchange.is_paused:
                 broadcast_parameters(buffers, self._root(), self._ranks)
         return self.module(*inputs, **kwargs)
 
+    def _look_at_module(self) -> None:
+        """The parameters are those of the module as it is now.
+
+        Some are no longer frozen, or others have taken their places, as where a module is loaded
+        with assign=True.
+        """
+        self._places = _places_of(self.module)
+        known = {id(p) for p in self._owner.param_groups[0]["params"]}
+        named = dict(self.module.named_parameters())
+        self._owner.param_groups[0]["params"] = [
+            p for p in named.values() if p.requires_grad or id(p) in known
+        ]
+        self._exchange.rename(named)
+        self._exchange.look_at_parameters()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A wrapper of a copy of the module; other ranks need not make one, as long as it rests."""
+        options = self._exchange.options
+        copied = DistributedDataParallel(
+            copy.deepcopy(self.module, memo),
+            broadcast_buffers=self.broadcast_buffers,
+            init_sync=False,
+            process_group=options.process_set,
+            bucket_cap_mb=None if options.bucket_bytes is None else options.bucket_bytes / 2**20,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            compression=options.compression,
+            op=options.op,
+        )
+        copied.training = self.training
+        return copied
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside are this rank's alone: their gradients add up in `.grad`.
 
-        The first backward() outside of it exchanges the sums of all that it touches. Forward and
-        backward both belong inside, on every rank alike.
+        The first backward() outside of it exchanges the sums of all that any of them has touched.
+        Forward and backward both belong inside, on every rank alike.
         """
         before, self._exchange.is_paused = self._exchange.is_paused, True
         try:
@@ -124,6 +164,16 @@ class DistributedDataParallel(torch.nn.Module):
         """Whose parameters and buffers are everyone's: the world's number of the first rank."""
         group = self._exchange.group
         return 0 if group is None else next(iter(group.transport.ranks))
+
+
+def _places_of(module: torch.nn.Module) -> list[tuple[Any, str, Any, bool]]:
+    """Where each parameter is kept, by what name, and whether it is frozen."""
+    return [
+        (each._parameters, name, parameter, not parameter.requires_grad)
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if parameter is not None
+    ]
 
 
 class _Owner:
@@ -138,11 +188,20 @@ class _ModuleExchange(Exchange):
 
     is_paused = False
 
+    def rename(self, named: dict[str, Any]) -> None:
+        """These are the parameters' names."""
+        self._names = {id(parameter): name for name, parameter in named.items()}
+
     def touch(self, slot: Slot) -> None:
-        if not self.is_paused:
+        if self.is_paused:
+            slot.touched = True  # the next exchange has it, whether or not it is touched again
+        else:
             super().touch(slot)
 
     def enter(self, task: int) -> bool:
         if not self.tasks:
+            waiting = [slot for slot in self.slots if slot.touched]
             self.begin()
+            for slot in waiting:
+                slot.touched = True
         return super().enter(task)

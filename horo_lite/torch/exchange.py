@@ -40,6 +40,8 @@ from horo_lite.transports.shm import SharedMemory
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
 # zero_grad() or the user has replaced is told from one that is being added to.
 _MARK = "_horo_lite_passes"
+# The version of a gradient that was exchanged without this hook's having seen it.
+_TAKEN = "_horo_lite_taken"
 
 WEIGHT_COMES_FIRST = (
     "torch's gradients are exchanged in backward(). Call optimizer.set_weight(n) on every rank "
@@ -180,6 +182,12 @@ class Exchange:
         parameters = [p for group in self._param_groups() for p in group["params"]]
         if len(parameters) != len(self.slots) or not all(map(is_, parameters, self._seen)):
             named = self.named()
+            if len({id(parameter) for _, parameter in named}) < len(named):
+                twice = Counter(id(parameter) for _, parameter in named).most_common(1)[0][0]
+                name = next(name for name, parameter in named if id(parameter) == twice)
+                raise ValueError(
+                    f"parameter {name!r} is in the optimizer's param_groups twice: list it once"
+                )
             for name, parameter in named:
                 owner = _owner_of.get(id(parameter), nobody)()
                 if owner is not None and owner is not self:
@@ -241,6 +249,8 @@ class Exchange:
             if task not in self.tasks and not self.enter(task):
                 return
             gradient = slot.parameter.grad
+            if gradient is None or getattr(gradient, _TAKEN, None) == gradient._version:
+                return  # a hook before this one has called step(), and maybe zero_grad()
             if self.options.sparse_as_dense:
                 gradient = self._densify(slot)
             if slot.passed == self._pass:  # a second time, by another pass inside of this one
@@ -252,6 +262,8 @@ class Exchange:
                         "are waited for: call zero_grad() and do this step again"
                     )
                 slot.move_to_shared_memory()
+                if slot.travels:
+                    slot.announce()
                 return
             if slot.passes and not hasattr(gradient, _MARK):
                 slot.begin()  # another gradient: somebody has set the last one to None
@@ -276,7 +288,7 @@ class Exchange:
             gradient = slot.move_to_shared_memory()
             setattr(gradient, _MARK, slot.passes)
             if slot.passes == passes and not self.is_nested:
-                slot.travels = True
+                slot.announce()
                 self.reducer.ready(slot.index)
 
     def _densify(self, slot: Slot) -> Any:
@@ -450,7 +462,7 @@ class Exchange:
             gradient = slot.parameter.grad
             if gradient is None:
                 continue
-            if not hasattr(gradient, _MARK) or gradient._version != slot.version:
+            if getattr(gradient, _TAKEN, None) != gradient._version:
                 slot.touched = True
                 slot.passes = max(slot.passes, 1)
         if self._unhooked:
@@ -464,6 +476,7 @@ class Exchange:
                 self._densify(slot)
             sparse = []
         reducer.note = ";".join(map(sparse_note, sparse))
+        changed = [slot.name for slot in self.slots if slot.travels and slot.has_changed()]
         for slot in self.slots:
             if slot.touched and not slot.travels:
                 slot.move_to_shared_memory()
@@ -490,6 +503,13 @@ class Exchange:
                     if slot.hook is None or slot.passes == 0:
                         self._mark(slot)
             self._place()
+        if changed:  # raised now, since other ranks have waited for this exchange
+            raise RuntimeError(
+                f"the gradient of {changed[0]!r} was changed during backward() after it was sent, "
+                "so that this rank's differs from the others': register the hook that does so "
+                "before DistributedOptimizer is made, as Tensor.register_hook, or change gradients "
+                "after backward()"
+            )
 
     def _make_homes(self) -> None:
         """There is memory for every gradient, which other ranks will be able to see."""
@@ -525,7 +545,7 @@ class Exchange:
         gradient = slot.parameter.grad
         if gradient is not None:
             setattr(gradient, _MARK, slot.passes)
-            slot.version = gradient._version
+            setattr(gradient, _TAKEN, gradient._version)
 
     def reset_counts(self) -> None:
         """All ranks have joined, after steps of different numbers."""

@@ -327,13 +327,13 @@ def sparse_allreduce_async(
         parts = [
             ops.allgather_async(part, name=f"{name}.{what} ({shape})", group=group)
             for what, part in (
+                ("values", local.values()),  # first: their dtype may be refused
                 ("indices", local.indices().t().contiguous()),
-                ("values", local.values()),
             )
         ]
 
     def finish(parts: list[Any]) -> Tensor:
-        indices, values = parts
+        values, indices = parts
         total = torch.sparse_coo_tensor(
             indices.t(), values, tensor.shape, check_invariants=False
         ).coalesce()

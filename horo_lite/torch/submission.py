@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from horo_lite import _native, ops
 from horo_lite.adapters.object import NO_ORDER
@@ -198,6 +199,7 @@ def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
                 f"{which}operations take torch tensors, not {tensor!r}: wrap numbers in "
                 "torch.tensor(), and send other objects with broadcast_object or allgather_object"
             )
+        refuse_opaque(tensor, which)
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"{which}it is sparse ({tensor.layout}): use sparse_allreduce_async or .to_dense()"
@@ -208,6 +210,28 @@ def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
                 "tensors of one call lie on one device"
             )
     return [tensor.detach() for tensor in tensors]
+
+
+def refuse_opaque(tensor: Tensor, which: str = "") -> None:
+    """ValueError for tensors whose numbers are not, or not all, what their memory holds."""
+    if tensor.is_nested:
+        what, remedy = "nested", "exchange x.values() of the jagged layout, or each of x.unbind()"
+    elif tensor.is_quantized:
+        what, remedy = "quantized", "exchange x.int_repr() and its scales, or x.dequantize()"
+    elif tensor.is_mkldnn:
+        what, remedy = "of MKL-DNN's layout", "exchange x.to_dense()"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        what, remedy = f"a {type(tensor).__name__}", "exchange what is inside, such as x.to_local()"
+    elif tensor.layout is torch.strided and _has_tangent(tensor):
+        what = "a dual tensor of forward-mode differentiation, whose tangent would be lost"
+        remedy = "exchange its two parts, of forward_ad.unpack_dual(x)"
+    else:
+        return
+    raise ValueError(f"{which}it is {what}: {remedy}")
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _check_reducible(tensors: Sequence[Tensor], op: AnyOp) -> None:

@@ -405,6 +405,28 @@ def test_what_gloo_cannot(group: Group) -> None:
     dist.all_reduce(x, group=group)
     assert torch.equal(x.to_dense(), sums_of([sparse(s).to_dense() for s in ranks])), x
 
+    x = torch.sparse_coo_tensor(torch.zeros(1, int(r > 0)).long(), torch.ones(int(r > 0)), (2,))
+    dist.all_reduce(x, group=group)  # one rank has no element
+    assert x.to_dense().tolist() == [n - 1.0, 0.0], x
+
+    # What is received lies where a part for another rank was.
+    parts = [mine(group, 4, plus=s) for s in ranks]
+    dist.all_to_all([parts[(s + 1) % n] for s in ranks], parts, group=group)
+    for s in ranks:
+        assert torch.equal(parts[(s + 1) % n], of(s, 4) + r), (s, parts)
+    parts = [mine(group, 4, plus=s) for s in ranks]
+    out = parts[1] if r == 0 else torch.zeros(4)
+    dist.scatter(out, parts if r == 0 else None, group=group, group_src=0)
+    assert torch.equal(out, of(0, 4) + r), out
+
+    # Who copies a result to where it belongs does so in the caller's mode, which is a thread's own.
+    with torch.inference_mode():
+        whole = mine(group, 6, 4)
+        work = dist.all_reduce(whole[::2, 1:], group=group, async_op=True)
+        while not work.is_completed():
+            time.sleep(1e-3)
+        assert torch.equal(whole[::2, 1:], sums_of([of(s, 6, 4) for s in ranks])[::2, 1:])
+
     for dtype in torch.float8_e4m3fn, torch.uint16, torch.int16:
         x = mine(group, 4).to(dtype)
         dist.broadcast(x, group=group, group_src=1)
@@ -456,6 +478,16 @@ def test_errors(group: Group) -> None:
     assert work.is_completed() and not work.is_success()
     assert isinstance(work.exception(), hvd.MismatchError)
 
+    # One that cannot be written, and is waited for by a thread that has others to wait for.
+    works = [
+        dist.all_reduce(each, group=group, async_op=True)
+        for each in (torch.ones(1).expand(3), torch.ones(3))
+    ]
+    futures = [work.get_future() for work in works]
+    assert futures[1].wait()[0].tolist() == [group.size()] * 3
+    raises(RuntimeError, "single memory location", futures[0].wait)
+    raises(RuntimeError, "single memory location", works[0].wait)
+
     # What one rank alone does wrong is raised before anything is issued.
     raises(ValueError, "must be", lambda: dist.all_gather([x], x, group=group))
     raises(
@@ -468,6 +500,11 @@ def test_errors(group: Group) -> None:
     raises(
         ValueError, "no meaning", lambda: dist.all_reduce(torch.ones(2), ReduceOp.BAND, group=group)
     )
+    for text, opaque in (
+        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+        ("quantized", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+    ):
+        raises(ValueError, text, lambda x=opaque: dist.broadcast(x, group=group, group_src=0))
     meta = torch.ones(2, device="meta")
     raises(ValueError, "lies on meta", lambda: dist.all_reduce(meta, group=group))
 

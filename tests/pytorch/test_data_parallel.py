@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -100,6 +101,72 @@ def test_passes_in_no_sync_add_up_until_the_next_one() -> None:
         # As in torch: without zero_grad(), mean(g0 + g1 + g2) + mean(g3), and so on.
         backward(net, part(group, 3))
         close(gradients(net), expected(0, 1, 2, 3))
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_what_only_no_sync_has_touched_travels_with_the_next_exchange(as_view: bool) -> None:
+    def rank(group: Group) -> None:
+        first, last = (torch.nn.Linear(2, 2, bias=False) for _ in "ab")
+        net = hvd.DistributedDataParallel(
+            torch.nn.ModuleList([first, last]),
+            process_group=group,
+            gradient_as_bucket_view=as_view,
+        )
+        mean = sum(r + 1.0 for r in range(group.size)) / group.size
+        for step in range(3):
+            net.zero_grad(set_to_none=step != 1)
+            with net.no_sync():
+                (first(torch.full((2,), group.rank + 1.0))).sum().backward()
+            assert first.weight.grad.tolist() == [[group.rank + 1.0] * 2] * 2
+            last(torch.full((2,), 2.0 * (group.rank + 1))).sum().backward()
+            assert first.weight.grad.tolist() == [[mean] * 2] * 2, step
+            assert last.weight.grad.tolist() == [[2 * mean] * 2] * 2, step
+
+    run_threads(3, rank)
+
+
+def test_parameters_are_those_of_the_module_as_it_is() -> None:
+    """Some are no longer frozen, and others take their places."""
+
+    def rank(group: Group) -> None:
+        inner = network(group.rank)
+        inner[0].requires_grad_(False)
+        net = hvd.DistributedDataParallel(inner, process_group=group)
+        backward(net, part(group, 0))
+        assert inner[0].weight.grad is None
+        inner[0].requires_grad_(True)
+        for step in range(4):
+            if step == 2:
+                inner.load_state_dict(network(0).state_dict(), assign=True)
+            net.zero_grad()
+            backward(net, part(group, step))
+            close(gradients(net), expected(step))
+
+    run_threads(2, rank)
+
+
+def test_one_rank_copies_the_model_and_all_begin_with_buffers_that_are_not_saved() -> None:
+    """As for a running average of the weights."""
+
+    def rank(group: Group) -> None:
+        inner = network(group.rank)
+        inner.register_buffer("noise", torch.tensor([group.rank + 1.0]), persistent=False)
+        net = hvd.DistributedDataParallel(inner, process_group=group, broadcast_buffers=False)
+        assert inner.noise.tolist() == [1.0]
+        averaged = None if group.rank else torch.optim.swa_utils.AveragedModel(net)
+        for step in range(2):
+            net.zero_grad()
+            backward(net, part(group, step))
+            close(gradients(net), expected(step))
+        if averaged is not None:
+            close(list(averaged.parameters()), list(network(0).parameters()))
+        copied = copy.deepcopy(net)
+        copied.zero_grad()
+        backward(copied, part(group, 2))  # exchanges, as the first does
+        close(gradients(copied), expected(2))
+        close(gradients(net), expected(1))
 
     run_threads(2, rank)
 

@@ -594,6 +594,8 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             ("dtype", lambda: hvd.allgather_async(one.to(torch.complex64), **k)),
             ("bool", lambda: hvd.allreduce_async(one.bool(), op=hvd.Average, **k)),
             ("sparse", lambda: hvd.allreduce_async(one.to_sparse(), **k)),
+            ("nested", lambda: hvd.allreduce(torch.nested.nested_tensor([one, one]), **k)),
+            ("dtype", lambda: hvd.sparse_allreduce_async((one * 1j).to_sparse(), **k)),
             ("sparse", lambda: hvd.sparse_allreduce_async(one, "x", **k)),
             ("Sum", lambda: hvd.sparse_allreduce_async(one.to_sparse(), "x", hvd.Max, **k)),
             ("torch tensors", lambda: hvd.allreduce_async([1.0], **k)),
@@ -652,6 +654,15 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             assert hvd.alltoall(one, [1, 1, 1], **k)[1].tolist() == [1, 1, 1]
 
     run_threads(3, rank)
+
+
+def test_forward_mode_loses_no_tangent() -> None:
+    def rank(group: Group) -> None:
+        one = torch.ones(2)
+        with pytest.raises(ValueError, match="tangent would be lost"):
+            torch.func.jvp(lambda x: hvd.allreduce(x, process_set=group), (one,), (one,))
+
+    run_threads(1, rank)  # where levels of differentiation are, the whole process has them
 
 
 def test_before_init_everything_is_a_value_error() -> None:

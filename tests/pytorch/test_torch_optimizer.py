@@ -408,6 +408,15 @@ def test_wrong_arguments() -> None:
 
     run_threads(1, rank)
 
+    def listed_twice(group: Group) -> None:
+        p = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        optimizer.param_groups[0]["params"].append(p)
+        with pytest.raises(ValueError, match="twice"):
+            wrap(optimizer, group)
+
+    run_threads(2, listed_twice)
+
 
 # Passes.
 
@@ -827,6 +836,76 @@ def test_gradients_assigned_by_hand_are_exchanged_by_step() -> None:
         return weight.tolist() + master.tolist()
 
     assert run_threads(2, rank) == [[-7.5] * 3 + [-7.5] * 3] * 2
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_hooks_that_change_a_gradient_on_its_way_are_an_error_and_earlier_ones_are_not(
+    replaces: bool,
+) -> None:
+    def rank(group: Group) -> None:
+        def doubled(p: Any) -> None:
+            if replaces:
+                p.grad = p.grad * 2
+            else:
+                p.grad.mul_(2)
+
+        nets = [nn.ParameterList(torch.ones(2) for _ in "ab") for _ in range(2)]
+        for p in nets[0]:
+            p.register_post_accumulate_grad_hook(doubled)
+        optimizers = [wrap(sgd(net), group) for net in nets]
+        for p in nets[1]:
+            p.register_post_accumulate_grad_hook(doubled)
+        for _ in range(2):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = sum((p * (group.rank + 1.0)).sum() for p in net)
+                if net is nets[0]:
+                    loss.backward()
+                    assert [p.grad.tolist() for p in net] == [[3.0, 3.0]] * 2
+                else:
+                    with pytest.raises(RuntimeError, match=r"changed during backward.*register"):
+                        loss.backward()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("hooks_first", [True, False])
+def test_steps_inside_of_backward(hooks_first: bool, zeroes: bool) -> None:
+    """A small optimizer for each parameter, which a hook calls."""
+
+    def train(net: Any, wrapper: Any, rank: int, size: int) -> None:
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in net.parameters()}
+
+        def add_hooks() -> None:
+            for p in net.parameters():
+                p.register_post_accumulate_grad_hook(step)
+
+        def step(p: Any) -> None:
+            optimizers[p].step()
+            if zeroes:
+                optimizers[p].zero_grad()
+
+        if hooks_first:
+            add_hooks()
+        for p in optimizers:
+            optimizers[p] = wrapper(optimizers[p])
+        if not hooks_first:
+            add_hooks()
+        for i in range(3):
+            x, y = samples(i)
+            loss_of(net, x[rank::size], y[rank::size]).backward()
+            net.zero_grad()
+
+    def rank(group: Group) -> Any:
+        net = network()
+        train(net, lambda optimizer: wrap(optimizer, group), group.rank, group.size)
+        return net
+
+    alone = network()
+    train(alone, lambda optimizer: optimizer, 0, 1)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
 
 
 @pytest.mark.parametrize("as_dense", [True, False])

@@ -536,6 +536,13 @@ def check_numbers_stay_what_they_are(group: Group) -> None:
     if group.size > 1:
         with pytest.raises(MismatchError, match="int64"):
             ops.broadcast(1 if group.rank else 1.5, group=group)
+    # Reduced, numbers are float64, and so are lists that no integer dtype can hold.
+    assert ops.allreduce(2**70, Max, group=group) == 2**70
+    assert ops.allreduce([2**53 + 1], Max, group=group).tolist() == [2**53 + 1]
+    for inexact in (2**53 + 1, -(2**62) - 1, [2**63 - 1, 2**63], [2**53 + 1, 0.5]):
+        for reduce in (ops.allreduce, ops.allreduce_async):
+            with pytest.raises(ValueError, match="not exact as a float64"):
+                reduce(inexact, Max, group=group)
 
 
 def check_reducescatter(group: Group) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from horo_lite import _native
+from horo_lite.torch.submission import refuse_opaque
 
 _C_ORDER = torch.contiguous_format
 _OP_NAMES = {op: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
@@ -52,6 +53,14 @@ class Staged:
         """Return memory that holds what the tensor holds."""
         return self._plain(tensor.resolve_conj().resolve_neg()).contiguous()
 
+    def inputs(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory that holds what the tensors hold, while the outputs are written."""
+        memory = [self.input(x) for x in tensors]
+        read, written = ([_extent(x) for x in each] for each in (tensors, outputs))
+        if any(a < end and begin < b for begin, end in read for a, b in written):
+            memory = [x.clone() for x in memory]
+        return memory
+
     def output(self, tensor: Tensor) -> Tensor:
         """Return memory whose contents the tensor will have."""
         memory = self._plain(tensor)
@@ -85,10 +94,12 @@ class Staged:
         steps = [*self._before, *self._after]
         if not steps:
             return None
+        mode = torch.is_inference_mode_enabled()  # a thread's own, and another one may run this
 
         def run(result: Any) -> None:
-            for step in steps:
-                step(result)
+            with torch.inference_mode(mode):
+                for step in steps:
+                    step(result)
 
         return run
 
@@ -100,6 +111,7 @@ class Staged:
         return copy
 
     def _plain(self, tensor: Tensor) -> Tensor:
+        refuse_opaque(tensor)
         if not tensor.is_cpu:
             raise ValueError(
                 f"a tensor lies on {tensor.device}: torch.distributed's backend horo_lite is for "
@@ -108,8 +120,8 @@ class Staged:
             )
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"a tensor is sparse ({tensor.layout}), and only all_reduce takes such: call "
-                ".to_dense() before"
+                f"a tensor's layout is {tensor.layout}: only all_reduce takes others than strided, "
+                "and those of sparse_coo. Call .to_dense() before"
             )
         tensor = tensor.detach()
         if tensor.is_complex():

@@ -438,7 +438,14 @@ class ProcessGroup(dist.ProcessGroup):
             whole = torch.sparse_coo_tensor(
                 torch.cat([torch.from_numpy(i) for i, _ in everyone], 1),
                 torch.cat(
-                    [torch.from_numpy(v).view(values.dtype).view(-1, *shape) for _, v in everyone]
+                    [
+                        values[:0],  # all that there is where no rank has any
+                        *(
+                            torch.from_numpy(v).view(values.dtype).view(-1, *shape)
+                            for _, v in everyone
+                            if v.size
+                        ),
+                    ]
                 ),
                 tensor.shape,
                 check_invariants=False,
@@ -567,7 +574,7 @@ class ProcessGroup(dist.ProcessGroup):
         (output,) = listed(outputs)
         staged, size, is_root = Staged(is_async(opts)), self.size(), self.rank() == root
         mine = staged.output(output)
-        lists = [staged.input(x) for x in nested(inputs)[0]] if is_root else []
+        lists = staged.inputs(nested(inputs)[0], [output]) if is_root else []
         if is_root:
             check_number(lists, size, "scatter: input tensors")
             check_alike(lists, mine, "scatter: the input")
@@ -587,7 +594,7 @@ class ProcessGroup(dist.ProcessGroup):
         check_number(outputs, self.size(), "all_to_all: output tensors")
         check_number(inputs, self.size(), "all_to_all: input tensors")
         staged = Staged(is_async(opts))
-        send = [memory_of([staged.input(x)], writable=False) for x in inputs]
+        send = [memory_of([x], writable=False) for x in staged.inputs(inputs, outputs)]
         receive = [memory_of([staged.output(x)]) for x in outputs]
         call = AllToAll(contract=f"of {inputs[0].dtype}, sizes by rank")
         part = Buffers(send=send, receive=receive)
@@ -603,7 +610,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Send rows to each rank, and receive rows from each."""
         staged, size = Staged(is_async(opts)), self.size()
-        source, target = staged.input(input), staged.output(output)
+        (source,), target = staged.inputs([input], [output]), staged.output(output)
         send = cut(source, input_split_sizes, size, "input")
         receive = cut(target, output_split_sizes, size, "output")
         if input_split_sizes or output_split_sizes:

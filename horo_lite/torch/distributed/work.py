@@ -131,8 +131,12 @@ class Work(dist.Work):
         with self._lock:
             finish, self._finish = self._finish, None
             if error is None and finish is not None:
-                finish(value)
-            self._error, self._value, self._is_settled = error, value, True
+                try:
+                    finish(value)
+                except Exception as failure:  # the caller's to see, and not the waiter's end
+                    error = failure
+            self._error = self._error or error  # another thread may have been here
+            self._value, self._is_settled = value, True
 
     def complete_future(self) -> None:
         """Complete the future of an operation that is over, if somebody has asked for one."""
