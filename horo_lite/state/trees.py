@@ -87,6 +87,8 @@ class Tree:
     def _node(self, tree: Any, path: str) -> Node | None:
         if isinstance(tree, (dict, Mapping)):  # the first is quick to see
             keys = sorted(tree, key=str)
+            if len(set(map(type, keys))) > 1:  # 1 and "1" have one name
+                keys.sort(key=lambda key: (str(key), type(key).__name__))
             return Node(
                 [(self._join(path, key), tree[key]) for key in keys],
                 partial(_mapping_like, tree, keys),

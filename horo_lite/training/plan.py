@@ -98,6 +98,7 @@ class Plan:
                 if present
             )
             and all(a.name == b.name for a, b in zip(self.entries, other.entries, strict=True))
+            and not any(_is_torn((self, other), i) for i in range(len(self.entries)))
         )
 
     def _fill_buckets(self) -> tuple[tuple[int, ...], ...]:
@@ -196,13 +197,26 @@ def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | 
             )
     for i in range(max(len(plan.entries) for plan in plans)):
         names = {plan.entries[i].name if i < len(plan.entries) else None for plan in plans}
-        if len(names) > 1 or len({_at(plan, i) for plan in plans if plan.present[i]}) > 1:
+        if (
+            len(names) > 1
+            or len({_at(plan, i) for plan in plans if plan.present[i]}) > 1
+            or _is_torn(plans, i)
+        ):
             return (
                 f"The gradients differ between the ranks, first at parameter {i}: "
                 f"{who_has([_at(plan, i) for plan in plans], ranks)}. Every rank needs the same "
                 "parameters in the same order, with gradients of the same dtype and shape."
             )
     return None
+
+
+def _is_torn(plans: Sequence[Plan], i: int) -> bool:
+    """Whether gradient i lies in memory that another has without it on some rank.
+
+    It would not get the result there, nor its zeros into it.
+    """
+    owners = {plan.owners[i] for plan in plans if plan.present[i]}
+    return any(plan.present[owner] and not plan.present[i] for plan in plans for owner in owners)
 
 
 def who_has(values: Sequence[str], ranks: Sequence[int] = ()) -> str:

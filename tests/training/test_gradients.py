@@ -308,15 +308,13 @@ def test_a_tree_seen_before_costs_two_meetings_and_no_plan() -> None:
 
 
 def test_dicts_in_any_order() -> None:
-    def rank(group: Group) -> None:
-        keys = ["b", "a", 3] if group.rank else [3, "a", "b"]
-        tree = {key: np.full(2 + i, 2.0 * group.rank) for i, key in sorted_by_name(keys)}
-        out = average(tree, group=group)
-        assert list(out) == list(tree) == keys
-        assert [out[key].tolist() for key in (3, "a", "b")] == [[1] * 2, [1] * 3, [1] * 4]
+    sums = {3: [2.0] * 2, "3": [6.0] * 2, "a": [2.0] * 3, "b": [2.0] * 4}
 
-    def sorted_by_name(keys: list[Any]) -> list[tuple[int, Any]]:
-        return [(sorted(keys, key=str).index(key), key) for key in keys]
+    def rank(group: Group) -> None:
+        keys = ["3", "b", "a", 3] if group.rank else [3, "a", "b", "3"]
+        out = average({key: np.array(sums[key]) * group.rank for key in keys}, group=group)
+        assert list(out) == keys
+        assert {key: (2 * out[key]).tolist() for key in keys} == sums
 
     run_threads(2, rank)
 

@@ -185,6 +185,13 @@ def test_missing_everywhere_stays_missing() -> None:
         ),
         (
             [
+                plan(entry("a", 2), entry("b", 2), owners=(0, 0)),
+                plan(entry("a", 2), entry("b", 2), present=(True, False)),
+            ],
+            "rank 0 has 'b' float32[2] in the memory of 'a', rank 1 has 'b' without a gradient",
+        ),
+        (
+            [
                 plan(entry("a", 2)),
                 plan(entry("a", 3)),
                 plan(Entry("a", "unknown", (), 0), present=(False,)),
