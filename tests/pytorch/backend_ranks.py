@@ -82,6 +82,17 @@ def by_future(group: Group) -> list[Tensor]:
     return list(torch.futures.wait_all(futures))
 
 
+def by_future_in_a_callback(group: Group) -> list[Tensor]:
+    """As in PowerSGD's hook, whose callback waits for further operations."""
+
+    def again(future: Any) -> Tensor:
+        y = future.value()[0] + 1
+        return dist.all_reduce(y, group=group, async_op=True).get_future().wait()[0]
+
+    future = dist.all_reduce(mine(group, 5), group=group, async_op=True).get_future()
+    return [future.then(again).wait()]
+
+
 def reduce(group: Group) -> list[Tensor]:
     root = group.size() - 1
     x = mine(group, 4)
@@ -272,6 +283,7 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
             all_reduce_coalesced,
             several_in_flight,
             by_future,
+            by_future_in_a_callback,
             reduce,
             reduce_scatter_large,
             reduce_scatter_of_views,

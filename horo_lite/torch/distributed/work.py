@@ -104,15 +104,20 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         """Return a future of the tensors that hold the result.
 
-        Its callbacks run in a thread of the process group's. An error reaches C++ and `then()` as a
-        RuntimeError with the text of the original.
+        Its callbacks run in a thread of the process group's, one after the other; in there, the
+        future of a further operation is complete when it is returned. An error reaches C++ and
+        `then()` as a RuntimeError with the text of the original.
         """
         if self._future is None:
             self._begin = torch.futures.Future()
             # Only what a callback raises is an error to C++ (DDP's reducer): set_exception() hides
             # it in the value.
             self._future = self._begin.then(lambda _: self._outcome())
-            self._waiter.put(self)
+            if self._waiter.is_this_thread():  # a callback's: nobody else would complete it
+                self.settle(beside=True)
+                self.complete_future()
+            else:
+                self._waiter.put(self)
         return self._future
 
     def settle(self, beside: bool = False) -> None:
@@ -200,6 +205,10 @@ class Waiter:
                 )
                 self._thread.start()
             self._works.put(work)
+
+    def is_this_thread(self) -> bool:
+        """Tell whether the thread that asks is the waiter."""
+        return threading.current_thread() is self._thread
 
     def close(self) -> None:
         """End the thread, after what it was given: no operation is in flight any more."""
