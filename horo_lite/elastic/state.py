@@ -336,7 +336,11 @@ def _written(old: Any, content: Any) -> Any:
     if fits and _is_variable(old):
         old.assign(new)
         return old
-    if fits and adapter_of(old).mutable and is_writable(old):
+    if not fits or old.dtype != new.dtype:  # assigned, it would be rounded to the old dtype
+        return new
+    # NumPy's may be of dtypes that the core does not know: here they only have to be kept.
+    numpys = isinstance(old, np.ndarray)
+    if old.flags.writeable if numpys else adapter_of(old).mutable and is_writable(old):
         old[...] = new
         return old
     return new

@@ -109,6 +109,21 @@ def test_a_snapshot_holds_everything_and_is_independent(alone) -> None:
     assert state.tensor is tensor
 
 
+def test_arrays_of_any_dtype_are_kept(alone) -> None:
+    for array in (
+        np.array([1j, 2]), np.arange(2.0, dtype=">f4"), np.array(["ab", "c"]),
+        np.array(["2026-11-23"], "M8[D]"), np.array([(1, 2.5)], [("n", "i4"), ("x", "f8")]),
+    ):  # fmt: skip
+        before, state = array.copy(), elastic.State(array=array)
+        array[...] = array[-1:]
+        state.restore()
+        assert state.array is array
+        assert (array == before).all()
+    counts = elastic.State(array=np.zeros(2, int))  # floats on the rank that it is given by
+    counts.load({"array": np.array([0.5, 1.5])})
+    assert counts.array.tolist() == [0.5, 1.5]
+
+
 @pytest.mark.parametrize("number", [int, np.int64])
 def test_who_is_furthest(alone, number) -> None:
     weight = Weight(2)
