@@ -304,13 +304,18 @@ PYTHON_nnabla := $(PYTHON310)
 BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),,HORO_LITE_CUDA=0 HORO_LITE_QUICK_BUILD=1)
 .venv-nnabla/.ready: $(SOURCES)
 
-.venv-%/.ready: tests/frameworks/%.txt pyproject.toml | $(VENV)/.built
+# A framework comes while the core is compiled: that takes most of its time.
+.venv-%/.framework: tests/frameworks/%.txt | $(VENV)/.made
 	@echo "==> making .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-$*
 	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
 	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS)) -r $<
+	@touch $@
+.PRECIOUS: .venv-%/.framework
+
+.venv-%/.ready: .venv-%/.framework pyproject.toml | $(VENV)/.built
 	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(BUILD_$*) $(ONE_AT_A_TIME) .venv-$*/bin/python $(EDITABLE) \
-	  '.[$(MPI)test-frameworks]' -r $<
+	  '.[$(MPI)test-frameworks]' -r tests/frameworks/$*.txt
 	@touch $@
 
 .venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(VENV)/.demo
