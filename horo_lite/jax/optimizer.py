@@ -32,6 +32,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     or a traced scalar, is how many this rank's gradients are the mean of. It is not passed on;
     other extra arguments are.
 
+    What looks at gradients (clipping, `optax.apply_if_finite`, `optax.masked`) belongs inside it,
+    where they are those of all ranks: a rank that skips an `update` for itself is one behind.
+
     Inside `optax.MultiSteps`, which calls it in every mini-step and keeps what the last one gave,
     gradients are exchanged as often. See `average_gradients` for errors.
 
