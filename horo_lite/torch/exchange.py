@@ -34,6 +34,7 @@ from horo_lite.torch.group_views import group_for
 from horo_lite.torch.options import TorchOptions
 from horo_lite.torch.passes import graph_task, notify_at_end
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse, sparse_note
+from horo_lite.torch.uncompiled import uncompiled
 from horo_lite.training.options import averaging
 from horo_lite.transports.shm import SharedMemory
 
@@ -612,6 +613,7 @@ on_renewed(_follow_world)
 
 
 def _hook(reference: weakref.ref[Exchange], slot: Slot) -> Callable[[Any], None]:
+    @uncompiled
     def touched(_: Any) -> None:
         exchange = reference()
         if exchange is not None:

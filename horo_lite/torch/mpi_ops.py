@@ -26,6 +26,7 @@ rank where the ranks differ; the world can be used afterwards. PeerLostError whe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ from horo_lite.torch.submission import (
     submitting,
     synchronize,
 )
+from horo_lite.torch.uncompiled import uncompiled
 
 __all__ = [
     "Adasum",
@@ -546,3 +548,8 @@ def join(device: int = -1) -> int:
     `device` is Horovod's, and not needed.
     """
     return ops.join()
+
+
+for _name in __all__:
+    if isinstance(_function := globals()[_name], FunctionType):
+        uncompiled(_function)

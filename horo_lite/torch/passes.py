@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horo_lite.errors import HoroLiteError, MismatchError, NonFiniteError
+from horo_lite.torch.uncompiled import all_uncompiled
 
 if TYPE_CHECKING:
     from horo_lite.torch.exchange import Exchange
@@ -23,11 +25,18 @@ def notify_at_end(task: int, exchange: Exchange) -> None:
     """When that graph task ends, `exchange.end_pass()` or `break_pass()` is called."""
     known = _passes.get(task)
     if known is None:
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and compiled.in_compiled_autograd_region:
+            raise RuntimeError(
+                "gradients cannot be exchanged in a backward() that compiled autograd carries out, "
+                "which says nothing of its end: turn torch._dynamo.config.compiled_autograd off"
+            )
         known = _passes[task] = Pass(task)
         torch.autograd.Variable._execution_engine.queue_callback(known)
     known.exchanges.append(exchange)
 
 
+@all_uncompiled
 class Pass:
     """What is to be done when one graph task, a call of the autograd engine, ends.
 

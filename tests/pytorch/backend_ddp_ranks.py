@@ -21,6 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import horo_lite as hvd
+import horo_lite.torch
 from horo_lite import context
 from horo_lite.torch import ddp_hooks
 
@@ -271,6 +272,41 @@ def overlap(rank: int, size: int) -> None:
     torch.testing.assert_close(first.weight.grad, expected, rtol=1e-5, atol=1e-5)
 
 
+def compiled(rank: int, size: int) -> None:
+    """What exchanges is called by compiled functions as it is, and not compiled."""
+
+    def linear() -> nn.Linear:
+        layer = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(layer.weight)
+        return layer
+
+    x = torch.full((1, 2), rank + 1.0)
+    mean = sum(r + 1.0 for r in range(size)) / size
+    net = linear()
+    torch.compile(DistributedDataParallel(net), backend="eager")(x).sum().backward()
+    assert net.weight.grad.tolist() == [[mean] * 2]
+
+    net = linear()
+    optimizer = horo_lite.torch.DistributedOptimizer(torch.optim.SGD(net.parameters(), 1.0))
+
+    @torch.compile(backend="eager")
+    def whole_step(x: Tensor) -> Tensor:
+        loss = net(x).sum()
+        loss.backward()
+        optimizer.step()
+        return horo_lite.torch.allreduce(loss.detach())
+
+    assert whole_step(x).item() == 2 * mean
+    assert net.weight.tolist() == [[1 - mean] * 2]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        try:
+            net(x).sum().backward()
+        except RuntimeError as error:
+            assert "says nothing of its end" in str(error), error
+        else:
+            raise AssertionError("gradients were not exchanged")
+
+
 def zero(rank: int, size: int) -> None:
     net = model()
     wrapped = DistributedDataParallel(net, find_unused_parameters=True)
@@ -324,6 +360,7 @@ def main(rank: int, size: int, store: str, folder: str) -> None:
     ddp(rank, size)
     in_place(rank, size)
     overlap(rank, size)
+    compiled(rank, size)
     zero(rank, size)
     fsdp(rank, size, folder)
     dist.destroy_process_group()

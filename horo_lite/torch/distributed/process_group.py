@@ -54,6 +54,7 @@ from horo_lite.torch.distributed.operations import (
     Scatter,
 )
 from horo_lite.torch.distributed.work import AllOf, Waiter, Work
+from horo_lite.torch.uncompiled import all_uncompiled
 from horo_lite.transports.interface import Reduction
 from horo_lite.transports.shm import SharedMemory
 
@@ -87,6 +88,7 @@ _COUNTER = "torch.distributed's collectives"  # in Group.kept
 _named = torch._C._profiler._RecordFunctionFast
 
 
+@all_uncompiled
 class ProcessGroup(dist.ProcessGroup):
     """Ranks whose collectives are carried out by horo_lite's engine.
 

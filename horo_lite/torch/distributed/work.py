@@ -17,10 +17,12 @@ from torch import distributed as dist
 from horo_lite import context
 from horo_lite.collectives.handle import Handle
 from horo_lite.start import stall
+from horo_lite.torch.uncompiled import all_uncompiled
 
 _NO_TIMEOUT = timedelta(0)  # torch's kNoTimeout: that of the process group counts
 
 
+@all_uncompiled
 class Work(dist.Work):
     """An operation in flight.
 
