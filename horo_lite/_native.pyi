@@ -204,10 +204,6 @@ class ShmGroup(EngineGroup):
     ) -> None:
         """The reduction of parts[rank] in `result`; each part has the same sizes on all ranks."""
 
-    @staticmethod
-    def most_parts() -> int:
-        """How many ranks `reduce_scatter` is for."""
-
     def exchange(
         self,
         stream: list[Tensors],
@@ -242,6 +238,10 @@ class WireLayout:
     def __init__(
         self, tensors: Tensors, op: str, wire: str, chunk_bytes: int, n_shares: int
     ) -> None: ...
+    @staticmethod
+    def of_parts(parts: list[Tensors], op: str, wire: str, chunk_bytes: int) -> WireLayout:
+        """Each share is one of the parts."""
+
     @property
     def n_chunks(self) -> int: ...
     @property
@@ -410,6 +410,18 @@ class HostsAllreduce:
         `on_idle` is called a few times a second while messages are awaited; raises to stop that.
         """
 
+    def reduce_scatter(
+        self,
+        layout: WireLayout,
+        prescale: float,
+        scale: float,
+        divisor: float,
+        weights: Sequence[float],
+        label: str,
+        on_idle: Callable[[], object],
+    ) -> None:
+        """The same of a layout of parts: n_shares / hosts of each host, one for each rank."""
+
 class HostsGroup(EngineGroup):
     """The ranks of several hosts."""
 
@@ -458,6 +470,27 @@ class HostsGroup(EngineGroup):
         divisor: float = 1.0,
         weights: Sequence[float] = (),
     ) -> None: ...
+    def reduce_scatter(
+        self,
+        parts: list[Tensors],
+        result: Tensors,
+        op: str,
+        wire: str,
+        prescale: float = 1.0,
+        scale: float = 1.0,
+        divisor: float = 1.0,
+        weights: Sequence[float] = (),
+    ) -> None:
+        """The reduction of parts[rank] in `result`; each part has the same sizes on all ranks."""
+
+    def exchange_on_host(
+        self,
+        stream: list[Tensors],
+        stream_bytes: Sequence[int],
+        wanted: list[tuple[int, int, Tensors]],
+    ) -> None:
+        """As ShmGroup.exchange, among the ranks of this host."""
+
     def wait(self, transfer: Transfer | Callable[[], bool]) -> None:
         """Return when what the carrier has started is complete."""
 

@@ -174,6 +174,14 @@ struct PyHostsAllreduce {
                    std::vector<std::vector<int>> ranks, int here, uintptr_t memory)
       : group(std::move(host)),
         hosts(group->shm, std::move(messages), {std::move(ranks), here}, reinterpret_cast<uint8_t*>(memory)) {}
+
+  void reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights, Factor factor,
+              const std::string& label, nb::callable on_idle) {
+    const Shared idle = shared(on_idle);
+    const WithoutGil release;
+    hosts.on_idle = [&] { in_python([&] { nb::handle(idle.get())(); }); };
+    (hosts.*how)(layout, weights, factor, label);
+  }
 };
 
 // A group of ranks of several hosts, and what it works on.
@@ -296,11 +304,16 @@ void bind_hosts(nb::module_& m) {
           "allreduce",
           [](PyHostsAllreduce& self, const Layout& layout, double prescale, double scale, double divisor,
              const std::vector<double>& weights, const std::string& label, nb::callable on_idle) {
-            const Shared idle = shared(on_idle);
-            const WithoutGil release;
-            self.hosts.on_idle = [&] { in_python([&] { nb::handle(idle.get())(); }); };
-            const auto multipliers = multiplied(weights, prescale, self.group->shm.size());
-            self.hosts.allreduce(layout, multipliers, {scale, divisor}, label);
+            self.reduce(&HostsAllreduce::allreduce, layout, multiplied(weights, prescale, self.group->shm.size()),
+                        {scale, divisor}, label, on_idle);
+          },
+          "layout"_a, "prescale"_a, "scale"_a, "divisor"_a, "weights"_a, "label"_a, "on_idle"_a)
+      .def(
+          "reduce_scatter",
+          [](PyHostsAllreduce& self, const Layout& layout, double prescale, double scale, double divisor,
+             const std::vector<double>& weights, const std::string& label, nb::callable on_idle) {
+            self.reduce(&HostsAllreduce::reduce_scatter, layout, multiplied(weights, prescale, self.group->shm.size()),
+                        {scale, divisor}, label, on_idle);
           },
           "layout"_a, "prescale"_a, "scale"_a, "divisor"_a, "weights"_a, "label"_a, "on_idle"_a);
 
@@ -341,6 +354,27 @@ void bind_hosts(nb::module_& m) {
           },
           "tensors"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
           "weights"_a = std::vector<double>())
+      .def(
+          "reduce_scatter",
+          [](PyHostsGroup& g, nb::list parts, const Tensors& result, const std::string& op, const std::string& wire,
+             double prescale, double scale, double divisor, const std::vector<double>& weights) {
+            const auto refs = parts_with_result(parts, g.hosts.size(), g.hosts.rank(), result);
+            const WithoutGil release;
+            const auto multipliers = multiplied(weights, prescale, g.hosts.size());
+            g.hosts.reduce_scatter(refs, op_of(op), wire_of(wire), multipliers, {scale, divisor});
+          },
+          "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
+          "weights"_a = std::vector<double>(),
+          "The reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
+      .def(
+          "exchange_on_host",
+          [](PyHostsGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
+            const auto out = buffers_of(stream);
+            const auto parts = wanted_of(wanted);
+            const WithoutGil release;
+            g.hosts.exchange_on_host(out, stream_bytes, parts);
+          },
+          "stream"_a, "stream_bytes"_a, "wanted"_a, "As ShmGroup.exchange, among the ranks of this host.")
       .def(
           "wait",
           [](PyHostsGroup& g, nb::object transfer) {

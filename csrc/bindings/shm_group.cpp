@@ -44,31 +44,12 @@ void all_reduce(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Wire
   group.allreduce(layout, weights, factor);
 }
 
-// The parts' sizes are alike on all ranks; that of `result` is checked.
-void reduce_scatter(ShmGroup& group, const std::vector<std::vector<TensorRef>>& refs,
-                    const std::vector<TensorRef>& result, Op op, Wire wire, const std::vector<double>& weights,
-                    Factor factor) {
-  const auto size = static_cast<size_t>(group.size());
-  if (refs.size() != size || group.size() > ShmGroup::kMostParts) {
-    throw std::invalid_argument("reduce_scatter takes a part for each of at most " +
-                                std::to_string(ShmGroup::kMostParts) + " ranks");
-  }
-  const std::vector<TensorRef>& mine = refs[static_cast<size_t>(group.rank())];
-  const auto alike = [](const TensorRef& a, const TensorRef& b) {
-    return a.n_elements == b.n_elements && a.dtype == b.dtype;
-  };
-  if (!std::equal(mine.begin(), mine.end(), result.begin(), result.end(), alike)) {
-    throw std::invalid_argument("the result is not as large as this rank's part, or of another dtype");
-  }
+void reduce_scatter(ShmGroup& group, const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
+                    const std::vector<double>& weights, Factor factor) {
   size_t total = 0;
-  for (const std::vector<TensorRef>& part : refs) total += total_bytes(part);
-  std::vector<TensorRef> own = result;
-  for (size_t i = 0; i < own.size(); ++i) own[i].source = mine[i].address;
-  std::vector<Layout> parts;
-  for (const std::vector<TensorRef>& part : refs) {
-    parts.emplace_back(&part == &mine ? own : part, op, wire, group.part_bytes(total), 1);
-  }
-  group.reduce_scatter(parts, weights, factor);
+  for (const std::vector<TensorRef>& part : parts) total += total_bytes(part);
+  const Layout layout(parts, op, wire, group.chunk_bytes(total));
+  group.reduce_scatter(layout, weights, factor);
 }
 
 void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op, Factor factor,
@@ -89,6 +70,23 @@ void PyShmGroup::reduce(const std::string& name, const std::vector<TensorRef>& t
   shm.agree(name, {});
   if (distances.empty()) all_reduce(shm, tensors, op, wire, weights, factor);
   else reduce_in_place(shm, tensors, op, factor, distances);
+}
+
+std::vector<Buffer> buffers_of(nb::list stream) {
+  std::vector<Buffer> buffers;
+  for (nb::handle tensors : stream) {
+    for (const Buffer& buffer : nb::cast<Tensors&>(tensors).buffers()) buffers.push_back(buffer);
+  }
+  return buffers;
+}
+
+std::vector<Wanted> wanted_of(nb::list wanted) {
+  std::vector<Wanted> parts;
+  for (nb::handle one : wanted) {
+    const auto [source, begin, into] = nb::cast<std::tuple<int, size_t, nb::object>>(one);
+    parts.push_back({source, begin, nb::cast<Tensors&>(into).buffers()});
+  }
+  return parts;
 }
 
 void bind_shm_group(nb::module_& m) {
@@ -150,29 +148,19 @@ void bind_shm_group(nb::module_& m) {
           "reduce_scatter",
           [](PyShmGroup& g, nb::list parts, const Tensors& result, const std::string& op, const std::string& wire,
              double prescale, double scale, double divisor, const std::vector<double>& weights) {
-            std::vector<std::vector<TensorRef>> refs;
-            for (nb::handle part : parts) refs.push_back(nb::cast<Tensors&>(part).refs());
+            const auto refs = parts_with_result(parts, g.shm.size(), g.shm.rank(), result);
             const WithoutGil release;
-            reduce_scatter(g.shm, refs, result.refs(), op_of(op), wire_of(wire),
-                           multiplied(weights, prescale, g.shm.size()), {scale, divisor});
+            reduce_scatter(g.shm, refs, op_of(op), wire_of(wire), multiplied(weights, prescale, g.shm.size()),
+                           {scale, divisor});
           },
           "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
           "weights"_a = std::vector<double>(),
           "The reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
-      .def_static(
-          "most_parts", [] { return ShmGroup::kMostParts; }, "How many ranks `reduce_scatter` is for.")
       .def(
           "exchange",
           [](PyShmGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
-            std::vector<Wanted> parts;
-            for (nb::handle one : wanted) {
-              const auto [source, begin, into] = nb::cast<std::tuple<int, size_t, nb::object>>(one);
-              parts.push_back({source, begin, nb::cast<Tensors&>(into).buffers()});
-            }
-            std::vector<Buffer> out;
-            for (nb::handle tensors : stream) {
-              for (const Buffer& buffer : nb::cast<Tensors&>(tensors).buffers()) out.push_back(buffer);
-            }
+            const auto out = buffers_of(stream);
+            const auto parts = wanted_of(wanted);
             const WithoutGil release;
             g.shm.exchange(out, stream_bytes, parts);
           },

@@ -30,4 +30,9 @@ struct PyShmGroup : EngineGroup {
               const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>& distances) override;
 };
 
+// Of a list of Tensors, one after the other.
+std::vector<Buffer> buffers_of(nanobind::list stream);
+// Of tuples of a rank, a place in its stream, and the Tensors that are to hold what is there.
+std::vector<Wanted> wanted_of(nanobind::list wanted);
+
 }  // namespace horo

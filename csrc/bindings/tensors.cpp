@@ -605,4 +605,30 @@ std::string Tensors::describe(size_t index) const {
   return text + "]";
 }
 
+std::vector<std::vector<TensorRef>> refs_of(nb::list parts) {
+  std::vector<std::vector<TensorRef>> refs;
+  for (nb::handle part : parts) refs.push_back(nb::cast<Tensors&>(part).refs());
+  return refs;
+}
+
+std::vector<std::vector<TensorRef>> parts_with_result(nb::list parts, int size, int rank, const Tensors& result) {
+  std::vector<std::vector<TensorRef>> refs = refs_of(parts);
+  if (refs.size() != static_cast<size_t>(size)) {
+    throw std::invalid_argument("reduce_scatter takes a part for each of " + std::to_string(size) + " ranks, not " +
+                                std::to_string(refs.size()));
+  }
+  std::vector<TensorRef>& mine = refs[static_cast<size_t>(rank)];
+  const auto alike = [](const TensorRef& a, const TensorRef& b) {
+    return a.n_elements == b.n_elements && a.dtype == b.dtype;
+  };
+  if (!std::equal(mine.begin(), mine.end(), result.refs().begin(), result.refs().end(), alike)) {
+    throw std::invalid_argument("the result is not as large as this rank's part, or of another dtype");
+  }
+  for (size_t i = 0; i < mine.size(); ++i) {
+    mine[i].source = mine[i].address;
+    mine[i].address = result.refs()[i].address;
+  }
+  return refs;
+}
+
 }  // namespace horo

@@ -124,4 +124,9 @@ inline const Buffer& only(const std::vector<Buffer>& buffers) {
   return buffers[0];
 }
 
+// Of a list of Tensors, each's.
+std::vector<std::vector<TensorRef>> refs_of(nanobind::list parts);
+// Those of a reduce-scatter, one for each of `size` ranks, of which that of `rank` is to be left in `result`.
+std::vector<std::vector<TensorRef>> parts_with_result(nanobind::list parts, int size, int rank, const Tensors& result);
+
 }  // namespace horo

@@ -22,11 +22,15 @@ void bind_wire_layout(nb::module_& m) {
           "__init__",
           [](Layout* self, const Tensors& tensors, const std::string& op, const std::string& wire, size_t chunk_bytes,
              int n_shares) {
-            const Wire asked = wire_of(wire);
-            const Wire between_hosts = asked == Wire::kNone ? Wire::kBetweenHosts : asked;
-            new (self) Layout(tensors.refs(), op_of(op), between_hosts, chunk_bytes, n_shares);
+            new (self) Layout(tensors.refs(), op_of(op), between_hosts(wire_of(wire)), chunk_bytes, n_shares);
           },
           "tensors"_a, "op"_a, "wire"_a, "chunk_bytes"_a, "n_shares"_a, nb::keep_alive<1, 2>())
+      .def_static(
+          "of_parts",
+          [](nb::list parts, const std::string& op, const std::string& wire, size_t chunk_bytes) {
+            return Layout(refs_of(parts), op_of(op), between_hosts(wire_of(wire)), chunk_bytes);
+          },
+          "parts"_a, "op"_a, "wire"_a, "chunk_bytes"_a, nb::keep_alive<0, 1>(), "Each share is one of the parts.")
       .def_prop_ro("n_chunks", &Layout::n_chunks)
       .def_prop_ro("largest_chunk", &Layout::largest_chunk)
       .def(

@@ -31,6 +31,14 @@ int Hosts::n_parts() const {
   return static_cast<int>(largest);
 }
 
+std::vector<std::vector<TensorRef>> Hosts::shares(const std::vector<std::vector<TensorRef>>& parts) const {
+  std::vector<std::vector<TensorRef>> shares(n_shares());
+  for (int host = 0; host < size(); ++host) {
+    for (size_t i = 0; i < ranks[host].size(); ++i) shares[share(host, static_cast<int>(i))] = parts[ranks[host][i]];
+  }
+  return shares;
+}
+
 size_t Hosts::window_bytes() const {
   // All hosts have to come to the same, however many ranks they have.
   const size_t n_images = kSlots * (static_cast<size_t>(n_parts()) + 2);
@@ -56,13 +64,14 @@ uint8_t* HostsAllreduce::slot(size_t window) const {
   return memory_ + window % kSlots * (group_.size() + 2) * window_bytes_;
 }
 
-// One all-reduce, step by step.
+// One all-reduce, step by step; or, unless it `gathers`, one reduce-scatter.
 struct HostsAllreduce::Exchange {
   HostsAllreduce& all;
   const Layout& layout;
   const std::vector<double>& weights;
   Factor factor;
   const std::string& label;
+  bool gathers;
   size_t room = 0;  // for what is received of one share
   // By the window's slot.
   std::array<std::unique_ptr<Transfer>, kSlots> sums = {}, received_results = {}, sent_results = {};
@@ -86,8 +95,8 @@ struct HostsAllreduce::Exchange {
 
   // Part of a window's wire image.
   void add(std::vector<Message>& messages, size_t window, int to, int owner, int part, int tag, uint8_t* image) const {
-    const size_t begin = layout.share_begin(window, all.share(owner, part));
-    const size_t end = layout.share_end(window, all.share(owner, part));
+    const size_t begin = layout.share_begin(window, all.hosts_.share(owner, part));
+    const size_t end = layout.share_end(window, all.hosts_.share(owner, part));
     add(messages, to, part, tag, image + begin, end - begin);
   }
 
@@ -103,27 +112,27 @@ struct HostsAllreduce::Exchange {
     std::vector<Message> receive, send, receive_results;
     for (size_t i = 0; i < all.parts_.size(); ++i) {
       const int part = all.parts_[i];
-      const int own = all.share(all.hosts_.here, part);
+      const int own = all.hosts_.share(all.hosts_.here, part);
       for (int host = 0; !is_sum && host < all.hosts_.size(); ++host) {
-        layout.reduce(window, all.share(host, part), images, -1, weights, {}, sum(window), false);
+        layout.reduce(window, all.hosts_.share(host, part), images, -1, weights, {}, sum(window), false);
       }
       for (int host : all.others_) {
         const size_t n_bytes = layout.share_end(window, own) - layout.share_begin(window, own);
         add(receive, host, part, kSumTag, received(window, host, i), n_bytes);
         add(send, window, host, host, part, kSumTag, sum(window));
-        add(receive_results, window, host, host, part, kResultTag, all.total(window));
+        if (gathers) add(receive_results, window, host, host, part, kResultTag, all.total(window));
       }
     }
     sums[window % kSlots] = all.messages_->start(receive, send);
-    received_results[window % kSlots] = all.messages_->start(receive_results, {});
+    if (gathers) received_results[window % kSlots] = all.messages_->start(receive_results, {});
   }
 
   // Once all hosts' sums of it have come.
-  void send_results(size_t window) {
+  void add_up(size_t window) {
     std::vector<Message> send;
     for (size_t i = 0; i < all.parts_.size(); ++i) {
       const int part = all.parts_[i];
-      const int own = all.share(all.hosts_.here, part);
+      const int own = all.hosts_.share(all.hosts_.here, part);
       const size_t begin = layout.share_begin(window, own);
       std::vector<const uint8_t*> images;  // where each host's image of the whole window would begin
       for (int host = 0; host < all.hosts_.size(); ++host) {
@@ -131,10 +140,11 @@ struct HostsAllreduce::Exchange {
         const auto at = reinterpret_cast<uintptr_t>(received(window, host, i)) - begin;
         images.push_back(host == all.hosts_.here ? sum(window) : reinterpret_cast<const uint8_t*>(at));
       }
-      layout.reduce(window, own, images, -1, {}, factor, all.total(window), false);
+      layout.reduce(window, own, images, -1, {}, factor, all.total(window), !gathers);
+      if (!gathers) continue;
       for (int host : all.others_) add(send, window, host, all.hosts_.here, part, kResultTag, all.total(window));
     }
-    sent_results[window % kSlots] = all.messages_->start({}, send);
+    if (gathers) sent_results[window % kSlots] = all.messages_->start({}, send);
   }
 
   void decode(size_t window) const {
@@ -144,7 +154,7 @@ struct HostsAllreduce::Exchange {
   void run() {
     for (size_t w = 0; w < layout.n_chunks(); ++w) {
       for (int part : all.parts_) {
-        const int own = all.share(all.hosts_.here, part);
+        const int own = all.hosts_.share(all.hosts_.here, part);
         room = std::max(room, layout.share_end(w, own) - layout.share_begin(w, own));
       }
     }
@@ -152,7 +162,8 @@ struct HostsAllreduce::Exchange {
     if (all.received_.size() < n_bytes) all.received_.resize(n_bytes);
     const size_t n = layout.n_chunks();
     PhaseClock clock;
-    for (size_t step = 0; step < n + kSumsUnderWay + kResultsUnderWay + 1; ++step) {
+    const size_t n_steps = n + kSumsUnderWay + (gathers ? kResultsUnderWay + 1 : 0);
+    for (size_t step = 0; step < n_steps; ++step) {
       // In turn the windows that are one step further: `at(k)` is the one that was encoded k steps ago, if any.
       const auto at = [&](size_t k) { return step >= k && step - k < n; };
       if (at(0)) encode(step);
@@ -162,13 +173,13 @@ struct HostsAllreduce::Exchange {
       clock.ends(Phase::kWait);
       if (at(0)) send_sums(step);
       clock.ends(Phase::kReduce);
-      if (at(kSumsUnderWay + kResultsUnderWay + 1)) decode(step - kSumsUnderWay - kResultsUnderWay - 1);
+      if (gathers && at(kSumsUnderWay + kResultsUnderWay + 1)) decode(step - kSumsUnderWay - kResultsUnderWay - 1);
       clock.ends(Phase::kUnpack);
       if (at(kSumsUnderWay)) sums[(step - kSumsUnderWay) % kSlots]->wait(all.on_idle);
       clock.ends(Phase::kWait);
-      if (at(kSumsUnderWay)) send_results(step - kSumsUnderWay);
+      if (at(kSumsUnderWay)) add_up(step - kSumsUnderWay);
       clock.ends(Phase::kReduce);
-      if (at(kSumsUnderWay + kResultsUnderWay)) {
+      if (gathers && at(kSumsUnderWay + kResultsUnderWay)) {
         const size_t slot = (step - kSumsUnderWay - kResultsUnderWay) % kSlots;
         received_results[slot]->wait(all.on_idle);
         sent_results[slot]->wait(all.on_idle);
@@ -180,7 +191,12 @@ struct HostsAllreduce::Exchange {
 
 void HostsAllreduce::allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor,
                                const std::string& label) {
-  Exchange{*this, layout, weights, factor, label}.run();
+  Exchange{*this, layout, weights, factor, label, true}.run();
+}
+
+void HostsAllreduce::reduce_scatter(const Layout& layout, const std::vector<double>& weights, Factor factor,
+                                    const std::string& label) {
+  Exchange{*this, layout, weights, factor, label, false}.run();
 }
 
 }  // namespace horo

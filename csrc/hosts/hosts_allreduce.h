@@ -1,4 +1,5 @@
-// The all-reduce among several hosts: shared memory inside each, messages between them, pipelined in windows.
+// The all-reduce among several hosts: shared memory inside each, messages between them, pipelined in windows. And its
+// first half, the reduce-scatter.
 //
 // Every host owns a share of each window, and every rank of the host a part of that share. A window is encoded into
 // shared memory by all ranks of a host and summed there, each part by the rank that sends it: in rank order. Its owner
@@ -29,6 +30,9 @@ struct Hosts {
   // Parts of a host's share: as many as the largest host has ranks. Part p belongs to rank p modulo its host's size.
   int n_parts() const;
   int n_shares() const { return size() * n_parts(); }
+  int share(int host, int part) const { return host * n_parts() + part; }
+  // The shares of a reduce-scatter, given what each rank is to get: those that belong to no rank are empty.
+  std::vector<std::vector<TensorRef>> shares(const std::vector<std::vector<TensorRef>>& parts) const;
   // Of a window: more where it is cut into more shares, so that messages stay large.
   size_t window_bytes() const;
   // What the ranks of this host share for a HostsAllreduce.
@@ -44,6 +48,13 @@ class HostsAllreduce {
   // ranks of this host, or none. `label` is what messages call it. After an exception messages may still be under
   // way: nothing here may be used any more, nor freed before they have ended.
   void allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor, const std::string& label);
+  // The same, but the i-th rank of a host gets hosts().share(host, i) alone: `layout` is one of hosts().shares(…) as
+  // parts. Each link carries half as much.
+  void reduce_scatter(const Layout& layout, const std::vector<double>& weights, Factor factor,
+                      const std::string& label);
+
+  // One of these two.
+  using Reduce = void (HostsAllreduce::*)(const Layout&, const std::vector<double>&, Factor, const std::string&);
 
   const Hosts& hosts() const { return hosts_; }
 
@@ -53,7 +64,6 @@ class HostsAllreduce {
  private:
   struct Exchange;
 
-  int share(int host, int part) const { return host * hosts_.n_parts() + part; }
   uint8_t* image(size_t window, int rank) const { return slot(window) + rank * window_bytes_; }
   uint8_t* sum(size_t window) const { return image(window, group_.size()); }
   uint8_t* total(size_t window) const { return image(window, group_.size() + 1); }

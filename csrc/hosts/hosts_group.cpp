@@ -24,7 +24,8 @@ void add_pieces(std::vector<Message>& messages, int peer, std::string& text, siz
 HostsGroup::HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::shared_ptr<ControlChannel> control,
                        Hosts hosts, uint8_t* memory, std::shared_ptr<StallDetector> detector, std::vector<int> ranks,
                        std::vector<std::string> names, bool direct)
-    : carrier_(std::move(carrier)),
+    : host_(host),
+      carrier_(std::move(carrier)),
       detector_(std::move(detector)),
       ranks_(std::move(ranks)),
       rank_(hosts.ranks[hosts.here][host.rank()]),
@@ -88,8 +89,20 @@ std::vector<std::string> HostsGroup::gather(const std::string& mine, const std::
 void HostsGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
                            Factor factor) {
   const Hosts& hosts = allreduce_.hosts();
-  const Wire between_hosts = wire == Wire::kNone ? Wire::kBetweenHosts : wire;
-  const Layout layout(tensors, op, between_hosts, hosts.window_bytes(), hosts.n_shares());
+  const Layout layout(tensors, op, between_hosts(wire), hosts.window_bytes(), hosts.n_shares());
+  reduce(&HostsAllreduce::allreduce, layout, weights, factor);
+}
+
+void HostsGroup::reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
+                                const std::vector<double>& weights, Factor factor) {
+  const Hosts& hosts = allreduce_.hosts();
+  const Layout layout(hosts.shares(parts), op, between_hosts(wire), hosts.window_bytes());
+  reduce(&HostsAllreduce::reduce_scatter, layout, weights, factor);
+}
+
+void HostsGroup::reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights,
+                        Factor factor) {
+  const Hosts& hosts = allreduce_.hosts();
   std::vector<double> here;
   for (const int r : hosts.ranks[hosts.here]) {
     if (!weights.empty()) here.push_back(weights[r]);
@@ -97,9 +110,17 @@ void HostsGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wi
   StallDetector::Wait wait(detector_);
   giving_up_on_error([&] {
     allreduce_.on_idle = [&] { idle(wait); };
-    allreduce_.allreduce(layout, here, factor, peers_.label());
+    (allreduce_.*how)(layout, here, factor, peers_.label());
   });
   wait.over();
+}
+
+void HostsGroup::exchange_on_host(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
+                                  const std::vector<Wanted>& wanted) {
+  giving_up_on_error([&] {
+    host_.agree(peers_.label(), {});
+    host_.exchange(stream, stream_bytes, wanted);
+  });
 }
 
 // --- waiting and ending ---

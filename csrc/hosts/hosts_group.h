@@ -40,6 +40,12 @@ class HostsGroup {
   // In place over these tensors. There is a weight for every rank, or none.
   void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
                  Factor factor);
+  // The same of parts[r] for every rank r, which gets only its own: that is read and written, the others are read.
+  void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
+                      const std::vector<double>& weights, Factor factor);
+  // As of a ShmGroup, among the ranks of this host.
+  void exchange_on_host(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
+                        const std::vector<Wanted>& wanted);
   // Returns when the transfer is done, which is one of the carrier's.
   void wait(Transfer& transfer);
 
@@ -66,6 +72,7 @@ class HostsGroup {
     double waited_s;  // in the one before
   };
 
+  void reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights, Factor factor);
   template <class Operation>
   void giving_up_on_error(Operation operation);
   void fail(const std::string& broken, const std::string& reason);
@@ -73,6 +80,7 @@ class HostsGroup {
   void idle(StallDetector::Wait& wait);
   void record_last_rank();
 
+  ShmGroup& host_;
   const std::shared_ptr<Carrier> carrier_;
   const std::shared_ptr<StallDetector> detector_;
   const std::vector<int> ranks_;

@@ -34,30 +34,34 @@ class Layout {
   // Every rank must pass the same sizes, dtypes and options.
   Layout(std::vector<TensorRef> tensors, Op op, Wire wire, size_t chunk_bytes, int n_shares)
       : tensors_(std::move(tensors)), n_shares_(n_shares) {
-    kernels_.reserve(tensors_.size());
+    select(op, wire);
     pieces_.reserve(tensors_.size());
-    for (const TensorRef& tensor : tensors_) kernels_.push_back(&select_kernels(tensor.dtype, wire, op));
-    std::vector<Piece> runs;
-    size_t chunk_size = 0;
-    for (uint32_t t = 0; t < tensors_.size(); ++t) {
-      const Kernels& kernels = *kernels_[t];
-      for (size_t first = 0; first < tensors_[t].n_elements;) {
-        const size_t room = chunk_bytes > chunk_size ? chunk_bytes - chunk_size : 0;
-        const size_t remaining = tensors_[t].n_elements - first;
-        size_t n = room / kernels.block_bytes * kBlockElements;
-        if (n == 0 && chunk_size == 0) n = kBlockElements;
-        if (n < remaining && remaining < kBlockElements && kernels.wire_bytes(remaining) <= room) n = remaining;
-        n = std::min(n, remaining);
-        if (n == 0) {
-          close_chunk(runs, chunk_size);
-          continue;
-        }
-        runs.push_back({t, first, n, chunk_size});
-        chunk_size += kernels.wire_bytes(n);
-        first += n;
+    cut(0, tensors_.size(), chunk_bytes,
+        [&](const std::vector<Piece>& runs, size_t n_bytes) { divide(runs, n_bytes); });
+  }
+
+  // Share s is parts[s] and nothing else. A chunk has as much of every part as there is room for; where a block of each
+  // does not fit into one, the parts take turns.
+  Layout(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire, size_t chunk_bytes)
+      : n_shares_(static_cast<int>(parts.size())) {
+    for (const std::vector<TensorRef>& part : parts) tensors_.insert(tensors_.end(), part.begin(), part.end());
+    select(op, wire);
+    size_t largest_block = 1;
+    for (const Kernels* kernels : kernels_) largest_block = std::max(largest_block, kernels->block_bytes);
+    const size_t together = std::clamp<size_t>(chunk_bytes / largest_block, 1, std::max<size_t>(1, parts.size()));
+    const size_t part_bytes = chunk_bytes / together / kWireAlignment * kWireAlignment;
+    size_t tensor = 0;
+    for (size_t part = 0; part < parts.size(); part += together) {
+      std::vector<std::vector<Run>> turn(parts.size());  // of each part, chunk by chunk
+      size_t n_chunks = 0;
+      for (size_t p = part; p < std::min(parts.size(), part + together); ++p) {
+        cut(tensor, tensor + parts[p].size(), part_bytes,
+            [&](const std::vector<Piece>& runs, size_t n_bytes) { turn[p].push_back({runs, n_bytes}); });
+        tensor += parts[p].size();
+        n_chunks = std::max(n_chunks, turn[p].size());
       }
+      for (size_t chunk = 0; chunk < n_chunks; ++chunk) join(turn, chunk);
     }
-    if (!runs.empty()) close_chunk(runs, chunk_size);
   }
 
   size_t n_chunks() const { return chunk_sizes_.size(); }
@@ -154,14 +158,55 @@ class Layout {
     return static_cast<uint8_t*>(tensors_[piece.tensor].address) + piece.first * kernels_[piece.tensor]->item_bytes;
   }
 
-  // Cuts a chunk's runs into shares of nearly equal bytes, at block boundaries.
-  void close_chunk(std::vector<Piece>& runs, size_t& chunk_size) {
+  // What a chunk has of some tensors.
+  struct Run {
+    std::vector<Piece> pieces;
+    size_t n_bytes;
+  };
+
+  void select(Op op, Wire wire) {
+    kernels_.reserve(tensors_.size());
+    for (const TensorRef& tensor : tensors_) kernels_.push_back(&select_kernels(tensor.dtype, wire, op));
+  }
+
+  // Calls close(pieces, n_bytes) with chunk after chunk of the tensors [begin, end).
+  template <class Close>
+  void cut(size_t begin, size_t end, size_t chunk_bytes, Close close) const {
+    std::vector<Piece> pieces;
+    size_t chunk_size = 0;
+    const auto close_chunk = [&] {
+      close(pieces, chunk_size);
+      pieces.clear();
+      chunk_size = 0;
+    };
+    for (size_t t = begin; t < end; ++t) {
+      const Kernels& kernels = *kernels_[t];
+      for (size_t first = 0; first < tensors_[t].n_elements;) {
+        const size_t room = chunk_bytes > chunk_size ? chunk_bytes - chunk_size : 0;
+        const size_t remaining = tensors_[t].n_elements - first;
+        size_t n = room / kernels.block_bytes * kBlockElements;
+        if (n == 0 && chunk_size == 0) n = kBlockElements;
+        if (n < remaining && remaining < kBlockElements && kernels.wire_bytes(remaining) <= room) n = remaining;
+        n = std::min(n, remaining);
+        if (n == 0) {
+          close_chunk();
+          continue;
+        }
+        pieces.push_back({static_cast<uint32_t>(t), first, n, chunk_size});
+        chunk_size += kernels.wire_bytes(n);
+        first += n;
+      }
+    }
+    if (!pieces.empty()) close_chunk();
+  }
+
+  // Adds a chunk, cut into shares of nearly equal bytes, at block boundaries.
+  void divide(const std::vector<Piece>& runs, size_t chunk_size) {
     size_t run = 0;
     size_t done = 0;  // elements of runs[run] already dealt out
     for (int share = 0; share < n_shares_; ++share) {
       const size_t end = chunk_size * (share + 1) / n_shares_;
-      piece_offsets_.push_back(pieces_.size());
-      share_offsets_.push_back(run < runs.size() ? position(runs[run], done) : chunk_size);
+      begin_share(run < runs.size() ? position(runs[run], done) : chunk_size);
       while (run < runs.size()) {
         const Piece& whole = runs[run];
         const size_t begin = position(whole, done);
@@ -177,11 +222,32 @@ class Layout {
         }
       }
     }
+    end_chunk(chunk_size);
+  }
+
+  // Adds a chunk of which each share is what it has of a part: runs[share][chunk], if that is there.
+  void join(const std::vector<std::vector<Run>>& runs, size_t chunk) {
+    size_t begin = 0;
+    for (const std::vector<Run>& part : runs) {
+      begin_share(begin);
+      if (chunk >= part.size()) continue;
+      for (Piece piece : part[chunk].pieces) {
+        piece.offset += begin;
+        pieces_.push_back(piece);
+      }
+      begin += part[chunk].n_bytes;
+    }
+    end_chunk(begin);
+  }
+
+  void begin_share(size_t offset) {
     piece_offsets_.push_back(pieces_.size());
-    share_offsets_.push_back(chunk_size);
-    chunk_sizes_.push_back(chunk_size);
-    runs.clear();
-    chunk_size = 0;
+    share_offsets_.push_back(offset);
+  }
+
+  void end_chunk(size_t n_bytes) {
+    begin_share(n_bytes);
+    chunk_sizes_.push_back(n_bytes);
   }
 
   size_t position(const Piece& run, size_t done) const {

@@ -21,6 +21,7 @@ enum class Op : uint8_t { kSum, kAverage, kWeightedAverage, kMin, kMax, kProduct
 // What the caller would like on the wire. What a tensor gets depends on its dtype: see select_kernels().
 // kBetweenHosts is kNone for what may hold sums of several ranks on its way to others.
 enum class Wire : uint8_t { kNone, kBetweenHosts, kFloat16, kBFloat16 };
+inline Wire between_hosts(Wire asked) { return asked == Wire::kNone ? Wire::kBetweenHosts : asked; }
 
 // How a wire image is written. Streaming stores go past the caches (non-temporal): right for memory whose lines lie in
 // a cache far away, since nobody then fetches them to overwrite them. The same as kCached where the CPU has none.

@@ -36,8 +36,6 @@ constexpr size_t kSmallestChunk = 32 * 1024;
 constexpr size_t kAhead = 2;
 // Enough that nobody overwrites what a peer may still read: see allreduce().
 constexpr size_t kSlots = kAhead + 4;
-// A slot has room for so many blocks, however wide the elements are on the wire: one of each part.
-static_assert(ShmGroup::kMostParts * kBlockElements * 16 <= kSlotBytes);
 
 // From so many chunks on it is worth a few microseconds to measure how far the ranks are from each other; where they
 // share cores an answer may not come, and those are lost.
@@ -589,26 +587,13 @@ void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weight
   }
 }
 
-size_t ShmGroup::part_bytes(size_t total_bytes) const {
-  return chunk_bytes(total_bytes) / static_cast<size_t>(size_) / kWireAlignment * kWireAlignment;
-}
-
-// Per chunk of every part: everyone packs the parts of the others into its slot, one after the other; each rank sums
-// its own part over all slots in rank order, its own contribution read where it lies, and leaves the result in its
-// tensors. Nobody needs the others' results, so the second half of an all-reduce falls away. What follows
-// begins with a handshake, when everyone has read what it needs.
-void ShmGroup::reduce_scatter(const std::vector<Layout>& parts, const std::vector<double>& weights, Factor factor) {
+// Per chunk: everyone packs what the others own into its slot; the owner of a share sums it over all slots in rank
+// order, its own contribution read where it lies, and leaves the result in its tensors. Nobody needs the others'
+// results, so the second half of an all-reduce falls away. What follows begins with a handshake, when everyone has read
+// what it needs.
+void ShmGroup::reduce_scatter(const Layout& layout, const std::vector<double>& weights, Factor factor) {
   RankBlock& own = block(rank_);
-  const Layout& mine = parts[static_cast<size_t>(rank_)];
-  size_t n_chunks = 0;
-  size_t room = 0;  // of a part in a slot
-  for (const Layout& part : parts) {
-    n_chunks = std::max(n_chunks, part.n_chunks());
-    room = std::max(room, (part.largest_chunk() + kWireAlignment - 1) / kWireAlignment * kWireAlignment);
-  }
-  const auto place = [&](int rank, size_t chunk, int part) {
-    return slot(rank, chunk) + static_cast<size_t>(part) * room;
-  };
+  const size_t n_chunks = layout.n_chunks();
   const uint32_t packed = packed_;
   const uint32_t reduced = reduced_;
   Stores stores = distance_.stores(slot_stores);
@@ -618,22 +603,14 @@ void ShmGroup::reduce_scatter(const std::vector<Layout>& parts, const std::vecto
     for (; next < std::min(n_chunks, chunk + kAhead + 1); ++next) {
       // What lay in this slot must have been read by everyone.
       if (next >= kSlots) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(next - kSlots) + 1);
-      for (int i = 1; i < size_; ++i) {
-        const int part = (rank_ + i) % size_;
-        const Layout& theirs = parts[static_cast<size_t>(part)];
-        if (next < theirs.n_chunks()) theirs.encode(next, 0, place(rank_, next, part), stores);
-      }
+      for (int i = 1; i < size_; ++i) layout.encode(next, (rank_ + i) % size_, slot(rank_, next), stores);
       signal(own.packed, ++packed_);
     }
-    if (chunk == 0 || chunk < mine.n_chunks()) {
-      wait_for_all(&RankBlock::packed, packed + static_cast<uint32_t>(chunk) + 1);
-    }
+    wait_for_all(&RankBlock::packed, packed + static_cast<uint32_t>(chunk) + 1);
     if (chunk == 0) stores = stores_for(n_chunks);  // now that all are here
-    if (chunk < mine.n_chunks()) {
-      for (int r = 0; r < size_; ++r) images[r] = place(r, chunk, rank_);
-      // Nobody reads the image of the result: it lies where a part of this rank's for itself would.
-      mine.reduce(chunk, 0, images, rank_, weights, factor, place(rank_, chunk, rank_), true);
-    }
+    for (int r = 0; r < size_; ++r) images[r] = slot(r, chunk);
+    // Nobody reads the image of the result.
+    layout.reduce(chunk, rank_, images, rank_, weights, factor, slot(rank_, chunk), true);
     signal(own.reduced, ++reduced_);
   }
 }

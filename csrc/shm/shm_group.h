@@ -57,12 +57,9 @@ class ShmGroup {
   // The same for tensors that lie in memory which all ranks see, rank r's at `distances[r]` bytes from this one's:
   // every rank reduces its share of all of them where they lie. `layout` is one of a single chunk and size() shares.
   void reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor);
-  // Rank r gets parts[r] alone, reduced, and the others stay as they are. Each is a layout of one share and
-  // part_bytes(…), alike on all ranks. For at most kMostParts ranks.
-  void reduce_scatter(const std::vector<Layout>& parts, const std::vector<double>& weights, Factor factor);
-  static constexpr int kMostParts = 16;
-  // How large the chunks of a part should be for this many bytes of all parts.
-  size_t part_bytes(size_t total_bytes) const;
+  // Rank r gets share r alone, reduced; of the others' nothing changes. `layout` is one of size() parts and
+  // chunk_bytes(…).
+  void reduce_scatter(const Layout& layout, const std::vector<double>& weights, Factor factor);
   // How large chunks should be for this many bytes in all.
   size_t chunk_bytes(size_t total_bytes) const;
   // How slots are written; each rank decides for itself, and results do not depend on it.

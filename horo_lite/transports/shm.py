@@ -47,10 +47,9 @@ class ShmTransport(Transport):
         self.group.allreduce(tensors, *reduction)
 
     @property
-    def reduce_scatter(self) -> ReduceScatter | None:
+    def reduce_scatter(self) -> ReduceScatter:
         # Not kept: it would keep this transport, and its memory, until garbage is collected.
-        fits = 1 < self.size <= _native.ShmGroup.most_parts()
-        return self._reduce_scatter if fits else None
+        return self._reduce_scatter
 
     def _reduce_scatter(
         self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction

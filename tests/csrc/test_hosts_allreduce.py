@@ -109,6 +109,7 @@ class Arithmetic(NamedTuple):
 
 
 SUM = Arithmetic()
+Factors = tuple[float, float, float, list[float]]  # prescale, scale, divisor, a host's weights
 
 
 class World:
@@ -143,18 +144,47 @@ class World:
         """What all-reducing these arrays of each rank leaves in copies of them."""
         results = [[array.copy() for array in arrays] for arrays in inputs]
 
-        def body(rank: int) -> None:
+        def reduce(rank: int, factors: Factors) -> None:
             allreduce = self.allreduces[rank]
             tensors = _native.Tensors(results[rank], writable=True)
             layout = _native.WireLayout(
                 tensors, how.op, how.wire, allreduce.window_bytes, allreduce.n_shares
             )
+            allreduce.allreduce(layout, *factors, "allreduce 'g'", on_idle)
+
+        self._on_all(reduce, how)
+        return results
+
+    def scatter(
+        self, inputs: Sequence[Sequence[np.ndarray]], how: Arithmetic = SUM
+    ) -> list[np.ndarray]:
+        """What reducing inputs[rank][part] leaves on each rank of the part with its number."""
+        parts = [[array.copy() for array in arrays] for arrays in inputs]
+        per_host = max(map(len, self.hosts))
+        numbers = [[*host, *[-1] * (per_host - len(host))] for host in self.hosts]
+
+        def reduce(rank: int, factors: Factors) -> None:
+            allreduce = self.allreduces[rank]
+            shares = [
+                _native.Tensors([parts[rank][r]] if r >= 0 else [], writable=True)
+                for host in numbers
+                for r in host
+            ]
+            layout = _native.WireLayout.of_parts(shares, how.op, how.wire, allreduce.window_bytes)
+            allreduce.reduce_scatter(layout, *factors, "reducescatter 'g'", lambda: None)
+
+        self._on_all(reduce, how)
+        for rank, (got, given) in enumerate(zip(parts, inputs, strict=True)):
+            for r, (x, before) in enumerate(zip(got, given, strict=True)):
+                assert r == rank or np.array_equal(x, before)  # the others' are only read
+        return [parts[rank][rank] for rank in range(self.size)]
+
+    def _on_all(self, reduce: Callable[[int, Factors], None], how: Arithmetic) -> None:
+        def body(rank: int) -> None:
             host = next(host for host in self.hosts if rank in host)
             here = [how.weights[r] for r in host] if how.weights else []
             try:
-                allreduce.allreduce(
-                    layout, how.prescale, how.scale, how.divisor, here, "allreduce 'g'", on_idle
-                )
+                reduce(rank, (how.prescale, how.scale, how.divisor, here))
             except BaseException:
                 self.groups[rank].abandon("it raised")
                 raise
@@ -162,7 +192,6 @@ class World:
         with ThreadPoolExecutor(self.size) as pool:
             for future in [pool.submit(body, rank) for rank in range(self.size)]:
                 future.result(timeout=50)
-        return results
 
 
 def one_after_the_other(
@@ -243,6 +272,37 @@ def test_results_are_those_of_the_oracle(sizes: tuple[int, ...], dtype: str, op:
             np.testing.assert_allclose(
                 one.astype(np.float64), expected.astype(np.float64), rtol=2e-3
             )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wire"), [((1, 1), "none"), ((2, 2), "fp16"), ((2, 1, 3), "none"), ((4,), "fp16")]
+)
+def test_a_reduce_scatter_has_the_bits_of_an_all_reduce(sizes: tuple[int, ...], wire: str) -> None:
+    world = World(sizes)
+    rng = np.random.default_rng(5)
+    lengths = [(1_200_000, 0, 5, 3000)[rank % 4] + rank for rank in range(world.size)]
+    for dtype in ("float32", "float16", "int32"):
+        inputs = [[(40 * rng.standard_normal(n)).astype(dtype) for n in lengths] for _ in lengths]
+        for how in (
+            Arithmetic("average", wire, prescale=0.3, scale=3.0, divisor=float(world.size)),
+            Arithmetic("sum", wire, weights=[0.5 + r for r in range(world.size)]),
+        ):
+            whole = world.run(inputs, how)
+            for rank, part in enumerate(world.scatter(inputs, how)):
+                assert part.tobytes() == whole[rank][rank].tobytes()
+    assert world.network.n_waiting() == 0
+
+
+def test_a_reduce_scatter_sends_half_of_that() -> None:
+    world = World((2, 2, 2))
+    n = 500_000
+    inputs = [[np.full(n, 10.0 * r + rank, np.float32) for r in range(6)] for rank in range(6)]
+    for rank, part in enumerate(world.scatter(inputs)):
+        assert (part == 60 * rank + 15).all()
+    for host in world.hosts:
+        others = [rank for rank in range(6) if rank not in host]
+        sent = sum(world.network.n_bytes[a, b] for a in host for b in others)
+        assert sent == pytest.approx((2 / 3) * 4 * 6 * n, rel=0.02)
 
 
 def test_each_link_carries_the_bytes_of_a_ring() -> None:

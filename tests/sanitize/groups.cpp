@@ -79,15 +79,10 @@ void reduce_scatter(Rank& me, Random& random, size_t most_elements) {
     refs[t].source = refs[t].address;
     refs[t].address = result.refs[t].address;
   }
-  std::vector<Layout> parts;
-  for (size_t first = 0; parts.size() < static_cast<size_t>(me.size); first += n) {
-    const auto begin = refs.begin() + static_cast<ptrdiff_t>(first);
-    parts.emplace_back(std::vector<TensorRef>(begin, begin + static_cast<ptrdiff_t>(n)), what.op, what.wire,
-                       me.direct.part_bytes(tensors.total_bytes), 1);
-  }
+  const Layout layout(parts_of(refs, me.size), what.op, what.wire, me.direct.chunk_bytes(tensors.total_bytes));
   const uint64_t before = tensors.hash();
   const Weighting weights = weighting(what.op, what.weights);
-  me.direct.reduce_scatter(parts, weights.weights, {1.0, weights.divisor});
+  me.direct.reduce_scatter(layout, weights.weights, {1.0, weights.divisor});
   expect(tensors.hash() == before, "what the parts are");
   check_result(what, result, me.size, me.size, part, part + n);
 }

@@ -146,9 +146,19 @@ void reduce_among(unsigned seed, const std::vector<int>& sizes) {
           const Reduction& what = all[i];
           Tensors tensors(what, number);
           const Layout layout(tensors.refs, what.op, what.wire, mine.window_bytes(), mine.n_shares());
-          among.allreduce(layout, {}, {1.0, is_average(what.op) ? n_ranks : 1.0}, "operation");
+          const Factor factor = {1.0, is_average(what.op) ? n_ranks : 1.0};
+          among.allreduce(layout, {}, factor, "operation");
           hashes[i * static_cast<size_t>(n_ranks) + static_cast<size_t>(number)] = tensors.hash();
           if (number == 0) check_result(what, tensors, n_ranks, n_ranks);
+          const Tensors scattered(what, number);
+          const auto parts = parts_of(scattered.refs, n_ranks);
+          among.reduce_scatter(Layout(mine.shares(parts), what.op, what.wire, mine.window_bytes()), {}, factor,
+                               "operation");
+          const size_t end = first_of_part(what.sizes.size(), number + 1, n_ranks);
+          for (size_t t = first_of_part(what.sizes.size(), number, n_ranks); t < end; ++t) {
+            const size_t n_bytes = what.sizes[t] * item_bytes(what.dtypes[t]);
+            expect(std::memcmp(scattered.at(t, 0), tensors.at(t, 0), n_bytes) == 0, "the bits of an all-reduce");
+          }
         }
         me.leave();
       });

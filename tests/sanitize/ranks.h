@@ -173,6 +173,22 @@ inline void check_result(const Reduction& what, const Tensors& got, int n_ranks,
   }
 }
 
+// The first of the tensors that a reduce-scatter leaves on a rank; the next rank's is behind the last.
+inline size_t first_of_part(size_t n_tensors, int rank, int n_ranks) {
+  return n_tensors * static_cast<size_t>(rank) / static_cast<size_t>(n_ranks);
+}
+
+inline std::vector<std::vector<TensorRef>> parts_of(const std::vector<TensorRef>& refs, int n_ranks) {
+  std::vector<std::vector<TensorRef>> parts(static_cast<size_t>(n_ranks));
+  for (int r = 0; r < n_ranks; ++r) {
+    const size_t end = first_of_part(refs.size(), r + 1, n_ranks);
+    for (size_t t = first_of_part(refs.size(), r, n_ranks); t < end; ++t) {
+      parts[static_cast<size_t>(r)].push_back(refs[t]);
+    }
+  }
+  return parts;
+}
+
 // --- ranks ------------------------------------------------------------------------------------------------------
 
 // What the ranks of one host share.

@@ -6,21 +6,61 @@ operations that only move bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from horo_lite import _native
 from horo_lite.transports.hosts.byte_stream import ByteStream
-from horo_lite.transports.interface import Header, Reduction, Transport
+from horo_lite.transports.interface import Header, ReduceScatter, Reduction, Transport
 from horo_lite.transports.this_host import Role
 
 if TYPE_CHECKING:
     from horo_lite.transports.hosts.carrier import Carrier, Done
     from horo_lite.transports.this_host import ThisHost
 
-# A carrier is given no memory but its own, through which everything is copied in windows.
-STAGE_BYTES = 1 << 20
-SMALLEST_STAGE_BYTES, STAGES_BYTES = 1 << 16, 8 << 20  # of one peer, and of all
+# A carrier is given no memory but its own, through which everything is copied in windows, of which
+# many small ones are under way: before MPI sends a large message, both sides must have said so, and
+# that waits behind the messages before it in the same connection.
+WINDOW_BYTES, UNDER_WAY = 1 << 18, 8
+# Fewer and smaller ones for many peers: all together as much, or the fewest of the smallest.
+SMALLEST_WINDOW_BYTES, FEWEST, WINDOWS_BYTES = 1 << 16, 2, 16 << 20
+# A broadcast is the carrier's own.
+BROADCAST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which rank of a host gets what of the others', so that it travels to that host once.
+
+    Attributes:
+        index: This rank's, among those of its host.
+        counterparts: Who gets this rank's tensors on each other host, the next host first: not all
+            send to the first one at once.
+        brought: For each rank of this host, the ranks whose tensors it has for the others: its own,
+            and its counterparts'.
+        most_peers: How many tensors any rank of any host receives from others, at most.
+    """
+
+    index: int
+    counterparts: list[int]
+    brought: list[list[int]]
+    most_peers: int
+
+    @classmethod
+    def of(cls, hosts: Sequence[Sequence[int]], here: int, index: int) -> Places:
+        """Those of the `index`-th rank of host `here`."""
+        others = [hosts[(here + i) % len(hosts)] for i in range(1, len(hosts))]
+        n = len(hosts[here])
+        brought = [
+            [rank, *(peer for ranks in others for p, peer in enumerate(ranks) if p % n == i)]
+            for i, rank in enumerate(hosts[here])
+        ]
+        fewest, most = min(map(len, hosts)), max(map(len, hosts))
+        most_peers = len(others) * -(-most // fewest)
+        return cls(index, [ranks[index % len(ranks)] for ranks in others], brought, most_peers)
 
 
 class HostsTransport(Transport):
@@ -50,6 +90,7 @@ class HostsTransport(Transport):
         self.size = carrier.size
         self.ranks = host.ranks
         self._detector = self.stall_detector = host.stall_detector
+        self._places = Places.of(host.hosts, host.host, host.rank)
         self._host_group = host.group(role)
         self.group = self.engine_group = _native.HostsGroup(
             self._host_group,
@@ -84,26 +125,51 @@ class HostsTransport(Transport):
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         self.group.allreduce(tensors, *reduction)
 
+    @property
+    def reduce_scatter(self) -> ReduceScatter:
+        return self._reduce_scatter  # not kept: it refers to this transport
+
+    def _reduce_scatter(
+        self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
+    ) -> None:
+        self.group.reduce_scatter(list(parts), result, *reduction)
+
     # Moving bytes.
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
-        stream, size = ByteStream(tensors), STAGE_BYTES
-        stages = [self.carrier.buffer(f"stage {i}", size) for i in range(2)]
+        stream, size = ByteStream(tensors), BROADCAST_BYTES
+        stages = [self.carrier.buffer(f"stage {i}", size) for i in range(FEWEST)]
 
         def start(window: int) -> Done:
-            stage = stages[window % 2][: stream.length(window, size)]
+            stage = stages[window % FEWEST][: stream.length(window, size)]
             if self.rank == root:
                 stream.read(window, size, stage)
             return self.carrier.broadcast(stage, root)
 
         def finish(window: int) -> None:
             if self.rank != root:
-                stream.write(window, size, stages[window % 2])
+                stream.write(window, size, stages[window % FEWEST])
 
-        self._in_windows(stream.n_windows(size), start, finish)
+        self._in_windows(stream.n_windows(size), FEWEST, start, finish)
 
     def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
-        self.alltoall([send] * self.size, receive, ())
+        brought = self._places.brought
+        mine = brought[self._places.index]
+        self._exchange(
+            dict.fromkeys(self._places.counterparts, send),
+            {peer: receive[peer] for peer in mine if peer != self.rank},
+            self._places.most_peers,
+        )
+        if len(brought) == 1:
+            return
+        tensors = [send if r == self.rank else each for r, each in enumerate(receive)]
+        wanted = []
+        for i, ranks in enumerate(brought):
+            begins = accumulate((tensors[r].nbytes for r in ranks), initial=0)
+            if i != self._places.index:
+                wanted += [(i, begin, tensors[r]) for r, begin in zip(ranks, begins, strict=False)]
+        n_bytes = [sum(tensors[r].nbytes for r in ranks) for ranks in brought]
+        self.group.exchange_on_host([tensors[r] for r in mine], n_bytes, wanted)
 
     def alltoall(
         self,
@@ -112,27 +178,40 @@ class HostsTransport(Transport):
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # not all to 0 first
-        size = max(SMALLEST_STAGE_BYTES, min(STAGE_BYTES, STAGES_BYTES // len(peers)))
-        outgoing = {id(send[peer]): ByteStream(send[peer]) for peer in peers}
-        incoming = {peer: ByteStream(receive[peer]) for peer in peers}
+        outgoing = {peer: send[peer] for peer in peers}
+        incoming = {peer: receive[peer] for peer in peers}
+        self._exchange(outgoing, incoming, len(peers))
+
+    def _exchange(
+        self,
+        send: Mapping[int, _native.Tensors],
+        receive: Mapping[int, _native.Tensors],
+        most_peers: int,
+    ) -> None:
+        """Send to peers and receive from them; `most_peers` is the same on all ranks."""
+        each = WINDOWS_BYTES // most_peers
+        size = max(SMALLEST_WINDOW_BYTES, min(WINDOW_BYTES, each // UNDER_WAY))
+        under_way = max(FEWEST, min(UNDER_WAY, each // size))
+        outgoing = {id(tensors): ByteStream(tensors) for tensors in send.values()}
+        incoming = {peer: ByteStream(tensors) for peer, tensors in receive.items()}
         streams = [*outgoing.values(), *incoming.values()]
         stages = [
             self.carrier.buffer(f"stages {i}", size * len(streams)).reshape(-1, size)
-            for i in range(2)
+            for i in range(under_way)
         ]
-        place = {key: i for i, key in enumerate((*outgoing, *(("from", p) for p in peers)))}
+        place = {key: i for i, key in enumerate((*outgoing, *(("from", p) for p in receive)))}
 
         def start(window: int) -> Done:
-            stage = stages[window % 2]
+            stage = stages[window % under_way]
             filled = {
                 key: stream.read(window, size, stage[place[key]])
                 for key, stream in outgoing.items()
             }
             rooms = {
-                peer: stage[place["from", peer]][: incoming[peer].length(window, size)]
-                for peer in peers
+                peer: stage[place["from", peer]][: stream.length(window, size)]
+                for peer, stream in incoming.items()
             }
-            parts = {peer: filled[id(send[peer])] for peer in peers}
+            parts = {peer: filled[id(tensors)] for peer, tensors in send.items()}
             return self.carrier.exchange(
                 [(peer, 0, room) for peer, room in rooms.items() if room.size],
                 [(peer, 0, part) for peer, part in parts.items() if part.size],
@@ -140,21 +219,27 @@ class HostsTransport(Transport):
 
         def finish(window: int) -> None:
             for peer, stream in incoming.items():
-                stream.write(window, size, stages[window % 2][place["from", peer]])
+                stream.write(window, size, stages[window % under_way][place["from", peer]])
 
-        self._in_windows(max(stream.n_windows(size) for stream in streams), start, finish)
+        n = max(stream.n_windows(size) for stream in streams)
+        self._in_windows(n, under_way, start, finish)
 
     def _in_windows(
-        self, n: int, start: Callable[[int], Done], finish: Callable[[int], None]
+        self,
+        n: int,
+        under_way: int,
+        start: Callable[[int], Done],
+        finish: Callable[[int], None],
     ) -> None:
-        """Each window is started, waited for and finished; two are under way at any time."""
-        before: Done | None = None
-        for window in range(n + 1):
-            started = start(window) if window < n else None
-            if before is not None:
-                self.group.wait(before)
-                finish(window - 1)
-            before = started
+        """Each window is started, waited for and finished, with so many under way at any time."""
+        started: deque[Done] = deque()
+        for window in range(n + under_way - 1):
+            if window < n:
+                started.append(start(window))
+            done = window - under_way + 1
+            if 0 <= done < n:
+                self.group.wait(started.popleft())
+                finish(done)
 
     # Ending.
 

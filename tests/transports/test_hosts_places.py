@@ -1,0 +1,38 @@
+"""Between hosts, what a rank gathers travels to each host once: who gets what of whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from horo_lite.transports.hosts.transport import Places
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [[0], [1]],
+        [[0, 1], [2, 3]],
+        [[0, 2], [1]],
+        [[0], [1, 3, 4], [2, 5]],
+        [[0, 3, 5, 7], [1, 4, 6], [2]],
+    ],
+)
+def test_every_host_gets_every_rank_once(hosts: list[list[int]]) -> None:
+    host_of = {rank: h for h, ranks in enumerate(hosts) for rank in ranks}
+    places = {rank: Places.of(hosts, h, hosts[h].index(rank)) for rank, h in host_of.items()}
+    for h, ranks in enumerate(hosts):
+        (brought,) = {tuple(map(tuple, places[rank].brought)) for rank in ranks}  # all agree
+        assert Counter(r for each in brought for r in each) == Counter(list(places))
+        for rank, has in zip(ranks, brought, strict=True):
+            own, *fetched = has
+            assert own == rank
+            assert len(fetched) <= places[rank].most_peers
+            # Whom it expects something of sends it there, and nobody else does.
+            senders = [peer for peer, where in places.items() if rank in where.counterparts]
+            assert sorted(senders) == sorted(fetched)
+            # The next host's first: not all send to the same host at once.
+            after = [(host_of[peer] - h) % len(hosts) for peer in places[rank].counterparts]
+            assert after == list(range(1, len(hosts)))
+    assert len({each.most_peers for each in places.values()}) == 1
