@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import shutil
 import sys
 import time
@@ -164,10 +165,11 @@ def _without_fabrics_on_one_host() -> Iterator[None]:
 
     Its component for remote memory access over fabrics (ofi) sleeps for a second when it is closed,
     which it is where there is no fabric, on most machines. Within one host nothing goes through it.
-    Whoever has chosen components (`--mca btl …`, OMPI_MCA_btl) gets them.
+    Whoever has chosen components (`--mca btl …`, OMPI_MCA_btl, a file of parameters) gets them.
     """
     n_here, n_ranks = map(os.environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
-    if n_here is None or n_here != n_ranks or _COMPONENTS in os.environ:
+    chosen = _COMPONENTS in os.environ or any(map(_chooses_components, _parameter_files()))
+    if n_here is None or n_here != n_ranks or chosen:
         yield
         return
     os.environ[_COMPONENTS] = "^ofi"
@@ -179,6 +181,29 @@ def _without_fabrics_on_one_host() -> Iterator[None]:
 
 _COMPONENTS = "OMPI_MCA_btl"
 _finalizes = True
+
+
+def _parameter_files() -> list[Path]:
+    """Where Open MPI looks for parameters: the user's file, and that of the installation."""
+    prefixes = [Path(path).resolve().parent.parent for path in _loaded_libraries()]
+    if "OPAL_PREFIX" in os.environ:
+        prefixes.append(Path(os.environ["OPAL_PREFIX"]))
+    folders = [*(prefix / "etc" for prefix in prefixes), Path("/etc/openmpi")]
+    user = Path(os.path.expanduser("~/.openmpi/mca-params.conf"))
+    return [user, *(folder / "openmpi-mca-params.conf" for folder in folders)]
+
+
+def _chooses_components(file: Path) -> bool:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return re.search(r"^\s*(btl|mca_base_param_files)\s*=", file.read_text(), re.M) is not None
+    return False
+
+
+def _loaded_libraries() -> list[str]:
+    """The files of the MPI library that this process has loaded."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        return sorted({line.split()[-1] for line in maps if "/libmpi" in line})
+    return []
 
 
 def end_without_finalize() -> None:
@@ -193,9 +218,7 @@ def end_without_finalize() -> None:
 
 def _mismatch(launch: Launch, library: str) -> LauncherError:
     """Return the error for ranks whose MPI library does not know the launcher."""
-    loaded: list[str] = []
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        loaded = sorted({line.split()[-1] for line in maps if "/libmpi" in line})
+    loaded = _loaded_libraries()
     beside = [Path(path).resolve().parent.parent / "bin/mpiexec" for path in loaded]
     mpiexec = next((str(path) for path in beside if path.exists()), None)
     how = f"{mpiexec or 'its own mpiexec'} -n {launch.size} …"

@@ -371,8 +371,10 @@ def test_mpi_without_threads_is_said_once() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's components")
-def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen() -> None:
+def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: Path) -> None:
     """Open MPI's component for them makes every rank sleep for a second where there is none."""
+    (tmp_path / ".openmpi").mkdir()
+    (tmp_path / ".openmpi" / "mca-params.conf").write_text("# ours\n btl = self,sm,ofi\n")
     result = run_ranks(
         """
         import os
@@ -382,14 +384,16 @@ def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen() -> None:
             os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "2"  # as on two hosts
         if me == "2":
             os.environ["OMPI_MCA_btl"] = "self,sm,ofi"
+        if me == "3":
+            os.environ["HOME"] = os.environ["CONFIGURED"]
         before = dict(os.environ)
-        hvd.init(test_hosts="1,1,1")
+        hvd.init(test_hosts="1,1,1,1")
         assert {name: os.environ.get(name) for name in before} == before
         assert me == "2" or "OMPI_MCA_btl" not in os.environ
         print("I", me, os.getpid())
         """,
-        3,
-        env={"OMPI_MCA_btl_base_verbose": "10"},
+        4,
+        env={"OMPI_MCA_btl_base_verbose": "10", "CONFIGURED": str(tmp_path)},
     )
     for line in said(result):
         rank, pid = line.split()
