@@ -1320,6 +1320,10 @@ def test_attempts_that_fail_leave_nothing_in_the_next(size: int, name: str, form
     As in a loop that catches the error, calls zero_grad() and goes on with the next batch.
     """
     failing, expected = ATTEMPTS[name]
+    if form == "two optimizers" and name in ("all, at different layers", "all, again and again"):
+        # To the first layers' optimizer this is "one": the backward passes of some ranks fail before
+        # they come to it, and others have sent its gradients.
+        expected = "error or right"
     passes = 2 if form == "two passes" else 1
     to_none = form != "keeps memory"
 
