@@ -1321,7 +1321,7 @@ def test_attempts_that_fail_leave_nothing_in_the_next(size: int, name: str, form
     """
     failing, expected = ATTEMPTS[name]
     if form == "two optimizers" and name in ("all, at different layers", "all, again and again"):
-        # To the first layers' optimizer this is "one": the backward passes of some ranks fail before
+        # To the first layers' optimizer this is "one": backward passes of some ranks fail before
         # they come to it, and others have sent its gradients.
         expected = "error or right"
     passes = 2 if form == "two passes" else 1
