@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from launch import run_ranks
 
 from horo_lite.transports.hosts.transport import Places
 
@@ -36,3 +37,22 @@ def test_every_host_gets_every_rank_once(hosts: list[list[int]]) -> None:
             after = [(host_of[peer] - h) % len(hosts) for peer in places[rank].counterparts]
             assert after == list(range(1, len(hosts)))
     assert len({each.most_peers for each in places.values()}) == 1
+
+
+@pytest.mark.mpi
+def test_operations_of_one_transport_may_have_windows_of_different_sizes() -> None:
+    """As in a world of many ranks: an all-to-all has more peers than an all-gather."""
+    script = """
+    import numpy as np
+    import horo_lite as hvd
+    from horo_lite.transports.hosts import transport
+    transport.WINDOWS_BYTES = 5_000_011
+    world = hvd.init()
+    n, rank = 300_000, world.rank
+    for _ in range(2):
+        received = hvd.alltoall(np.repeat(10.0 * rank + np.arange(4), n))
+        assert (received.reshape(4, n) == 10.0 * np.arange(4)[:, None] + rank).all()
+        gathered = hvd.allgather(np.full(n + rank, 1.0 + rank))
+        assert (gathered == np.repeat(1.0 + np.arange(4), n + np.arange(4))).all()
+    """
+    run_ranks(script, 4, env={"HORO_LITE_TEST_HOSTS": "2,2"}, timeout_s=60).check()

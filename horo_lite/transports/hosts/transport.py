@@ -195,8 +195,9 @@ class HostsTransport(Transport):
         outgoing = {id(tensors): ByteStream(tensors) for tensors in send.values()}
         incoming = {peer: ByteStream(tensors) for peer, tensors in receive.items()}
         streams = [*outgoing.values(), *incoming.values()]
+        n_bytes = size * len(streams)
         stages = [
-            self.carrier.buffer(f"stages {i}", size * len(streams)).reshape(-1, size)
+            self.carrier.buffer(f"stages {i}", n_bytes)[:n_bytes].reshape(-1, size)
             for i in range(under_way)
         ]
         place = {key: i for i, key in enumerate((*outgoing, *(("from", p) for p in receive)))}
