@@ -20,8 +20,8 @@ class Tensors:
     ) -> None: ...
     @property
     def device(self) -> int: ...
-    def rows(self, begin: int, end: int) -> Tensors:
-        """Part of the only array, along its first dimension."""
+    def rows(self, ranges: Sequence[tuple[int, int]]) -> Tensors:
+        """Of each array the rows from `begin` to `end` that it is given."""
 
     def __len__(self) -> int: ...
     @property

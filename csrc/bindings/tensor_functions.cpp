@@ -36,10 +36,10 @@ void bind_tensors(nb::module_& m) {
       .def_prop_ro("device", &Tensors::device)
       .def(
           "rows",
-          [](nb::object self, int64_t begin, int64_t end) {
-            return new Tensors(nb::cast<const Tensors&>(self), self, begin, end);
+          [](nb::object self, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+            return new Tensors(nb::cast<const Tensors&>(self), self, ranges);
           },
-          "begin"_a, "end"_a, nb::rv_policy::take_ownership, "Part of the only array, along its first dimension.")
+          "ranges"_a, nb::rv_policy::take_ownership, "Of each array the rows from `begin` to `end` that it is given.")
       .def("__len__", [](const Tensors& t) { return t.refs().size(); })
       .def_prop_ro("nbytes", &Tensors::n_bytes)
       .def_prop_ro("signature", &Tensors::signature)

@@ -165,20 +165,24 @@ void Tensors::move_to(uint8_t* memory) {
   }
 }
 
-Tensors::Tensors(const Tensors& whole, nb::object owner, int64_t begin, int64_t end) : device_(whole.device_) {
-  if (whole.refs_.size() != 1 || whole.shape(0).empty() || whole.shapes_[0].order != 0) {
-    throw nb::value_error("rows are of one array in C order, with at least one dimension");
+Tensors::Tensors(const Tensors& whole, nb::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows)
+    : refs_(whole.refs_), shapes_(whole.shapes_), axes_(whole.axes_), device_(whole.device_) {
+  if (rows.size() != refs_.size()) throw nb::value_error("rows are given for each of the arrays");
+  for (size_t i = 0; i < refs_.size(); ++i) {
+    if (shapes_[i].n_axes == 0 || shapes_[i].order != 0) {
+      throw nb::value_error("rows are of arrays in C order, with at least one dimension");
+    }
+    const auto [begin, end] = rows[i];
+    int64_t& n_rows = axes_[shapes_[i].first_axis];
+    if (begin < 0 || end < begin || end > n_rows) throw nb::index_error("no such rows");
+    TensorRef& ref = refs_[i];
+    const size_t row = n_rows == 0 ? 0 : ref.n_elements / static_cast<size_t>(n_rows);
+    const size_t offset = static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
+    ref.address = static_cast<uint8_t*>(ref.address) + offset;
+    if (ref.source != nullptr) ref.source = static_cast<const uint8_t*>(ref.source) + offset;
+    ref.n_elements = static_cast<size_t>(end - begin) * row;
+    n_rows = end - begin;
   }
-  const int64_t n_rows = whole.shape(0)[0];
-  if (begin < 0 || end < begin || end > n_rows) throw nb::index_error("no such rows");
-  TensorRef ref = whole.refs_[0];
-  const size_t row = n_rows == 0 ? 0 : ref.n_elements / static_cast<size_t>(n_rows);
-  ref.address = static_cast<uint8_t*>(ref.address) + static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
-  ref.n_elements = static_cast<size_t>(end - begin) * row;
-  refs_.push_back(ref);
-  shapes_ = whole.shapes_;
-  axes_ = whole.axes_;
-  axes_[shapes_[0].first_axis] = end - begin;
   objects_.push_back(std::move(owner));
 }
 
@@ -625,7 +629,7 @@ std::vector<std::vector<TensorRef>> parts_with_result(nb::list parts, int size, 
     throw std::invalid_argument("the result is not as large as this rank's part, or of another dtype");
   }
   for (size_t i = 0; i < mine.size(); ++i) {
-    mine[i].source = mine[i].address;
+    if (mine[i].source == nullptr) mine[i].source = mine[i].address;
     mine[i].address = result.refs()[i].address;
   }
   return refs;

@@ -9,6 +9,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "group.h"
@@ -44,8 +45,8 @@ class Tensors {
   Tensors(nanobind::sequence arrays, bool writable, std::optional<intptr_t> stream = {});
   // What tensors [first, last) of `like` would be in the CPU's memory, once they have some: see move_to().
   Tensors(const Tensors& like, size_t first, size_t last);
-  // Rows [begin, end) of the only array of `whole`, which stays alive with `owner`.
-  Tensors(const Tensors& whole, nanobind::object owner, int64_t begin, int64_t end);
+  // Of each array of `whole`, which stays alive with `owner`, the rows [begin, end) given for it.
+  Tensors(const Tensors& whole, nanobind::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows);
   ~Tensors();
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;

@@ -201,7 +201,8 @@ class AllGather(Call[Array]):
         n_bytes = [ends[-1] * _row_bytes(rows)] * transport.size
         everyone, whole = allocated(transport, part.label, n_bytes, lambda: rows.empty(ends[-1]))
         parts = [
-            whole.rows(end - header.count, end) for header, end in zip(headers, ends, strict=True)
+            whole.rows([(end - header.count, end)])
+            for header, end in zip(headers, ends, strict=True)
         ]
         rows.begin()
         rows.copy(rows.tensors, parts[transport.rank])
@@ -406,4 +407,4 @@ def _row_bytes(rows: HostArrays | GpuArrays) -> int:
 
 def _cut(tensors: _native.Tensors, n_rows: Sequence[int] | NDArray[Any]) -> list[_native.Tensors]:
     ends = np.cumsum(n_rows).tolist()
-    return [tensors.rows(end - int(n), end) for n, end in zip(n_rows, ends, strict=True)]
+    return [tensors.rows([(end - int(n), end)]) for n, end in zip(n_rows, ends, strict=True)]

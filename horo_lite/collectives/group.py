@@ -18,7 +18,7 @@ from horo_lite.collectives.arrays import Array, GpuArrays, HostArrays, gpu_of
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
-from horo_lite.collectives.reductions import Average, Exchange, Op
+from horo_lite.collectives.reductions import Average, Exchange, Op, rows_of
 from horo_lite.errors import (
     GROUP_IS_LOST,
     DeviceError,
@@ -308,9 +308,7 @@ class Group:
         """The rows of `x` that reducescatter leaves to this rank."""
         if not x.shape:
             raise ValueError("reducescatter needs an array with at least one dimension")
-        rows, more = divmod(x.shape[0], self.size)
-        begin = self.rank * rows + min(self.rank, more)
-        return slice(begin, begin + rows + (self.rank < more))
+        return slice(*rows_of(x.shape[0], self.size, self.rank))
 
     def close(self, reason: str = "its program ended") -> None:
         """What all ranks have submitted is complete, and this rank has left for that reason."""

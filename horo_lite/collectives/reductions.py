@@ -142,7 +142,7 @@ class AllReduce(Call[bool]):
         def participation(joined: Sequence[int]) -> tuple[float, bytes]:
             return self.participation(part, transport.ranks, joined)
 
-        if memory.stream is None and transport.engine_group is not None:
+        if transport.engine_group is not None and not self._needs_python(part, transport):
             in_place = part.offsets is not None and part.shared is not None
             job = engine.submit_allreduce(
                 transport.engine_group,
@@ -262,6 +262,10 @@ class AllReduce(Call[bool]):
         queued.reduce(tensors, reduction, part.weight)
         return True
 
+    def _needs_python(self, part: Part, transport: Transport) -> bool:
+        """Whether the engine has to call `_move`, rather than do an all-reduce by itself."""
+        return part.memory.stream is not None or transport.engine_group is None
+
     def _move(self, part: Part, transport: Transport, weights: Sequence[float]) -> None:
         reduction = Reduction.of(
             self._arithmetic(part),
@@ -270,6 +274,9 @@ class AllReduce(Call[bool]):
             self.postscale_factor,
             weights,
         )
+        self._reduce(part, transport, reduction)
+
+    def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
         if part.offsets is not None and part.shared is not None:
             transport.reduce_in_place(part.memory.tensors, part.shared, reduction)
         else:
@@ -311,14 +318,48 @@ class Exchange(AllReduce):
 
 @dataclass(frozen=True)
 class ReduceScatter(AllReduce):
-    """The same as an all-reduce, of which each rank keeps its part."""
+    """An all-reduce of which each rank is left `rows_of` every array; the others hold anything.
+
+    Only these travel, where the transport has a reduce-scatter and no hook of the compression is to
+    see whole results. The blocks that fp16 scales begin at each rank's first row.
+    """
 
     kind = "reducescatter"
+
+    def prepare(self, part: Part) -> None:
+        if part.memory.stream is None and part.memory.tensors.layout:
+            part.memory.use_c_order()  # in another one, rows do not lie one after the other
+        super().prepare(part)
 
     def participation(
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
     ) -> tuple[float, bytes]:
         return needs_all(part.label)(joined)
+
+    def _needs_python(self, part: Part, transport: Transport) -> bool:
+        return super()._needs_python(part, transport) or self._scatters(part, transport)
+
+    def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
+        scatter = transport.host.reduce_scatter
+        if scatter is None or not self._scatters(part, transport):
+            super()._reduce(part, transport, reduction)
+            return
+        tensors, size = part.memory.tensors, transport.size
+        n_rows = [tensors.shape(i)[0] for i in range(len(tensors))]
+        parts = [tensors.rows([rows_of(n, size, rank) for n in n_rows]) for rank in range(size)]
+        scatter(parts, parts[transport.rank], reduction)
+
+    def _scatters(self, part: Part, transport: Transport) -> bool:
+        sees_results = type(self.compression).restore is not Compressor.restore
+        is_here = part.memory.stream is None
+        return is_here and not sees_results and transport.host.reduce_scatter is not None
+
+
+def rows_of(n_rows: int, size: int, rank: int) -> tuple[int, int]:
+    """Where the rows of a rank begin and end, if `size` ranks divide so many of them."""
+    rows, more = divmod(n_rows, size)
+    begin = rank * rows + min(rank, more)
+    return begin, begin + rows + (rank < more)
 
 
 def checked_weight(weight: Any, op: Op) -> float:

@@ -136,7 +136,7 @@ def submit_reduction(
         if decompress is not None:
             results = [decompress(x, c) for x, c in zip(results, contexts, strict=True)]
         if scatters:
-            results = [x[_part_of(group, len(x))].clone() for x in results]
+            results = [x[group.part_of(x)].clone() for x in results]
         if in_place:
             results = _written(tensors, results)
         return results[0] if single else results
@@ -330,12 +330,6 @@ def _written(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tenso
         elif not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return list(tensors)
-
-
-def _part_of(group: Group, n_rows: int) -> slice:
-    rows, more = divmod(n_rows, group.size)
-    begin = group.rank * rows + min(group.rank, more)
-    return slice(begin, begin + rows + (group.rank < more))
 
 
 def name_of(group: Group, kind: str, name: str | None) -> str:
