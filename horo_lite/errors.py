@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 
 class HoroLiteError(RuntimeError):
@@ -112,6 +113,15 @@ def in_words(error: BaseException) -> str:
 def in_one_line(error: BaseException) -> str:
     """The error's class and text."""
     return printable(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return like "rank 3", "ranks 1 and 3" or "ranks 0, 1, 2, 3, … 63 (64 of them)"."""
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else "no rank"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:4]))}, … {ranks[-1]} ({len(ranks)} of them)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def printable(text: str) -> str:

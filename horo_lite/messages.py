@@ -21,7 +21,13 @@ import numpy as np
 from horo_lite import arguments
 from horo_lite.collectives.arrays import Array, HostArrays, gpu_of
 from horo_lite.collectives.handle import Handle
-from horo_lite.errors import HoroLiteError, MismatchError, NotInitializedError, PeerLostError
+from horo_lite.errors import (
+    HoroLiteError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ranks_in_words,
+)
 from horo_lite.transports import Fetch, Mailbox, Transport
 
 SMALL_BYTES = 3072  # with its record it must fit into PIPE_BUF, 4096 bytes, which travel in one go
@@ -340,12 +346,11 @@ class Messages:
                 or any(self._n_finished[peer] <= mine for peer in awaited)
             ):
                 return
-        ranks = f"rank{'s' * (len(awaited) > 1)} {', '.join(map(str, awaited))}"
         have, their = ("have", "their functions") if len(awaited) > 1 else ("has", "its function")
         raise MismatchError(
-            f"{ranks} {have} finished {their} in elastic.run, while rank {self._rank} waits in "
-            f"{message.name}: before a rank returns from there, or calls sys.exit(), it must send "
-            "and receive all messages that others wait for"
+            f"{ranks_in_words(awaited)} {have} finished {their} in elastic.run, while rank "
+            f"{self._rank} waits in {message.name}: before a rank returns from there, or calls "
+            "sys.exit(), it must send and receive all messages that others wait for"
         )
 
     def _deliver(self, envelope: _Envelope) -> None:

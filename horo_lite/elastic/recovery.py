@@ -22,6 +22,7 @@ from horo_lite.errors import (
     StallError,
     TooFewRanksError,
     behind,
+    ranks_in_words,
 )
 from horo_lite.start.ending import end_this_rank, others_go_on
 from horo_lite.start.session import abandon, communicator, renew
@@ -174,8 +175,7 @@ class _Run:
                 end_this_rank(error)
             lost = _shrink(comm)
             if rank() == 0:
-                which = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {n_ranks}"
-                _print(f"lost {which}. {error or ''}")
+                _print(f"lost {ranks_in_words(lost)} of {n_ranks}. {error or ''}")
             n_ranks, event = size(), "loss was noticed"
 
     def _train_in_this_world(self, comm: Any, event: str) -> tuple[int, BaseException | None, Any]:

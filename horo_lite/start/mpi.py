@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from horo_lite.errors import LauncherError
+from horo_lite.errors import LauncherError, ranks_in_words
 from horo_lite.start import ending
 from horo_lite.start.launcher import SLURM, Launch, is_known_mismatch
 from horo_lite.transports.mpi.carrier import MpiCarrier
@@ -103,11 +103,9 @@ def _end() -> None:
         time.sleep(1e-3)
     if fails and not everyone:
         ranks = sorted({rank for one in barriers for rank in one.going_on()})
-        many = len(ranks) > 1
         ending.end_job_after_exit(
-            f"{wait_s:g} s later rank{'s' * many} {', '.join(map(str, ranks))} still "
-            f"run{'s' * (not many)} (in a call of MPI's that the program makes itself? It does not "
-            "notice that a rank has ended)"
+            f"{wait_s:g} s later {ranks_in_words(ranks)} still run{'s' * (len(ranks) < 2)} (in a "
+            "call of MPI's that the program makes itself? It does not notice that a rank has ended)"
         )
     for barrier in barriers:
         barrier.go()

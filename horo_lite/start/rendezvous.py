@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
-from horo_lite.errors import LauncherError, PeerLostError, printable
+from horo_lite.errors import LauncherError, PeerLostError, printable, ranks_in_words
 from horo_lite.settings import Settings, whole_number
 from horo_lite.start.launcher import (
     JOB_TOKEN,
@@ -385,17 +385,17 @@ class Rendezvous(ObjectCommunicator):
             if self._has(self._lost):
                 raise PeerLostError(
                     f"{self._read(self._lost, str)}, while {self._me} waited in init() for "
-                    f"{_these(ranks)}"
+                    f"{ranks_in_words(ranks)}"
                 )
             for rank, pid in self._pids.items():
                 if pid and (awaited in (None, rank)) and not lives(pid):
                     raise PeerLostError(
                         f"{self._names[rank]} died in init(), while {self._me} waited for "
-                        f"{_these(ranks)}"
+                        f"{ranks_in_words(ranks)}"
                     )
             if self._waits_too_long(self._is_lowest_here, self._absent):
                 self._refuse(
-                    f"{_these(ranks)} of {self.size} did not come to {self._where} within "
+                    f"{ranks_in_words(ranks)} of {self.size} did not come to {self._where} within "
                     f"{self._timeout_s:.0f} s (HORO_LITE_START_TIMEOUT_S): look at what became of "
                     "them, and whether all have the same address and size"
                 )
@@ -428,7 +428,7 @@ class Rendezvous(ObjectCommunicator):
             if ranks:
                 print(
                     f"[horo_lite] {self._me} has waited {waited_s:.0f} s in init() for "
-                    f"{_these(ranks)} of {self.size}, and will for {self._timeout_s:.0f} s",
+                    f"{ranks_in_words(ranks)} of {self.size}, and will for {self._timeout_s:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -541,7 +541,3 @@ def _read_back(obj: Any) -> Any:
     if isinstance(obj, list):
         return tuple(map(_read_back, obj))
     return {k: _read_back(v) for k, v in obj.items()} if isinstance(obj, dict) else obj
-
-
-def _these(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -17,7 +17,7 @@ from horo_lite.adapters import to_host
 from horo_lite.adapters.object import is_array
 from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.participation import described_by
-from horo_lite.errors import DriftError
+from horo_lite.errors import DriftError, ranks_in_words
 from horo_lite.state.broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -365,23 +365,13 @@ def _who(
     if is_majority:
         rest = [ranks[r] for r in range(len(table)) if r not in odd]
         verb = "differs" if len(odd) == 1 else "differ"
-        who = f"{_in_words([ranks[r] for r in odd], True)} {verb} from {_in_words(rest)}"
+        wrong = ranks_in_words([ranks[r] for r in odd]).capitalize()
+        who = f"{wrong} {verb} from {ranks_in_words(rest)}"
         return f"{who}." if len(rest) == 1 else f"{who}, which agree."
     sides: dict[bytes, list[int]] = {}
     for rank, hashes in zip(ranks, table, strict=True):
         sides.setdefault(hashes.tobytes(), []).append(rank)
-    return f"There is no majority: {' against '.join(map(_in_words, sides.values()))}."
-
-
-def _in_words(ranks: Sequence[int], begins: bool = False) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    if len(ranks) > 8:
-        which = f"{', '.join(map(str, ranks[:4]))}, … {ranks[-1]} ({len(ranks)} of them)"
-    elif len(ranks) > 1:
-        which = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    else:
-        which = str(ranks[0])
-    return f"{word.capitalize() if begins else word} {which}"
+    return f"There is no majority: {' against '.join(map(ranks_in_words, sides.values()))}."
 
 
 def _non_finite(n_nan: float, n_inf: float) -> str:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import chain, repeat
 from math import prod
 
-from horo_lite.errors import MismatchError
+from horo_lite.errors import MismatchError, ranks_in_words
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 LAST_BUCKETS = 8, 4, 2
@@ -224,7 +224,10 @@ def who_has(values: Sequence[str], ranks: Sequence[int] = ()) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in zip(ranks or range(len(values)), values, strict=True):
         ranks_of.setdefault(value, []).append(rank)
-    return ", ".join(f"{_ranks_have(ranks)} {value}" for value, ranks in ranks_of.items())
+    return ", ".join(
+        f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}"
+        for value, ranks in ranks_of.items()
+    )
 
 
 def _at(plan: Plan, i: int) -> str:
@@ -235,11 +238,3 @@ def _at(plan: Plan, i: int) -> str:
     owner = plan.owners[i]
     shared = f" in the memory of {plan.entries[owner].name!r}" if owner != i else ""
     return f"{plan.entries[i]}{shared}"
-
-
-def _ranks_have(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    if len(ranks) > 4:
-        return f"ranks {ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)} of them) have"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} have"

@@ -15,6 +15,7 @@ from horo_lite.errors import (
     AllocationError,
     MismatchError,
     in_one_line,
+    ranks_in_words,
 )
 from horo_lite.recording import recorder
 
@@ -207,10 +208,7 @@ def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) 
     whose: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
-    who = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in whose.items()
-    )
+    who = "; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in whose.items())
     return (
         f"ranks disagree on {label}: first difference: {who}. "
         "Every rank must make the same calls in the same order with the same options."

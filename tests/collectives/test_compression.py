@@ -66,7 +66,7 @@ def test_compressors_that_differ_are_a_mismatch() -> None:
     for text in run_threads(3, reduce):
         assert "allreduce 'g'" in text
         assert "rank 0: compression bf16" in text
-        assert "ranks 1, 2: compression fp16" in text
+        assert "ranks 1 and 2: compression fp16" in text
 
 
 def test_wrong_compressors_are_refused_at_once() -> None:

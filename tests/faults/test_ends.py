@@ -114,7 +114,7 @@ ENDS = [
     Fault("all ranks exit with 3", "sys.exit(3)", others="sys.exit(3)", code=3, messages=0),
     # MPI's own calls do not notice that a rank ends, which would wait for them in MPI_Finalize.
     Fault("sys.exit(3), with the others in MPI's barrier", f"{IMPATIENT}\nsys.exit(3)",
-          (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0, 2 still run (in a"),
+          (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0 and 2 still run (in a"),
           others="from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()", code=3),
     Fault("sys.exit(text), with rank 0 in MPI's recv, between hosts",
           f"{IMPATIENT}\nsys.exit('nothing to train on')",

@@ -151,7 +151,7 @@ def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None
         (tmp_path / "enough").touch()
         result = job.wait(15).check()
     assert result.stdout.count(" of 2: longest step") == 2, str(result)
-    assert "lost ranks 2, 3 of 4" in (tmp_path / "rank-0").read_text()
+    assert "lost ranks 2 and 3 of 4" in (tmp_path / "rank-0").read_text()
 
 
 @needs_ulfm

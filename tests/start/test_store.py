@@ -349,7 +349,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
 def test_who_does_not_come_is_named() -> None:
     for error in meet((0, 4), (2, 4), timeout_s=1):
         assert isinstance(error, hvd.LauncherError), error
-        assert "ranks 1, 3 of 4 did not come to localhost:" in str(error)
+        assert "ranks 1 and 3 of 4 did not come to localhost:" in str(error)
     (error,) = meet((1, 2), timeout_s=0.5)
     assert isinstance(error, hvd.LauncherError), error
     assert "has waited 0 s for rank 0, which is to keep a store at localhost:" in str(error)
@@ -358,7 +358,7 @@ def test_who_does_not_come_is_named() -> None:
 NOTICE = re.compile(r"\[horo_lite\] rank (\d) .* has waited \d+ s in init\(\) for (.*) of 4, and")
 
 
-@pytest.mark.parametrize(("ranks", "missing"), [((0, 2), "ranks 1, 3"), ((3, 2, 1), "rank 0")])
+@pytest.mark.parametrize(("ranks", "missing"), [((0, 2), "ranks 1 and 3"), ((3, 2, 1), "rank 0")])
 def test_one_rank_reports_who_is_missing(
     ranks: Sequence[int],
     missing: str,
@@ -401,8 +401,8 @@ def test_the_lowest_rank_of_a_round_reports_who_is_missing(
             each.result(60)
     assert noted
     text = capfd.readouterr().err
-    assert NOTICE.findall(text)[-1:] == [("1", "ranks 0, 2")], text
-    assert text.count("ranks 0, 2 of 4") == 1, text
+    assert NOTICE.findall(text)[-1:] == [("1", "ranks 0 and 2")], text
+    assert text.count("ranks 0 and 2 of 4") == 1, text
 
 
 def until(is_so: Callable[[], object]) -> bool:

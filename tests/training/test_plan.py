@@ -199,8 +199,8 @@ def test_missing_everywhere_stays_missing() -> None:
             "rank 2 has 'a' without a gradient",
         ),
         (
-            [plan(entry("a", 2 + (rank == 7))) for rank in range(9)],
-            "ranks 0, 1, … 8 (8 of them) have 'a' float32[2], rank 7 has 'a' float32[3]",
+            [plan(entry("a", 2 + (rank == 7))) for rank in range(12)],
+            "ranks 0, 1, 2, 3, … 11 (11 of them) have 'a' float32[2], rank 7 has 'a' float32[3]",
         ),
     ],
 )

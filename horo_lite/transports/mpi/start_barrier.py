@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from horo_lite.errors import PeerLostError, StallError
+from horo_lite.errors import PeerLostError, StallError, ranks_in_words
 from horo_lite.transports.peers import allgather_objects, host_key, lives
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class StartBarrier:
         while missing := self._missing():
             self._raise_if_left()
             self._raise_if_dead(missing)
-            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            who = ranks_in_words(missing)
             patience.pause(
                 f"{who}, which did not call init() again after shutdown(): every rank does, or none"
             )
