@@ -23,13 +23,11 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
 from horo_lite.horovod.adasum import AdasumView, check_adasum
-from horo_lite.horovod.process_sets import ProcessSet, global_process_set, group_of
-from horo_lite.horovod.reductions import Adasum, named_op
+from horo_lite.horovod.process_sets import Set, group_of, ranks_given
+from horo_lite.horovod.reductions import Adasum, AnyOp, named_op
 from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
 from horo_lite.training.transform import Transform
-
-Set = ProcessSet | Group | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +77,12 @@ def options_of(
 ) -> tuple[SetOptions, Any]:
     """Return the options, checked, and the user's own compression, if that is what was given."""
     op = named_op(op)
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}, not above 0")
-    if gradient_predivide_factor != 1 and op is not Average:
-        raise ValueError("gradient_predivide_factor needs op=Average")
+    check_predivide_factor(gradient_predivide_factor, op)
     if num_groups:
         warnings.warn("num_groups is Horovod's old name: say groups=", DeprecationWarning, 3)
     groups = num_groups if groups is None else groups
     if not isinstance(groups, (list, tuple)) and (not isinstance(groups, int) or groups < 0):
         raise ValueError(f"groups is a number, 0 or more, or a list of lists, not {groups!r}")
-    if group is not None and process_set not in (None, global_process_set):
-        raise TypeError("give group= or process_set=, not both: they are two names for the same")
     own = None if isinstance(compression, Compressor) else checked_compression(compression)
     options = SetOptions(
         op=op,
@@ -97,6 +90,14 @@ def options_of(
         group=ranks_given(process_set, group),
     )
     return options, own
+
+
+def check_predivide_factor(factor: float, op: AnyOp) -> None:
+    """ValueError where gradients cannot be divided by `factor` before they are reduced."""
+    if not factor > 0:
+        raise ValueError(f"gradient_predivide_factor is {factor}, not more than 0")
+    if factor != 1 and op is not Average:
+        raise ValueError("gradient_predivide_factor needs op=Average")
 
 
 def checked_compression(given: Any) -> Any:
@@ -107,12 +108,6 @@ def checked_compression(given: Any) -> Any:
         "compression is hvd.Compression.none, .fp16, .bf16, or has compress() and decompress(), "
         f"not {given!r}"
     )
-
-
-def ranks_given(process_set: Set, group: Group | None) -> Any:
-    """Return the ranks that were asked for; None for all, of whichever world there is."""
-    given = process_set if group is None else group
-    return None if given is global_process_set else given
 
 
 class Exchange:

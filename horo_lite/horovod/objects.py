@@ -7,8 +7,13 @@ from typing import Any, TypeVar
 
 from horo_lite import ops
 from horo_lite.collectives.group import Group
-from horo_lite.horovod.gradients import Set, ranks_given
-from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
+from horo_lite.horovod.process_sets import (
+    Set,
+    global_process_set,
+    group_of,
+    ranks_given,
+    root_in,
+)
 
 __all__ = ["allgather_object", "barrier", "broadcast_object", "broadcast_object_fn", "join"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from horo_lite import ops
 from horo_lite.collectives.group import Group
@@ -195,7 +195,19 @@ def forget_process_sets() -> None:
     _n_registered = 0
 
 
-def group_of(process_set: ProcessSet | Group | None) -> Group:
+Set: TypeAlias = ProcessSet | Group | None
+"""What callers may give for a process set; None is the world."""
+
+
+def ranks_given(process_set: Set, group: Group | None) -> Any:
+    """What a caller gave as `process_set=` or as `group=`; None for all ranks of any world."""
+    if group is not None and process_set not in (None, global_process_set):
+        raise TypeError("give group= or process_set=, not both: they are two names for the same")
+    given = process_set if group is None else group
+    return None if given is global_process_set else given
+
+
+def group_of(process_set: Set) -> Group:
     """What operations of that set go through; None is the world."""
     if isinstance(process_set, Group):
         return process_set

@@ -12,8 +12,13 @@ from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
 from horo_lite.horovod.adasum import adasum_
-from horo_lite.horovod.gradients import Set, ranks_given
-from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
+from horo_lite.horovod.process_sets import (
+    Set,
+    global_process_set,
+    group_of,
+    ranks_given,
+    root_in,
+)
 from horo_lite.horovod.reductions import AdasumOp, op_of
 
 __all__ = ["allgather", "allreduce", "broadcast", "reducescatter"]

@@ -13,11 +13,11 @@ from typing import Any
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
-from horo_lite.horovod.gradients import Exchange, Set, options_of, scaled
-from horo_lite.horovod.process_sets import global_process_set
+from horo_lite.horovod.gradients import Exchange, options_of, scaled
+from horo_lite.horovod.process_sets import Set, global_process_set
 from horo_lite.horovod.reductions import AnyOp
 from horo_lite.keras.base import Averaging, is_of_keras2, keras, name_of
-from horo_lite.training.options import Options
+from horo_lite.training.options import Options, checked_passes
 from horo_lite.training.transform import Transform
 
 
@@ -106,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     options, own_compression = options_of(
         op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
     )
-    passes = _checked_passes(backward_passes_per_step)
+    passes = checked_passes(backward_passes_per_step)
     exchange = Exchange(
         _transform(options, sparse_as_dense, is_keras2),
         own_compression,
@@ -131,12 +131,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if passes > 1:
         vars(optimizer)["gradient_accumulation_steps"] = passes
     return wrapped
-
-
-def _checked_passes(passes: Any) -> int:
-    if not hasattr(passes, "__index__") or passes.__index__() < 1:
-        raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
-    return int(passes.__index__())
 
 
 def _check_can_accumulate(optimizer: Any, passes: int) -> None:

@@ -16,8 +16,8 @@ from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.errors import MismatchError
-from horo_lite.horovod.gradients import Exchange, Set, options_of, ranks_given
-from horo_lite.horovod.process_sets import global_process_set, root_in
+from horo_lite.horovod.gradients import Exchange, options_of
+from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_in
 from horo_lite.horovod.reductions import Adasum, AnyOp
 from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python, ranks_of
 from horo_lite.training import transform

@@ -28,10 +28,12 @@ from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.context import world
 from horo_lite.errors import raised_in_graphs
 from horo_lite.horovod.adasum import adasum_
-from horo_lite.horovod.gradients import Set, checked_compression, ranks_given
+from horo_lite.horovod.gradients import checked_compression
 from horo_lite.horovod.process_sets import (
+    Set,
     global_process_set,
     group_of,
+    ranks_given,
     root_in,
     set_of,
 )

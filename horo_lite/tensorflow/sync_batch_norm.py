@@ -7,8 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from horo_lite.collectives.reductions import Sum
-from horo_lite.horovod.gradients import Set
-from horo_lite.horovod.process_sets import global_process_set, group_of
+from horo_lite.horovod.process_sets import Set, global_process_set, group_of
 from horo_lite.keras.base import is_keras2, keras
 from horo_lite.tensorflow.operations import allreduce
 

@@ -26,7 +26,8 @@ from horo_lite.collectives.reductions import Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
 from horo_lite.errors import MismatchError
-from horo_lite.horovod.process_sets import ProcessSet, group_of
+from horo_lite.horovod.adasum import check_adasum
+from horo_lite.horovod.process_sets import ProcessSet, Set, group_of
 from horo_lite.horovod.reductions import Adasum, AdasumOp
 from horo_lite.state.drift import DriftCheck
 from horo_lite.torch import bucket_views
@@ -110,11 +111,8 @@ class Exchange:
         assert self.group is not None
         options = self.options
         factor, compression = float(options.gradient_predivide_factor), options.compression
-        if isinstance(self.op, AdasumOp) and self.group.size & (self.group.size - 1):
-            raise ValueError(
-                "op=Adasum combines ranks in pairs, so their number must be a power of two, not "
-                f"{self.group.size}: start as many, use a ProcessSet, or op=Average"
-            )
+        if isinstance(self.op, AdasumOp):
+            check_adasum(self.group, ())
         self.reducer = options.reducer(
             self._make_adapter(),
             [],
@@ -662,7 +660,7 @@ def nobody() -> None:
     """No optimizer: what a weak reference to one that is gone returns."""
 
 
-def _group_of(process_set: ProcessSet | Group | None) -> Group | None:
+def _group_of(process_set: Set) -> Group | None:
     """The ranks; None where this one is not among them."""
     if isinstance(process_set, ProcessSet) and not process_set.included():
         return None

@@ -16,7 +16,7 @@ import torch
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
-from horo_lite.horovod.process_sets import ProcessSet, global_process_set
+from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given
 from horo_lite.horovod.reductions import AdasumOp, named_op
 from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, Exchange, nobody
 from horo_lite.torch.local_steps import LocalSteps
@@ -36,7 +36,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet | Group | None = global_process_set,
+    process_set: Set = global_process_set,
     check_every: int | None = None,
     on_drift: str = "raise",
     check_finite: str | None = None,
@@ -138,8 +138,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "torch.optim.Optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1). For "
             "optimizers of other kinds there is horo_lite.DistributedOptimizer"
         )
-    if group is not None and process_set is not global_process_set:
-        raise TypeError("give group= or process_set=, not both: they are two names for the same")
     options = TorchOptions(
         op=named_op(op),
         compression=compression,
@@ -152,7 +150,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         num_groups=num_groups,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
-        process_set=process_set if group is None else group,
+        process_set=ranks_given(process_set, group),
         gradient_as_bucket_view=gradient_as_bucket_view,
         adasum_of=adasum_of,
     )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from horo_lite.collectives.compression import Compressor
-from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum
-from horo_lite.horovod.process_sets import ProcessSet, global_process_set
+from horo_lite.horovod.gradients import check_predivide_factor, checked_compression
+from horo_lite.horovod.process_sets import Set
 from horo_lite.horovod.reductions import Adasum
 from horo_lite.training.options import Options
 
@@ -24,17 +24,13 @@ class TorchOptions(Options):
     num_groups: int = 0
     groups: int | Sequence[Sequence[Any]] | None = None
     sparse_as_dense: bool = False
-    process_set: ProcessSet | Group | None = global_process_set
+    process_set: Set = None
     gradient_as_bucket_view: bool = False
     adasum_of: str = "steps"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        factor = self.gradient_predivide_factor
-        if not factor > 0:
-            raise ValueError(f"gradient_predivide_factor is {factor}, not more than 0")
-        if factor != 1 and self.op is not Average:
-            raise ValueError("gradient_predivide_factor needs op=Average")
+        check_predivide_factor(self.gradient_predivide_factor, self.op)
         self._check_groups(self.num_groups, self.groups)
         if self.adasum_of not in ("steps", "gradients"):
             raise ValueError(f'adasum_of is "steps" or "gradients", not {self.adasum_of!r}')
@@ -49,13 +45,8 @@ class TorchOptions(Options):
             raise ValueError(
                 f"DistributedOptimizer takes op=Average, Sum or Adasum, not {self.op!r}"
             )
-        if not isinstance(self.compression, Compressor) and not all(
-            callable(getattr(self.compression, name, None)) for name in ("compress", "decompress")
-        ):
-            raise ValueError(
-                "compression is one of Compression, or has compress() and decompress(), not "
-                f"{self.compression!r}"
-            )
+        if not isinstance(self.compression, Compressor):
+            checked_compression(self.compression)
 
     @staticmethod
     def _check_groups(n: Any, groups: Any) -> None:

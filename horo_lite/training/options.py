@@ -54,10 +54,8 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_reduction()
-        passes: Any = self.backward_passes_per_step
-        if not hasattr(passes, "__index__") or operator.index(passes) < 1:
-            raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
-        object.__setattr__(self, "backward_passes_per_step", operator.index(passes))
+        passes = checked_passes(self.backward_passes_per_step)
+        object.__setattr__(self, "backward_passes_per_step", passes)
         check_reaction(self.on_drift)
         if self.check_finite not in (None, "raise", "warn"):
             raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
@@ -92,6 +90,13 @@ class Options:
             "check_finite": self.check_finite,
         }
         return Reducer(other.pop("group", None) or self.ranks, adapter, named, **(given | other))
+
+
+def checked_passes(passes: Any) -> int:
+    """The number of backward passes per step; ValueError where it is none."""
+    if not hasattr(passes, "__index__") or operator.index(passes) < 1:
+        raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
+    return operator.index(passes)
 
 
 def averaging(

@@ -678,6 +678,9 @@ def check_process_sets_and_values() -> None:
         mean = np.mean([r + 1.0 for r in members])
         assert float(hvd.allreduce(world.rank + 1.0, process_set=part)) == mean
         assert hvd.broadcast_object(world.rank, members[-1], process_set=part) == members[-1]
+        for both in (partial(hvd.allreduce, 1.0), partial(hvd.broadcast_object, 1.0)):
+            with pytest.raises(TypeError, match="two names for the same"):
+                both(process_set=part, group=world.group)
         optimizer = hvd.DistributedOptimizer(sgd, process_set=part)
         np.testing.assert_allclose(applied(optimizer, [world.rank + 1.0, 1.0]), [2 - mean, 2])
     hvd.remove_process_set(part)

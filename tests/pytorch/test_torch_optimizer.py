@@ -399,12 +399,14 @@ def test_wrong_arguments() -> None:
             "0 or more": {"num_groups": -1},
             "list of lists": {"groups": [net[0].weight]},
             r"groups\[1\]\[0\] is the same": {"groups": [[net[0].weight], [net[0].weight]]},
-            "compression is one of": {"compression": "fp16"},
+            "compression is hvd.Compression": {"compression": "fp16"},
         }.items():
             with pytest.raises(ValueError, match=error):
                 DistributedOptimizer(sgd(net), **{"process_set": group, **given})
         with pytest.raises(TypeError, match=r"not an optimizer.*torch\.optim\.Optimizer"):
             DistributedOptimizer(object(), process_set=group)
+        with pytest.raises(TypeError, match="two names for the same"):
+            DistributedOptimizer(sgd(net), process_set=group, group=group)
 
     run_threads(1, rank)
 
