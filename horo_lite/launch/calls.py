@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +91,12 @@ def write(path: Path, data: bytes) -> None:
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
     new.replace(path)
+
+
+def command(path: Sequence[str], folder: str, size: int, rank: int | None = None) -> list[str]:
+    """Return what starts a rank that calls `serve(folder, size, rank)` with this sys.path."""
+    start = f"import sys; sys.path[:] = {path!r}; from horo_lite.launch.calls import serve"
+    return [sys.executable, "-c", f"{start}; serve({folder!r}, {size}, {rank})"]
 
 
 def alias_main() -> None:

@@ -67,35 +67,7 @@ def run(
         LauncherError: There is no mpiexec, or the cluster is too small.
         HoroLiteError: This process is a rank itself.
     """
-    launch = launcher.detect(os.environ)
-    if launch is not None and launch.size != 1:
-        raise HoroLiteError(
-            f"run() was called on rank {launch.rank} of a job, and starts one itself: start this "
-            'script without mpiexec, and keep run() under if __name__ == "__main__":'
-        )
-    if not callable(fn):
-        raise TypeError(f"run() calls a function on every rank, not {fn!r}")
-    if not isinstance(args, (list, tuple)):
-        raise TypeError(
-            f"run()'s second argument is the list of fn's arguments, not {args!r}; the number of "
-            "ranks is np=: hvd.run(train, np=2), hvd.run(train, (lr,), np=2)"
-        )
-    number: object = np
-    if not isinstance(number, int) or number < 1:
-        raise ValueError(
-            f"np is the number of ranks, 1 or more, as in hvd.run(fn, np=2), not {np!r}"
-        )
-    if restarts < 0:
-        raise ValueError(f"restarts is how often a job may start again, 0 or more, not {restarts}")
-    if isinstance(mpiexec_args, str):
-        raise TypeError(
-            f"mpiexec_args is a list, not a text: mpiexec_args={mpiexec_args.split()!r}"
-        )
-    for name, value in (env or {}).items():
-        if not isinstance(value, str):
-            raise TypeError(f"env holds texts, but {name} is {value!r}: give {str(value)!r}")
-    if on is not None and (hosts or mpiexec_args):
-        raise ValueError(f"hosts and mpiexec_args are mpiexec's, which on={on!r} does without")
+    _check(fn, args, np, restarts, on, hosts, mpiexec_args, env)
     cluster = clusters.cluster(on) if on is not None else None
     call = calls.pickled_call(fn, tuple(args), dict(kwargs or {}))
     with (
@@ -111,8 +83,7 @@ def run(
             calls.write(Path(folder, "call"), pickle.dumps(call))
             if not hosts:
                 jobs.set_session_folder(environ, folder)
-            start = f"import sys; sys.path[:] = {path!r}; from horo_lite.launch.calls import serve"
-            command = [sys.executable, "-c", f"{start}; serve({folder!r}, {np})"]
+            command = calls.command(path, folder, np)
             if np > 1 or hosts or mpiexec_args:
                 mpiexec = jobs.find_mpiexec()
                 command = mpiexec.command(command, np, hosts=hosts, more=mpiexec_args, env=environ)
@@ -121,21 +92,11 @@ def run(
         def start_ranks(number: int) -> tuple[int, str]:
             restart = {jobs.RESTART: str(number)}
             if cluster is None:
-                job = jobs.Job(command, environ | restart)
-                code = job.wait(has_failed=lambda: any(Path(folder).glob("error.*")))
-                return code, jobs.cause(job.tail)
+                return _under_mpiexec(command, environ | restart, folder)
             own = {k: v for k, v in environ.items() if k.startswith(("HORO_LITE_", "HOROVOD_"))}
             shared = own | dict(env or {}) | restart
-            ends = cluster(tasks.RankTask(pickle.dumps(call), np, shared, path))
-            ends.sort(key=lambda end: end.when)
-            for end in ends:  # in this order: the first error is the likeliest cause of the others
-                for name, data in end.files.items():
-                    calls.write(Path(folder, name), data)
-            failed = next((end for end in ends if end.code), None)
-            if failed is None:
-                return 0, ""
-            cause = jobs.cause("".join(end.said for end in ends))
-            return failed.code, cause or f"rank {failed.rank} was the first to end"
+            task = tasks.RankTask(pickle.dumps(call), np, shared, path)
+            return _on_cluster(cluster, task, folder)
 
         def attempt(number: int) -> jobs.Failure | None:
             for left in Path(folder).glob("[er]*.[0-9]*"):
@@ -159,3 +120,65 @@ def run(
         results = [Path(folder, f"result.{rank}").read_bytes() for rank in range(np)]
     calls.alias_main()
     return [calls.unpickled(result, rank) for rank, result in enumerate(results)]
+
+
+def _check(
+    fn: object,
+    args: object,
+    np: object,
+    restarts: int,
+    on: str | None,
+    hosts: str | None,
+    mpiexec_args: Sequence[str],
+    env: Mapping[str, str] | None,
+) -> None:
+    """Raise what `run` says of arguments that make no sense."""
+    launch = launcher.detect(os.environ)
+    if launch is not None and launch.size != 1:
+        raise HoroLiteError(
+            f"run() was called on rank {launch.rank} of a job, and starts one itself: start this "
+            'script without mpiexec, and keep run() under if __name__ == "__main__":'
+        )
+    if not callable(fn):
+        raise TypeError(f"run() calls a function on every rank, not {fn!r}")
+    if not isinstance(args, (list, tuple)):
+        raise TypeError(
+            f"run()'s second argument is the list of fn's arguments, not {args!r}; the number of "
+            "ranks is np=: hvd.run(train, np=2), hvd.run(train, (lr,), np=2)"
+        )
+    if not isinstance(np, int) or np < 1:
+        raise ValueError(
+            f"np is the number of ranks, 1 or more, as in hvd.run(fn, np=2), not {np!r}"
+        )
+    if restarts < 0:
+        raise ValueError(f"restarts is how often a job may start again, 0 or more, not {restarts}")
+    if isinstance(mpiexec_args, str):
+        raise TypeError(
+            f"mpiexec_args is a list, not a text: mpiexec_args={mpiexec_args.split()!r}"
+        )
+    for name, value in (env or {}).items():
+        if not isinstance(value, str):
+            raise TypeError(f"env holds texts, but {name} is {value!r}: give {str(value)!r}")
+    if on is not None and (hosts or mpiexec_args):
+        raise ValueError(f"hosts and mpiexec_args are mpiexec's, which on={on!r} does without")
+
+
+def _under_mpiexec(command: Sequence[str], env: Mapping[str, str], folder: str) -> tuple[int, str]:
+    """Run a job to its end; return its exit code, and its cause as far as the output tells."""
+    job = jobs.Job(command, env)
+    code = job.wait(has_failed=lambda: any(Path(folder).glob("error.*")))
+    return code, jobs.cause(job.tail)
+
+
+def _on_cluster(cluster: clusters.Cluster, task: tasks.RankTask, folder: str) -> tuple[int, str]:
+    """Do the same with the tasks of a cluster, whose files are left in `folder`."""
+    ends = cluster(task)
+    ends.sort(key=lambda end: end.when)
+    for end in ends:  # in this order: the first error is the likeliest cause of the others
+        for name, data in end.files.items():
+            calls.write(Path(folder, name), data)
+    failed = next((end for end in ends if end.code), None)
+    if failed is None:
+        return 0, ""
+    cause = jobs.cause("".join(end.said for end in ends))
+    return failed.code, cause or f"rank {failed.rank} was the first to end"

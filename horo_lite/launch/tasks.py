@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from horo_lite.launch import jobs
-from horo_lite.launch.calls import write
+from horo_lite.launch import calls, jobs
 
 GRACE_S = 2.0
 """Once a rank has failed, the others may take so long to end by themselves.
@@ -73,13 +72,8 @@ class RankTask(NamedTuple):
             "HORO_LITE_ADDRESS": address,
         }
         with tempfile.TemporaryDirectory(prefix="horo_lite-") as folder:  # mode 0700
-            write(Path(folder, "call"), self.call)
-            start = f"import sys; sys.path[:] = {path!r}; from horo_lite.launch.calls import serve"
-            command = [
-                sys.executable,
-                "-c",
-                f"{start}; serve({folder!r}, {self.size}, {rank})",
-            ]
+            calls.write(Path(folder, "call"), self.call)
+            command = calls.command(path, folder, self.size, rank)
             job = jobs.Job(command, jobs.environment(self.env | world))
             code = job.wait(has_failed=is_cancelled, grace_s=GRACE_S)
             left = {
