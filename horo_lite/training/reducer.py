@@ -108,7 +108,9 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._passes = passes
         self._streams = streams
-        self._factors: dict[str, Any] = {
+        self._how: dict[str, Any] = {  # what every exchange is asked for
+            "op": op,
+            "compression": compression,
             "prescale_factor": prescale_factor,
             "postscale_factor": postscale_factor,
         }
@@ -298,11 +300,9 @@ class Reducer:
                 [arrays[i] for i in rest],
                 names=[self._parameters[i][0] for i in rest],
                 label=self._label,
-                op=self._op,
-                compression=self._compression,
                 weight=self._weight,
                 shared=self.shared,
-                **self._factors,
+                **self._how,
             )
         for handle in self._handles:
             self.group.synchronize(handle)
@@ -568,32 +568,14 @@ class Reducer:
         names = [plan.entries[i].name for i in bucket]
         number = len(self._handles) + 1
         label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
+        how = {"names": names, "label": label, "weight": self._weight, **self._how}
         if plan.gpu and self._compares_later():
             # A stream keeps order by itself: no need to match names.
-            sent = self.group.exchange(
-                arrays,
-                names=names,
-                label=label,
-                op=self._op,
-                compression=self._compression,
-                weight=self._weight,
-                follows=follows,
-                **self._factors,
-            )
+            sent = self.group.exchange(arrays, follows=follows, **how)
             if sent:
                 self._handles.append(Handle(label, None, lambda: None))
             return sent
-        handle = self.group.exchange_async(
-            arrays,
-            names=names,
-            label=label,
-            op=self._op,
-            compression=self._compression,
-            weight=self._weight,
-            shared=self.shared,
-            **self._factors,
-        )
-        self._handles.append(handle)
+        self._handles.append(self.group.exchange_async(arrays, shared=self.shared, **how))
         return True
 
     def _write_back(self, plan: Plan, copied: dict[int, Any]) -> None:
