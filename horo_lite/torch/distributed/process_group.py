@@ -687,7 +687,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._coalescing = self._coalescing or [], None
-        handle = AllOf("coalesced operations", [_Settled(work) for work in works])
+        handle = AllOf("coalesced operations", works)
         tensors = [x for work in works for x in work.result()]
         return Work(handle, tensors, self._waiter, self._timeout_s)
 
@@ -737,20 +737,3 @@ class _FromRank(Handle):
 
     def wait(self, beside: bool = False) -> int:
         return self._numbers[self._message.wait(beside)]
-
-
-class _Settled(Handle):
-    """A work as a handle, so that waiting for it does all that is left to do."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__("work", None, lambda: None)
-        self._work = work
-
-    def done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, beside: bool = False) -> None:
-        self._work.settle(beside)
-        error = self._work.exception()
-        if error is not None:
-            raise error

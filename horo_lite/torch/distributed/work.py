@@ -158,18 +158,21 @@ class Work(dist.Work):
 
 
 class AllOf(Handle):
-    """Several operations as one."""
+    """Several works as one operation, which is over when nothing is left to do for any of them."""
 
-    def __init__(self, name: str, handles: Sequence[Handle]) -> None:
+    def __init__(self, name: str, works: Sequence[Work]) -> None:
         super().__init__(name, None, lambda: None)
-        self._handles = handles
+        self._works = works
 
     def done(self) -> bool:
-        return all(handle.done() for handle in self._handles)
+        return all(work.is_completed() for work in self._works)
 
     def wait(self, beside: bool = False) -> None:
-        for handle in self._handles:
-            handle.wait(beside)
+        for work in self._works:
+            work.settle(beside)
+            error = work.exception()
+            if error is not None:
+                raise error
 
 
 def limited(timeout_s: float) -> contextlib.AbstractContextManager[None]:
