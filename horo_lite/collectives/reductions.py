@@ -142,7 +142,7 @@ class AllReduce(Call[bool]):
         def participation(joined: Sequence[int]) -> tuple[float, bytes]:
             return self.participation(part, transport.ranks, joined)
 
-        if transport.engine_group is not None and not self._needs_python(part, transport):
+        if memory.stream is None and transport.engine_group is not None:
             in_place = part.offsets is not None and part.shared is not None
             job = engine.submit_allreduce(
                 transport.engine_group,
@@ -262,10 +262,6 @@ class AllReduce(Call[bool]):
         queued.reduce(tensors, reduction, part.weight)
         return True
 
-    def _needs_python(self, part: Part, transport: Transport) -> bool:
-        """Whether the engine has to call `_move`, rather than do an all-reduce by itself."""
-        return part.memory.stream is not None or transport.engine_group is None
-
     def _move(self, part: Part, transport: Transport, weights: Sequence[float]) -> None:
         reduction = Reduction.of(
             self._arithmetic(part),
@@ -336,8 +332,13 @@ class ReduceScatter(AllReduce):
     ) -> tuple[float, bytes]:
         return needs_all(part.label)(joined)
 
-    def _needs_python(self, part: Part, transport: Transport) -> bool:
-        return super()._needs_python(part, transport) or self._scatters(part, transport)
+    def submit(
+        self, part: Part, engine: _native.Engine, transport: Transport
+    ) -> tuple[_native.Job, Finish[bool]]:
+        if self._scatters(part, transport):
+            # As most calls do: what the core runs by itself are all-reduces.
+            return Call.submit(self, part, engine, transport)
+        return super().submit(part, engine, transport)
 
     def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
         scatter = transport.host.reduce_scatter

@@ -93,3 +93,20 @@ def test_hooks_see_whole_results(asynchronous: bool) -> None:
         return result.tolist()
 
     assert run_threads(2, body) == [[6.0, 7.0], [8.0, 9.0]]
+
+
+def test_many_at_a_time() -> None:
+    """The engines run those that all ranks have submitted one right behind the other."""
+
+    def body(group: hvd.Group) -> None:
+        ones = np.full((group.size, 300), group.rank + 1.0, np.float32)
+        operations = {"scatter": hvd.reducescatter_async, "all": hvd.allreduce_async}
+        handles = {
+            (name, i): begin(ones * i, hvd.Sum, name=f"{name} {i}", group=group)
+            for i in range(40)
+            for name, begin in operations.items()
+        }
+        for (_, i), handle in handles.items():
+            assert np.all(hvd.synchronize(handle, group=group) == 6.0 * i)
+
+    run_threads(3, body)
