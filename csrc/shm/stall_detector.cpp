@@ -30,6 +30,8 @@ constexpr int kLate = 32;
 // A rank that has waited for less is as good as running.
 constexpr int64_t kWaitingNs = 500'000'000;
 constexpr int64_t kOthersNs = 2'000'000'000;
+// A rank that waits looks many times a second. After a longer pause it was stopped itself, as a suspended job is.
+constexpr int64_t kStoppedNs = 2'000'000'000;
 // Stacks come from so many late ranks, each within this time and so many bytes long.
 constexpr size_t kStacks = 4;
 constexpr int kStackMilliseconds = 1000;
@@ -237,7 +239,7 @@ std::vector<Lateness> StallDetector::lateness() const {
 // --- the board ---
 
 StallDetector::Wait::Wait(std::shared_ptr<StallDetector> detector, int64_t since_ns)
-    : detector_(std::move(detector)), since_ns_(since_ns) {}
+    : detector_(std::move(detector)), since_ns_(since_ns), seen_ns_(clock_ns()) {}
 
 StallDetector::Wait::~Wait() {
   if (slot_ >= 0) detector_->row(detector_->rank_).slots[slot_].since_ns.store(0, std::memory_order_release);
@@ -253,6 +255,9 @@ void StallDetector::Wait::report_if_due(const std::string& what, const std::vect
                                         const std::vector<int>& late) {
   if (detector_ == nullptr) return;
   detector_->check();
+  const int64_t now = clock_ns();
+  if (now - seen_ns_ > kStoppedNs) since_ns_ += now - seen_ns_;
+  seen_ns_ = now;
   Row& own = detector_->row(detector_->rank_);
   for (int i = 0; slot_ < 0 && i < kSlots; ++i) {
     int64_t nobody = 0;
@@ -260,6 +265,7 @@ void StallDetector::Wait::report_if_due(const std::string& what, const std::vect
   }
   if (slot_ < 0) return;
   Slot& slot = own.slots[slot_];
+  slot.since_ns.store(since_ns_, std::memory_order_release);
   const size_t n = std::min<size_t>(late.size(), kLate);
   std::vector<int> elsewhere;
   std::copy_if(arrived.begin(), arrived.end(), std::back_inserter(elsewhere),
@@ -268,6 +274,7 @@ void StallDetector::Wait::report_if_due(const std::string& what, const std::vect
   for (size_t i = 0; i < n; ++i) slot.late[i].store(late[i], std::memory_order_relaxed);
   slot.n_late.store(static_cast<int32_t>(n), std::memory_order_release);
   detector_->report_or_stall(since_ns_, detector_->is_reporter(arrived, late));
+  seen_ns_ = clock_ns();  // a report may take seconds
 }
 
 // One host reports: that of a late rank, where its stacks can be had; if nobody waits there, that of the first to wait.

@@ -82,6 +82,7 @@ class StallDetector {
    private:
     std::shared_ptr<StallDetector> detector_;
     int64_t since_ns_;
+    int64_t seen_ns_;  // when this rank looked last
     int slot_ = -1;
   };
 

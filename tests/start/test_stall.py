@@ -390,6 +390,37 @@ print("came through", flush=True)
     assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 lets it go on", told), told
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("waiting", "hosts"), [("direct", ""), ("asynchronous", "1,1"), ("in a message", "")]
+)
+def test_a_suspended_job_goes_on_where_it_was(waiting: str, hosts: str) -> None:
+    """By Ctrl-Z, a scheduler or a container: nobody has waited meanwhile, nor is anybody late."""
+    call = {
+        "direct": "hvd.allreduce(np.ones(3))",
+        "asynchronous": "hvd.synchronize(hvd.allreduce_async(np.ones(3)))",
+        "in a message": "hvd.recv(np.ones(3), 1) if rank == 0 else hvd.send(np.ones(3), 0)",
+    }[waiting]
+    body = f"""
+if rank == 1:
+    time.sleep(0.5)
+    print("rank 0 waits", flush=True)
+    while not os.access("go on", os.F_OK):
+        time.sleep(0.01)
+{call}
+"""
+    env = {"HORO_LITE_STALL_ABORT_S": "3", "HORO_LITE_TEST_HOSTS": hosts}
+    with start_ranks(PRELUDE + body, 2, env=env) as job:
+        job.wait_for("rank 0 waits")
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in job.ranks().values():
+                os.kill(pid, number)
+            time.sleep(4 if number == signal.SIGSTOP else 0.3)
+        job.folder.joinpath("go on").touch()
+        result = job.wait(20).check()
+    assert "stalled for" not in result.stderr, str(result)
+
+
 def test_where_ranks_wait_for_each_other() -> None:
     """Each in an operation of another set of ranks: the lines of both are shown."""
     body = """
