@@ -270,7 +270,7 @@ class _Hooks:
 
     def abort(self, status: int) -> None:
         """Have the launcher kill all ranks, where it can be asked to; otherwise end this one."""
-        if self.MPI is None and not self.transports:
+        if self.MPI is None and not self.transports and launcher.hydra() is not None:
             launcher.abort_hydra(status)
         elif self.MPI is None or self._is_alone or self._is_last():
             os._exit(status)

@@ -15,13 +15,19 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from horo_lite.errors import LauncherError, PeerLostError, printable, ranks_in_words
+from horo_lite.errors import (
+    HoroLiteError,
+    LauncherError,
+    PeerLostError,
+    printable,
+    ranks_in_words,
+)
 from horo_lite.settings import Settings, whole_number
 from horo_lite.start.launcher import (
     JOB_TOKEN,
@@ -32,9 +38,19 @@ from horo_lite.start.launcher import (
     has_proc,
 )
 from horo_lite.transports.gloo.connections import GlooConnections
-from horo_lite.transports.peers import NAME, PID, ObjectCommunicator, fits, host_key, lives
+from horo_lite.transports.peers import (
+    NAME,
+    PID,
+    ObjectCommunicator,
+    asked,
+    fits,
+    host_key,
+    lives,
+)
 
+T = TypeVar("T")
 NOTICE_S = 15.0  # who has waited for so long says for whom
+ANSWER_S = 10.0  # the store gives up after so long what it knows to be in vain
 GRACE_S = 2.0  # so long a store is kept for those who have yet to read why init() fails
 MOST_BYTES = 1 << 20  # of an entry
 _stores: dict[tuple[str, int], Any] = {}
@@ -193,13 +209,14 @@ class Rendezvous(ObjectCommunicator):
         self.rank, self.size = spec.rank, spec.size
         self._timeout_s = timeout_s
         self._where = spec.where
+        self._store_name = f"the store at {spec.where}" if spec.port else spec.where
         self._job_token = _job_token()
         self._me = _name(spec)
         self._names = {self.rank: self._me}
         self._pids: dict[int, int] = {}  # of those whose end can be seen from here
         self._n_rounds = 0
         self._round = ""  # where the ranks write in the round under way; "": they are coming
-        self._begin()
+        self._phase = _Wait(self._timeout_s)
         self._connections: GlooConnections | None = None
         self._keeps_store = self.rank == 0 and not spec.served
         self._store = store
@@ -220,7 +237,7 @@ class Rendezvous(ObjectCommunicator):
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
         """Return every rank's object, in rank order; each `fits` that form."""
-        self._begin()
+        self._phase = _Wait(self._timeout_s)
         self._round = room = f"{self._prefix}/{self._n_rounds}"
         self._n_rounds += 1
         self._put(f"{room}/{self.rank}", obj)
@@ -244,7 +261,12 @@ class Rendezvous(ObjectCommunicator):
 
             store = PrefixStore(f"{self._prefix}/gloo", self._store)
             self._connections = GlooConnections(
-                store, self.rank, self.size, self._where, self._timeout_s
+                store,
+                self.rank,
+                self.size,
+                self._where,
+                self._timeout_s,
+                lambda: self._check_living(self._pids, "to be connected to the others"),
             )
             self.allgather(True, bool)  # the store is not needed any more
         return self._connections
@@ -275,7 +297,9 @@ class Rendezvous(ObjectCommunicator):
             with socket.socket(socket.AF_UNIX) as mark:
                 self._listen_for_store(host, port, mark)
             try:
-                _stores[host, port] = _connected(spec, self._timeout_s)
+                _stores[host, port] = self._answer(lambda: _connected(spec, self._timeout_s))
+            except HoroLiteError:
+                raise
             except RuntimeError as error:
                 raise LauncherError(
                     f"what answers at {self._where} is not a PyTorch store ({error}): does "
@@ -298,7 +322,11 @@ class Rendezvous(ObjectCommunicator):
                 socket.create_connection((host, port), timeout=5).close()
                 return
             except OSError as error:
-                if self._waits_too_long(lambda: _is_first_here(mark, self._where), lambda: [0]):
+                if self._waits_too_long(
+                    self._phase,
+                    lambda: _is_first_here(mark, self._where),
+                    lambda: f"rank 0 of {self.size}",
+                ):
                     raise LauncherError(
                         f"{self._me} of {self.size} has waited {self._timeout_s:.0f} s for rank 0, "
                         f"which is to keep a store at {self._where} ({error}): has rank 0 been "
@@ -334,11 +362,41 @@ class Rendezvous(ObjectCommunicator):
     def _absent(self) -> list[int]:
         return [r for r in range(self.size) if not self._is_here(r)]
 
+    def _name_absent(self) -> str:
+        ranks = self._absent()
+        return f"{ranks_in_words(ranks)} of {self.size}" if ranks else ""
+
     # Asking the store.
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _answer(self, question: Callable[[], T]) -> T:
+        """Return the store's answer.
+
+        Raises:
+            LauncherError: None comes: who keeps the store may be stopped.
+        """
+        wait = _Wait(self._timeout_s + ANSWER_S)  # the store's own errors come first
+        awaited = f"an answer of {self._store_name}"
+        with ExitStack() as marks:
+
+            def is_first_here() -> bool:
+                mark = marks.enter_context(socket.socket(socket.AF_UNIX))
+                return _is_first_here(mark, self._where)
+
+            def look() -> None:
+                if self._waits_too_long(wait, is_first_here, lambda: awaited):
+                    raise LauncherError(
+                        f"{self._me} of {self.size} has waited {wait.limit_s:.0f} s in init() "
+                        f"for {awaited}: the process that keeps it (rank 0, or torchrun's agent) "
+                        "is stopped, or its host cannot be reached any more"
+                    )
+
+            return asked(question, look)
+
+    def _ask(self, question: Callable[[], T]) -> T:
         try:
-            return question()
+            return self._answer(question)
+        except HoroLiteError:
+            raise
         except RuntimeError as error:
             _stores.clear()  # the next one may be another
             raise PeerLostError(
@@ -387,13 +445,10 @@ class Rendezvous(ObjectCommunicator):
                     f"{self._read(self._lost, str)}, while {self._me} waited in init() for "
                     f"{ranks_in_words(ranks)}"
                 )
-            for rank, pid in self._pids.items():
-                if pid and (awaited in (None, rank)) and not lives(pid):
-                    raise PeerLostError(
-                        f"{self._names[rank]} died in init(), while {self._me} waited for "
-                        f"{ranks_in_words(ranks)}"
-                    )
-            if self._waits_too_long(self._is_lowest_here, self._absent):
+            self._check_living(
+                self._pids if awaited is None else ranks, f"for {ranks_in_words(ranks)}"
+            )
+            if self._waits_too_long(self._phase, self._is_lowest_here, self._name_absent):
                 self._refuse(
                     f"{ranks_in_words(ranks)} of {self.size} did not come to {self._where} within "
                     f"{self._timeout_s:.0f} s (HORO_LITE_START_TIMEOUT_S): look at what became of "
@@ -403,6 +458,14 @@ class Rendezvous(ObjectCommunicator):
             pause_s = min(0.05, 1.5 * pause_s)
         return self._read(key, form)
 
+    def _check_living(self, ranks: Iterable[int], waited: str) -> None:
+        """PeerLostError where one of these ranks is known to have died."""
+        # All of them: who died first may have been noticed by others, which have ended since.
+        dead = [rank for rank in ranks if self._pids.get(rank) and not lives(self._pids[rank])]
+        if dead:
+            names = ", ".join(self._names[rank] for rank in dead)
+            raise PeerLostError(f"{names} died in init(), while {self._me} waited {waited}")
+
     def _refuse(self, why: str, *places: str) -> NoReturn:
         """Raise LauncherError, on every rank that comes or has come."""
         for failure in (*places, self._failures[0]):
@@ -411,28 +474,36 @@ class Rendezvous(ObjectCommunicator):
             time.sleep(GRACE_S)
         raise LauncherError(why)
 
-    def _begin(self) -> None:
-        self._began, self._noted = time.monotonic(), False
-
-    def _waits_too_long(self, reports: Callable[[], bool], absent: Callable[[], list[int]]) -> bool:
+    def _waits_too_long(
+        self, wait: _Wait, reports: Callable[[], bool], whom: Callable[[], str]
+    ) -> bool:
         """Tell whether it is time to give up; before that one of the ranks reports the wait.
 
         Args:
+            wait: Which wait that is.
             reports: Tells whether that is this rank.
-            absent: Returns the ranks that it waits for.
+            whom: Tells for whom or what it waits; "" for nobody.
         """
-        waited_s = time.monotonic() - self._began
-        if waited_s > NOTICE_S and not self._noted:
-            self._noted = True
-            ranks = absent() if reports() else []
-            if ranks:
+        waited_s = time.monotonic() - wait.began
+        if waited_s > NOTICE_S and not wait.is_noted:
+            wait.is_noted = True
+            if reports() and (awaited := whom()):
                 print(
-                    f"[horo_lite] {self._me} has waited {waited_s:.0f} s in init() for "
-                    f"{ranks_in_words(ranks)} of {self.size}, and will for {self._timeout_s:.0f} s",
+                    f"[horo_lite] {self._me} has waited {waited_s:.0f} s in init() for {awaited}, "
+                    f"and will for {wait.limit_s:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
-        return waited_s > self._timeout_s
+        return waited_s > wait.limit_s
+
+
+class _Wait:
+    """One wait of this rank: when it began, how long it may take, and whether it is reported."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.began = time.monotonic()
+        self.limit_s = limit_s
+        self.is_noted = False
 
 
 def keep_store(spec: RendezvousSpec, timeout_s: float = 10.0) -> None:
@@ -480,7 +551,7 @@ def _connected(spec: RendezvousSpec, timeout_s: float, *, keeps: bool = False) -
         spec.port,
         None,
         keeps,
-        timedelta(seconds=min(10.0, timeout_s)),
+        timedelta(seconds=min(ANSWER_S, timeout_s)),
         False,
         multi_tenant=keeps,
     )

@@ -9,7 +9,9 @@ import pickle
 import re
 import socket
 import struct
+import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,6 +44,35 @@ def lives(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def asked(question: Callable[[], T], look: Callable[[], object]) -> T:
+    """Return the answer to a question that a library asks another process, which may never answer.
+
+    A thread asks it, so that this one notices Ctrl-C, and can look after other things.
+
+    Args:
+        question: Is asked once. Where the wait is given up, its thread goes on waiting.
+        look: Called some 20 times a second meanwhile. What it raises ends the wait.
+    """
+    answers: list[T] = []
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            answers.append(question())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask, name="horo_lite asks", daemon=True)
+    thread.start()
+    thread.join(0.05)
+    while thread.is_alive():
+        look()
+        thread.join(0.05)
+    if failures:
+        raise failures[0]
+    return answers[0]
 
 
 class ObjectCommunicator:

@@ -113,6 +113,24 @@ except hvd.PeerLostError:
     assert result.stdout.count("goes on") == 2, str(result)
 
 
+def test_a_death_while_the_hosts_are_connected_is_noticed_at_once(tmp_path: Path) -> None:
+    """Not by gloo, which would wait for two minutes, and blame the network."""
+    code = """
+    import os
+    import horo_lite as hvd
+    from horo_lite.transports.gloo import connections
+
+    if os.environ["RANK"] == "2":
+        connections._connect = lambda *_: os.kill(os.getpid(), 9)
+    hvd.init()
+    """
+    result = ended(code, 3, tmp_path, env=on_hosts("2,1"))
+    assert result.returncode != 0
+    told = re.findall(r"PeerLostError: .*rank 2 \(pid .*\) died in init\(\), while", result.stderr)
+    assert len(told) == 2, str(result)
+    assert "terminate called" not in result.stderr, str(result)
+
+
 ENDINGS: dict[str, tuple[str, Callable[[str], bool]]] = {
     "it raises": ("raise ValueError('out of data')", lambda text: "out of data" in text),
     "it is interrupted": (

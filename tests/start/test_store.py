@@ -395,7 +395,9 @@ def test_the_lowest_rank_of_a_round_reports_who_is_missing(
 
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(body, rank) for rank in range(4)]
-        noted = until(lambda: all(r in come and come[r]._round and come[r]._noted for r in (1, 3)))
+        noted = until(
+            lambda: all(r in come and come[r]._round and come[r]._phase.is_noted for r in (1, 3))
+        )
         both_have_waited.set()
         for each in running:
             each.result(60)
@@ -403,6 +405,20 @@ def test_the_lowest_rank_of_a_round_reports_who_is_missing(
     text = capfd.readouterr().err
     assert NOTICE.findall(text)[-1:] == [("1", "ranks 0 and 2")], text
     assert text.count("ranks 0 and 2 of 4") == 1, text
+
+
+def test_a_store_that_does_not_answer_is_no_silent_hang(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where rank 0 is stopped: the kernel accepts connections to it nevertheless."""
+    monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 0.2)
+    monkeypatch.setattr("horo_lite.start.rendezvous.ANSWER_S", 0.5)
+    with socket.create_server(("localhost", 0)) as silent:
+        where = f"localhost:{silent.getsockname()[1]}"
+        spec = RendezvousSpec(1, 2, "localhost", silent.getsockname()[1], False, "0")
+        with pytest.raises(hvd.LauncherError, match=f"for an answer of the store at {where}: the "):
+            Rendezvous(spec, 0.5)
+    assert f"in init() for an answer of the store at {where}, and" in capfd.readouterr().err
 
 
 def until(is_so: Callable[[], object]) -> bool:
@@ -477,19 +493,19 @@ def test_all_ranks_have_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
     monkeypatch.setenv("HORO_LITE_JOB_TOKEN", "secret")
     assert meet((0, 2), (1, 2)) == [[[(r, i, "x") for r in range(2)] for i in range(3)]] * 2
-    begin = Rendezvous._begin
+    connect = Rendezvous._open
     for other in (b"", b"another"):
 
-        def with_another(self: Rendezvous, other: bytes = other) -> None:
-            begin(self)
+        def with_another(self: Rendezvous, spec: RendezvousSpec, other: bytes = other) -> Any:
             if self.rank == 1:
                 self._job_token = other
+            return connect(self, spec)
 
-        monkeypatch.setattr(Rendezvous, "_begin", with_another)
+        monkeypatch.setattr(Rendezvous, "_open", with_another)
         for error in meet((0, 2), (1, 2)):
             assert isinstance(error, hvd.LauncherError), error
             assert "HORO_LITE_JOB_TOKEN" in str(error)
-    monkeypatch.setattr(Rendezvous, "_begin", begin)
+    monkeypatch.setattr(Rendezvous, "_open", connect)
     for error in meet_strangers("said", '[1, 0, "x"]', monkeypatch):  # what rank 1 brings
         assert isinstance(error, hvd.LauncherError), error
         assert "was not written with the HORO_LITE_JOB_TOKEN" in str(error)

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite.errors import LauncherError, PeerLostError
+from horo_lite.errors import HoroLiteError, LauncherError, PeerLostError
+from horo_lite.transports.peers import asked
 
 if TYPE_CHECKING:
     from horo_lite.transports.gloo.carrier import GlooChannel
@@ -63,12 +64,22 @@ class GlooConnections:
         towards: A host of the job, if one is known, "host:port": an interface that leads there is
             used.
         timeout_s: Seconds within which all ranks must be connected.
+        check_living: Raises PeerLostError where a rank is known to have died.
 
     Raises:
         LauncherError: They could not connect.
+        PeerLostError: A rank died meanwhile.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, towards: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        towards: str,
+        timeout_s: float,
+        check_living: Callable[[], object] = lambda: None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.next_channel = 1
@@ -82,7 +93,7 @@ class GlooConnections:
         self._early: dict[int, list[tuple[int, int, bytes]]] = {}
         self.ended: set[int] = set()
         """Peers from which nothing comes any more."""
-        self.group = _connect(store, rank, size, towards, timeout_s)
+        self.group = _connect(store, rank, size, towards, timeout_s, check_living)
         self._is_open = True
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
@@ -146,8 +157,15 @@ class GlooConnections:
         self._channels.clear()
 
 
-def _connect(store: Any, rank: int, size: int, towards: str, timeout_s: float) -> Any:
-    """Return the ranks' ProcessGroupGloo, in a thread, so that Ctrl-C is noticed."""
+def _connect(
+    store: Any,
+    rank: int,
+    size: int,
+    towards: str,
+    timeout_s: float,
+    check_living: Callable[[], object],
+) -> Any:
+    """Return the ranks' ProcessGroupGloo."""
     try:
         import torch.distributed as distributed
 
@@ -157,36 +175,32 @@ def _connect(store: Any, rank: int, size: int, towards: str, timeout_s: float) -
             "the ranks run on several hosts, MPI did not start them, and this PyTorch has no gloo "
             f"to connect them ({error}): pip install torch, or start the job with mpiexec"
         ) from error
-    outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def connect() -> None:
-        try:
-            options = gloo._Options()
-            options._devices = [_device(gloo, towards)]
-            options._timeout = timedelta(seconds=timeout_s)
-            options._threads = 1  # for collective operations, of which there are none
-            outcome.put(gloo(store, rank, size, options))
-        except Exception as error:
-            outcome.put(error)
-
-    threading.Thread(target=connect, name="horo_lite connects", daemon=True).start()
     until = time.monotonic() + timeout_s + 10
-    while True:
-        try:
-            group = outcome.get(timeout=0.05)
-        except queue.Empty:
-            if time.monotonic() < until:
-                continue
-            group = TimeoutError(f"not connected after {timeout_s:.0f} s")
-        if isinstance(group, Exception):
-            why = str(group).partition("\n")[0]
-            raise LauncherError(
-                f"rank {rank} of {size} on {socket.gethostname()} could not connect to the other "
-                f"hosts' ranks ({why}): can they reach each other at any port, by the interface "
-                "that the hostname or MASTER_ADDR stands for? GLOO_SOCKET_IFNAME names another "
-                "one, such as eth0; or start the job with mpiexec"
-            ) from group
-        return group
+
+    def connect() -> Any:
+        options = gloo._Options()
+        options._devices = [_device(gloo, towards)]
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1  # for collective operations, of which there are none
+        return gloo(store, rank, size, options)
+
+    def look() -> None:
+        check_living()
+        if time.monotonic() > until:
+            raise TimeoutError(f"not connected after {timeout_s:.0f} s")
+
+    try:
+        return asked(connect, look)
+    except HoroLiteError:
+        raise
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise LauncherError(
+            f"rank {rank} of {size} on {socket.gethostname()} could not connect to the other "
+            f"hosts' ranks ({why}): can they reach each other at any port, by the interface "
+            "that the hostname or MASTER_ADDR stands for? GLOO_SOCKET_IFNAME names another "
+            "one, such as eth0; or start the job with mpiexec"
+        ) from error
 
 
 def _device(gloo: Any, towards: str) -> Any:
