@@ -537,8 +537,8 @@ def check_numbers_stay_what_they_are(group: Group) -> None:
         with pytest.raises(MismatchError, match="int64"):
             ops.broadcast(1 if group.rank else 1.5, group=group)
     # Reduced, numbers are float64, and so are lists that no integer dtype can hold.
-    assert ops.allreduce(2**70, Max, group=group) == 2**70
-    assert ops.allreduce([2**53 + 1], Max, group=group).tolist() == [2**53 + 1]
+    assert ops.allreduce(2**70 + group.rank * 2**60, Max, group=group) == 2**70 + root * 2**60
+    assert ops.allreduce([2**53 + 1 + group.rank], Max, group=group).tolist() == [2**53 + 1 + root]
     for inexact in (2**53 + 1, -(2**62) - 1, [2**63 - 1, 2**63], [2**53 + 1, 0.5]):
         for reduce in (ops.allreduce, ops.allreduce_async):
             with pytest.raises(ValueError, match="not exact as a float64"):
@@ -644,11 +644,13 @@ def check_many_async_in_a_row(group: Group) -> None:
             ops.allreduce_async_(array, Sum, name=name, group=group)
             for array, name in zip(arrays, names, strict=True)
         ]
-        ops.allreduce(np.ones(5), group=group)
+        total = sum(range(1, group.size + 1))
+        direct = ops.allreduce(np.full(5, group.rank + 1.0), Sum, group=group)
+        assert direct.tolist() == [total] * 5
         for handle in handles:
             group.synchronize(handle)
         for i, array in enumerate(arrays):
-            assert np.all(array == (i + 1) * sum(range(1, group.size + 1))), names[i]
+            assert np.all(array == (i + 1) * total), names[i]
 
 
 def check_async_of_every_kind(group: Group) -> None:

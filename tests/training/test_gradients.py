@@ -131,6 +131,8 @@ def test_it_is_linear(size: int, a: int, b: int) -> None:
         both = average({"w": a * x["w"] + b * y["w"]}, op=Sum, group=group)
         apart = average(x, op=Sum, group=group), average(y, op=Sum, group=group)
         np.testing.assert_array_equal(both["w"], a * apart[0]["w"] + b * apart[1]["w"])
+        everyone = [oracle.whole_sample(r, (5, 3), np.float32) for r in range(size)]
+        np.testing.assert_array_equal(apart[0]["w"], sum(everyone))
 
     run_threads(size, rank)
 

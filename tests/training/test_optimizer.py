@@ -356,16 +356,25 @@ def test_nothing_is_averaged_twice_or_never_by_accident() -> None:
     def rank(group: Group) -> None:
         net = network()
         optimizer = DistributedOptimizer(Momentum(net), op=Sum, group=group)
+        mine, whole = samples(3, group.rank), network()
+        for r in range(group.size):
+            backward(whole, *samples(3, r), mean=False)
+
+        def is_summed_once() -> bool:
+            return all(np.allclose(net[name].grad, whole[name].grad) for name in net)
+
         with pytest.raises(RuntimeError, match=r"without synchronize\(\)"):
             optimizer.skip_synchronize().__enter__()
-        backward(net, *samples(3))
+        backward(net, *mine, mean=False)
         optimizer.synchronize()
         with pytest.raises(RuntimeError, match="a second time"):
             optimizer.step()
         assert optimizer.inner.n_steps == 0
+        assert is_summed_once()
         optimizer.zero_grad()  # these gradients were given up
-        backward(net, *samples(3))
+        backward(net, *mine, mean=False)
         optimizer.step()
+        assert is_summed_once()
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             pass  # as a loss scaler does that saw an inf
@@ -375,7 +384,7 @@ def test_nothing_is_averaged_twice_or_never_by_accident() -> None:
         with optimizer.skip_synchronize(), pytest.raises(TypeError, match="belongs to synchroniz"):
             optimizer.step(weight=3)
 
-    run_threads(1, rank)
+    run_threads(2, rank)
 
 
 class Clipping(Momentum):
