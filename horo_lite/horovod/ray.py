@@ -27,6 +27,7 @@ from horo_lite.launch.tasks import address_of, free_port, ranks_by_host
 from horo_lite.settings import Settings
 from horo_lite.start import rendezvous, session
 from horo_lite.start.launcher import JOB_TOKEN
+from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 
 __all__ = ["RayExecutor"]
 
@@ -400,9 +401,9 @@ class _Worker:
             raise
 
 
-def _rendezvous() -> rendezvous.RendezvousSpec:
+def _rendezvous() -> RendezvousSpec:
     """Return where this rank finds the others, as `become` has written it down."""
-    spec = rendezvous.rendezvous_spec(Settings.read({}, os.environ), os.environ)
+    spec = rendezvous_spec(Settings.read({}, os.environ), os.environ)
     assert spec is not None
     return spec
 

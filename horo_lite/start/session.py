@@ -32,7 +32,8 @@ from horo_lite.start import (
 )
 from horo_lite.start.cores import cores_of_process, take_cores
 from horo_lite.start.rank_info import RankInfo, position_of
-from horo_lite.start.rendezvous import Rendezvous, RendezvousSpec, rendezvous_spec
+from horo_lite.start.rendezvous import Rendezvous
+from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 from horo_lite.transports import connect
 from horo_lite.transports.peers import ObjectCommunicator, allgather_objects, host_key
 

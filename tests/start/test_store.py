@@ -18,7 +18,8 @@ from without_mpi import ended, free_port, started
 
 import horo_lite as hvd
 from horo_lite.settings import Settings
-from horo_lite.start.rendezvous import Rendezvous, RendezvousSpec, rendezvous_spec
+from horo_lite.start.rendezvous import Rendezvous
+from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 
 torch = pytest.importorskip("torch")
 

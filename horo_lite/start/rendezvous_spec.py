@@ -1,0 +1,138 @@
+"""Where the ranks of a world that MPI did not start find each other, and which this one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from horo_lite.errors import LauncherError
+from horo_lite.settings import Settings, whole_number
+from horo_lite.start.launcher import TORCHRUN, connects_by_mpi, detect
+
+
+class RendezvousSpec(NamedTuple):
+    """Where the ranks of a world that MPI did not start find each other, and which this one is."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    served: bool
+    """Somebody else keeps the store there, as torchrun does; otherwise rank 0 does."""
+    attempt: str
+    """Which start of the job uses it, where several do one after the other."""
+
+    @property
+    def where(self) -> str:
+        """Where the store is, as messages name it."""
+        return f"{self.host}:{self.port}" if self.port else self.host
+
+
+# What an argument of init() stands for where it is not given.
+_STANDARD = {"rank": "RANK", "size": "WORLD_SIZE", "address": "MASTER_ADDR and MASTER_PORT"}
+
+
+def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> RendezvousSpec | None:
+    """Return what init()'s `rank`, `size` and `address` say, or torchrun's variables.
+
+    None for neither. In a job of MPI's launcher the variables do not count. With `address`, or
+    under srun without MPI, rank and size are the launcher's where they are not given.
+
+    Raises:
+        ValueError: A value makes no sense.
+        LauncherError: A part of what belongs together is missing, or variables number nodes where
+            they should number ranks.
+    """
+    given: dict[str, int | str | None] = {
+        "rank": settings.rank,
+        "size": settings.size,
+        "address": settings.address,
+    }
+    explicit = any(value is not None for value in given.values())
+    launch = detect(environ)
+    is_started = launch is not None and launch.name != TORCHRUN and launch.size != 1
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    standard = {
+        "rank": environ.get("RANK"),
+        "size": environ.get("WORLD_SIZE"),
+        "address": f"{host}:{port}" if host and port else None,
+    }
+    if launch is not None and is_started:
+        by_mpi = connects_by_mpi(launch, environ)
+        if not explicit and (by_mpi or not standard["address"]):
+            return None
+        if by_mpi or not (standard["rank"] and standard["size"]):
+            numbers = {"rank": launch.rank, "size": launch.size}
+            standard |= {name: None if n is None else str(n) for name, n in numbers.items()}
+    found = {name: standard[name] if given[name] is None else given[name] for name in _STANDARD}
+    if not explicit and standard["size"] is None and not (standard["rank"] and host):
+        if launch is None:
+            _refuse_a_node_alone(environ)
+        return None  # one of them alone may mean anything
+    rank, size = whole_number("rank", found["rank"], 0), whole_number("size", found["size"], 1)
+    if launch is None and given["rank"] is None and size != 1:
+        _refuse_numbers_of_nodes(environ)
+    if size == 1:
+        if rank:
+            raise ValueError(f"rank is {rank}, but size is 1")
+        return RendezvousSpec(0, 1, "", 0, False, "")
+    missing = [_STANDARD[name] for name, value in found.items() if value is None]
+    if missing or rank is None or size is None:
+        has = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+        lacks = " and ".join(missing)
+        raise LauncherError(
+            f"this process is to be a rank of a world that MPI does not start ({has}), but lacks "
+            f"{lacks}: set what is missing, call init(rank=…, size=…, address='host:port'), or "
+            "unset the others if it is to run alone"
+        )
+    where = urlsplit("//" + str(found["address"]).removeprefix("tcp://"))
+    try:
+        name, number = where.hostname, where.port
+    except ValueError:
+        name = number = None
+    if not name or not number:
+        raise ValueError(f"address is the host of rank 0 and a port, not {found['address']!r}")
+    ours = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and given["address"] is None
+    return RendezvousSpec(
+        rank, size, name, number, ours, environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+
+
+# What says how many ranks each node should have: Alibaba's PAI-DLC and Baidu's AIHC set the first,
+# Kubeflow's PyTorchJob the second, which torchrun reads itself.
+_RANKS_OF_A_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+# How many nodes a job has that starts one process on each: Kubeflow's Trainer, AWS Batch.
+_NODES = ("PET_NNODES", "AWS_BATCH_JOB_NUM_NODES")
+_PAGE = "docs/launching.md has the command for each platform"
+
+
+def _refuse_numbers_of_nodes(environ: Mapping[str, str]) -> None:
+    """Raise LauncherError where RANK is the number of a node that should have several ranks.
+
+    LOCAL_RANK shows that they have been started, by whatever gave them numbers of their own.
+    """
+    for name in _RANKS_OF_A_NODE:
+        value = environ.get(name, "1")
+        if value not in ("", "1") and "LOCAL_RANK" not in environ:
+            raise LauncherError(
+                f"RANK={environ.get('RANK')} and WORLD_SIZE={environ.get('WORLD_SIZE')} number the "
+                f"nodes of this job and not its ranks: {name} is {value}, and nothing has started "
+                "that many on this node. On each node run `torchrun --nnodes <number of nodes> "
+                "--node-rank $RANK --nproc-per-node <ranks of a node> --master-addr $MASTER_ADDR "
+                "--master-port $MASTER_PORT train.py` in place of `python train.py`; if every node "
+                f"is to have one rank, set {name}=1. {_PAGE}"
+            )
+
+
+def _refuse_a_node_alone(environ: Mapping[str, str]) -> None:
+    """Raise LauncherError where each of several nodes would train alone."""
+    for name in _NODES:
+        value = environ.get(name, "1")
+        if value not in ("", "1", "1:1"):
+            raise LauncherError(
+                f"{name} is {value}, but this process has not been started as a rank: it would "
+                "train alone, as would those on the other nodes. Start it with torchrun on each "
+                "node, or with mpiexec on one; if it is to be alone, call init(rank=0, size=1). "
+                f"{_PAGE}"
+            )
