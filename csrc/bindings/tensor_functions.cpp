@@ -78,8 +78,10 @@ void bind_tensors(nb::module_& m) {
           "index"_a)
       .def(
           "itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
-      .def("read_from", &Tensors::read_from, "sources"_a, nb::keep_alive<1, 2>(),
-           "An all-reduce of these reads what they contribute there, and leaves its result here.")
+      .def(
+          "read_from", [](Tensors& t, const Tensors& sources) { t.read_from(sources); }, "sources"_a,
+          nb::keep_alive<1, 2>(),
+          "An all-reduce of these reads what they contribute there, and leaves its result here.")
       .def(
           "copy_to",
           [](const Tensors& from, const Tensors& to, bool streaming) {

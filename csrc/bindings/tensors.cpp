@@ -21,12 +21,13 @@ bool lies_on_gpu(nb::handle array) {
   return !place.is_none() && nb::cast<std::pair<int, int>>(place()).first == nb::device::cuda::value;
 }
 
+constexpr DType kSigned[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
+constexpr DType kUnsigned[] = {DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64};
+
 bool dtype_of_format(const char* format, size_t n_bytes, DType* dtype) {
   if (format == nullptr) format = "B";
   if (*format == '@' || *format == '=' || *format == '<') ++format;
   if (format[0] == 0 || format[1] != 0) return false;
-  static const DType signed_types[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
-  static const DType unsigned_types[] = {DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64};
   const int size = n_bytes == 1 ? 0 : n_bytes == 2 ? 1 : n_bytes == 4 ? 2 : 3;
   switch (*format) {
     case '?':
@@ -37,14 +38,14 @@ bool dtype_of_format(const char* format, size_t n_bytes, DType* dtype) {
     case 'i':
     case 'l':
     case 'q':
-      *dtype = signed_types[size];
+      *dtype = kSigned[size];
       return true;
     case 'B':
     case 'H':
     case 'I':
     case 'L':
     case 'Q':
-      *dtype = unsigned_types[size];
+      *dtype = kUnsigned[size];
       return true;
     case 'e':
       *dtype = DType::kFloat16;
@@ -69,11 +70,9 @@ bool dtype_of_dlpack(nb::dlpack::dtype type, DType* dtype) {
   const auto code = static_cast<Code>(type.code);
   const int size = type.bits == 8 ? 0 : type.bits == 16 ? 1 : type.bits == 32 ? 2 : type.bits == 64 ? 3 : -1;
   if (size < 0) return false;
-  static const DType signed_types[] = {DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64};
-  static const DType unsigned_types[] = {DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64};
   static const DType floats[] = {DType::kFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64};
-  if (code == Code::Int) *dtype = signed_types[size];
-  else if (code == Code::UInt) *dtype = unsigned_types[size];
+  if (code == Code::Int) *dtype = kSigned[size];
+  else if (code == Code::UInt) *dtype = kUnsigned[size];
   else if (code == Code::Float && size > 0) *dtype = floats[size];
   else if (code == Code::Bfloat && size == 1) *dtype = DType::kBFloat16;
   else if (code == Code::Bool && size == 0) *dtype = DType::kBool;
@@ -81,48 +80,7 @@ bool dtype_of_dlpack(nb::dlpack::dtype type, DType* dtype) {
   return true;
 }
 
-// Whether the memory is dense and in C order.
-bool in_order(Axes dims, Axes strides, size_t item) {
-  auto expected = static_cast<int64_t>(item);
-  for (size_t axis = dims.size(); axis-- > 0;) {
-    if (dims[axis] != 1 && strides[axis] != expected) return false;
-    expected *= dims[axis];
-  }
-  return true;
-}
-
-// Whether it is dense in some order of the axes, each stride being the product of the extents within. Tells two such
-// orders apart by a number that is not 0.
-bool find_order(Axes dims, Axes strides, size_t item, uint64_t* order) {
-  std::vector<size_t> axes;
-  for (size_t axis = dims.size(); axis-- > 0;) {
-    if (dims[axis] != 1) axes.push_back(axis);
-  }
-  std::stable_sort(axes.begin(), axes.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
-  auto expected = static_cast<int64_t>(item);
-  *order = 1;
-  for (size_t axis : axes) {
-    if (strides[axis] != expected) return false;
-    expected *= dims[axis];
-    *order = *order * 31 + axis + 1;
-  }
-  return true;
-}
-
-size_t aligned_bytes(const TensorRef& ref) {
-  return (ref.n_elements * item_bytes(ref.dtype) + kWireAlignment - 1) / kWireAlignment * kWireAlignment;
-}
-
 }  // namespace
-
-uint64_t mixed(uint64_t hash, uint64_t value) {
-  uint64_t z = hash ^ (value + kHashSeed + (hash << 6) + (hash >> 2));
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-
-uint64_t digest_of(uint64_t hash) { return hash >> 1; }
 
 Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> stream) {
   const size_t n = nb::len(arrays);
@@ -151,38 +109,11 @@ Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> str
   }
 }
 
-Tensors::Tensors(const Tensors& like, size_t first, size_t last)
-    : refs_(like.refs_.begin() + static_cast<ptrdiff_t>(first), like.refs_.begin() + static_cast<ptrdiff_t>(last)),
-      shapes_(like.shapes_.begin() + static_cast<ptrdiff_t>(first),
-              like.shapes_.begin() + static_cast<ptrdiff_t>(last)),
-      axes_(like.axes_),
-      device_(kCpu) {}
-
-void Tensors::move_to(uint8_t* memory) {
-  for (TensorRef& ref : refs_) {
-    ref.address = memory;
-    memory += aligned_bytes(ref);
-  }
-}
+Tensors::Tensors(const Tensors& like, size_t first, size_t last) : TensorList(like, first, last) {}
 
 Tensors::Tensors(const Tensors& whole, nb::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows)
-    : refs_(whole.refs_), shapes_(whole.shapes_), axes_(whole.axes_), device_(whole.device_) {
-  if (rows.size() != refs_.size()) throw nb::value_error("rows are given for each of the arrays");
-  for (size_t i = 0; i < refs_.size(); ++i) {
-    if (shapes_[i].n_axes == 0 || shapes_[i].order != 0) {
-      throw nb::value_error("rows are of arrays in C order, with at least one dimension");
-    }
-    const auto [begin, end] = rows[i];
-    int64_t& n_rows = axes_[shapes_[i].first_axis];
-    if (begin < 0 || end < begin || end > n_rows) throw nb::index_error("no such rows");
-    TensorRef& ref = refs_[i];
-    const size_t row = n_rows == 0 ? 0 : ref.n_elements / static_cast<size_t>(n_rows);
-    const size_t offset = static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
-    ref.address = static_cast<uint8_t*>(ref.address) + offset;
-    if (ref.source != nullptr) ref.source = static_cast<const uint8_t*>(ref.source) + offset;
-    ref.n_elements = static_cast<size_t>(end - begin) * row;
-    n_rows = end - begin;
-  }
+    : TensorList(whole) {
+  keep_rows(rows);
   objects_.push_back(std::move(owner));
 }
 
@@ -392,221 +323,6 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
                              .c_str());
   }
   add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, dims, strides);
-}
-
-void Tensors::add(void* address, DType dtype, Axes dims, Axes strides) {
-  const size_t item = item_bytes(dtype);
-  size_t n_elements = 1;
-  for (int64_t dim : dims) n_elements *= static_cast<size_t>(dim);
-  // Most are in C order, and steps with a thousand small arrays should not pay for the others.
-  bool dense = reinterpret_cast<uintptr_t>(address) % std::min<size_t>(item, 8) == 0;
-  uint64_t order = 0;
-  if (n_elements == 0) {
-    dense = true;
-  } else if (!in_order(dims, strides, item)) {
-    dense = dense && find_order(dims, strides, item, &order);
-  }
-  refs_.push_back({address, n_elements, dtype});
-  shapes_.push_back({axes_.size(), dims.size(), order, dense});
-  axes_.insert(axes_.end(), dims.begin(), dims.end());
-  if (!dense) axes_.insert(axes_.end(), strides.begin(), strides.end());
-}
-
-std::vector<Buffer> Tensors::buffers() const {
-  std::vector<Buffer> buffers;
-  buffers.reserve(refs_.size());
-  for (const TensorRef& ref : refs_) {
-    buffers.push_back({static_cast<uint8_t*>(ref.address), ref.n_elements * item_bytes(ref.dtype)});
-  }
-  return buffers;
-}
-
-size_t Tensors::n_bytes_aligned() const {
-  size_t total = 0;
-  for (const TensorRef& ref : refs_) total += aligned_bytes(ref);
-  return total;
-}
-
-size_t Tensors::n_bytes() const {
-  size_t total = 0;
-  for (const TensorRef& ref : refs_) total += ref.n_elements * item_bytes(ref.dtype);
-  return total;
-}
-
-uint64_t Tensors::signature() const {
-  uint64_t hash = refs_.size();
-  for (size_t i = 0; i < refs_.size(); ++i) {
-    hash = mixed(hash, static_cast<uint64_t>(refs_[i].dtype) << 32 | shapes_[i].n_axes);
-    for (int64_t dim : shape(i)) hash = mixed(hash, static_cast<uint64_t>(dim));
-  }
-  return digest_of(hash);
-}
-
-void Tensors::read_from(const Tensors& sources) {
-  const bool is_here = device() == kCpu && sources.device() == kCpu;
-  if (!is_here || sources.refs_.size() != refs_.size() || layout() != 0 || sources.layout() != 0) {
-    throw std::invalid_argument("sources lie in the host's memory in C order, one for each tensor");
-  }
-  for (size_t i = 0; i < refs_.size(); ++i) {
-    const TensorRef& from = sources.refs_[i];
-    if (from.n_elements != refs_[i].n_elements || from.dtype != refs_[i].dtype) {
-      throw std::invalid_argument("source " + std::to_string(i) + " is of another size or dtype");
-    }
-    refs_[i].source = from.address;
-  }
-}
-
-uint64_t Tensors::layout() const {
-  if (std::all_of(shapes_.begin(), shapes_.end(), [](const Shape& shape) { return shape.order == 0; })) return 0;
-  uint64_t hash = 0;
-  for (const Shape& shape : shapes_) hash = mixed(hash, shape.order);
-  return digest_of(hash);
-}
-
-std::vector<size_t> Tensors::strided() const {
-  std::vector<size_t> indices;
-  for (size_t i = 0; i < shapes_.size(); ++i) {
-    if (!shapes_[i].dense) indices.push_back(i);
-  }
-  return indices;
-}
-
-std::vector<uintptr_t> Tensors::addresses() const {
-  std::vector<uintptr_t> addresses;
-  for (const TensorRef& ref : refs_) addresses.push_back(reinterpret_cast<uintptr_t>(ref.address));
-  return addresses;
-}
-
-// --- memory in common ---
-
-namespace {
-
-// visit(offset) for each element, in C order, with its distance in bytes from the first.
-template <class Visit>
-void each_element(Axes dims, Axes strides, size_t axis, int64_t offset, const Visit& visit) {
-  if (axis == dims.size()) return visit(offset);
-  for (int64_t i = 0; i < dims[axis]; ++i) each_element(dims, strides, axis + 1, offset + i * strides[axis], visit);
-}
-
-}  // namespace
-
-void Tensors::add_extents(std::vector<Extent>& extents, bool is_other) const {
-  for (size_t i = 0; i < refs_.size(); ++i) {
-    if (refs_[i].n_elements == 0) continue;  // the address of nothing means nothing
-    const auto item = static_cast<int64_t>(item_bytes(refs_[i].dtype));
-    const auto begin = reinterpret_cast<intptr_t>(refs_[i].address);
-    Extent extent{begin, begin + item, this, static_cast<uint32_t>(i), is_other};
-    const Axes dims = shape(i), steps = strides(i);
-    if (shapes_[i].dense) extent.end = begin + item * static_cast<int64_t>(refs_[i].n_elements);
-    for (size_t axis = 0; axis < steps.size(); ++axis) {
-      const int64_t reach = (dims[axis] - 1) * steps[axis];
-      (reach < 0 ? extent.begin : extent.end) += reach;
-    }
-    extents.push_back(extent);
-  }
-}
-
-// Of two whose extents overlap. Views with gaps may lie between each other, as x[::2] and x[1::2] do.
-bool Tensors::have_common_elements(const Extent& a, const Extent& b) {
-  if (a.strides().empty() && b.strides().empty()) return true;
-  const intptr_t begin = std::max(a.begin, b.begin), end = std::min(a.end, b.end);
-  std::vector<bool> taken(static_cast<size_t>(end - begin));
-  bool found = false;
-  const auto each_byte = [&](const Extent& extent, const auto& visit) {
-    const auto item = static_cast<int64_t>(item_bytes(extent.ref().dtype));
-    const auto start = reinterpret_cast<intptr_t>(extent.ref().address);
-    const auto element = [&](int64_t offset) {
-      for (intptr_t at = std::max(start + offset, begin); at < std::min(start + offset + item, end); ++at) {
-        visit(static_cast<size_t>(at - begin));
-      }
-    };
-    if (!extent.strides().empty()) return each_element(extent.dims(), extent.strides(), 0, 0, element);
-    for (intptr_t at = begin; at < end; ++at) visit(static_cast<size_t>(at - begin));
-  };
-  each_byte(a, [&](size_t at) { taken[at] = true; });
-  each_byte(b, [&](size_t at) { found = found || taken[at]; });
-  return found;
-}
-
-// Whether elements follow each other at the same distances. An axis of extent 1 takes no step, whatever its stride is.
-bool Tensors::same_steps(const Extent& a, const Extent& b) {
-  const Axes dims = a.dims(), a_strides = a.strides(), b_strides = b.strides();
-  if (!std::ranges::equal(dims, b.dims()) || a.order() != b.order() || a_strides.size() != b_strides.size()) {
-    return false;
-  }
-  for (size_t axis = 0; axis < a_strides.size(); ++axis) {
-    if (dims[axis] > 1 && a_strides[axis] != b_strides[axis]) return false;
-  }
-  return true;
-}
-
-bool Tensors::overlaps_itself(const Extent& extent) {
-  const Axes dims = extent.dims(), strides = extent.strides();
-  if (strides.empty()) return false;
-  std::vector<std::pair<int64_t, int64_t>> axes;  // stride and extent
-  for (size_t axis = 0; axis < dims.size(); ++axis) {
-    if (dims[axis] > 1) axes.emplace_back(std::abs(strides[axis]), dims[axis]);
-  }
-  std::sort(axes.begin(), axes.end());
-  auto inside = static_cast<int64_t>(item_bytes(extent.ref().dtype));  // bytes that what is within an axis spans
-  bool apart = true;
-  for (const auto& [stride, n] : axes) {
-    apart = apart && stride >= inside;
-    inside += (n - 1) * stride;
-  }
-  if (apart) return false;
-  std::vector<int64_t> offsets;
-  offsets.reserve(extent.ref().n_elements);
-  each_element(dims, strides, 0, 0, [&](int64_t offset) { offsets.push_back(offset); });
-  std::sort(offsets.begin(), offsets.end());
-  const auto item = static_cast<int64_t>(item_bytes(extent.ref().dtype));
-  return std::adjacent_find(offsets.begin(), offsets.end(), [&](int64_t a, int64_t b) { return b - a < item; }) !=
-         offsets.end();
-}
-
-std::vector<Overlap> Tensors::overlaps(const Tensors* other) const {
-  std::vector<Extent> extents;
-  extents.reserve(refs_.size() + (other == nullptr ? 0 : other->refs_.size()));
-  add_extents(extents, false);
-  if (other != nullptr) other->add_extents(extents, true);
-  std::vector<Overlap> found;
-  if (other == nullptr) {
-    for (const Extent& extent : extents) {
-      if (overlaps_itself(extent)) found.push_back({extent.index, extent.index, 0, true});
-    }
-  } else if (device() != other->device()) {
-    return found;
-  }
-  const auto by_begin = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(extents.begin(), extents.end(), by_begin)) std::sort(extents.begin(), extents.end(), by_begin);
-  std::vector<const Extent*> open;  // those that reach beyond the begin of the next
-  for (const Extent& next : extents) {
-    std::erase_if(open, [&](const Extent* e) { return e->end <= next.begin; });
-    for (const Extent* earlier : open) {
-      if (other != nullptr && earlier->is_other == next.is_other) continue;
-      const bool in_order = other != nullptr ? next.is_other : earlier->index < next.index;
-      const Extent& first = in_order ? *earlier : next;
-      const Extent& second = in_order ? next : *earlier;
-      const bool same = first.ref().address == second.ref().address && first.ref().dtype == second.ref().dtype &&
-                        same_steps(first, second);
-      if (!same && !have_common_elements(first, second)) continue;
-      const ptrdiff_t distance =
-          static_cast<uint8_t*>(second.ref().address) - static_cast<uint8_t*>(first.ref().address);
-      found.push_back({first.index, second.index, distance, same});
-    }
-    open.push_back(&next);
-  }
-  std::sort(found.begin(), found.end(), [](const Overlap& a, const Overlap& b) {
-    return std::pair(a.first, a.second) < std::pair(b.first, b.second);
-  });
-  return found;
-}
-
-std::string Tensors::describe(size_t index) const {
-  std::string text = std::string(dtype_name(refs_.at(index).dtype)) + "[";
-  const Axes dims = shape(index);
-  for (size_t d = 0; d < dims.size(); ++d) text += (d != 0 ? ", " : "") + std::to_string(dims[d]);
-  return text + "]";
 }
 
 std::vector<std::vector<TensorRef>> refs_of(nb::list parts) {

@@ -1,4 +1,4 @@
-// A list of Python arrays as the core sees it: addresses, sizes, dtypes. Part of the bindings.
+// A list of Python arrays as the core sees it. Part of the bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,38 +6,14 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
-#include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "group.h"
-#include "pack/layout.h"
+#include "pack/tensor_list.h"
 
 namespace horo {
 
-inline constexpr uint64_t kHashSeed = 0x9e3779b97f4a7c15u;
-
-// Mixes a value into a hash that is the same in every process (splitmix64's finaliser).
-uint64_t mixed(uint64_t hash, uint64_t value);
-// Digests go through Python and MPI as signed 64-bit integers: 63 bits are portable.
-uint64_t digest_of(uint64_t hash);
-
-inline constexpr int kCpu = -1;
-
-// A number for each axis of an array.
-using Axes = std::span<const int64_t>;
-
-// Two tensors with elements in common, by their indices; twice the same index is one whose own elements share memory.
-struct Overlap {
-  size_t first;
-  size_t second;
-  ptrdiff_t distance;  // in bytes, from where the first begins to where the second does
-  bool same;           // the same elements in the same order: one tensor under two names
-};
-
-class Tensors {
+class Tensors : public TensorList {
  public:
   // Each array comes through the buffer protocol or DLPack and is kept alive until this is dropped. Errors name the
   // index. Arrays in a GPU's memory (all, then, and of one GPU) are taken only where a `stream` is given: it is what
@@ -51,79 +27,20 @@ class Tensors {
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;
 
-  // The GPU whose memory they lie in, or kCpu.
-  int device() const { return device_.value_or(kCpu); }
-  // One after the other, each aligned to kWireAlignment.
-  size_t n_bytes_aligned() const;
-  void move_to(uint8_t* memory);
-  const std::vector<TensorRef>& refs() const { return refs_; }
-  // A reduction of these reads `sources`, which are like these, and in C order, and must outlive this.
-  void read_from(const Tensors& sources);
-  std::vector<Buffer> buffers() const;
-  size_t n_bytes() const;
-  uint64_t signature() const;
-  uint64_t layout() const;
-  std::vector<size_t> strided() const;
-  std::vector<uintptr_t> addresses() const;
-  // All pairs with elements in common, in order. With `other`, the first of a pair is of these and the second of those.
-  std::vector<Overlap> overlaps(const Tensors* other = nullptr) const;
-  std::string describe(size_t index) const;
-  Axes shape(size_t index) const {
-    const Shape& shape = shapes_.at(index);
-    return {axes_.data() + shape.first_axis, shape.n_axes};
-  }
-
  private:
-  struct Shape {
-    size_t first_axis;  // in `axes_`
-    size_t n_axes;
-    uint64_t order;  // 0: C-contiguous
-    bool dense;
-  };
-  // Where a tensor lies: its elements are in [begin, end), and fill it where it is dense.
-  struct Extent {
-    intptr_t begin, end;
-    const Tensors* tensors;
-    uint32_t index;
-    bool is_other;
-    const TensorRef& ref() const { return tensors->refs_[index]; }
-    Axes dims() const { return tensors->shape(index); }
-    Axes strides() const { return tensors->strides(index); }
-    uint64_t order() const { return tensors->shapes_[index].order; }
-  };
-  void add_extents(std::vector<Extent>& extents, bool is_other) const;
-  static bool have_common_elements(const Extent& a, const Extent& b);
-  static bool overlaps_itself(const Extent& extent);
-  static bool same_steps(const Extent& a, const Extent& b);
-  // In bytes; empty if it is dense.
-  Axes strides(size_t index) const {
-    const Shape& shape = shapes_.at(index);
-    return {axes_.data() + shape.first_axis + shape.n_axes, shape.dense ? 0 : shape.n_axes};
-  }
   bool add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
   bool add_exchanged(size_t index, nanobind::handle array, bool may_be_on_device);
   void add_dlpack(size_t index, nanobind::handle array, bool writable, std::optional<intptr_t> stream);
   void add_tensor(size_t index, const nanobind::dlpack::dltensor& tensor, bool may_be_on_device);
   void set_device(size_t index, int device);
-  void add(void* address, DType dtype, Axes dims, Axes strides_bytes);
 
-  std::vector<TensorRef> refs_;
-  std::vector<Shape> shapes_;
-  std::vector<int64_t> axes_;  // every tensor's extents, and its strides if it is not dense: one allocation for all
   std::vector<Py_buffer> views_;
   std::vector<nanobind::object> objects_;
   std::vector<nanobind::ndarray<>> dlpacks_;
-  std::optional<int> device_;
   PyTypeObject* bufferless_type_ = nullptr;  // its arrays have the buffer protocol, but no buffers
   PyTypeObject* exchange_type_ = nullptr;    // whose table `exchange_` is
   int (*exchange_)(void* array, nanobind::dlpack::dltensor* tensor) = nullptr;
 };
-
-// The buffer of a list of one array.
-inline const Buffer& only(const std::vector<Buffer>& buffers) {
-  if (buffers.size() != 1) throw std::invalid_argument("one array is meant");
-  return buffers[0];
-}
 
 // Of a list of Tensors, each's.
 std::vector<std::vector<TensorRef>> refs_of(nanobind::list parts);
