@@ -127,12 +127,12 @@ ENDS = [
     # A mismatch that nobody catches.
     Fault("a mismatch", "hvd.allreduce(np.ones(4), name='weights')",
           ("MismatchError: ranks disagree on allreduce 'weights': first difference: ranks "
-           "0, 2: tensor 0: float64[3]; rank 1: tensor 0: float64[4]",),
+           "0 and 2: tensor 0: float64[3]; rank 1: tensor 0: float64[4]",),
           others="hvd.allreduce(np.ones(3), name='weights')", messages=None),
     Fault("a mismatch that nobody asks about",
           "hvd.allreduce_async(np.ones(4), name='weights')",
           ("MismatchError: ranks disagree on allreduce 'weights': first difference: ranks "
-           "0, 2: tensor 0: float64[3]; rank 1: tensor 0: float64[4]",),
+           "0 and 2: tensor 0: float64[3]; rank 1: tensor 0: float64[4]",),
           others="hvd.allreduce_async(np.ones(3), name='weights')", messages=None),
     Fault("direct here, asynchronous there", ALLREDUCE,
           ("MismatchError: allreduce 'w' was submitted by rank 0, 2 but not by rank 1",),
