@@ -17,6 +17,8 @@ The models:
     resnet50     ResNet-50, on images that are so small that backward() takes a few exchanges
     transformer  that of examples/torch/language_model.py
 
+`--contenders "overlap always" "overlap never"` compares gradients that leave during backward() with
+those that leave after it, and "barrier" is a step in which ranks only wait for each other.
 `--contenders "buckets of 25 MiB" "buckets of 4 MiB" …` compares sizes of buckets, with `--link-mbit
 1000` between hosts, as many as ranks: network namespaces of this machine, which need root.
 
@@ -46,6 +48,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -67,6 +70,7 @@ from torch import nn
 HERE = Path(__file__).resolve()
 LOCAL = "no communication"
 NOTHING = "DDP, nothing exchanged"
+BARRIER = "barrier"
 SHARED = "horo_lite fp32, shared"
 TURNS = {"sums": 10, "waiting": 6, "resnet50": 6, "transformer": 6}
 BACKWARD_PER_EXCHANGE = 3  # of "waiting"
@@ -295,7 +299,7 @@ class Contender:
 
     def check(self) -> None:
         """Check that its gradients, if it exchanges any, are the average over the ranks."""
-        if self.name in (LOCAL, NOTHING):
+        if self.name in (LOCAL, NOTHING, BARRIER):
             return
         for i, (p, average) in enumerate(
             zip(self.module.parameters(), self.model.averages, strict=True)
@@ -338,6 +342,24 @@ def horo_lite(compression: str, **options: Any) -> Callable[[Contender], None]:
         contender.exchange = contender.optimizer.synchronize
 
     return wrap
+
+
+def overlapping(cores: float) -> Callable[[Contender], None]:
+    """Let gradients leave as where a rank has so many cores to itself."""
+
+    def wrap(contender: Contender) -> None:
+        from horo_lite.training.overlap import Overlap
+
+        with mock.patch.object(Overlap, "of", return_value=Overlap(cores)):
+            horo_lite("none")(contender)
+
+    return wrap
+
+
+def barrier(contender: Contender) -> None:
+    import horo_lite as hvd
+
+    contender.optimizer.register_step_pre_hook(lambda *_: hvd.barrier())
 
 
 def ddp(
@@ -426,7 +448,12 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     ),
     "DDP gloo, fp16 hook": (torch.float16, ddp("gloo", "fp16_compress_hook", torch.float16)),
 }
-BUCKETS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
+# Those that are not compared unless they are asked for.
+OTHERS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
+    "overlap always": (torch.float32, overlapping(math.inf)),
+    "overlap never": (torch.float32, overlapping(0)),
+    BARRIER: (torch.float32, barrier),
+} | {
     f"buckets of {mib} MiB": (torch.float32, horo_lite("none", bucket_bytes=mib << 20))
     for mib in (1, 2, 4, 8, 16, 25, 50, 100)
 }
@@ -445,7 +472,7 @@ def connect(store: str, comm: Any) -> None:
 def contender(name: str, model: Model, optimizer: str) -> Contender:
     if name == LOCAL:
         return Contender(name, model, optimizer, 0.0)
-    dtype, wrap = (FIELD | BUCKETS)[name]
+    dtype, wrap = (FIELD | OTHERS)[name]
     # A float32 sum in another order than the reference's differs in the last digits too.
     made = Contender(name, model, optimizer, max(torch.finfo(dtype).eps, 1e-5))
     wrap(made)
@@ -675,7 +702,7 @@ def main() -> None:
     parser.add_argument(
         "--contenders",
         nargs="+",
-        choices=FIELD | BUCKETS,
+        choices=FIELD | OTHERS,
         metavar="CONTENDER",
         default=list(FIELD),
         help="with several ranks",

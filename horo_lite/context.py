@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,6 +67,9 @@ class World:
         thread_multiple: Whether any thread may call MPI. Where it is False, asynchronous operations
             progress only inside calls.
         group: The group of all ranks.
+        cores: How many of its host's cores this rank has to itself: of those that it may use, its
+            share, and no more than the control group grants.
+        overlap: When gradients leave: "auto", "always" or "never"; see `init`.
     """
 
     rank: int
@@ -78,6 +82,8 @@ class World:
     homogeneous: bool
     thread_multiple: bool
     group: Group = field(repr=False)
+    cores: float = math.inf
+    overlap: str = "auto"
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rank and the device."""

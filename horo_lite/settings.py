@@ -27,6 +27,7 @@ class Settings:
         threads: Threads of BLAS and OpenMP; None for this rank's share of the host's cores.
         binding: "auto" or "keep".
         slot_stores: "auto", "cached" or "streaming".
+        overlap: "auto", "always" or "never".
         test_hosts: Sizes of simulated hosts; None for the real ones.
         stall_warn_s: Seconds after which a wait is reported; 0 for never.
         stall_abort_s: Seconds after which a wait is a StallError; 0 for never.
@@ -43,6 +44,7 @@ class Settings:
     threads: int | None = None
     binding: str = "auto"
     slot_stores: str = "auto"
+    overlap: str = "auto"
     test_hosts: tuple[int, ...] | None = None
     stall_warn_s: float = 30.0
     stall_abort_s: float = 0.0
@@ -100,6 +102,7 @@ FORM = {
     "threads": [None, int],
     "binding": str,
     "slot_stores": str,
+    "overlap": str,
     "test_hosts": [None, (range(1 << 20), ...)],
     "stall_warn_s": float,
     "stall_abort_s": float,
@@ -122,6 +125,8 @@ def _read(name: str, given: object) -> object:
         raise ValueError(f"binding must be 'auto' or 'keep', not {given!r}")
     if name == "slot_stores" and given not in SLOT_STORES:
         raise ValueError(f"slot_stores must be 'auto', 'cached' or 'streaming', not {given!r}")
+    if name == "overlap" and given not in ("auto", "always", "never"):
+        raise ValueError(f"overlap must be 'auto', 'always' or 'never', not {given!r}")
     if name == "test_hosts":
         return _test_hosts(given)
     if name == "device":
@@ -280,6 +285,14 @@ VARIABLES = (
         "on one host, how ranks write the memory through which they exchange: `cached`, "
         "`streaming` (past the caches), or `auto`, by a measured core-to-core round trip "
         "([performance.md](performance.md#ranks-that-share-no-cache))",
+        "`auto`",
+    ),
+    Variable(
+        ("HORO_LITE_OVERLAP",),
+        "`init(overlap=)`",
+        "whether gradients leave while `backward()` computes the others: `always`, `never`, or "
+        "`auto`: on one host only where it leaves cores free "
+        "([performance.md](performance.md#beside-backward))",
         "`auto`",
     ),
     Variable(

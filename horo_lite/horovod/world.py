@@ -64,6 +64,7 @@ def init(
     threads: int | str | None = None,
     binding: str | None = None,
     slot_stores: str | None = None,
+    overlap: str | None = None,
     test_hosts: str | Sequence[int] | None = None,
     stall_warn_s: float | None = None,
     stall_abort_s: float | None = None,
@@ -86,6 +87,7 @@ def init(
         threads: Threads of BLAS and OpenMP.
         binding: "auto" or "keep".
         slot_stores: "auto", "cached" or "streaming".
+        overlap: "auto", "always" or "never".
         test_hosts: Sizes of simulated hosts, for tests.
         stall_warn_s: Seconds after which a wait for another rank is reported.
         stall_abort_s: Seconds after which a wait is a StallError.
@@ -122,6 +124,7 @@ def init(
         threads=threads,
         binding=binding,
         slot_stores=slot_stores,
+        overlap=overlap,
         test_hosts=test_hosts,
         stall_warn_s=stall_warn_s,
         stall_abort_s=stall_abort_s,

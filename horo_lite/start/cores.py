@@ -101,7 +101,7 @@ def take_cores(
     *,
     keeps_binding: bool,
     threads: int | None,
-) -> Callable[[], None]:
+) -> tuple[float, Callable[[], None]]:
     """Give this rank the cores and threads due to it.
 
     Args:
@@ -112,7 +112,7 @@ def take_cores(
         threads: The number of threads given for this rank.
 
     Returns:
-        A function that gives the threads back.
+        How many cores this rank has to itself, and a function that gives the threads back.
     """
     own = everyone[rank]
     usable_here = [everyone[r].own for r in here] if keeps_binding else usable(everyone, here)
@@ -134,10 +134,12 @@ def take_cores(
             stacklevel=4,
         )
     alone = len(everyone) == 1
+    own_share = share(target, usable_here, own.quota)
     if threads is None and (threads_chosen() or (alone and not widened)):
-        return lambda: None
-    return set_threads(
-        threads or share(target, usable_here, own.quota),
+        return own_share, lambda: None
+    # A hair is added because 3 × 1/3 may come out below 1.
+    return own_share, set_threads(
+        threads or max(1, int(own_share + 1e-6)),
         # Pools made while the process was bound have counted too few cores.
         grow=widened or threads is not None,
         variables=not alone or threads is not None,
@@ -160,15 +162,14 @@ def threads_chosen() -> bool:
     return any(os.environ.get(name) for name in THREAD_VARIABLES)
 
 
-def share(cores: Sequence[int], everyones: Sequence[Sequence[int]], quota: float) -> int:
-    """Return how many threads a rank on these cores should run, at least 1.
+def share(cores: Sequence[int], everyones: Sequence[Sequence[int]], quota: float) -> float:
+    """Return how many cores a rank has to itself that may use these.
 
     A core is divided among the ranks of the host that may use it (`everyones` cores, this rank's
     among them), and so is the host's quota.
     """
     fair = sum(1 / sum(core in theirs for theirs in everyones) for core in cores)
-    # A hair is added because 3 × 1/3 may come out below 1.
-    return max(1, int(min(fair, quota / len(everyones)) + 1e-6))
+    return min(fair, quota / len(everyones))
 
 
 def set_threads(n: int, *, grow: bool, variables: bool) -> Callable[[], None]:

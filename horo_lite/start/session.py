@@ -88,6 +88,7 @@ def init(
     threads: int | str | None = None,
     binding: str | None = None,
     slot_stores: str | None = None,
+    overlap: str | None = None,
     test_hosts: str | Sequence[int] | None = None,
     stall_warn_s: float | None = None,
     stall_abort_s: float | None = None,
@@ -124,6 +125,10 @@ def init(
             "cached", "streaming" (past the caches, which pays where cores share no L3 cache), or
             "auto", the default, as a measured core-to-core round trip suggests. Results do not
             depend on it.
+        overlap: When gradients leave that `backward()` produces one by one: "always" while it
+            computes the others, "never" before it has ended, or "auto", the default: among the
+            ranks of one host, only where `backward()` leaves cores free. Results do not depend on
+            it.
         test_hosts: Sizes of simulated hosts, "2,1", for tests.
         stall_warn_s: Seconds that a rank may wait for another before one of those that wait reports
             who is late, and where; by default 30, and 0 for never.
@@ -149,6 +154,7 @@ def init(
         "threads": threads,
         "binding": binding,
         "slot_stores": slot_stores,
+        "overlap": overlap,
         "test_hosts": test_hosts,
         "stall_warn_s": stall_warn_s,
         "stall_abort_s": stall_abort_s,
@@ -317,7 +323,7 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
                 [one.device.gpus[index] for one, index in zip(everyone, gpus, strict=True)],
             )
         devices.make_current(gpus[rank])
-    restore_threads = take_cores(
+    cores, restore_threads = take_cores(
         rank,
         [r for r, host in enumerate(host_of_rank) if host == host_of_rank[rank]],
         [one.cores for one in everyone],
@@ -356,6 +362,8 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,
         group=Group(links.direct, links.engine, links.watchdog),
+        cores=cores,
+        overlap=settings.overlap,
     )
     # After mpi4py was imported, so that it runs before MPI is finalised.
     atexit.register(_at_exit)

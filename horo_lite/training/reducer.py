@@ -24,6 +24,7 @@ from horo_lite.training.gradient_memory import (
     in_words,
     tensors_of,
 )
+from horo_lite.training.overlap import Overlap
 from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, Entry, Plan, hash63, merge, who_has
 from horo_lite.transports.agreement import (
     Report,
@@ -62,11 +63,12 @@ class Reducer:
     sends what is left and returns when all results are in the gradients' own memory; without any
     `ready` before it, it is the whole exchange. Every rank calls `finish()` once a step.
 
-    Buckets leave early only under a plan that all ranks agreed on in an earlier `finish()`, so the
-    first step exchanges everything at its end, and a step in which gradients changed falls back to
-    that. Gradients that changed alike on all ranks (shape, dtype, more or fewer of them) thus cost
-    one step's overlap; changed on some ranks only, they are a MismatchError on every rank, after
-    which gradients of this step are undefined and the next one may begin.
+    Buckets leave early only where that pays (`overlap`), and under a plan that all ranks agreed on
+    in an earlier `finish()`, so the first step exchanges everything at its end, and a step in which
+    gradients changed falls back to that. Gradients that changed alike on all ranks (shape, dtype,
+    more or fewer of them) thus cost one step's overlap; changed on some ranks only, they are a
+    MismatchError on every rank, after which gradients of this step are undefined and the next one
+    may begin.
 
     A step that cannot be finished, since a backward pass raised on this rank, is given up with
     `abandon()`: what was not carried out yet is withdrawn, and the step's next attempt has another
@@ -95,6 +97,7 @@ class Reducer:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         passes: int = 1,
         streams: bool = True,
+        overlap: Overlap | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         options: Sequence[tuple[str, str]] = (),
@@ -108,6 +111,7 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._passes = passes
         self._streams = streams
+        self._overlap = overlap or Overlap.of(group)
         self._how: dict[str, Any] = {  # what every exchange is asked for
             "op": op,
             "compression": compression,
@@ -224,12 +228,14 @@ class Reducer:
                 f"with backward_passes_per_step={self._passes}, call step() after every "
                 f"{self._passes} backward passes"
             )
+        self._overlap.begin()
         bucket = self._bucket_of.get(i) if self._streams else None
-        if bucket is None:
+        if bucket is None or self._agreed is None:
             return
         self._n_awaited[bucket] -= 1
         while (
             self._n_awaited[bucket] == 0
+            and (self._overlap.pays or self._agreed.gpu)
             and not self._changed
             and len(self._handles) < len(self._n_awaited)
             and self._n_awaited[len(self._handles)] == 0
@@ -275,6 +281,7 @@ class Reducer:
             self._reset()
 
     def _finish(self) -> None:
+        self._overlap.end()
         self.notes = [self.note] * self.group.size
         self._own = gradients_of(self._adapter, self._parameters)
         arrays, copied = self._own.arrays, self._own.copied
@@ -599,6 +606,7 @@ class Reducer:
 
     def _reset(self) -> None:
         """A new step begins: nothing is ready, nothing in flight."""
+        self._overlap.forget()
         self._weight = None
         self._finding = None
         self._findings = {}

@@ -160,11 +160,11 @@ def test_cores_are_divided_among_those_who_may_use_them() -> None:
     inf = math.inf
     for n, ranks in itertools.product(range(1, 9), range(1, 9)):
         free = [range(n)] * ranks
-        assert cores.share(free[0], free, inf) == max(1, n // ranks)
+        assert cores.share(free[0], free, inf) == pytest.approx(n / ranks)
     assert cores.share([0], [[0], [1]], inf) == 1
     assert cores.share(range(4), [range(4), range(4), range(4, 8)], inf) == 2
     assert cores.share(range(64), [range(64)] * 2, 4.0) == 2
-    assert cores.share(range(64), [range(64)] * 2, 0.5) == 1
+    assert cores.share(range(64), [range(64)] * 2, 0.5) == 0.25
 
 
 def test_who_leaves_the_cores_where_open_mpi_put_him() -> None:

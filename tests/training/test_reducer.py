@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Sum
 from horo_lite.errors import MismatchError
+from horo_lite.training.overlap import Overlap
 from horo_lite.training.reducer import Reducer
 
 
@@ -156,6 +158,27 @@ def test_the_first_bucket_leaves_before_the_last_gradient_is_ready() -> None:
                 ]
             for i in range(6):
                 assert (parameters[i].grad == average(2, i, step, shape)).all()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("cores", [[0, 0], [0, math.inf], [math.inf, 0]])
+def test_nothing_leaves_early_on_a_rank_where_that_does_not_pay(cores: Sequence[float]) -> None:
+    """Another that thinks it does may: its buckets wait for this one's."""
+
+    def rank(group: Group) -> None:
+        recording = Recording(group)
+        overlap = Overlap(cores[group.rank])
+        reducer, parameters = make(recording, 6, bucket_bytes=8, overlap=overlap)
+        for step in range(3):
+            recording.left = []
+            for i in range(5, -1, -1):
+                parameters[i].grad = integers(group.rank, i, step, (2,))
+                reducer.ready(i)
+            assert bool(recording.left) == (step > 0 and cores[group.rank] > 0)
+            reducer.finish()
+            for i in range(6):
+                assert (parameters[i].grad == average(2, i, step, (2,))).all()
 
     run_threads(2, rank)
 
