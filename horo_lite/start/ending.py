@@ -350,6 +350,19 @@ def end_this_rank(error: BaseException) -> NoReturn:
     raise error
 
 
+def open_standard_files() -> None:
+    """Let no file of this package, or of MPI, be what messages are written to.
+
+    Where a daemon has closed stderr, the next file that is opened has its number: it was seen to be
+    a rank's pipe for messages, which then never arrived.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+
+
 def mark_end() -> None:
     """Create the file HORO_LITE_END, if asked to.
 

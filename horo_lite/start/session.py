@@ -167,6 +167,7 @@ def init(
     settings = Settings.read(arguments, os.environ)
     with _changing:
         if _session is None:
+            ending.open_standard_files()
             found, MPI = _find_ranks(settings, comm)
             return _begin(_join(settings, found, MPI, is_ours=False)._replace(given_comm=comm))
         if settings.problem:
@@ -209,6 +210,7 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
     launch = launcher.detect(os.environ)
     with _changing:
         assert _session is None
+        ending.open_standard_files()
         found, MPI = None, None
         by_mpi = launcher.connects_by_mpi(launch, os.environ)
         if by_mpi and launch is not None and launch[1:] == (rank, size):

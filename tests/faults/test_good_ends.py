@@ -9,12 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 from launch import run_ranks, start_ranks
 from runner import ALLREDUCE, ASYNCHRONOUS, end_of, named_segments
+from without_mpi import started
 
 pytestmark = pytest.mark.mpi
 
@@ -167,6 +169,32 @@ def test_a_clean_exit_with_work_in_flight(over: str) -> None:
         result = run_ranks(script(body), 3, env=env).check()
         assert result.stdout.count("end") == 3
         assert result.stderr.strip() == "", str(result)
+
+
+@pytest.mark.parametrize("hosts", ["", "1,1"])
+def test_a_job_whose_standard_files_are_closed(hosts: str, tmp_path: Path) -> None:
+    """A stall is reported to nobody, and not into a file that has got the number of stderr."""
+    body = f"""
+    import os, time
+    out = os.open(f"{tmp_path}/{{os.environ['RANK']}}", os.O_WRONLY | os.O_CREAT)
+    for number in range(3):
+        os.close(number)
+    import numpy as np
+    import horo_lite as hvd
+
+    hvd.init(stall_warn_s=0.3, stall_abort_s=30)
+    x = np.full(5, 1.0 + hvd.rank())
+    if hvd.rank() == 0:
+        time.sleep(1.5)
+        hvd.send(x, 1)
+    else:
+        hvd.recv(x, 0)
+    os.write(out, f"{{x.sum()}} of {{hvd.allreduce(x, op=hvd.Sum).sum()}}".encode())
+    """
+    env = {"HORO_LITE_TEST_HOSTS": hosts}
+    with started(textwrap.dedent(body), 2, tmp_path, env=env) as job:
+        job.wait(40).check()
+    assert [tmp_path.joinpath(rank).read_text() for rank in "01"] == ["5.0 of 10.0"] * 2
 
 
 def test_no_thread_is_left_after_shutdown() -> None:
