@@ -31,4 +31,11 @@ struct Mismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// An error that ends an operation under way, in one line: those of Python come with their tracebacks.
+inline std::string in_one_line(const std::exception& error) {
+  std::string text = error.what();
+  text.erase(text.find_last_not_of('\n') + 1);
+  return text.substr(text.rfind('\n') + 1);
+}
+
 }  // namespace horo

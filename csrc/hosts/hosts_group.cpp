@@ -160,8 +160,9 @@ void HostsGroup::giving_up_on_error(Operation operation) {
   } catch (const Stalled& stalled) {
     fail(stalled.what(), stalled.what());
     throw;
-  } catch (...) {
-    fail("this rank was interrupted in the middle of an operation", "it was interrupted");
+  } catch (const std::exception& error) {
+    const std::string why = in_one_line(error);
+    fail("this rank was interrupted in the middle of an operation: " + why, "it was interrupted: " + why);
     throw;
   }
 }

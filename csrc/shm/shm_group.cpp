@@ -306,9 +306,9 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     }
     try {
       if (on_idle) on_idle();
-    } catch (...) {
-      abandon("it was interrupted");
-      broken_ = "this rank was interrupted in the middle of an operation";
+    } catch (const std::exception& error) {
+      abandon("it was interrupted: " + in_one_line(error));
+      broken_ = "this rank was interrupted in the middle of an operation: " + in_one_line(error);
       throw;
     }
   }

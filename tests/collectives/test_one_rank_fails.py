@@ -136,6 +136,37 @@ def test_a_reason_is_cut_between_characters(hosts: str) -> None:
     assert result.stdout.count("four reasons") == 2, str(result)
 
 
+@pytest.mark.parametrize("hosts", ["", "1,1"])
+def test_what_interrupts_an_operation_is_told_to_the_others(hosts: str) -> None:
+    body = """
+    import signal
+
+    def ring(*_):
+        raise TimeoutError("rang")
+
+    signal.signal(signal.SIGALRM, ring)
+    if rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        if rank == 0:
+            time.sleep(1)
+        hvd.allreduce(np.ones(3))
+    except TimeoutError:
+        assert rank == 1
+    except hvd.PeerLostError as error:
+        assert "rank 1" in str(error) and "was interrupted: TimeoutError: rang) " in str(error)
+        print("told", flush=True)
+    try:
+        hvd.allreduce(np.ones(3))
+    except hvd.PeerLostError as error:
+        assert "was interrupted" in str(error) and "TimeoutError: rang)" in str(error), error
+        print("can no longer be used", flush=True)
+    """
+    result = run_ranks(_script(body), 2, env={"HORO_LITE_TEST_HOSTS": hosts}).check()
+    assert result.stdout.count("told") == 1, str(result)
+    assert result.stdout.count("can no longer be used") == 2, str(result)
+
+
 def test_a_rank_that_is_done_may_leave_while_others_still_exchange() -> None:
     """Over MPI: rank 0 has nothing to give or get; rank 1 is late with what rank 2 waits for."""
     body = """
