@@ -13,11 +13,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from horo_lite import __version__
-from horo_lite.errors import CheckpointError, LauncherError
+from horo_lite.errors import CheckpointError, LauncherError, ranks_in_words
 from horo_lite.horovod import aliases
 from horo_lite.launch import bench, doctor, horovodrun, hostfile, jobs, output, scaling, top
 from horo_lite.recording import flight_record, timeline
@@ -160,7 +160,7 @@ def _flight_record(arguments: Sequence[str]) -> int:
     if not everyone:
         parser.error(f"no rank of a job that runs or was killed has recorded anything in {folder}")
     flight_record.write(folder, everyone)
-    print(f"{folder}: the operations of {_ranks(one.rank for one in everyone)}")
+    print(f"{folder}: the operations of {ranks_in_words([one.rank for one in everyone])}")
     return 0
 
 
@@ -176,7 +176,7 @@ def _trace(arguments: Sequence[str]) -> int:
     ranks = timeline.finish(file) if file.parent.is_dir() else []
     if not ranks:
         parser.error(f"no rank has left anything beside {file}")
-    print(f"{file}: the operations of {_ranks(ranks)}, too")
+    print(f"{file}: the operations of {ranks_in_words(ranks)}, too")
     return 0
 
 
@@ -205,10 +205,6 @@ def _top(arguments: Sequence[str]) -> int:
         return top.main(args.places, interval_s=args.interval, once=args.once)
     except KeyboardInterrupt:
         return 0
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}"
 
 
 _COMMANDS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from horo_lite import context
+from horo_lite.errors import ranks_in_words
 from horo_lite.recording import flight_record, recorder, records, timeline
 from horo_lite.settings import flight_record_folder
 from horo_lite.start import ending
@@ -77,8 +78,8 @@ def leave() -> None:
         everyone = records.of_files(files, recorder.job())
         if folder is not None and everyone:
             flight_record.write(folder, everyone)
-            ranks = ", ".join(str(one.rank) for one in everyone)
-            ending.write(f"[horo_lite] the last operations of ranks {ranks} are in {folder}\n")
+            ranks = ranks_in_words([one.rank for one in everyone])
+            ending.write(f"[horo_lite] the last operations of {ranks} are in {folder}\n")
         if trace is not None:
             timeline.finish(trace, recorder.job(), _PATIENCE_S)
     except Exception as error:  # what ends the job is more important

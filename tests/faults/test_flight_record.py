@@ -87,7 +87,7 @@ def test_the_rank_that_lacks_an_operation_is_named(
     result = run_ranks(script, 3, args=[how], env=env, timeout_s=60)
     assert result.returncode != 0
     if how == "stalled":
-        assert f"the last operations of ranks 0, 1, 2 are in {folder}" in result.stderr
+        assert f"the last operations of ranks 0, 1 and 2 are in {folder}" in result.stderr
     else:  # nobody was left to do it
         assert {one.name for one in folder.iterdir()} == {
             *(f"{rank}.operations" for rank in range(3)),
@@ -139,7 +139,7 @@ def test_a_rank_that_ended_before_is_in_it(
     env = {FOLDER: str(tmp_path), "HORO_LITE_TIMELINE": str(tmp_path / "trace.json")}
     result = run_ranks(code, 2, env=env, timeout_s=60)
     assert result.returncode != 0
-    assert f"the last operations of ranks 0, 1 are in {tmp_path}" in result.stderr
+    assert f"the last operations of ranks 0 and 1 are in {tmp_path}" in result.stderr
     names = [[e["frames"][0]["name"] for e in entries_of(tmp_path, rank)] for rank in range(2)]
     assert names[1] == names[0][:-1] == ["allreduce 'both'"]
     said = compared_by_torch(tmp_path, caplog)
