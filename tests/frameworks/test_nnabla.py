@@ -10,6 +10,7 @@ from launch import run_ranks
 
 pytestmark = pytest.mark.timeout(540)
 LIMIT_S = 60
+EARLY = {"HORO_LITE_OVERLAP": "always"}  # however busy the cores are
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_nnabla.py"
 
 # A net in which 'b' is used twice, 'unused' never and 'fixed' without a gradient.
@@ -212,7 +213,7 @@ print("fp16", flush=True)
 @pytest.mark.shows("eager", "overlap", "in place", "fp16")
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_one_process_on_the_whole_batch(size: int) -> None:
-    result = run_ranks(TRAINING, size, timeout_s=LIMIT_S).check()
+    result = run_ranks(TRAINING, size, timeout_s=LIMIT_S, env=EARLY).check()
     for part in ("eager", "clipped", "uneven", "overlap", "passes", "and clipped", "fp16"):
         assert len(re.findall(rf"^.*{part}$", result.stdout, re.MULTILINE)) >= size, str(result)
 
@@ -559,7 +560,7 @@ comm.barrier()
 
 @pytest.mark.shows("overlap")
 def test_every_call_of_the_communicator() -> None:
-    result = run_ranks(COMMUNICATOR, 3, timeout_s=LIMIT_S)
+    result = run_ranks(COMMUNICATOR, 3, timeout_s=LIMIT_S, env=EARLY)
     for part in ("NNabla has none", "calls", "callback"):
         assert result.stdout.count(part) == 3, str(result)
     assert result.stdout.count("< ") == 3, str(result)
