@@ -261,11 +261,12 @@ class Exchange:
                         "are waited for: call zero_grad() and do this step again"
                     )
                 slot.move_to_shared_memory()
-                if slot.travels:
-                    slot.announce()
+                slot.see()
                 return
             if slot.passes and not hasattr(gradient, _MARK):
                 slot.begin()  # another gradient: somebody has set the last one to None
+            if slot.touched and slot.has_changed(additions=1):
+                raise RuntimeError(_changed_too_early(slot.name))
             slot.passed = self._pass
             slot.passes += 1
             slot.touched = True
@@ -286,8 +287,9 @@ class Exchange:
                 )
             gradient = slot.move_to_shared_memory()
             setattr(gradient, _MARK, slot.passes)
+            slot.see()
             if slot.passes == passes and not self.is_nested:
-                slot.announce()
+                slot.travels = True
                 self.reducer.ready(slot.index)
 
     def _densify(self, slot: Slot) -> Any:
@@ -374,16 +376,32 @@ class Exchange:
         with self._lock:
             if self._is_broken:
                 self._mend()
-            # One put into param_groups since has a gradient that no hook has seen.
-            self.look_at_parameters(with_gradients=True)
-            self._look_for_unhooked()
-            for slot in self.slots:
-                gradient = slot.parameter.grad
-                known = gradient is None or slot.exchanged or hasattr(gradient, _MARK)
-                slot.touched = slot.touched or not known  # one assigned by hand
             # A rank whose passes touched nothing meets here those whose did.
-            if self._due or any(slot.touched for slot in self.slots):
+            if self._is_left() or self._due:
                 self.exchange()
+
+    def _is_left(self) -> bool:
+        """Whether there are gradients that no backward() has exchanged."""
+        # One put into param_groups since has a gradient that no hook has seen.
+        self.look_at_parameters(with_gradients=True)
+        self._look_for_unhooked()
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            known = gradient is None or slot.exchanged or hasattr(gradient, _MARK)
+            slot.touched = slot.touched or not known  # one assigned by hand
+        return any(slot.touched for slot in self.slots)
+
+    def check_scaling(self, is_fused: bool) -> None:
+        """Raise where GradScaler, or a fused step, would look for inf in this rank's gradients."""
+        if not self.active or os.getpid() != self._pid or self._is_skipping:
+            return
+        if self._is_left():
+            raise RuntimeError(
+                "GradScaler would look for inf in gradients that are not averaged yet, so each "
+                "rank would decide for itself whether to skip the step: where a step has fewer "
+                "passes than backward_passes_per_step, or gradients are assigned by hand, call "
+                "optimizer.synchronize() before scaler.unscale_() and scaler.step()"
+            )
 
     def step(
         self,
@@ -475,7 +493,11 @@ class Exchange:
                 self._densify(slot)
             sparse = []
         reducer.note = ";".join(map(sparse_note, sparse))
-        changed = [slot.name for slot in self.slots if slot.travels and slot.has_changed()]
+        changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
+        for slot in changed:
+            if not slot.travels:
+                self._is_broken = True
+                raise RuntimeError(_changed_too_early(slot.name))
         for slot in self.slots:
             if slot.touched and not slot.travels:
                 slot.move_to_shared_memory()
@@ -497,6 +519,7 @@ class Exchange:
             for slot in self.slots:
                 if slot.touched:
                     slot.exchanged = True
+                    slot.seen = None
                     slot.copy_back()
                     slot.touched = slot.travels = False
                     if slot.hook is None or slot.passes == 0:
@@ -504,10 +527,10 @@ class Exchange:
             self._place()
         if changed:  # raised now, since other ranks have waited for this exchange
             raise RuntimeError(
-                f"the gradient of {changed[0]!r} was changed during backward() after it was sent, "
-                "so that this rank's differs from the others': register the hook that does so "
-                "before DistributedOptimizer is made, as Tensor.register_hook, or change gradients "
-                "after backward()"
+                f"the gradient of {changed[0].name!r} was changed during backward() after it was "
+                "sent, so that this rank's differs from the others': register the hook that does "
+                "so before DistributedOptimizer is made, as Tensor.register_hook, or change "
+                "gradients after backward()"
             )
 
     def _make_homes(self) -> None:
@@ -608,6 +631,16 @@ def _follow_world() -> None:
 
 
 on_renewed(_follow_world)
+
+
+def _changed_too_early(name: str) -> str:
+    return (
+        f"the gradient of {name!r} was changed in place before it was averaged, so each rank has "
+        "changed (clipped, unscaled) its own: of several backward passes gradients are averaged "
+        "in the last. Change them after that; where a step has fewer passes than "
+        "backward_passes_per_step, call optimizer.synchronize() first. To begin the step anew call "
+        "optimizer.zero_grad()"
+    )
 
 
 def _hook(reference: weakref.ref[Exchange], slot: Slot) -> Callable[[Any], None]:

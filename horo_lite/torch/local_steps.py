@@ -36,6 +36,14 @@ class LocalSteps(Exchange):
     def flush(self) -> None:
         """Nothing: gradients are not exchanged."""
 
+    def check_scaling(self, is_fused: bool) -> None:
+        """A fused step is taken on all ranks, and adds nothing on those that find inf."""
+        if self.active and not is_fused:
+            raise ValueError(
+                "GradScaler skips the steps that overflow on one rank, and the others wait for "
+                'them: with op=Adasum pass adasum_of="gradients", or train in bfloat16'
+            )
+
     def skipping(self) -> NoReturn:
         raise RuntimeError(
             "skip_synchronize() would leave every rank with its own step: with op=Adasum steps are "

@@ -62,7 +62,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         compression: what travels; `Compression.fp16` halves the bytes. What has `compress` and
             `decompress` of its own is called.
         backward_passes_per_step: so many passes are summed, not divided, before the ranks exchange
-            them at the end of the last. One more, before step() or zero_grad(), is a RuntimeError.
+            them at the end of the last. One more, before step() or zero_grad(), is a RuntimeError,
+            and so is a gradient changed in place before. Of fewer, clip after synchronize().
         op: Average, Sum or Adasum, which combines the ranks' steps: see below.
         gradient_predivide_factor: gradients are divided by it before they are added up, and the sum
             by size / factor. Only with op=Average.
@@ -169,8 +170,7 @@ def _wrapped(
     kind = LocalSteps if options.combines_steps else Exchange
     exchange = kind(optimizer, named, options)
     base: Any = type(optimizer)
-    unscaled = options.combines_steps and not getattr(optimizer, _SCALES, False)
-    wrapped = object.__new__(_class_of(base, unscaled))
+    wrapped = object.__new__(_class_of(base))
     wrapped.__dict__ = optimizer.__dict__  # one state, whoever loads or changes it
     wrapped._exchange = exchange
     _wrapper_of[optimizer] = weakref.ref(wrapped)
@@ -284,22 +284,31 @@ class _DistributedOptimizer:
         return _wrapped(inner, named, replace(exchange.options, groups=groups))
 
 
-# What GradScaler asks an optimizer before it decides, on its own rank, whether to call step().
-_SCALES = "_step_supports_amp_scaling"
+class _Scales:
+    """What GradScaler asks an optimizer before it decides, on its own rank, whether to step.
 
+    Fused optimizers have it in their dictionary: they take that decision themselves.
+    """
 
-def _refuse_scaler(optimizer: _DistributedOptimizer) -> bool:
-    if optimizer._exchange.active:
-        raise ValueError(
-            "GradScaler skips the steps that overflow on one rank, and the others wait for them: "
-            'with op=Adasum pass adasum_of="gradients", or train in bfloat16'
-        )
-    return False
+    NAME = "_step_supports_amp_scaling"
+
+    def __get__(self, optimizer: Any, owner: Any = None) -> bool:
+        if optimizer is None:
+            return False
+        is_fused = bool(optimizer.__dict__.get(self.NAME, False))
+        optimizer._exchange.check_scaling(is_fused)
+        return is_fused
+
+    def __set__(self, optimizer: Any, value: bool) -> None:
+        optimizer.__dict__[self.NAME] = value
 
 
 @cache
-def _class_of(base: Any, unscaled: bool) -> Any:
-    body = {"step": _Step(base), "__module__": base.__module__, "__doc__": base.__doc__}
-    if unscaled:
-        body[_SCALES] = property(_refuse_scaler)
+def _class_of(base: Any) -> Any:
+    body = {
+        "step": _Step(base),
+        _Scales.NAME: _Scales(),
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
     return type(base.__name__, (_DistributedOptimizer, base), body)

@@ -14,8 +14,8 @@ from horo_lite.torch import bucket_views
 class Slot:
     """One parameter, and what has happened to its gradient."""
 
-    __slots__ = ("announced", "exchanged", "home", "hook", "index", "is_away", "name", "parameter",
-                 "passed", "passes", "touched", "travels")  # fmt: skip
+    __slots__ = ("exchanged", "home", "hook", "index", "is_away", "name", "parameter", "passed",
+                 "passes", "seen", "touched", "travels")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
@@ -24,28 +24,32 @@ class Slot:
         self.hook: Any = None
         self.passes = 0  # since the last step() or zero_grad()
         self.passed = 0  # the number of the last pass that touched it
+        self.seen: Any = None  # the gradient that the last pass has left, and its version
         self.touched = False  # since the last exchange
         self.travels = False  # announced to the reducer: not to be changed any more
-        self.announced: Any = None  # the gradient that was, and its version
         self.exchanged = False  # since the last step() or zero_grad()
         self.home: Any = None  # where the gradient is to live, in shared memory
         self.is_away = False  # it cannot live there, and a copy travels
 
     def begin(self) -> None:
         self.passes = 0
+        self.seen = None
         self.touched = self.exchanged = self.is_away = False
 
-    def announce(self) -> None:
-        """The gradient is complete, and may leave at any time."""
+    def see(self) -> None:
+        """A pass has added to the gradient, which is where it is to live."""
         gradient = self.parameter.grad
-        self.announced = gradient, gradient._version
-        self.travels = True
+        self.seen = gradient, gradient._version
 
-    def has_changed(self) -> bool:
-        """Whether somebody has changed or replaced a gradient that may have left."""
-        gradient, version = self.announced
-        self.announced = None
-        return self.parameter.grad is not gradient or gradient._version != version
+    def has_changed(self, additions: int = 0) -> bool:
+        """Whether somebody has changed it since, apart from that many additions of autograd's.
+
+        Only of a gradient that may have left, also whether somebody has replaced it.
+        """
+        gradient, version = self.seen or (None, 0)
+        if gradient is None or gradient is not self.parameter.grad:
+            return self.travels
+        return bool(gradient._version != version + additions)
 
     def move_to_shared_memory(self) -> Any:
         """The gradient, which now lives where it is to live."""

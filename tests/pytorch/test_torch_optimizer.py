@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import threading
 import warnings
@@ -444,6 +445,76 @@ def test_too_many_passes_are_an_error_that_says_what_to_do() -> None:
 
     first, second = run_threads(2, rank)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("when", ["between passes", "before a step of fewer passes"])
+@pytest.mark.parametrize("views", [False, True])
+def test_clipping_gradients_that_are_not_averages_yet_is_an_error(when: str, views: bool) -> None:
+    """Each rank would clip its own, by another norm."""
+
+    def train(net: Any, optimizer: Any, n: int, rank: int, clip_early: bool = False) -> None:
+        def step(first: int, passes: int) -> None:
+            for k in range(first, first + passes):
+                x, y = samples(k)
+                loss_of(net, x.chunk(n)[rank], y.chunk(n)[rank]).backward()
+                if clip_early and when == "between passes":
+                    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            if passes == 1 and n > 1 and not clip_early:
+                optimizer.synchronize()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(0, 2)
+        step(2, 1)
+
+    def rank(group: Group) -> Any:
+        net = network()
+        options = {"backward_passes_per_step": 2, "gradient_as_bucket_view": views}
+        optimizer = wrap(sgd(net), group, net, **options)
+        with pytest.raises(RuntimeError, match="was changed in place before it was averaged"):
+            train(net, optimizer, group.size, group.rank, clip_early=True)
+        fill(net)
+        optimizer.zero_grad()
+        train(net, optimizer, group.size, group.rank)
+        return net
+
+    alone = network()
+    train(alone, sgd(alone), 1, 0)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_needs_averages(fused: bool, unscales: bool) -> None:
+    """Else it skips the step on a rank that overflows, and takes it on the others."""
+
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(sgd(net, fused=fused), group, net, backward_passes_per_step=2)
+        scaler = torch.amp.GradScaler("cpu")
+
+        def step(*, averaged: bool) -> None:
+            loss = loss_of(net, *samples(group.rank)) * (math.inf if group.rank else 1.0)
+            scaler.scale(loss).backward()
+            if averaged:
+                optimizer.synchronize()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+
+        with pytest.raises(RuntimeError, match=r"optimizer.synchronize\(\) before scaler"):
+            step(averaged=False)
+        optimizer.zero_grad()
+        scaler.update(65536.0)
+        step(averaged=True)
+        scaler.update()
+        return net, scaler.get_scale()
+
+    for net, scale in run_threads(2, rank):
+        assert_same_weights(net, network())
+        assert scale == 32768.0
 
 
 def test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients() -> None:
