@@ -35,14 +35,18 @@ def save(path: str | Path, snapshot: Any) -> None:
     new, previous = _beside(path, ".new"), _beside(path, ".previous")
     with contextlib.suppress(FileNotFoundError):
         new.unlink()  # half of one, left by a kill
-    with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(bytes(_HEADER.size))
-        body = _Hashed(file)
-        pickle.dump(snapshot, body, protocol=5)
-        file.seek(0)
-        file.write(_header(body.n_bytes, body.digest.digest()))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        _write(new, snapshot)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            new.unlink()  # or it would keep a full disk full
+        if not isinstance(error, OSError):
+            raise
+        raise OSError(
+            error.errno,
+            f"the commit cannot be written to {path} ({error.strerror}): the last one that was is "
+            "kept. Make room there, or give another path",
+        ) from error
     # Between the two the last one has its second name only, under which load finds it.
     with contextlib.suppress(FileNotFoundError):
         path.replace(previous)
@@ -52,6 +56,18 @@ def save(path: str | Path, snapshot: Any) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _write(new: Path, snapshot: Any) -> None:
+    """The snapshot is in a new file, and on the disk."""
+    with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(bytes(_HEADER.size))
+        body = _Hashed(file)
+        pickle.dump(snapshot, body, protocol=5)
+        file.seek(0)
+        file.write(_header(body.n_bytes, body.digest.digest()))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load(path: str | Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import stat
 import sys
@@ -117,6 +118,20 @@ def test_a_damaged_commit_falls_back_to_the_one_before(harm: str, tmp_path: Path
     damage(tmp_path / "run.ckpt.previous", 100_000)
     with pytest.raises(hvd.CheckpointError, match=r"run\.ckpt\.previous is damaged"):
         checkpoint.load(path)
+
+
+def test_a_commit_that_finds_no_room_names_the_file_and_leaves_none(tmp_path: Path) -> None:
+    path = tmp_path / "commit"
+    checkpoint.save(path, b"the last one")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match=rf"cannot be written to {path} \(.*Make room"):
+            checkpoint.save(path, bytes(2 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoint.load(path) == b"the last one"
+    assert [file.name for file in tmp_path.iterdir()] == ["commit"]
 
 
 def test_a_file_that_is_no_commit_is_left_alone(tmp_path: Path) -> None:
