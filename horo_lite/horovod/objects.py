@@ -12,7 +12,7 @@ from horo_lite.horovod.process_sets import (
     global_process_set,
     group_of,
     ranks_given,
-    root_in,
+    root_given,
 )
 
 __all__ = ["allgather_object", "barrier", "broadcast_object", "broadcast_object_fn", "join"]
@@ -43,7 +43,7 @@ def broadcast_object(
         group: The same as a `Group`.
     """
     ranks = group_of(ranks_given(process_set, group))
-    root = root_rank if group is not None else root_in(ranks, root_rank)
+    root = root_given(ranks, root_rank, group)
     result: T = ops.broadcast_object(obj, root, name=name, group=ranks)
     return result
 

@@ -236,6 +236,11 @@ def root_in(group: Group, root_rank: int) -> int:
     return ranks.index(root_rank)
 
 
+def root_given(ranks: Group, root_rank: int, group: Group | None) -> int:
+    """The place of a root among `ranks`, which is its number where the caller gave a `group`."""
+    return root_in(ranks, root_rank) if group is None else root_rank
+
+
 def _numbers(ranks: Any) -> list[int]:
     found: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
     if not all(hasattr(rank, "__index__") for rank in found):

@@ -17,7 +17,7 @@ from horo_lite.horovod.process_sets import (
     global_process_set,
     group_of,
     ranks_given,
-    root_in,
+    root_given,
 )
 from horo_lite.horovod.reductions import AdasumOp, op_of
 
@@ -107,7 +107,7 @@ def broadcast(
         group: The same as a `Group`.
     """
     ranks = group_of(ranks_given(process_set, group))
-    root = root_rank if group is not None else root_in(ranks, root_rank)
+    root = root_given(ranks, root_rank, group)
     return ops.broadcast(value, root, name=name, group=ranks)
 
 

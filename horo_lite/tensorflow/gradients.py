@@ -17,7 +17,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.errors import MismatchError
 from horo_lite.horovod.gradients import Exchange, options_of
-from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_in
+from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_given
 from horo_lite.horovod.reductions import Adasum, AnyOp
 from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python, ranks_of
 from horo_lite.training import transform
@@ -410,7 +410,7 @@ def broadcast_(
         return _assign("broadcast_", variables, root_rank, process_set, group, name)
     if isinstance(variables, np.ndarray):
         ranks = ranks_of(ranks_given(process_set, group))
-        root = root_rank if group is not None else root_in(ranks, root_rank)
+        root = root_given(ranks, root_rank, group)
         return ops.broadcast_(variables, root, name=name, group=ranks)
     return _assign("broadcast_", [variables], root_rank, process_set, group, name)[0]
 
@@ -454,7 +454,7 @@ def _assign(
     def exchange(*arrays: Array) -> list[Array]:
         copies = [np.array(x) for x in arrays]
         ranks = ranks_of(members)
-        root = root_rank if group is not None else root_in(ranks, root_rank)
+        root = root_given(ranks, root_rank, group)
         return ops.grouped_broadcast_(copies, root, names=names, group=ranks)
 
     values = in_python(exchange, tensors, [(x.dtype, x.shape) for x in tensors])

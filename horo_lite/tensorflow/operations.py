@@ -34,7 +34,7 @@ from horo_lite.horovod.process_sets import (
     global_process_set,
     group_of,
     ranks_given,
-    root_in,
+    root_given,
     set_of,
 )
 from horo_lite.horovod.reductions import AdasumOp, AnyOp, op_of
@@ -333,7 +333,7 @@ def broadcast(
     members = ranks_given(process_set, group)
 
     def root(ranks: Group) -> int:
-        return root_rank if group is not None else root_in(ranks, root_rank)
+        return root_given(ranks, root_rank, group)
 
     def exchange(array: Array) -> list[Array]:
         ranks = ranks_of(members)
