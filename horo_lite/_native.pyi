@@ -367,12 +367,6 @@ class MpiPointToPoint(Carrier):
     ) -> Transfer:
         """Messages: (peer, tag, address, n_bytes) of each. `owner` keeps the memory."""
 
-    def started(self, requests: Sequence[int], owner: object) -> Transfer:
-        """What else was started, whose requests lie at these addresses.
-
-        `owner` keeps them, and the memory that they use.
-        """
-
 class HostsAllreduce:
     """The all-reduce among several hosts."""
 
@@ -421,6 +415,22 @@ class HostsAllreduce:
         on_idle: Callable[[], object],
     ) -> None:
         """The same of a layout of parts: n_shares / hosts of each host, one for each rank."""
+
+class HostsBroadcast:
+    """The broadcast among several hosts."""
+
+    def __init__(
+        self,
+        group: ShmGroup,
+        messages: PointToPoint,
+        ranks: Sequence[Sequence[int]],
+        here: int,
+        memory: int,
+    ) -> None:
+        """As of a HostsAllreduce, with as much memory."""
+
+    def broadcast(self, tensors: Tensors, root: int, label: str) -> None:
+        """Leave what the root's tensors hold in everyone's, which have as many bytes."""
 
 class HostsGroup(EngineGroup):
     """The ranks of several hosts."""
@@ -482,6 +492,9 @@ class HostsGroup(EngineGroup):
         weights: Sequence[float] = (),
     ) -> None:
         """The reduction of parts[rank] in `result`; each part has the same sizes on all ranks."""
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        """Leave what the root's tensors hold in everyone's, which have as many bytes."""
 
     def exchange_on_host(
         self,

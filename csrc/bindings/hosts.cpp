@@ -19,6 +19,7 @@
 #include "bindings/tensors.h"
 #include "engine/hosts_channel.h"
 #include "hosts/hosts_allreduce.h"
+#include "hosts/hosts_broadcast.h"
 #include "hosts/hosts_group.h"
 #include "hosts/mpi.h"
 
@@ -184,6 +185,16 @@ struct PyHostsAllreduce {
   }
 };
 
+struct PyHostsBroadcast {
+  std::shared_ptr<PyShmGroup> group;
+  HostsBroadcast hosts;
+
+  PyHostsBroadcast(std::shared_ptr<PyShmGroup> host, std::shared_ptr<PointToPoint> messages,
+                   std::vector<std::vector<int>> ranks, int here, uintptr_t memory)
+      : group(std::move(host)),
+        hosts(group->shm, std::move(messages), {std::move(ranks), here}, static_cast<uint8_t*>(pointer(memory))) {}
+};
+
 // A group of ranks of several hosts, and what it works on.
 struct PyHostsGroup : EngineGroup {
   std::shared_ptr<PyShmGroup> host;
@@ -280,15 +291,7 @@ void bind_hosts(nb::module_& m) {
              const std::vector<MessageTuple>& send, nb::object owner) {
             return std::make_shared<PyTransfer>(self, shared(owner), self->start(messages(receive), messages(send)));
           },
-          "receive"_a, "send"_a, "owner"_a)
-      .def(
-          "started",
-          [](std::shared_ptr<MpiPointToPoint> self, const std::vector<uintptr_t>& requests, nb::object owner) {
-            std::vector<void*> at;
-            for (const uintptr_t address : requests) at.push_back(pointer(address));
-            return std::make_shared<PyTransfer>(self, shared(owner), self->started(at));
-          },
-          "requests"_a, "owner"_a);
+          "receive"_a, "send"_a, "owner"_a);
 
   nb::class_<PyHostsAllreduce>(m, "HostsAllreduce", "The all-reduce among several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, std::shared_ptr<PointToPoint>, std::vector<std::vector<int>>, int,
@@ -316,6 +319,18 @@ void bind_hosts(nb::module_& m) {
                         {scale, divisor}, label, on_idle);
           },
           "layout"_a, "prescale"_a, "scale"_a, "divisor"_a, "weights"_a, "label"_a, "on_idle"_a);
+
+  nb::class_<PyHostsBroadcast>(m, "HostsBroadcast", "The broadcast among several hosts.")
+      .def(nb::init<std::shared_ptr<PyShmGroup>, std::shared_ptr<PointToPoint>, std::vector<std::vector<int>>, int,
+                    uintptr_t>(),
+           "group"_a, "messages"_a, "ranks"_a, "here"_a, "memory"_a)
+      .def(
+          "broadcast",
+          [](PyHostsBroadcast& self, const Tensors& tensors, int root, const std::string& label) {
+            const WithoutGil release;
+            self.hosts.broadcast(tensors.buffers(), root, label, {});
+          },
+          "tensors"_a, "root"_a, "label"_a);
 
   nb::class_<PyHostsGroup, EngineGroup>(m, "HostsGroup", "The ranks of several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, const std::shared_ptr<Carrier>&,
@@ -366,6 +381,13 @@ void bind_hosts(nb::module_& m) {
           "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
           "weights"_a = std::vector<double>(),
           "The reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
+      .def(
+          "broadcast",
+          [](PyHostsGroup& g, const Tensors& tensors, int root) {
+            const WithoutGil release;
+            g.hosts.broadcast(tensors.buffers(), root);
+          },
+          "tensors"_a, "root"_a)
       .def(
           "exchange_on_host",
           [](PyHostsGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {

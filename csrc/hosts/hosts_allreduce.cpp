@@ -20,15 +20,24 @@ constexpr size_t kShareBytes = 256 << 10;
 // Of a host with many ranks, unless the smallest windows take more.
 constexpr size_t kLargestMemory = 128 << 20;
 
-constexpr int kSumTag = 1;
-constexpr int kResultTag = 2;
-
 }  // namespace
 
 int Hosts::n_parts() const {
   size_t largest = 0;
   for (const auto& host : ranks) largest = std::max(largest, host.size());
   return static_cast<int>(largest);
+}
+
+std::vector<int> Hosts::parts_of(int i) const {
+  std::vector<int> parts;
+  for (int part = i; part < n_parts(); part += static_cast<int>(ranks[here].size())) parts.push_back(part);
+  return parts;
+}
+
+std::vector<int> Hosts::other_hosts() const {
+  std::vector<int> others;
+  for (int i = 1; i < size(); ++i) others.push_back((here + i) % size());
+  return others;
 }
 
 std::vector<std::vector<TensorRef>> Hosts::shares(const std::vector<std::vector<TensorRef>>& parts) const {
@@ -55,10 +64,9 @@ HostsAllreduce::HostsAllreduce(ShmGroup& group, std::shared_ptr<PointToPoint> me
       messages_(std::move(messages)),
       hosts_(std::move(hosts)),
       memory_(memory),
-      window_bytes_(hosts_.window_bytes()) {
-  for (int part = group_.rank(); part < hosts_.n_parts(); part += group_.size()) parts_.push_back(part);
-  for (int i = 1; i < hosts_.size(); ++i) others_.push_back((hosts_.here + i) % hosts_.size());
-}
+      window_bytes_(hosts_.window_bytes()),
+      parts_(hosts_.parts_of(group_.rank())),
+      others_(hosts_.other_hosts()) {}
 
 uint8_t* HostsAllreduce::slot(size_t window) const {
   return memory_ + window % kSlots * (group_.size() + 2) * window_bytes_;
@@ -86,11 +94,7 @@ struct HostsAllreduce::Exchange {
   }
 
   void add(std::vector<Message>& messages, int host, int part, int tag, uint8_t* data, size_t n_bytes) const {
-    const std::vector<int>& ranks = all.hosts_.ranks[host];
-    const size_t most = all.messages_->largest_message();
-    for (size_t at = 0; at < n_bytes; at += std::min(most, n_bytes - at)) {
-      messages.push_back({ranks[part % ranks.size()], tag, data + at, std::min(most, n_bytes - at)});
-    }
+    add_in_pieces(messages, {all.hosts_.owner(host, part), tag, data, n_bytes}, all.messages_->largest_message());
   }
 
   // Part of a window's wire image.

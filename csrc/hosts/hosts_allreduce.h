@@ -31,11 +31,16 @@ struct Hosts {
   int n_parts() const;
   int n_shares() const { return size() * n_parts(); }
   int share(int host, int part) const { return host * n_parts() + part; }
+  int owner(int host, int part) const { return ranks[host][part % ranks[host].size()]; }
+  // Those of the i-th rank of this host.
+  std::vector<int> parts_of(int i) const;
+  // The next one first: not all send to the same at once.
+  std::vector<int> other_hosts() const;
   // The shares of a reduce-scatter, given what each rank is to get: those that belong to no rank are empty.
   std::vector<std::vector<TensorRef>> shares(const std::vector<std::vector<TensorRef>>& parts) const;
   // Of a window: more where it is cut into more shares, so that messages stay large.
   size_t window_bytes() const;
-  // What the ranks of this host share for a HostsAllreduce.
+  // What the ranks of this host share for a HostsAllreduce, a HostsBroadcast, or both.
   size_t memory_bytes() const;
 };
 
@@ -75,7 +80,7 @@ class HostsAllreduce {
   uint8_t* memory_;
   size_t window_bytes_;
   std::vector<int> parts_;         // those of this rank
-  std::vector<int> others_;        // the other hosts, the next one first: not all send to the same at once
+  std::vector<int> others_;        // the other hosts
   std::vector<uint8_t> received_;  // of the windows under way, the other hosts' sums of this rank's parts
 };
 

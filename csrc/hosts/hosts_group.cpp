@@ -8,15 +8,10 @@
 namespace horo {
 namespace {
 
-// Not a tag of the all-reduce's.
-constexpr int kGatherTag = 3;
 constexpr size_t kLargestPiece = 1 << 20;
 
-void add_pieces(std::vector<Message>& messages, int peer, std::string& text, size_t largest) {
-  for (size_t at = 0; at < text.size(); at += largest) {
-    messages.push_back(
-        {peer, kGatherTag, reinterpret_cast<uint8_t*>(text.data()) + at, std::min(largest, text.size() - at)});
-  }
+Message message(int peer, std::string& text) {
+  return {peer, kGatherTag, reinterpret_cast<uint8_t*>(text.data()), text.size()};
 }
 
 }  // namespace
@@ -30,7 +25,8 @@ HostsGroup::HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::sh
       ranks_(std::move(ranks)),
       rank_(hosts.ranks[hosts.here][host.rank()]),
       direct_(direct),
-      allreduce_(host, carrier_, std::move(hosts), memory),
+      allreduce_(host, carrier_, hosts, memory),
+      broadcast_(host, carrier_, std::move(hosts), memory),
       peers_(std::move(control), host, detector_, rank_, ranks_, std::move(names)),
       arrivals_(ranks_.size()),
       incoming_(ranks_.size()) {}
@@ -77,8 +73,8 @@ std::vector<std::string> HostsGroup::gather(const std::string& mine, const std::
   for (int i = 1; i < size(); ++i) {
     const int peer = (rank_ + i) % size();  // not all to 0 first
     incoming_[peer].resize(static_cast<size_t>(headers[peer].count));
-    add_pieces(receive, peer, incoming_[peer], largest);
-    add_pieces(send, peer, outgoing_, largest);
+    add_in_pieces(receive, message(peer, incoming_[peer]), largest);
+    add_in_pieces(send, message(peer, outgoing_), largest);
   }
   giving_up_on_error([&] { wait(*carrier_->start(receive, send)); });
   std::vector<std::string> everyone = incoming_;
@@ -107,12 +103,15 @@ void HostsGroup::reduce(HostsAllreduce::Reduce how, const Layout& layout, const 
   for (const int r : hosts.ranks[hosts.here]) {
     if (!weights.empty()) here.push_back(weights[r]);
   }
-  StallDetector::Wait wait(detector_);
-  giving_up_on_error([&] {
-    allreduce_.on_idle = [&] { idle(wait); };
+  reporting_waits([&](const std::function<void()>& on_idle) {
+    allreduce_.on_idle = on_idle;
     (allreduce_.*how)(layout, here, factor, peers_.label());
   });
-  wait.over();
+}
+
+void HostsGroup::broadcast(const std::vector<Buffer>& buffers, int root) {
+  reporting_waits(
+      [&](const std::function<void()>& on_idle) { broadcast_.broadcast(buffers, root, peers_.label(), on_idle); });
 }
 
 void HostsGroup::exchange_on_host(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
@@ -165,6 +164,13 @@ void HostsGroup::giving_up_on_error(Operation operation) {
     fail("this rank was interrupted in the middle of an operation: " + why, "it was interrupted: " + why);
     throw;
   }
+}
+
+template <class Operation>
+void HostsGroup::reporting_waits(Operation operation) {
+  StallDetector::Wait wait(detector_);
+  giving_up_on_error([&] { operation([&] { idle(wait); }); });
+  wait.over();
 }
 
 void HostsGroup::fail(const std::string& broken, const std::string& reason) {

@@ -15,6 +15,7 @@
 
 #include "hosts/carrier.h"
 #include "hosts/hosts_allreduce.h"
+#include "hosts/hosts_broadcast.h"
 #include "hosts/peer_status.h"
 #include "shm/shm_group.h"
 #include "shm/stall_detector.h"
@@ -43,6 +44,8 @@ class HostsGroup {
   // The same of parts[r] for every rank r, which gets only its own: that is read and written, the others are read.
   void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
                       const std::vector<double>& weights, Factor factor);
+  // Leaves in the buffers, which hold as many bytes on every rank, what the root's do.
+  void broadcast(const std::vector<Buffer>& buffers, int root);
   // As of a ShmGroup, among the ranks of this host.
   void exchange_on_host(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                         const std::vector<Wanted>& wanted);
@@ -75,6 +78,8 @@ class HostsGroup {
   void reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights, Factor factor);
   template <class Operation>
   void giving_up_on_error(Operation operation);
+  template <class Operation>  // Operation(on_idle)
+  void reporting_waits(Operation operation);
   void fail(const std::string& broken, const std::string& reason);
   void note_broken(const std::string& broken);
   void idle(StallDetector::Wait& wait);
@@ -87,6 +92,7 @@ class HostsGroup {
   const int rank_;
   const bool direct_;
   HostsAllreduce allreduce_;
+  HostsBroadcast broadcast_;
   PeerStatus peers_;
   std::atomic<uint64_t> n_waits_{0};
   std::atomic<int> waiting_thread_{0};

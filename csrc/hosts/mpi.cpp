@@ -65,26 +65,16 @@ class MpiTransfer : public Transfer {
     mpi_.check(mpi_.iallgather(mine, n, mpi_.byte, everyone, n, mpi_.byte, mpi_.communicator, requests_.data()));
   }
 
-  // Of requests that lie elsewhere, and are to be null there, too, when they are complete.
-  MpiTransfer(const Mpi<Handle>& mpi, const std::vector<void*>& requests)
-      : mpi_(mpi), requests_(requests.size()), elsewhere_(requests), statuses_(requests.size() * mpi.status_bytes) {
-    for (size_t i = 0; i < requests.size(); ++i) std::memcpy(&requests_[i], requests[i], sizeof(Handle));
-  }
-
   bool done() override {
     int flag = 0;
     // What is complete becomes MPI_REQUEST_NULL, and to ask again is allowed.
     mpi_.check(mpi_.testall(static_cast<int>(requests_.size()), requests_.data(), &flag, statuses_.data()));
-    for (size_t i = 0; flag != 0 && i < elsewhere_.size(); ++i) {
-      std::memcpy(elsewhere_[i], &requests_[i], sizeof(Handle));
-    }
     return flag != 0;
   }
 
  private:
   const Mpi<Handle>& mpi_;
   std::vector<Handle> requests_;
-  std::vector<void*> elsewhere_;
   std::vector<uint8_t> statuses_;  // MPI_STATUSES_IGNORE differs between libraries
 };
 
@@ -206,9 +196,6 @@ class WithHandles : public MpiPointToPoint {
   }
   std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, mine, n_bytes, everyone);
-  }
-  std::unique_ptr<Transfer> started(const std::vector<void*>& requests) override {
-    return std::make_unique<MpiTransfer<Handle>>(mpi_, requests);
   }
   std::shared_ptr<MpiControlChannel> control_channel() const override {
     return std::make_shared<Control<Handle>>(mpi_);

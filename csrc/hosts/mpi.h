@@ -46,8 +46,6 @@ class MpiControlChannel : public ControlChannel {
 // Messages, and what else MPI does without waiting.
 class MpiPointToPoint : public Carrier {
  public:
-  // Operations that somebody else has started, whose requests lie at these addresses until they are done.
-  virtual std::unique_ptr<Transfer> started(const std::vector<void*>& requests) = 0;
   virtual std::shared_ptr<MpiControlChannel> control_channel() const = 0;
 };
 

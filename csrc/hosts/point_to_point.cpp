@@ -46,6 +46,13 @@ class ShortSleeps {
 
 }  // namespace
 
+void add_in_pieces(std::vector<Message>& messages, Message message, size_t largest) {
+  for (size_t left = message.n_bytes; left > 0; left -= message.n_bytes, message.data += message.n_bytes) {
+    message.n_bytes = std::min(largest, left);
+    messages.push_back(message);
+  }
+}
+
 void Transfer::wait(const std::function<void()>& on_idle) {
   const auto began = Clock::now();
   auto next = began + kIdle;

@@ -9,6 +9,9 @@
 
 namespace horo {
 
+// What messages are for; those that Python sends have 0.
+enum Tag : int { kSumTag = 1, kResultTag, kGatherTag, kShareTag, kCopyTag };
+
 // Messages from one rank to another with one tag arrive in the order in which they were sent.
 struct Message {
   int peer;
@@ -16,6 +19,9 @@ struct Message {
   uint8_t* data;
   size_t n_bytes;
 };
+
+// Adds a message, in pieces of at most so many bytes: none if it has none.
+void add_in_pieces(std::vector<Message>& messages, Message message, size_t largest);
 
 // Messages under way.
 class Transfer {

@@ -152,33 +152,6 @@ class Waiting {
   std::atomic<uint64_t>& counter_;
 };
 
-// Walks through a list of buffers as if they were one.
-class Cursor {
- public:
-  explicit Cursor(const std::vector<Buffer>& buffers) : buffers_(buffers) {}
-
-  template <class Copy>  // Copy(part of the list, offset within this step)
-  void step(size_t n_bytes, Copy copy) {
-    size_t done = 0;
-    while (done < n_bytes) {
-      const Buffer& buffer = buffers_[index_];
-      const size_t n = std::min(n_bytes - done, buffer.n_bytes - position_);
-      if (n != 0) copy(buffer.data + position_, done, n);
-      done += n;
-      position_ += n;
-      if (position_ == buffer.n_bytes) {
-        ++index_;
-        position_ = 0;
-      }
-    }
-  }
-
- private:
-  const std::vector<Buffer>& buffers_;
-  size_t index_ = 0;
-  size_t position_ = 0;
-};
-
 }  // namespace
 
 // A counter that one rank advances and all may wait for.

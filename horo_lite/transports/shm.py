@@ -80,18 +80,7 @@ class ShmTransport(Transport):
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
-        # A rank's stream is what it sends, to the next rank first: so all receive at all times. Its
-        # part for itself need not travel.
-        def receivers(source: int) -> list[int]:
-            return [(source + k) % self.size for k in range(1, self.size)]
-
-        def begin(source: int) -> int:  # of this rank's part of that stream
-            before = itertools.takewhile(lambda d: d != self.rank, receivers(source))
-            return sum(n_bytes[source][d] for d in before)
-
-        sizes = [sum(row) - row[source] for source, row in enumerate(n_bytes)]
-        wanted = [(s, begin(s), receive[s]) for s in range(self.size) if s != self.rank]
-        self.group.exchange([send[d] for d in receivers(self.rank)], sizes, wanted)
+        alltoall(self.group.exchange, self.rank, send, receive, n_bytes)
 
     def new_engine(
         self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
@@ -124,6 +113,32 @@ class ShmTransport(Transport):
 
     def claim_report(self) -> bool:
         return self.group.claim_report()
+
+
+def alltoall(
+    exchange: Callable[
+        [list[_native.Tensors], list[int], list[tuple[int, int, _native.Tensors]]], None
+    ],
+    rank: int,
+    send: Sequence[_native.Tensors],
+    receive: Sequence[_native.Tensors],
+    n_bytes: Sequence[Sequence[int]],
+) -> None:
+    """Do what `Transport.alltoall` does, by a group's `exchange` among the ranks of this host."""
+    size = len(send)
+
+    # A rank's stream is what it sends, to the next rank first: so all receive at all times. Its
+    # part for itself need not travel.
+    def receivers(source: int) -> list[int]:
+        return [(source + k) % size for k in range(1, size)]
+
+    def begin(source: int) -> int:  # of this rank's part of that stream
+        before = itertools.takewhile(lambda d: d != rank, receivers(source))
+        return sum(n_bytes[source][d] for d in before)
+
+    sizes = [sum(row) - row[source] for source, row in enumerate(n_bytes)]
+    wanted = [(s, begin(s), receive[s]) for s in range(size) if s != rank]
+    exchange([send[d] for d in receivers(rank)], sizes, wanted)
 
 
 class SharedMemory:

@@ -1,4 +1,4 @@
-"""The all-reduce among several hosts, with ranks as threads and messages that take their time."""
+"""Reductions and broadcasts among several hosts: threads, and messages that take their time."""
 
 from __future__ import annotations
 
@@ -123,6 +123,7 @@ class World:
         self.size = sum(sizes)
         self.groups: dict[int, _native.ShmGroup] = {}
         self.allreduces: dict[int, _native.HostsAllreduce] = {}
+        self.broadcasts: dict[int, _native.HostsBroadcast] = {}
         self._memory: list[np.ndarray] = []
         for here, ranks in enumerate(self.hosts):
             n_bytes = _native.HostsAllreduce.memory_bytes(self.hosts, here)
@@ -131,9 +132,9 @@ class World:
             for rank, group in zip(ranks, _native.thread_group(len(ranks)), strict=True):
                 messages = _native.PointToPoint.calling(self.network.start(rank), largest_message)
                 self.groups[rank] = group
-                self.allreduces[rank] = _native.HostsAllreduce(
-                    group, messages, self.hosts, here, address
-                )
+                memory = group, messages, self.hosts, here, address
+                self.allreduces[rank] = _native.HostsAllreduce(*memory)
+                self.broadcasts[rank] = _native.HostsBroadcast(*memory)
 
     def run(
         self,
@@ -152,7 +153,7 @@ class World:
             )
             allreduce.allreduce(layout, *factors, "allreduce 'g'", on_idle)
 
-        self._on_all(reduce, how)
+        self._reduce(reduce, how)
         return results
 
     def scatter(
@@ -173,18 +174,37 @@ class World:
             layout = _native.WireLayout.of_parts(shares, how.op, how.wire, allreduce.window_bytes)
             allreduce.reduce_scatter(layout, *factors, "reducescatter 'g'", lambda: None)
 
-        self._on_all(reduce, how)
+        self._reduce(reduce, how)
         for rank, (got, given) in enumerate(zip(parts, inputs, strict=True)):
             for r, (x, before) in enumerate(zip(got, given, strict=True)):
                 assert r == rank or np.array_equal(x, before)  # the others' are only read
         return [parts[rank][rank] for rank in range(self.size)]
 
-    def _on_all(self, reduce: Callable[[int, Factors], None], how: Arithmetic) -> None:
+    def broadcast(
+        self, inputs: Sequence[Sequence[np.ndarray]], root: int
+    ) -> list[list[np.ndarray]]:
+        """What broadcasting the root's arrays leaves in copies of each rank's."""
+        results = [[array.copy() for array in arrays] for arrays in inputs]
+
+        def receive(rank: int) -> None:
+            tensors = _native.Tensors(results[rank], writable=True)
+            self.broadcasts[rank].broadcast(tensors, root, "broadcast 'g'")
+
+        self._on_all(receive)
+        return results
+
+    def _reduce(self, reduce: Callable[[int, Factors], None], how: Arithmetic) -> None:
         def body(rank: int) -> None:
             host = next(host for host in self.hosts if rank in host)
             here = [how.weights[r] for r in host] if how.weights else []
+            reduce(rank, (how.prescale, how.scale, how.divisor, here))
+
+        self._on_all(body)
+
+    def _on_all(self, operation: Callable[[int], None]) -> None:
+        def body(rank: int) -> None:
             try:
-                reduce(rank, (how.prescale, how.scale, how.divisor, here))
+                operation(rank)
             except BaseException:
                 self.groups[rank].abandon("it raised")
                 raise
@@ -320,6 +340,52 @@ def test_each_link_carries_the_bytes_of_a_ring() -> None:
             by_peer = [world.network.n_bytes[rank, peer] for peer in others]
             assert sum(n_bytes > 0 for n_bytes in by_peer) == 2
             assert sum(by_peer) == pytest.approx(sent / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("largest_message", [None, 60_000])
+@pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: "-".join(map(str, sizes)))
+def test_a_broadcast_brings_what_the_root_has(
+    sizes: tuple[int, ...], largest_message: int | None
+) -> None:
+    world = World(sizes, largest_message=largest_message)
+    rng = np.random.default_rng(7)
+    window = world.allreduces[0].window_bytes
+    for lengths in ([0], [1], [], [3, 0, 5_000, 1_025], [window], [2 * window + 7, 1, 3 * window]):
+        inputs = [[rng.integers(0, 256, n, np.uint8) for n in lengths] for _ in range(world.size)]
+        for root in range(world.size):
+            for arrays in world.broadcast(inputs, root):
+                for got, expected in zip(arrays, inputs[root], strict=True):
+                    np.testing.assert_array_equal(got, expected)
+    assert world.network.n_waiting() == 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 1), (2, 2, 2), (1, 1, 1, 1), (1, 3, 2)])
+def test_a_broadcast_sends_each_host_its_bytes_once(sizes: tuple[int, ...]) -> None:
+    world = World(sizes)
+    n_windows, n_hosts = 3, len(sizes)
+    n = n_windows * world.allreduces[0].window_bytes
+    inputs = [[np.full(n, rank, np.uint8)] for rank in range(world.size)]
+    for root in range(world.size):
+        world.network.n_bytes.clear()
+        for (got,) in world.broadcast(inputs, root):
+            assert (got == root).all()
+        sent = [[0] * n_hosts for _ in range(n_hosts)]
+        by_rank = [0] * world.size
+        for (source, target), n_bytes in world.network.n_bytes.items():
+            hosts = [i for r in (source, target) for i, host in enumerate(world.hosts) if r in host]
+            sent[hosts[0]][hosts[1]] += n_bytes
+            by_rank[source] += n_bytes
+        here = next(i for i, host in enumerate(world.hosts) if root in host)
+        for host in range(n_hosts):
+            assert sent[host][host] == 0
+            assert sum(row[host] for row in sent) == (0 if host == here else n)
+            # The root's host sends it once, too, and the others less.
+            others = n * (n_hosts - 2) / (n_hosts - 1)
+            assert sum(sent[host]) == pytest.approx(n if host == here else others, rel=0.02)
+        # All ranks of the root's host send as much, if that is the largest.
+        if sizes[here] == max(sizes):
+            for rank in world.hosts[here]:
+                assert by_rank[rank] == pytest.approx(n / sizes[here], rel=0.02)
 
 
 class OneOfMany:

@@ -31,7 +31,7 @@ FT = ["--with-ft", "ulfm"]
 def start_on(
     network: Network,
     ranks: Sequence[int],
-    script: Path,
+    script: Path | str,
     *,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -65,6 +65,28 @@ def test_bits_are_those_of_simulated_hosts() -> None:
     simulated = line.findall(run_ranks(BITS, 4, env=env, timeout_s=60).check().stdout)
     assert len(simulated) == 4
     assert len({digest for *_, digest in real + simulated}) == 1, (real, simulated)
+
+
+def test_a_broadcast_sends_its_bytes_to_each_host_once() -> None:
+    script = """
+    from pathlib import Path
+    import numpy as np
+    import horo_lite as hvd
+    sent = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    hvd.init(device="cpu")
+    x = np.arange(2_000_000, dtype=np.float32)
+    for root in range(hvd.size()):
+        hvd.barrier()
+        before = int(sent.read_text())
+        assert (hvd.broadcast(x * (hvd.rank() + 1), root) == x * (root + 1)).all()
+        hvd.barrier()
+        print(f"sent {(int(sent.read_text()) - before) / x.nbytes:.2f} times", flush=True)
+    """
+    with Network(3) as network, start_on(network, [2, 1, 2], script) as job:
+        result = job.wait(60).check()
+    found = [float(times) for times in re.findall(r"sent (\S+) times", result.stdout)]
+    assert len(found) == 25, str(result)
+    assert max(found) < 1.2, found  # headers of packets count
 
 
 @pytest.mark.skipif(mpi_name() != "mpich", reason="MPICH's UCX counts what nobody has received")

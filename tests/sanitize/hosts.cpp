@@ -1,4 +1,5 @@
-// HostsAllreduce, HostsGroup and engines: ranks of several hosts as threads, whose messages take their time.
+// HostsAllreduce, HostsBroadcast, HostsGroup and engines: ranks of several hosts as threads, whose messages take their
+// time.
 #include "hosts/hosts_allreduce.h"
 
 #include <algorithm>
@@ -142,6 +143,8 @@ void reduce_among(unsigned seed, const std::vector<int>& sizes) {
         const int number = mine.ranks[h][static_cast<size_t>(me.rank)];
         HostsAllreduce among(me.direct, std::make_shared<Network::Endpoint>(network, number, n_ranks), mine,
                              memory[h].data());
+        HostsBroadcast spread(me.direct, std::make_shared<Network::Endpoint>(network, number, n_ranks), mine,
+                              memory[h].data());
         for (size_t i = 0; i < all.size(); ++i) {
           const Reduction& what = all[i];
           Tensors tensors(what, number);
@@ -150,6 +153,10 @@ void reduce_among(unsigned seed, const std::vector<int>& sizes) {
           among.allreduce(layout, {}, factor, "operation");
           hashes[i * static_cast<size_t>(n_ranks) + static_cast<size_t>(number)] = tensors.hash();
           if (number == 0) check_result(what, tensors, n_ranks, n_ranks);
+          const Tensors alike(what, number);
+          const int root = static_cast<int>(i) % n_ranks;
+          spread.broadcast(alike.buffers(), root, "operation", {});
+          expect(alike.hash() == Tensors(what, root).hash(), "the bits of the root");
           const Tensors scattered(what, number);
           const auto parts = parts_of(scattered.refs, n_ranks);
           among.reduce_scatter(Layout(mine.shares(parts), what.op, what.wire, mine.window_bytes()), {}, factor,

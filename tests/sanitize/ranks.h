@@ -133,6 +133,13 @@ class Tensors {
   void set_zero() {
     for (const TensorRef& ref : refs) std::memset(ref.address, 0, ref.n_elements * item_bytes(ref.dtype));
   }
+  std::vector<Buffer> buffers() const {
+    std::vector<Buffer> all;
+    for (const TensorRef& ref : refs) {
+      all.push_back({static_cast<uint8_t*>(ref.address), ref.n_elements * item_bytes(ref.dtype)});
+    }
+    return all;
+  }
   uint64_t hash() const {
     uint64_t all = 0;
     for (const TensorRef& ref : refs) all = all * 31 + fingerprint(ref);

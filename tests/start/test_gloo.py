@@ -19,7 +19,6 @@ from launch import run_ranks
 from without_mpi import ended, started
 
 import horo_lite as hvd
-from horo_lite.transports.gloo.carrier import _tree
 from horo_lite.transports.gloo.connections import GlooConnections
 
 torch = pytest.importorskip("torch")
@@ -280,13 +279,3 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(hvd.LauncherError, match=r"nosuch0.*GLOO_SOCKET_IFNAME"):
         GlooConnections(torch.distributed.HashStore(), 0, 2, "localhost:1", 5)
-
-
-@pytest.mark.parametrize("size", range(1, 18))
-def test_a_broadcast_reaches_every_rank_once(size: int) -> None:
-    for root in range(size):
-        parents = {rank: _tree(rank, root, size)[0] for rank in range(size)}
-        reached = [child for rank in range(size) for child in _tree(rank, root, size)[1]]
-        assert sorted([root, *reached]) == list(range(size))
-        assert all(rank in _tree(parents[rank], root, size)[1] for rank in reached)
-        assert len(_tree(root, root, size)[1]) == (size - 1).bit_length()

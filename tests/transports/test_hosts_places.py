@@ -56,3 +56,29 @@ def test_operations_of_one_transport_may_have_windows_of_different_sizes() -> No
         assert (gathered == np.repeat(1.0 + np.arange(4), n + np.arange(4))).all()
     """
     run_ranks(script, 4, env={"HORO_LITE_TEST_HOSTS": "2,2"}, timeout_s=60).check()
+
+
+@pytest.mark.mpi
+def test_an_all_to_all_sends_through_mpi_what_goes_to_other_hosts() -> None:
+    script = """
+    import numpy as np
+    import horo_lite as hvd
+    from horo_lite.transports.mpi.carrier import MpiCarrier
+    real, sent = MpiCarrier.exchange, [0] * 5
+    def counting(carrier, receive, send):
+        for peer, _, memory in send:
+            sent[peer] += memory.nbytes
+        return real(carrier, receive, send)
+    MpiCarrier.exchange = counting  # ranks also tell each other how many rows they send
+    world = hvd.init()
+    rank, size = world.rank, world.size
+    rows = lambda source, to: (5 * source + to) % 7 * 70_001
+    to_each = [rows(rank, to) for to in range(size)]
+    received, _ = hvd.alltoall(np.repeat(10 * rank + np.arange(size), to_each), to_each)
+    from_each = [rows(source, rank) for source in range(size)]
+    assert (received == np.repeat(10 * np.arange(size) + rank, from_each)).all()
+    is_here = [(peer < 2) == (rank < 2) for peer in range(size)]
+    expected = [0 if is_here[to] else 8 * n for to, n in enumerate(to_each)]
+    assert all(0 <= n - all_of_it < 100 for n, all_of_it in zip(sent, expected)), (sent, expected)
+    """
+    run_ranks(script, 5, env={"HORO_LITE_TEST_HOSTS": "2,3"}, timeout_s=60).check()

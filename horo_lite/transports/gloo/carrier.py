@@ -15,8 +15,6 @@ from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
 # Gloo's tags: first come those of the world's channel, then each other channel has a few.
 _WORLD_TAGS = 1 << 15
 _TAGS = 1 << 4
-# Of the carrier's own messages; those of an all-reduce in C++ are smaller.
-_BROADCAST = _TAGS - 1
 # A short message that is part of an `allgather`.
 _GATHERED = 0
 
@@ -154,23 +152,6 @@ class GlooCarrier(Carrier):
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
         return self._main.allgather(mine, everyone)
 
-    def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
-        """Along a binomial tree: a rank passes the bytes on when it is asked whether it is done."""
-        parent, children = _tree(self.rank, root, self.size)
-        send = [(child, _BROADCAST, memory) for child in children]
-        if parent is None:
-            return self._main.exchange([], send)
-        receiving = self._main.exchange([(parent, _BROADCAST, memory)], [])
-        sending: Done | None = None
-
-        def done() -> bool:
-            nonlocal sending
-            if sending is None and receiving():
-                sending = self._main.exchange([], send)
-            return sending is not None and sending()
-
-        return done
-
     def channel(self) -> GlooChannel:
         return self._new_channel()
 
@@ -192,12 +173,3 @@ class GlooCarrier(Carrier):
         self.memory = {}
         for channel in self._channels:
             channel.close()
-
-
-def _tree(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
-    """Return a rank's parent and its children, the largest subtree first."""
-    place = (rank - root) % size
-    parent = None if place == 0 else (root + (place & (place - 1))) % size
-    lowest = place & -place or 1 << size.bit_length()
-    steps = [1 << i for i in range(size.bit_length()) if 1 << i < lowest]
-    return parent, [(root + place + s) % size for s in reversed(steps) if place + s < size]

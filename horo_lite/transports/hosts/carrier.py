@@ -100,10 +100,6 @@ class Carrier(ABC):
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
         """Leave every rank's few bytes in `everyone`, in rank order; collective."""
 
-    @abstractmethod
-    def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
-        """Leave the root's bytes in every rank's memory; collective."""
-
     def native(self) -> _native.Carrier:
         """Return this carrier for C++: for its handshakes, and for messages with tags above 0."""
         return self.called_by_native()

@@ -1,7 +1,7 @@
 """Ranks of several hosts: shared memory inside a host, and whatever carries bytes between hosts.
 
-Handshakes, all-reduces and waiting are C++ (csrc/hosts), which is given the carrier; here are the
-operations that only move bytes.
+Handshakes, reductions, broadcasts and waiting are C++ (csrc/hosts), which is given the carrier.
+Here are the operations in which every rank has bytes of its own for the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from horo_lite import _native
 from horo_lite.transports.hosts.byte_stream import ByteStream
 from horo_lite.transports.interface import Header, ReduceScatter, Reduction, Transport
+from horo_lite.transports.shm import alltoall
 from horo_lite.transports.this_host import Role
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 WINDOW_BYTES, UNDER_WAY = 1 << 18, 8
 # Fewer and smaller ones for many peers: all together as much, or the fewest of the smallest.
 SMALLEST_WINDOW_BYTES, FEWEST, WINDOWS_BYTES = 1 << 16, 2, 16 << 20
-# A broadcast is the carrier's own.
-BROADCAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,8 @@ class HostsTransport(Transport):
         self.size = carrier.size
         self.ranks = host.ranks
         self._detector = self.stall_detector = host.stall_detector
+        self._here = host.hosts[host.host]
+        self._smallest_host = min(map(len, host.hosts))
         self._places = Places.of(host.hosts, host.host, host.rank)
         self._host_group = host.group(role)
         self.group = self.engine_group = _native.HostsGroup(
@@ -137,20 +138,7 @@ class HostsTransport(Transport):
     # Moving bytes.
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
-        stream, size = ByteStream(tensors), BROADCAST_BYTES
-        stages = [self.carrier.buffer(f"stage {i}", size) for i in range(FEWEST)]
-
-        def start(window: int) -> Done:
-            stage = stages[window % FEWEST][: stream.length(window, size)]
-            if self.rank == root:
-                stream.read(window, size, stage)
-            return self.carrier.broadcast(stage, root)
-
-        def finish(window: int) -> None:
-            if self.rank != root:
-                stream.write(window, size, stages[window % FEWEST])
-
-        self._in_windows(stream.n_windows(size), FEWEST, start, finish)
+        self.group.broadcast(tensors, root)
 
     def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
         brought = self._places.brought
@@ -177,10 +165,18 @@ class HostsTransport(Transport):
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
-        peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # not all to 0 first
+        here, others = self._here, range(self.rank + 1, self.rank + self.size)
+        peers = [r % self.size for r in others if r % self.size not in here]  # not all to 0 first
         outgoing = {peer: send[peer] for peer in peers}
         incoming = {peer: receive[peer] for peer in peers}
-        self._exchange(outgoing, incoming, len(peers))
+        self._exchange(outgoing, incoming, self.size - self._smallest_host)
+        alltoall(
+            self.group.exchange_on_host,
+            here.index(self.rank),
+            [send[r] for r in here],
+            [receive[r] for r in here],
+            [[n_bytes[s][d] for d in here] for s in here],
+        )
 
     def _exchange(
         self,
@@ -223,16 +219,6 @@ class HostsTransport(Transport):
                 stream.write(window, size, stages[window % under_way][place["from", peer]])
 
         n = max(stream.n_windows(size) for stream in streams)
-        self._in_windows(n, under_way, start, finish)
-
-    def _in_windows(
-        self,
-        n: int,
-        under_way: int,
-        start: Callable[[int], Done],
-        finish: Callable[[int], None],
-    ) -> None:
-        """Each window is started, waited for and finished, with so many under way at any time."""
         started: deque[Done] = deque()
         for window in range(n + under_way - 1):
             if window < n:

@@ -96,13 +96,6 @@ class MpiChannel(Channel):
         byte = self._mpi.BYTE
         return self._polled([self._call(self.comm.Iallgather, [mine, byte], [everyone, byte])])
 
-    def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
-        """As of a carrier."""
-        request = self._call(self.comm.Ibcast, [memory, self._mpi.BYTE], root)
-        if self.messages is not None:
-            return self.messages.started([self._mpi._addressof(request)], (request, memory))
-        return self._polled([request])
-
     def _polled(self, requests: list[MPI.Request]) -> Done:
         return partial(self._call, self._mpi.Request.Testall, requests)
 
@@ -231,9 +224,6 @@ class MpiCarrier(Carrier):
 
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
         return self._main.allgather(mine, everyone)
-
-    def broadcast(self, memory: NDArray[np.uint8], root: int) -> Done:
-        return self._main.broadcast(memory, root)
 
     def native(self) -> _native.Carrier:
         if self._main.messages is not None:
