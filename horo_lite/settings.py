@@ -322,6 +322,12 @@ VARIABLES = (
         "",
     ),
     Variable(
+        ("HORO_LITE_RANK_PROCESS",),
+        "",
+        "set by `init()` under MPI for what a rank starts: which process is that rank",
+        "",
+    ),
+    Variable(
         ("HORO_LITE_REPLACEMENT",),
         "",
         "set for a process that elastic.run started to replace a lost rank: who started it",

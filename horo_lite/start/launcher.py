@@ -13,6 +13,8 @@ from typing import NamedTuple
 JOB_TOKEN = "HORO_LITE_JOB_TOKEN"
 TORCHRUN = "torchrun"
 SLURM = "Slurm"
+# The process that is the rank, and as which, in the environment that its children inherit.
+RANK_PROCESS = "HORO_LITE_RANK_PROCESS"
 NO_PROC = (
     "/proc is not mounted. MPI needs it, and so do the ranks of a host, which find each other's "
     "processes and memory there; only one rank works without. As root: mount -t proc proc /proc, "
@@ -56,6 +58,28 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
         if found and (mark is None or mark in environ):
             return launch
     return None
+
+
+def mark_rank() -> None:
+    """Note, for processes that inherit the environment, that this one is the rank it describes."""
+    os.environ[RANK_PROCESS] = f"{os.getpid()} {_place(os.environ)}"
+
+
+def inherited_from(environ: Mapping[str, str]) -> int | None:
+    """Return the process that is the rank `environ` describes, if this one is only its descendant.
+
+    One that a launcher of its own has started has another place, or is a child of that launcher.
+    """
+    pid, _, place = environ.get(RANK_PROCESS, "").partition(" ")
+    if not pid or int(pid) == os.getpid() or place != _place(environ) or hydra() is not None:
+        return None
+    return int(pid)
+
+
+def _place(environ: Mapping[str, str]) -> str:
+    """What tells a launcher's processes apart, also those of different jobs."""
+    keys = "PMIX_NAMESPACE PMIX_RANK PMI_FD PMI_RANK SLURM_JOB_ID SLURM_STEP_ID SLURM_PROCID"
+    return " ".join(environ.get(key, "-") for key in keys.split())
 
 
 def has_proc() -> bool:

@@ -15,7 +15,13 @@ from typing import Any
 
 from horo_lite.errors import LauncherError, ranks_in_words
 from horo_lite.start import ending
-from horo_lite.start.launcher import SLURM, Launch, is_known_mismatch
+from horo_lite.start.launcher import (
+    SLURM,
+    Launch,
+    inherited_from,
+    is_known_mismatch,
+    mark_rank,
+)
 from horo_lite.transports.mpi.carrier import MpiCarrier
 from horo_lite.transports.mpi.start_barrier import StartBarrier, wait_for_first
 
@@ -140,6 +146,15 @@ def load(launch: Launch | None) -> Any:
     if not MPI.Is_initialized():
         if launch and is_known_mismatch(launch.name, MPI.Get_library_version()):
             raise _mismatch(launch, MPI.Get_library_version())
+        rank_process = inherited_from(os.environ)
+        if rank_process is not None:  # MPI_Init would take part in that process's place
+            raise LauncherError(
+                f"process {os.getpid()} is no rank: it has inherited the launcher's variables of "
+                f"process {rank_process}, which is. Where a data loader's worker, or another "
+                "child that multiprocessing spawns, has run the script again, put what trains "
+                "behind if __name__ == '__main__':. Give a program of its own an environment "
+                "without OMPI_*, PMIX_* and PMI_*, to be one rank alone"
+            )
         rc = sys.modules["mpi4py"].rc
         level = f"THREAD_{rc.thread_level}".upper() if rc.threads else "THREAD_SINGLE"
         with _without_fabrics_on_one_host():
@@ -154,6 +169,7 @@ def load(launch: Launch | None) -> Any:
         atexit.register(finalize)
     if launch and launch.size and launch.size > 1 and MPI.COMM_WORLD.size == 1:
         raise _mismatch(launch, MPI.Get_library_version())
+    mark_rank()
     return MPI
 
 
