@@ -413,6 +413,7 @@ def test_both_buckets_of_a_training_step_are_in_it(op: str, hosts: str, tmp_path
     pytest.importorskip("torch")
     path = tmp_path / "trace-{rank}.json"
     env = {"HORO_LITE_TEST_HOSTS": hosts, "TRACE": str(path), "OP": op}
+    env["HORO_LITE_OVERLAP"] = "always"
     run_ranks(TORCH, 2, env=env, timeout_s=90).check()
     for rank in range(2):
         done = check_pairs(events_of(Path(str(path).replace("{rank}", str(rank)))), rank)
