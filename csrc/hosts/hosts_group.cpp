@@ -163,6 +163,9 @@ void HostsGroup::giving_up_on_error(Operation operation) {
     const std::string why = in_one_line(error);
     fail("this rank was interrupted in the middle of an operation: " + why, "it was interrupted: " + why);
     throw;
+  } catch (...) {  // Python ends threads so that ask for the GIL when the program has ended
+    fail("this rank was interrupted in the middle of an operation", "it was interrupted");
+    throw;
   }
 }
 

@@ -277,11 +277,17 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
       throw PeerLost(name(rank_) + " has left (" + block(rank_).reason.get() + ") while it waited in " +
                      block(rank_).label.get());
     }
+    const auto interrupted = [&](const std::string& why) {
+      abandon("it was interrupted" + why);
+      broken_ = "this rank was interrupted in the middle of an operation" + why;
+    };
     try {
       if (on_idle) on_idle();
     } catch (const std::exception& error) {
-      abandon("it was interrupted: " + in_one_line(error));
-      broken_ = "this rank was interrupted in the middle of an operation: " + in_one_line(error);
+      interrupted(": " + in_one_line(error));
+      throw;
+    } catch (...) {  // Python ends threads so that ask for the GIL when the program has ended
+      interrupted("");
       throw;
     }
   }
