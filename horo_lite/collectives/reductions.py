@@ -21,7 +21,7 @@ from horo_lite.transports.interface import Reduction
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
-    from horo_lite.transports import QueuedReductions, Transport
+    from horo_lite.transports import QueuedReductions, Transport, interface
     from horo_lite.transports.watchdog import Watchdog
 
 
@@ -335,14 +335,14 @@ class ReduceScatter(AllReduce):
     def submit(
         self, part: Part, engine: _native.Engine, transport: Transport
     ) -> tuple[_native.Job, Finish[bool]]:
-        if self._scatters(part, transport):
+        if self._scatter(part, transport) is not None:
             # As most calls do: what the core runs by itself are all-reduces.
             return Call.submit(self, part, engine, transport)
         return super().submit(part, engine, transport)
 
     def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
-        scatter = transport.host.reduce_scatter
-        if scatter is None or not self._scatters(part, transport):
+        scatter = self._scatter(part, transport)
+        if scatter is None:
             super()._reduce(part, transport, reduction)
             return
         tensors, size = part.memory.tensors, transport.size
@@ -350,10 +350,12 @@ class ReduceScatter(AllReduce):
         parts = [tensors.rows([rows_of(n, size, rank) for n in n_rows]) for rank in range(size)]
         scatter(parts, parts[transport.rank], reduction)
 
-    def _scatters(self, part: Part, transport: Transport) -> bool:
+    def _scatter(self, part: Part, transport: Transport) -> interface.ReduceScatter | None:
+        """The transport's reduce-scatter, where there is one and it can be used."""
         sees_results = type(self.compression).restore is not Compressor.restore
-        is_here = part.memory.stream is None
-        return is_here and not sees_results and transport.host.reduce_scatter is not None
+        if sees_results or part.memory.stream is not None:
+            return None
+        return transport.host.reduce_scatter
 
 
 def rows_of(n_rows: int, size: int, rank: int) -> tuple[int, int]:

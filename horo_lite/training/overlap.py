@@ -58,7 +58,7 @@ class Overlap:
         self._used = self._used / 2 + time.process_time() - used
         self._elapsed = self._elapsed / 2 + time.perf_counter() - elapsed
         self._began = None
-        self.pays = self._cores - self._used / self._elapsed > ENOUGH
+        self.pays = self._used < (self._cores - ENOUGH) * self._elapsed
 
     def forget(self) -> None:
         """The step was given up."""
