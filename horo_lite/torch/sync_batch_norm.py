@@ -22,7 +22,9 @@ class SyncBatchNorm(_BatchNorm):
     numbers of samples, some of them none, and images of different sizes; there are two values a
     channel or more on all ranks together. Outputs, input gradients and running statistics are those
     of the whole batch; gradients of weight and bias are this rank's part of it, which the optimizer
-    adds up like any other. Evaluating, it is a plain BatchNorm and exchanges nothing.
+    adds up like any other. Evaluating, it is a plain BatchNorm and exchanges nothing, so that one
+    rank may evaluate alone: without running statistics it normalizes by this rank's samples, as
+    torch.nn.SyncBatchNorm does, where Horovod's takes those of all ranks.
 
     Input: `[samples, num_features, ...]`, 2-D to 5-D. Half-precision inputs are normalized in
     float32. The arguments are BatchNorm's, and `process_set`, the ranks that take part.
