@@ -77,7 +77,7 @@ class ProcessSet:
         return self  # layers hold one, and are copied
 
     def __reduce__(self) -> Any:
-        return ProcessSet, (self._ranks,)
+        return set_with, (self._ranks,)
 
     def __repr__(self) -> str:
         return f"ProcessSet({self.ranks})"
@@ -143,19 +143,32 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if any(entry.world is not here for entry in _entries.values()):
         forget_process_sets()
     ranks = process_set.ranks
-    alike = [entry for entry in _entries.values() if entry.sets[0].ranks == ranks]
-    if alike or ranks == list(range(here.size)):
+    entry = _entry_of(ranks)
+    if entry is not None:
         here.group.agree("add_process_set", f"{process_set}, which is known already")
-    if alike:
-        entry = alike[0]
-    elif ranks == list(range(here.size)):
-        entry = _Entry(0, here, here.group, [])
     else:
         group = new_group(ranks)
         _n_registered += 1
         entry = _entries[_n_registered] = _Entry(_n_registered, here, group, [])
     _share(process_set, entry, ranks)
     return process_set
+
+
+def set_with(ranks: Iterable[int]) -> ProcessSet:
+    """Return a set that was stored as its ranks: registered where one with these ranks is."""
+    found = ProcessSet(ranks)
+    if is_initialized():
+        _share(found, _entry_of(found.ranks), found.ranks)
+    return found
+
+
+def _entry_of(ranks: list[int]) -> _Entry | None:
+    """The registered set of those ranks."""
+    here = world()
+    if ranks == list(range(here.size)):
+        return _Entry(0, here, here.group, [])
+    alike = (entry for entry in _entries.values() if entry.world is here)
+    return next((entry for entry in alike if entry.sets[0].ranks == ranks), None)
 
 
 def _share(process_set: ProcessSet, entry: _Entry | None, ranks: list[int]) -> None:

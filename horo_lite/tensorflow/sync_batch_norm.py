@@ -6,8 +6,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Sum
-from horo_lite.horovod.process_sets import Set, global_process_set, group_of
+from horo_lite.horovod.process_sets import (
+    ProcessSet,
+    Set,
+    global_process_set,
+    group_of,
+    set_with,
+)
 from horo_lite.keras.base import is_keras2, keras
 from horo_lite.tensorflow.operations import allreduce
 
@@ -25,7 +32,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     Args:
         fused: Horovod's argument, which may only be False.
-        process_set: The ranks; default all.
+        process_set: The ranks; default all. A copy from the configuration (`clone_model`,
+            `load_model`) has the same ranks, which must be a registered set then.
         **kwargs: As for keras.layers.BatchNormalization.
     """
 
@@ -37,6 +45,19 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         # Keras 2 has a kernel that does without _moments().
         super().__init__(**kwargs, **({"fused": False} if is_keras2 else {}))
         self._process_set = process_set
+
+    def get_config(self) -> dict[str, Any]:
+        given = self._process_set
+        if isinstance(given, Group):
+            given = ProcessSet(given.transport.ranks)
+        ranks = None if given in (None, global_process_set) else given.ranks
+        return {**super().get_config(), "process_set": ranks}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        ranks = config.get("process_set")
+        given = None if ranks is None else set_with(ranks)
+        return super().from_config({**config, "process_set": given})
 
     def _moments(self, inputs: Any, *how: Any, **named: Any) -> tuple[Any, Any]:
         # Keras 3 gives (inputs, mask), Keras 2 (inputs, axes, keep_dims=…, mask=…).

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -759,6 +761,27 @@ def _normalize(made: Maker, sizes: Sequence[int]) -> None:
     close(hvd.allreduce(dgamma, op=hvd.Sum), dgamma_whole)
     for a, b in zip(ours.get_weights(), alone.get_weights(), strict=True):
         close(a, b)
+
+
+def check_copies_of_sync_batch_normalization() -> None:
+    """They have the statistics of the same ranks."""
+    part = hvd.add_process_set(sorted({0, SIZE - 1}))
+    custom = {"SyncBatchNormalization": hvd.SyncBatchNormalization}
+    for ranks in (part, hvd.global_process_set):
+        layer = hvd.SyncBatchNormalization(process_set=ranks, momentum=0.0)
+        model = keras.Sequential([keras.Input((1,)), layer])
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(Path(folder) / "model.keras")
+            loaded = keras.models.load_model(Path(folder) / "model.keras", custom_objects=custom)
+        if RANK not in ranks.ranks:
+            continue
+        for each in (model, keras.models.clone_model(model), loaded):
+            each(np.full((2, 1), float(ranks.rank())), training=True)
+            assert each.get_weights()[2] == (ranks.size() - 1) / 2
+    hvd.remove_process_set(part)
+    config = hvd.SyncBatchNormalization(process_set=hvd.ProcessSet([0, SIZE])).get_config()
+    with pytest.raises(ValueError, match="is not registered"):
+        hvd.SyncBatchNormalization.from_config(config)(np.ones((2, 1)), training=True)
 
 
 def check_elastic_states() -> None:

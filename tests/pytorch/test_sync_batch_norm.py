@@ -460,6 +460,7 @@ def test_states_are_batch_norms() -> None:
 # ranks, against the same on the whole batch in this process. Every rank has an uneven part of it.
 REAL = """
     import copy
+    import pickle
 
     import torch
 
@@ -500,7 +501,7 @@ REAL = """
 
     pair = hvd.add_process_set([0, hvd.size() - 1])
     if pair.included():
-        norm = lambda n: hvd.SyncBatchNorm(n, process_set=pair)
+        norm = lambda n: pickle.loads(pickle.dumps(hvd.SyncBatchNorm(n, process_set=pair)))
         compare(train(norm, slice(*[0, 5, 7][pair.rank():][:2]), wrap(pair)), pair)
     else:
         try:
