@@ -25,7 +25,7 @@ from horo_lite.errors import CheckpointError
 from horo_lite.state.broadcast import is_writable
 from horo_lite.state.optimizer_state import OptimizerState
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten
-from horo_lite.state.wrapper import unwrapped, wrapped
+from horo_lite.state.wrapper import Wrapped, unwrapped, wrapped
 
 
 class Progress(NamedTuple):
@@ -70,7 +70,9 @@ class State:
         self._n_commits = 0
         self._n_changes = 0
         self._n_at_count = 0
-        self._n_steps_before = 0  # of optimizers that count their own steps
+        # Optimizers that count their own steps, by attribute; and how many they had made before.
+        self._steppers: dict[str, list[Wrapped]] = {}
+        self._n_steps_before = 0
         for name, value in things.items():
             setattr(self, name, value)
         self._n_steps_before = self._n_steps()
@@ -204,9 +206,9 @@ class State:
 
     def on_reset(self) -> None:
         """The samplers deal out anew, and the callbacks have been called."""
-        for value in self._things().values():
-            if isinstance(value, Sampler):
-                value.reset()
+        for leaf in _leaves(self._things()):
+            if isinstance(leaf, Sampler):
+                leaf.reset()
         for callback in self._callbacks:
             callback()
 
@@ -236,10 +238,15 @@ class State:
                 state._n_changes += 1
                 state._counted()
 
-        if hasattr(value, "on_record"):
-            value.on_record = recorded
-        if wrapped(value) is None and hasattr(value, "register_step_post_hook"):
-            value.register_step_post_hook(changed)
+        steppers = []
+        for leaf in _leaves(value):
+            if hasattr(leaf, "on_record"):
+                leaf.on_record = recorded
+            if stepper := wrapped(leaf):
+                steppers.append(stepper)
+            elif hasattr(leaf, "register_step_post_hook"):
+                leaf.register_step_post_hook(changed)
+        self._steppers[name] = steppers
         changed()
         if _is_counter(value):
             self._counted()
@@ -249,8 +256,7 @@ class State:
         self._n_at_count = self._n_changes + self._n_steps() - self._n_steps_before
 
     def _n_steps(self) -> int:
-        found = (wrapped(value) for value in self._things().values())
-        return sum(own.n_steps for own in found if own is not None)
+        return sum(stepper.n_steps for found in self._steppers.values() for stepper in found)
 
 
 # One class holds both; the names are Horovod's.
@@ -260,9 +266,14 @@ ObjectState = ArrayState = State
 def _is_counter(value: Any) -> bool:
     """Neither model nor array: what tells how far training is."""
     kinds = (*NUMBERS, str, type(None))
-    found: list[bool] = []
-    mapped(value, lambda x: found.append(hasattr(x, "on_record") or isinstance(x, kinds)))
-    return all(found)
+    return all(isinstance(leaf, kinds) or hasattr(leaf, "on_record") for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What dicts, lists and tuples hold, however deep; or the value itself."""
+    found: list[Any] = []
+    mapped(value, found.append)
+    return found
 
 
 def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:

@@ -143,6 +143,27 @@ def test_who_is_furthest(alone, number) -> None:
     assert max(states, key=elastic.State.progress) is ahead
 
 
+def test_optimizers_and_samplers_in_lists_count_too(alone) -> None:
+    torch = pytest.importorskip("torch")
+    weight, layer = Weight(2), torch.nn.Linear(1, 1)
+    ours = hvd.DistributedOptimizer(Momentum([weight]))
+    theirs = torch.optim.SGD(layer.parameters())
+    sampler = elastic.Sampler(8)
+    state = elastic.State(opts=[ours, {"other": theirs}], data=([sampler],), step=0)
+    assert state.progress().is_whole
+    for opt in (ours, theirs):
+        opt.step()
+        assert not state.progress().is_whole, "nobody has counted that step"
+        state.step += 1
+        assert state.progress().is_whole
+    ours.step()
+    for i in range(4):
+        sampler.record_batch(i, 2)
+    assert state.progress().is_whole
+    state.on_reset()
+    assert list(sampler) == [], "the epoch is complete"
+
+
 def test_a_digest_tells_any_difference(alone) -> None:
     def digest(**changes: object) -> int:
         whole = {"a": np.arange(6.0).reshape(2, 3), "odd": np.arange(4) > 1, "n": 1, "s": ["x", {}]}
