@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from horo_lite.adapters.object import Named, name_leaves
 from horo_lite.collectives.arrays import Array, copy_of, exportable, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
+from horo_lite.context import on_renewed
 from horo_lite.errors import MismatchError
 from horo_lite.state.drift import DriftCheck
 from horo_lite.state.wrapper import Wrapper
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
 
 T = TypeVar("T")
+
+# The method of an optimizer after which nothing is left of its gradients, by any of its names.
+_ZERO_GRAD = ("zero_grad", "reset_grad", "clear_grad")
 
 
 class DistributedOptimizer(Wrapper):
@@ -250,7 +255,7 @@ class DistributedOptimizer(Wrapper):
             return MethodType(_stepper(name), self)
         if name in own.finder.before_step:
             return MethodType(_looker(name), self)
-        if name in ("zero_grad", "reset_grad", "clear_grad"):
+        if name in _ZERO_GRAD:
             own.forget()
         return found
 
@@ -335,6 +340,18 @@ class _Own:
         if type(self.finder) is Adapter and named:
             self.adapter = adapter_of(named[0][1])
         self.adapter.mark_gradients([parameter for _, parameter in named])
+        _alive.add(self)
+
+    def follow_world(self) -> None:
+        """The ranks are those of another world, and the step that they were in is lost.
+
+        So are its gradients, to which the first pass of the next step would be added.
+        """
+        self.is_synchronized = self.is_skipping = self.has_looked = self.has_begun = False
+        self.changed = self.reducer = None
+        names = (name for name in _ZERO_GRAD if callable(getattr(self.inner, name, None)))
+        if (name := next(names, None)) is not None:
+            getattr(self.inner, name)()
 
     def check(self) -> None:
         """The inner optimizer is one, and has parameters. Errors say what was looked for."""
@@ -501,6 +518,17 @@ class _Own:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.__post_init__()
+
+
+_alive: weakref.WeakSet[_Own] = weakref.WeakSet()
+
+
+def _follow_world() -> None:
+    for own in list(_alive):
+        own.follow_world()
+
+
+on_renewed(_follow_world)
 
 
 def _rebuilt(own: _Own) -> DistributedOptimizer:

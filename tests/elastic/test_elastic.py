@@ -164,6 +164,30 @@ def test_optimizers_and_samplers_in_lists_count_too(alone) -> None:
     assert list(sampler) == [], "the epoch is complete"
 
 
+def test_gradients_of_a_step_that_was_lost_are_gone() -> None:
+    class Accumulating(Momentum):
+        def zero_grad(self) -> None:
+            for weight in self.params:
+                weight.grad[:] = 0
+
+    weight = Weight(2)
+    hvd.init()
+    opt = hvd.DistributedOptimizer(Accumulating([weight]))
+    weight.grad += 3
+    hvd.shutdown()
+    hvd.init()  # as elastic.run does, when a rank was lost in the exchange
+    weight.grad += 1
+    opt.step()
+    assert weight.data.tolist() == [-0.1, -0.1]
+    weight.grad += 3
+    opt.synchronize()
+    hvd.shutdown()
+    hvd.init()
+    opt.step()  # not a second exchange of what was synchronized
+    assert opt.speed[id(weight)].tolist() == [1.0, 1.0]
+    hvd.shutdown()
+
+
 def test_a_digest_tells_any_difference(alone) -> None:
     def digest(**changes: object) -> int:
         whole = {"a": np.arange(6.0).reshape(2, 3), "odd": np.arange(4) > 1, "n": 1, "s": ["x", {}]}
