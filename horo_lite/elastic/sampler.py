@@ -22,7 +22,8 @@ class Sampler:
 
     Every rank makes the same batches of the same size, and records each once. Call `set_epoch(e)`
     before an epoch begins or after it ends; for the epoch under way it changes nothing. Without it
-    every epoch has the order of the first: an iteration that follows a complete one begins anew.
+    every epoch has the order of the first: an iteration that follows a complete one, which has left
+    less than one more batch, begins anew.
     """
 
     def __init__(self, dataset_or_n: object, shuffle: bool = True, seed: int = 0) -> None:
@@ -32,9 +33,10 @@ class Sampler:
         self._epoch = 0
         self._n_consumed = 0
         self._begin = 0  # what was consumed when the iteration under way began
-        # Whether an iteration has begun since `set_epoch` or a change of the world. Only then does
-        # the next one begin anew where nothing is left: a job that lost ranks between the last
-        # batch of an epoch and the next epoch must not train on this one again.
+        self._n_batch = 1  # samples of the last batch, of all ranks
+        # Whether an iteration has begun since `set_epoch` or a change of the world. Only then may
+        # it be complete, and the next one begin anew: a job that lost ranks between the last batch
+        # of an epoch and the next epoch must not train on this one again.
         self._has_begun = False
         self._place: tuple[int, int] | None = None  # in the world that deals it out
         self.on_record: Callable[[], None] | None = None
@@ -69,7 +71,8 @@ class Sampler:
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch; from its beginning, unless it is under way."""
-        if non_negative("epoch", epoch) != self._epoch:
+        # Horovod's scripts call it after an epoch, which may be with the number of that one.
+        if non_negative("epoch", epoch) != self._epoch or self._is_complete():
             self._epoch = epoch
             self._n_consumed = 0
         self.reset()
@@ -99,7 +102,8 @@ class Sampler:
         self._record(len(indices))
 
     def _record(self, n_samples: int) -> None:
-        self._n_consumed = min(self._n_consumed + n_samples * self.size, self._n)
+        self._n_batch = n_samples * self.size
+        self._n_consumed = min(self._n_consumed + self._n_batch, self._n)
         if self.on_record is not None:
             self.on_record()
 
@@ -114,7 +118,7 @@ class Sampler:
         return -(-(self._n - self._begin) // self.size)
 
     def __iter__(self) -> Iterator[int]:
-        if self._has_begun and self._n_consumed == self._n:
+        if self._is_complete():
             self._n_consumed = 0
         self._has_begun = True
         self._deal()
@@ -124,6 +128,11 @@ class Sampler:
         while len(rest) < total:  # more than once where ranks outnumber samples
             rest += rest[: total - len(rest)]
         return iter(rest[rank:total:size])
+
+    def _is_complete(self) -> bool:
+        """Whether the iteration under way has no further batch; loaders may leave out the last."""
+        rest = self._n - self._n_consumed
+        return self._has_begun and (rest == 0 or rest < self._n_batch)
 
     def _dealt_out(self) -> list[int]:
         order: list[int] = sample_order(self._n, self._shuffle, self._seed, self._epoch).tolist()

@@ -242,6 +242,7 @@ def test_every_sample_is_seen_once_whoever_is_lost(monkeypatch, worlds) -> None:
     seen: Counter = Counter()
     for size, n_batches in worlds:
         seen += dealt(sampler, monkeypatch, size, n_batches, 2)
+        sampler.reset()  # as `elastic.run` does in a new world
         sampler.set_epoch(2)  # it is under way
     assert set(seen) == set(range(60))
     assert seen.total() <= 60 + sum(size - 1 for size, n in worlds if n == 99)
@@ -282,6 +283,26 @@ def test_without_set_epoch_every_epoch_has_the_samples_again(monkeypatch, size: 
         assert len(epochs[-1]) == len(sampler) == -(-10 // size)
     assert epochs[0] == epochs[1] == epochs[2]
     assert sampler.remaining_indices == []
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("call", ["before", "after", "after, the next", "never"])
+def test_no_epoch_is_left_out(monkeypatch, call: str, drop_last: bool) -> None:
+    """Horovod says to call `set_epoch` at an epoch's end: scripts do with that epoch's number."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_: (1, 2))
+    sampler = elastic.Sampler(21)
+    loader = torch.utils.data.DataLoader(range(21), 3, sampler=sampler, drop_last=drop_last)
+    for epoch in range(4):
+        if call == "before":
+            sampler.set_epoch(epoch)
+        seen = []
+        for i, batch in enumerate(loader):
+            seen += batch.tolist()
+            sampler.record_batch(i, 3)
+        assert len(seen) == (9 if drop_last else 11), f"epoch {epoch}"
+        if call.startswith("after"):
+            sampler.set_epoch(epoch + ("next" in call))
 
 
 def test_an_epoch_that_is_complete_is_not_trained_on_again_after_a_loss(alone) -> None:
