@@ -62,6 +62,28 @@ def test_what_ddp_shows_of_a_fault(fault: str, expected: list[str], tmp_path: Pa
             assert text in job.stderr(), job.result()
 
 
+@pytest.mark.mpi
+def test_a_wait_for_each_other_in_two_groups_of_the_same_ranks_names_the_groups() -> None:
+    script = """
+        import torch
+        from torch import distributed as dist
+        import horo_lite.torch
+
+        dist.init_process_group("horo_lite", init_method="horo-lite://")
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        rank = dist.get_rank()
+        print(rank, "in", groups[rank].group_name, flush=True)
+        dist.all_reduce(torch.ones(3), group=groups[rank])
+    """
+    result = run_ranks(script, 2, env={"HORO_LITE_STALL_ABORT_S": "1"})
+    assert result.returncode != 0
+    names = dict(re.findall(r"^(\d) in (\S+)$", result.stdout, re.M))
+    assert names["0"] != names["1"]
+    for rank in "01":
+        told = rf"rank {rank} has waited \S+ s in torch.distributed collective 1 of group (\S+) for"
+        assert set(re.findall(told, result.stderr)) == {names[rank]}, result
+
+
 def test_nothing_needs_importing(tmp_path: Path) -> None:
     """Installed, the package is found by `import torch`, which stays as quick as it was."""
     project = (ROOT / "pyproject.toml").read_text()

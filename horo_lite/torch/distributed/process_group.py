@@ -128,6 +128,7 @@ class ProcessGroup(dist.ProcessGroup):
         channel = f"torch.distributed {group_name} {self._world_ranks}"
         self._channel = _native.hash64(channel.encode())
         self._is_open = True
+        self._of_group = "" if self._is_whole else f" of group {group_name}"
         # Goes on counting where another process group has used the same ranks before.
         self._numbers = group.kept.setdefault(_COUNTER, itertools.count(1))
         self._order = threading.Lock()
@@ -703,7 +704,7 @@ class ProcessGroup(dist.ProcessGroup):
         staged: Staged,
     ) -> Work:
         with _named(f"horo_lite:{what}"), self._order:
-            part.label = f"torch.distributed collective {next(self._numbers)}"
+            part.label = f"torch.distributed collective {next(self._numbers)}{self._of_group}"
             handle = self.group.submit(call, part)
         finish = staged.finish()
         issued = Work(handle, results, self._waiter, timeout_s or self._timeout_s, finish)
