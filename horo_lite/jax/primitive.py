@@ -113,7 +113,11 @@ def _results(*xs: Any, call: Call) -> Any:
             )
     shapes = call.results(xs)
     call.check([x.dtype for x in shapes])
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes], {_IN_ORDER}
+    weak = [x.weak_type for x in xs]  # a number stays one to JAX, which decides what it promotes
+    return [
+        jax.core.ShapedArray(x.shape, x.dtype, is_weak)
+        for x, is_weak in zip(shapes, weak, strict=False)  # a weight has no result
+    ], {_IN_ORDER}
 
 
 def _is_numpys(dtype: Any) -> bool:

@@ -284,6 +284,11 @@ assert total["b"][1] is print and total["b"][0] == sum(range(size)) and total["a
 assert hvd.allreduce(1.5 * rank) == 1.5 * (size - 1) / 2
 squares = lambda: hvd.allreduce(rank**2)  # a number is no integer array, whose average is cut
 assert np.allclose([squares(), jax.jit(squares)()], np.mean(np.arange(size) ** 2))
+for f in (lambda x: hvd.allreduce(x, hvd.Sum), lambda x: hvd.broadcast(x * size, 1)):
+    # Nor does a number decide the dtype of what it is added to.
+    assert (both(lambda x: f(x) + jnp.ones(2, jnp.bfloat16), 1.5) == 1.5 * size + 1).all()
+slope = jax.grad(lambda x: (hvd.allreduce(x, hvd.Sum) * jnp.ones(2, jnp.bfloat16)).sum())
+assert jax.jit(slope)(1.5) == 2 * size
 assert type(hvd.allreduce(np.ones(2) * rank)) is np.ndarray
 ragged = hvd.allgather(jnp.full((rank + 1, 2), rank))
 assert ragged[:, 0].tolist() == [r for r in range(size) for _ in range(r + 1)]
