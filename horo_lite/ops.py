@@ -126,7 +126,9 @@ def allreduce(
         group: The ranks that take part; all of the world by default.
 
     Returns:
-        A new array of the kind of `x`; for a number, a number.
+        A new array of the kind of `x`; for a number, a number. No gradients flow
+        through it, as through torch.distributed's: for that there are the operations of
+        `horo_lite.torch`, `.jax` and `.tensorflow`.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
