@@ -221,7 +221,10 @@ struct PyHostsGroup : EngineGroup {
     };
     return std::make_unique<HostsChannel>(std::shared_ptr<HostsGroup>(self, &hosts), wake_ups, stop);
   }
-  Engine::DirectWait direct_wait() const override { return {hosts.n_waits(), hosts.waiting_thread()}; }
+  Engine::DirectWait direct_wait() const override {
+    const uint64_t number = hosts.n_waits();
+    return {number, hosts.waiting_thread(), number % 2 == 1 ? hosts.peers().label() : ""};
+  }
   void reduce(const std::string&, const std::vector<TensorRef>& tensors, Op op, Wire wire,
               const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>&) override {
     // The engines' round was the handshake.

@@ -262,6 +262,15 @@ Engine::Waits Engine::waiting() {
   return {std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait, beside};
 }
 
+std::string Engine::waits_in() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const Await* await = awaited()) return await->job->entry.name;
+    if (stopping_) return "shutdown()";
+  }
+  return direct_waits_ ? direct_waits_().label : "";
+}
+
 void Engine::wait(Job& job) {
   if (serve) serve(kBlockedSeconds);
   else job.wait(kBlockedSeconds);
@@ -622,6 +631,7 @@ void Engine::fail_unmatched() {
     order_.emplace_back(kJoin);
   }
   ++n_failed_;
+  const std::vector<std::string> calls = exchange(waits_in());
   const auto list = [](const std::vector<int>& numbers) {
     std::string text;
     for (const int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
@@ -631,10 +641,15 @@ void Engine::fail_unmatched() {
   for (const auto& [name, known] : unmatched) {
     if (!known.has[channel_->rank()]) continue;
     const std::string have = list(numbers([&](int r) { return known.has[r]; }));
-    const std::string lack = list(numbers([&](int r) { return !known.has[r] && !has_joined(r); }));
-    failed.emplace_back(take(name), name + " was submitted by rank " + have + " but not by rank " + lack +
-                                        ", and every rank is waiting: nothing can go on. Asynchronous operations are "
-                                        "matched by name; see that every rank submits the same ones.");
+    const auto lacks = [&](int r) { return !known.has[r] && !has_joined(r); };
+    std::string elsewhere;
+    for (int r = 0; r < channel_->size(); ++r) {
+      if (lacks(r) && !calls[r].empty()) elsewhere += ", rank " + std::to_string(ranks_[r]) + " in " + calls[r];
+    }
+    failed.emplace_back(take(name), name + " was submitted by rank " + have + " but not by rank " +
+                                        list(numbers(lacks)) + ", and every rank is waiting" + elsewhere +
+                                        ": nothing can go on. Look for a call that some ranks do not make, such as "
+                                        "one inside `if rank == 0`. Asynchronous operations are matched by name.");
   }
   for (const auto& [job, text] : failed) finish(*job, std::make_exception_ptr(Mismatch(text)));
 }

@@ -123,11 +123,12 @@ class Engine {
   using Explain =
       std::function<std::string(const std::string& label, const std::vector<std::string>&, const std::vector<int>&)>;
 
-  // Whether a thread waits in a direct call: a number that changes whenever that begins or ends, odd while it lasts,
-  // and which thread that is.
+  // Whether a thread waits in a direct call: a number that changes whenever that begins or ends, odd while it lasts;
+  // which thread that is, and what it waits in.
   struct DirectWait {
     uint64_t number = 0;
-    int thread = 0;  // as the kernel numbers it
+    int thread = 0;     // as the kernel numbers it
+    std::string label;  // while it lasts
   };
   using DirectWaits = std::function<DirectWait()>;
 
@@ -208,6 +209,7 @@ class Engine {
   // What messages call the ranks of which that is so.
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
   Waits waiting();
+  std::string waits_in();        // the same in words
   const Await* awaited() const;  // the longest wait that is not over; under the mutex
   std::vector<std::string> exchange(const std::string& mine);
   void check_peers();
