@@ -23,12 +23,12 @@ def epoch_ns(transport: Transport, several_hosts: bool) -> int:
         several_hosts: Whether they are on several hosts: those of one have one clock.
     """
     mine = time.time_ns() - time.monotonic_ns()
-    headers = transport.agree(0, mine, label="the comparison of clocks")
+    headers = transport.agree(0, mine, label="init()")
     if not several_hosts:
         return headers[0].count
     ahead = []
     for _ in range(_N_HANDSHAKES):
         now = time.monotonic_ns()  # all have just left a handshake
-        times = transport.agree(0, now, label="the comparison of clocks")
+        times = transport.agree(0, now, label="init()")
         ahead.append(now - times[0].count)
     return headers[0].count - int(statistics.median(ahead))

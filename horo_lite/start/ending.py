@@ -26,8 +26,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from horo_lite import context
 from horo_lite.errors import (
+    AllocationError,
+    DriftError,
     HoroLiteError,
     MismatchError,
+    NonFiniteError,
     PeerLostError,
     StallError,
     in_one_line,
@@ -37,6 +40,13 @@ from horo_lite.start import launcher
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
+
+_PROGRAM_ENDED = "its program ended; a rank with fewer batches than others calls hvd.join() first"
+
+# In the names of files that are not the program's, such as PyTorch's, in which backward() waits.
+_LIBRARIES = ("/site-packages/", "/dist-packages/", str(Path(os.__file__).parent))
+# Of these, one rank's traceback is enough.
+_ON_EVERY_RANK = (MismatchError, DriftError, NonFiniteError, AllocationError, StallError)
 
 # A launcher that is asked to end the job kills its ranks within milliseconds.
 _KILLED_WITHIN_S = 2.0
@@ -105,7 +115,7 @@ def unwatch(transports: Sequence[Transport]) -> None:
 
 def reason() -> str:
     """Return the reason why this process ends, as its peers report it."""
-    return "its program ended" if _installed is None else _installed.exited()[1]
+    return _PROGRAM_ENDED if _installed is None else _installed.exited()[1]
 
 
 def exits_with_failure() -> bool:
@@ -225,7 +235,7 @@ class _Hooks:
             # Somebody may have caught SystemExit, but then the program went on.
             if outermost.f_lasti == instruction:
                 return status, reason
-        return None, "its program ended"
+        return None, _PROGRAM_ENDED
 
     def _is_over(self) -> bool:
         return _installed is not self or _is_forked or hasattr(sys, "ps1")
@@ -298,10 +308,12 @@ class _Hooks:
     ) -> None:
         package = str(Path(__file__).parents[1])
         frames = [at for at in traceback.extract_tb(trace) if package not in at.filename]
-        at = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in frames[-1:])
+        program = [at for at in frames if not any(part in at.filename for part in _LIBRARIES)]
+        last = (program or frames)[-1:]
+        at = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in last)
         if isinstance(error, PeerLostError) and not first:
             pass  # the cause lies elsewhere, and should not drown in the words of its victims
-        elif isinstance(error, (MismatchError, StallError)) and not first:
+        elif isinstance(error, _ON_EVERY_RANK) and not first:
             write(f"[horo_lite] {self.name}: {type(error).__name__} as well{at}\n")
         elif isinstance(error, (PeerLostError, StallError, KeyboardInterrupt)) or not frames:
             write(f"[horo_lite] {self.name}: {in_one_line(error)}{at}\n")

@@ -22,7 +22,11 @@ pytestmark = pytest.mark.mpi
 ITSELF = "[horo_lite] rank {rank} of 3 ({host}, pid {pid})"
 PEERS = "PeerLostError: rank {rank} (pid {pid} on {host}) "
 RAISED = (f"{ITSELF} ends the job with an exception:", "[rank {rank}] ValueError: no such file")
-LEFT = (f"{PEERS}has left (its program ended)", " while rank ")
+LEFT = (
+    f"{PEERS}has left (its program ended; a rank with fewer batches than others calls "
+    "hvd.join() first)",
+    " while rank ",
+)
 KILLED = (f"{PEERS}was killed by signal 9 (Killed)",)
 
 IMPATIENT = "from horo_lite.start import mpi\nmpi._GRACE_S = 3.0"
@@ -108,6 +112,9 @@ ENDS = [
           (LEFT[0] + ", last seen in allreduce 'gradients of step 2', while rank ",
            "waited in allreduce 'gradients of step 3'"),
           others="for i in range(4): hvd.allreduce(np.ones(9), name=f'gradients of step {i}')"),
+    Fault("one step less, as backward() finds out", TORCH + "fault()",
+          (LEFT[0], "waited in gradients of optimizer 1, exchange 1 of step 2 (at ", ", step)\n"),
+          late=True, others=TORCH + "step(1)", needs="torch"),
     Fault("one step more, and nobody asks what became of it",
           "hvd.allreduce_async(np.ones(9), name='one more')",
           (f"{ITSELF}: PeerLostError: rank ", "has left", "allreduce 'one more'"), others="pass"),
@@ -206,6 +213,13 @@ def test_the_job_ends(fault: Fault) -> None:
         pytest.importorskip(fault.needs)
     result = run(fault)
     check_words(fault, result)
+
+
+def test_what_all_ranks_raise_alike_is_told_once() -> None:
+    """The others add where they were, if the launcher lets them."""
+    drift = "hvd.check_in_sync({{'w': np.full(3, {})}})"
+    result = run(Fault("", drift.format(1.0), others=drift.format(2.0)))
+    assert result.stderr.count("DriftError: the replicas differ") == 1, str(result)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
