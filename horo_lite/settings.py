@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -220,11 +221,11 @@ def _whole(argument: str, given: int | None, least: int, form: str) -> int | Non
     if given is None and not text:
         return None
     try:
-        value = int(text) if given is None else given
-    except ValueError:
+        value = int(text) if given is None else operator.index(given)
+    except (TypeError, ValueError):
         value = least - 1
     if value < least:
-        where = f"{argument}={given}" if given is not None else f"{name}={text}"
+        where = f"{argument}={given!r}" if given is not None else f"{name}={text}"
         raise ValueError(f"{where}: {form}")
     return value
 

@@ -272,7 +272,7 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::opt
       view = nb::ndarray<>(read_only);
     }
   } catch (nb::python_error& error) {
-    throw nb::type_error((at(index) + error.what()).c_str());
+    throw nb::type_error((at(index) + in_one_line(error)).c_str());
   }
   nb::dlpack::dltensor tensor{};
   std::vector<int64_t> shape, strides;

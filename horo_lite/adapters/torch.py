@@ -116,6 +116,8 @@ def _mark(parameter: Any) -> None:
 
 def _memory(tensor: Any) -> Array:
     tensor = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.is_meta:
+        raise TypeError("a tensor on the meta device has no memory yet: see Module.to_empty()")
     if tensor.device.type != "cpu":
         return tensor
     if hasattr(tensor, "__tensor_flatten__"):

@@ -225,6 +225,8 @@ def refuse_opaque(tensor: Tensor, which: str = "") -> None:
     elif tensor.layout is torch.strided and _has_tangent(tensor):
         what = "a dual tensor of forward-mode differentiation, whose tangent would be lost"
         remedy = "exchange its two parts, of forward_ad.unpack_dual(x)"
+    elif tensor.is_meta:
+        what, remedy = "on the meta device, without memory", "exchange one that has some"
     else:
         return
     raise ValueError(f"{which}it is {what}: {remedy}")

@@ -310,6 +310,8 @@ def test_errors_at_construction() -> None:
             DistributedOptimizer(Momentum(net), backward_passes_per_step=0, group=group)
         with pytest.raises(ValueError, match="bucket_bytes=0"):
             DistributedOptimizer(Momentum(net), bucket_bytes=0, group=group)
+        with pytest.raises(ValueError, match="bucket_bytes='1MB': a bucket has a whole number"):
+            DistributedOptimizer(Momentum(net), bucket_bytes="1MB", group=group)  # type: ignore[arg-type]
         twice = [("a", net["w"]), ("a", net["b"])]
         with pytest.raises(ValueError, match="'a' more than once"):
             DistributedOptimizer(Momentum(net), named_parameters=twice, group=group)
