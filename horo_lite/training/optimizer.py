@@ -120,11 +120,9 @@ class DistributedOptimizer(Wrapper):
     ) -> None:
         if type(optimizer) is DistributedOptimizer:
             raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
-        if (
-            parameters is not None
-            and not isinstance(parameters, Mapping)
-            and not callable(parameters)
-        ):
+        # A list or dict may be changed later: what it holds counts at each step.
+        is_kept = parameters is None or isinstance(parameters, (list, tuple, Mapping))
+        if not is_kept and not callable(parameters):
             parameters = list(parameters)
         options = Options(
             op=op,

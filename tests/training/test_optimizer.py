@@ -271,6 +271,33 @@ def test_where_parameters_are_found() -> None:
     run_threads(1, rank)
 
 
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_list_or_dict_of_parameters_may_change(kind: type) -> None:
+    """In an optimizer that makes its parameters anew, and one that gets another meanwhile."""
+
+    def rank(group: Group) -> None:
+        holder: Any = dict(enumerate([Parameter([0.0]), Parameter([0.0])]))
+        if kind is list:
+            holder = list(holder.values())
+
+        class Replacing:
+            def step(self) -> None:
+                for i in range(len(holder)):
+                    holder[i] = Parameter(holder[i].data - holder[i].grad)
+
+        optimizer = DistributedOptimizer(Replacing(), parameters=holder, group=group)
+        for step in range(3):
+            for i in range(len(holder)):
+                holder[i].grad = np.array([2.0 * (group.rank + i)])
+            optimizer.step()
+            if step == 1:
+                more = Parameter([0.0])
+                holder.append(more) if kind is list else holder.update({2: more})
+        assert [holder[i].data.tolist() for i in range(3)] == [[-3.0], [-9.0], [-5.0]]
+
+    run_threads(2, rank)
+
+
 def test_a_group_of_parameters_added_later() -> None:
     def rank(group: Group) -> None:
         net = network()
