@@ -142,7 +142,8 @@ def errors_in(folder: Path) -> list[RankError]:
 def serve(folder: str, size: int, rank: int | None = None) -> None:
     """Make the call in `folder` on this rank, and leave its result or error there.
 
-    The error is raised as well, so that the job ends as it would have without `run`.
+    The error is raised as well, so that the job ends as it would have without `run`. There is
+    nothing to read from standard input: `input()` raises EOFError, and breakpoint() ends the rank.
 
     Args:
         folder: Where `run` has left the call.
@@ -153,6 +154,8 @@ def serve(folder: str, size: int, rank: int | None = None) -> None:
         launch = launcher.detect(os.environ)
         rank = (launch.rank if launch is not None else None) or 0
     call: dict[str, Any] = {"is_last": False}
+    with open(os.devnull) as nothing:  # Open MPI leaves ranks but the first a pipe that never ends
+        os.dup2(nothing.fileno(), 0)
     try:
         try:
             call = pickle.loads(Path(folder, "call").read_bytes())

@@ -99,6 +99,22 @@ def test_results_come_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.mpi
+def test_ranks_have_no_input_to_wait_for() -> None:
+    cell = notebook("""
+    import sys
+    import horo_lite as hvd
+
+    def train():
+        hvd.init()
+        try:
+            input()
+        except EOFError:
+            return sys.stdin.read(), hvd.rank()
+    """)
+    assert hvd.run(cell["train"], np=2) == [("", 0), ("", 1)]
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("before_init", [False, True])
 def test_an_exception_comes_back_with_its_ranks_traceback(
     before_init: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
