@@ -37,9 +37,10 @@ JOINED = -1  # in place of a hash
 
 ADVICE = (
     "Usual causes: no broadcast_parameters() after the model was made or loaded; a step, a "
-    "load_state_dict() or a change by hand on some ranks only; buffers that every rank computes "
-    "from samples of its own; where only last bits differ, ranks with different processors, "
-    "libraries or numbers of threads, which round a norm, say, differently."
+    "load_state_dict() or a change by hand on some ranks only; a learning rate that follows a "
+    "rank's own loss; buffers that every rank computes from samples of its own; where only last "
+    "bits differ, ranks with different processors, libraries or numbers of threads, which round a "
+    "norm, say, differently."
 )
 
 
