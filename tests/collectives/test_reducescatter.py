@@ -70,9 +70,9 @@ def test_scales_of_fp16_begin_with_each_ranks_rows() -> None:
     x = np.array([2.0**20, 2.0**-20], np.float32)
 
     def body(group: hvd.Group) -> tuple[float, float]:
-        fp16 = hvd.Compression.fp16
-        whole = hvd.allreduce(x, compression=fp16, group=group)
-        return whole[1], hvd.reducescatter(x, compression=fp16, group=group)[0]
+        options = {"compression": hvd.Compression.fp16, "group": group}
+        own = x * (group.rank + 0.5)  # of which x is the average
+        return hvd.allreduce(own, **options)[1], hvd.reducescatter(own, **options)[0]
 
     assert run_threads(2, body)[1] == (0.0, 2.0**-20)
 
@@ -87,7 +87,7 @@ class WholeResults(Compressor):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_hooks_see_whole_results(asynchronous: bool) -> None:
     def body(group: hvd.Group) -> list[float]:
-        x = np.arange(4.0)
+        x = np.arange(4.0) * (group.rank + 0.5)
         compression = WholeResults("whole results", "none")
         result: NDArray[np.float64] = scattered(group, x, asynchronous, compression=compression)
         return result.tolist()

@@ -229,7 +229,9 @@ struct Member {
     const auto explain = [](const std::string& name, const std::vector<std::string>& said, const std::vector<int>&) {
       return name + " differs: " + said.front() + ", " + said.back();
     };
-    const auto waits = [this] { return Engine::DirectWait{direct->n_waits(), direct->waiting_thread()}; };
+    const auto waits = [this] {
+      return Engine::DirectWait{direct->n_waits(), direct->waiting_thread(), direct->peers().label()};
+    };
     auto wake_ups = std::make_shared<Network::Notes>(world.asynchronous, 1, rank);
     auto channel = std::make_unique<HostsChannel>(asynchronous, std::move(wake_ups));
     engine = std::make_unique<Engine>(std::move(channel), world.ranks, explain, waits);
