@@ -13,7 +13,7 @@ from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.horovod.process_sets import global_process_set
 from horo_lite.horovod.reductions import AdasumOp, named_op
-from horo_lite.torch.exchange import Exchange
+from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.functions import broadcast_parameters
 from horo_lite.torch.options import TorchOptions
 from horo_lite.torch.slots import Slot
@@ -183,7 +183,7 @@ class _Owner:
         self.param_groups = [{"params": parameters}]
 
 
-class _ModuleExchange(Exchange):
+class _ModuleExchange(GradientExchange):
     """An exchange that learns of no step() or zero_grad(): every backward() begins anew."""
 
     is_paused = False

@@ -51,13 +51,13 @@ WEIGHT_COMES_FIRST = (
 )
 
 # Whose gradients a parameter's are, by the parameter's id, so that nobody averages them twice.
-_owner_of: dict[int, weakref.ref[Exchange]] = {}
+_owner_of: dict[int, weakref.ref[GradientExchange]] = {}
 # Those of a world of one, which own nothing, and have work once that has grown.
-_alone: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_alone: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class Exchange:
+class GradientExchange:
     """When the gradients of one optimizer travel."""
 
     def __init__(
@@ -68,9 +68,7 @@ class Exchange:
         self.op = options.op
         self._base = type(optimizer)
         self._inner = weakref.ref(optimizer)
-        self._param_groups: Callable[[], list[dict[str, Any]]]
-        attributes = optimizer.__dict__
-        self._param_groups = lambda: attributes["param_groups"]
+        self._attributes: dict[str, Any] = optimizer.__dict__  # which the wrapped one shares
         self._names = _names(named, self._parameters())
         self._drift = DriftCheck(options.check_every or 0, options.on_drift)
         self.patched_step: Any = None
@@ -162,7 +160,7 @@ class Exchange:
     def _parameters(self) -> list[tuple[str, Any]]:
         return [
             (name, parameter)
-            for g, group in enumerate(self._param_groups())
+            for g, group in enumerate(self._attributes["param_groups"])
             for name, parameter in zip(
                 group.get("param_names")
                 or [f"param_groups[{g}][{i}]" for i in range(len(group["params"]))],
@@ -178,22 +176,10 @@ class Exchange:
         """
         if not self.active:
             return
-        parameters = [p for group in self._param_groups() for p in group["params"]]
+        parameters = [p for group in self._attributes["param_groups"] for p in group["params"]]
         if len(parameters) != len(self.slots) or not all(map(is_, parameters, self._seen)):
             named = self.named()
-            if len({id(parameter) for _, parameter in named}) < len(named):
-                twice = Counter(id(parameter) for _, parameter in named).most_common(1)[0][0]
-                name = next(name for name, parameter in named if id(parameter) == twice)
-                raise ValueError(
-                    f"parameter {name!r} is in the optimizer's param_groups twice: list it once"
-                )
-            for name, parameter in named:
-                owner = _owner_of.get(id(parameter), nobody)()
-                if owner is not None and owner is not self:
-                    raise ValueError(
-                        f"parameter {name!r} belongs to another DistributedOptimizer, and its "
-                        "gradient would be exchanged twice: give each parameter to one of them"
-                    )
+            self._check_owned_once(named)
             self.slots = []
             for i, (name, parameter) in enumerate(named):
                 slot = self._of_id.get(id(parameter))
@@ -213,6 +199,21 @@ class Exchange:
             self._seen = parameters
             self._make_homes()
         self._add_hooks()
+
+    def _check_owned_once(self, named: list[tuple[str, Any]]) -> None:
+        here: set[int] = set()
+        for name, parameter in named:
+            if id(parameter) in here:
+                raise ValueError(
+                    f"parameter {name!r} is in the optimizer's param_groups twice: list it once"
+                )
+            here.add(id(parameter))
+            owner = _owner_of.get(id(parameter), nobody)()
+            if owner is not None and owner is not self:
+                raise ValueError(
+                    f"parameter {name!r} belongs to another DistributedOptimizer, and its "
+                    "gradient would be exchanged twice: give each parameter to one of them"
+                )
 
     def _add_hooks(self) -> None:
         for slot in [slot for slot in self._unhooked if slot.parameter.requires_grad]:
@@ -252,7 +253,7 @@ class Exchange:
                 return  # a hook before this one has called step(), and maybe zero_grad()
             if self.options.sparse_as_dense:
                 gradient = self._densify(slot)
-            if slot.passed == self._pass:  # a second time, by another pass inside of this one
+            if slot.last_pass == self._pass:  # a second time, by another pass inside of this one
                 self.is_nested = True
                 if slot.travels and not self.reducer.hold(slot.index):
                     raise RuntimeError(
@@ -267,7 +268,7 @@ class Exchange:
                 slot.begin()  # another gradient: somebody has set the last one to None
             if slot.touched and slot.has_changed(additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
-            slot.passed = self._pass
+            slot.last_pass = self._pass
             slot.passes += 1
             slot.touched = True
             passes = self.options.backward_passes_per_step
@@ -643,7 +644,7 @@ def _changed_too_early(name: str) -> str:
     )
 
 
-def _hook(reference: weakref.ref[Exchange], slot: Slot) -> Callable[[Any], None]:
+def _hook(reference: weakref.ref[GradientExchange], slot: Slot) -> Callable[[Any], None]:
     @uncompiled
     def touched(_: Any) -> None:
         exchange = reference()

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import torch
 
 from horo_lite.errors import MismatchError
-from horo_lite.torch.exchange import Exchange
+from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.slots import Slot, SlotAdapter
 
 
-class LocalSteps(Exchange):
+class LocalSteps(GradientExchange):
     """Gradients stay a rank's own; what its optimizer makes of them is exchanged, in step().
 
     In Horovod's words, of each parameter, with momenta and all other state a rank's own:

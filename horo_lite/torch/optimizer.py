@@ -18,7 +18,7 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given
 from horo_lite.horovod.reductions import AdasumOp, named_op
-from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, Exchange, nobody
+from horo_lite.torch.exchange import WEIGHT_COMES_FIRST, GradientExchange, nobody
 from horo_lite.torch.local_steps import LocalSteps
 from horo_lite.torch.options import TorchOptions
 from horo_lite.training.optimizer import takes_weight
@@ -167,7 +167,7 @@ def _wrapped(
             "this optimizer has a DistributedOptimizer already: use that one, or delete it first"
         )
     named = None if named_parameters is None else list(named_parameters)
-    kind = LocalSteps if options.combines_steps else Exchange
+    kind = LocalSteps if options.combines_steps else GradientExchange
     exchange = kind(optimizer, named, options)
     base: Any = type(optimizer)
     wrapped = object.__new__(_class_of(base))
@@ -220,7 +220,7 @@ class _DistributedOptimizer:
     """What a wrapped optimizer has beside its own class."""
 
     __slots__ = ("_exchange",)
-    _exchange: Exchange
+    _exchange: GradientExchange
 
     def set_weight(self, weight: float) -> None:
         """This rank's number of samples of the step that comes, where batches are uneven.

@@ -13,7 +13,7 @@ from horo_lite.errors import HoroLiteError, MismatchError, NonFiniteError
 from horo_lite.torch.uncompiled import all_uncompiled
 
 if TYPE_CHECKING:
-    from horo_lite.torch.exchange import Exchange
+    from horo_lite.torch.exchange import GradientExchange
 
 graph_task = torch._C._current_graph_task_id
 _evaluating: Callable[[], Any] = torch._C._current_autograd_node  # None between nodes
@@ -21,7 +21,7 @@ _evaluating: Callable[[], Any] = torch._C._current_autograd_node  # None between
 _passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
 
 
-def notify_at_end(task: int, exchange: Exchange) -> None:
+def notify_at_end(task: int, exchange: GradientExchange) -> None:
     """When that graph task ends, `exchange.end_pass()` or `break_pass()` is called."""
     known = _passes.get(task)
     if known is None:
@@ -45,7 +45,7 @@ class Pass:
 
     def __init__(self, task: int) -> None:
         self.task = task
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[GradientExchange] = []
         self.is_over = False
 
     def __call__(self) -> None:
@@ -77,7 +77,7 @@ class Pass:
                 exchange.break_pass(self.task)
 
 
-def _hand_over(node: Any, exchanges: list[Exchange]) -> None:
+def _hand_over(node: Any, exchanges: list[GradientExchange]) -> None:
     """The task that `node` belongs to has something to do at its end.
 
     `node` is being evaluated, and its successors will be, by that task.

@@ -14,8 +14,8 @@ from horo_lite.torch import bucket_views
 class Slot:
     """One parameter, and what has happened to its gradient."""
 
-    __slots__ = ("exchanged", "home", "hook", "index", "is_away", "name", "parameter", "passed",
-                 "passes", "seen", "touched", "travels")  # fmt: skip
+    __slots__ = ("exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
+                 "parameter", "passes", "seen", "touched", "travels")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Slot:
         self.index = 0
         self.hook: Any = None
         self.passes = 0  # since the last step() or zero_grad()
-        self.passed = 0  # the number of the last pass that touched it
+        self.last_pass = 0  # the number of the last one that touched it
         self.seen: Any = None  # the gradient that the last pass has left, and its version
         self.touched = False  # since the last exchange
         self.travels = False  # announced to the reducer: not to be changed any more
