@@ -94,7 +94,7 @@ def warn_of_shared_gpus(hosts: Sequence[tuple[str, int]], gpus: Sequence[str]) -
                 "will go through the host's memory, which is slow. Start one rank a GPU, or look "
                 "at CUDA_VISIBLE_DEVICES",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
             return
 

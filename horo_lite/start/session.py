@@ -31,7 +31,7 @@ from horo_lite.start import (
     trace,
 )
 from horo_lite.start.cores import cores_of_process, take_cores
-from horo_lite.start.rank_info import RankInfo, position_of
+from horo_lite.start.rank_info import Position, RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 from horo_lite.transports import connect
@@ -169,7 +169,9 @@ def init(
         if _session is None:
             ending.open_standard_files()
             found, MPI = _find_ranks(settings, comm)
-            return _begin(_join(settings, found, MPI, is_ours=False)._replace(given_comm=comm))
+            return _begin(
+                _session_over(settings, found, MPI, is_ours=False)._replace(given_comm=comm)
+            )
         if settings.problem:
             raise ValueError(settings.problem)
         earlier = _session.settings
@@ -219,7 +221,9 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
             # No port: the store may be any of torch's, a file too.
             spec = RendezvousSpec(rank, size, "the store of torch.distributed", 0, False, "")
             found = Rendezvous(spec, timeout_s, store)
-        return _begin(_join(settings, found, MPI, is_ours=False)._replace(settings=by_itself))
+        return _begin(
+            _session_over(settings, found, MPI, is_ours=False)._replace(settings=by_itself)
+        )
 
 
 def _begin(session: Session) -> World:
@@ -294,7 +298,7 @@ def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
     return mpi.communicator(comm, launcher.detect(os.environ))
 
 
-def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
+def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
     """Return a session over the ranks of `comm`, all of which call this.
 
     With `is_ours`, `comm` is the package's own already, and not the caller's.
@@ -308,23 +312,10 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
     if MPI is not None and comm is not None and not is_ours:
         comm = mpi.duplicate(comm, settings.stall_warn_s, settings.stall_abort_s)
     everyone = _introduce(settings, rank, size, comm)
-    mine = everyone[rank]
-
     host_of_rank = rank_info.numbered([(one.host, one.test_host) for one in everyone])
     positions = [position_of(r, host_of_rank) for r in range(size)]
     position = positions[rank]
-    gpus = [
-        devices.index_of(one.device, position.local_rank)
-        for one, position in zip(everyone, positions, strict=True)
-    ]
-    on_gpus = mine.device.kind == "cuda"
-    if on_gpus:
-        if rank == 0:
-            devices.warn_of_shared_gpus(
-                [(one.host[0], host) for one, host in zip(everyone, host_of_rank, strict=True)],
-                [one.device.gpus[index] for one, index in zip(everyone, gpus, strict=True)],
-            )
-        devices.make_current(gpus[rank])
+    device = _take_device(everyone, host_of_rank, positions, rank)
     cores, restore_threads = take_cores(
         rank,
         [r for r, host in enumerate(host_of_rank) if host == host_of_rank[rank]],
@@ -334,15 +325,9 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
     )
     thread_multiple = comm is None or MPI is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
     if not thread_multiple and rank == 0:
-        warnings.warn(
-            "horo_lite: MPI was initialised without THREAD_MULTIPLE: asynchronous operations "
-            "progress only inside calls, which must come from this thread. Let horo_lite.init() "
-            "initialise MPI, or ask for MPI.THREAD_MULTIPLE.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        _warn_of_one_thread()
     token = everyone[0].token
-    links = connect(comm, host_of_rank, token=token, watchdog=on_gpus)
+    links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
     links.write_slots(settings.slot_stores)
     stall_detector = links.direct.stall_detector
     if stall_detector is not None:
@@ -360,7 +345,7 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
         local_size=position.local_size,
         cross_rank=position.cross_rank,
         cross_size=position.cross_size,
-        device=Device(mine.device.kind, gpus[rank]),
+        device=device,
         homogeneous=len({host_of_rank.count(host) for host in host_of_rank}) == 1,
         thread_multiple=thread_multiple,
         group=Group(links.direct, links.engine, links.watchdog),
@@ -380,6 +365,38 @@ def _join(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
         messages=messages,
         subgroups=[],
         began=time.monotonic(),
+    )
+
+
+def _take_device(
+    everyone: Sequence[RankInfo],
+    host_of_rank: Sequence[int],
+    positions: Sequence[Position],
+    rank: int,
+) -> Device:
+    """Return what this rank computes on, where frameworks put new arrays from now on."""
+    gpus = [
+        devices.index_of(one.device, position.local_rank)
+        for one, position in zip(everyone, positions, strict=True)
+    ]
+    device = Device(everyone[rank].device.kind, gpus[rank])
+    if device.kind == "cuda":
+        if rank == 0:
+            devices.warn_of_shared_gpus(
+                [(one.host[0], host) for one, host in zip(everyone, host_of_rank, strict=True)],
+                [one.device.gpus[index] for one, index in zip(everyone, gpus, strict=True)],
+            )
+        devices.make_current(gpus[rank])
+    return device
+
+
+def _warn_of_one_thread() -> None:
+    warnings.warn(
+        "horo_lite: MPI was initialised without THREAD_MULTIPLE: asynchronous operations "
+        "progress only inside calls, which must come from this thread. Let horo_lite.init() "
+        "initialise MPI, or ask for MPI.THREAD_MULTIPLE.",
+        RuntimeWarning,
+        stacklevel=5,
     )
 
 
@@ -454,7 +471,7 @@ def renew(comm: Any) -> World:
 
     traced = timeline.path()
     timeline.stop()
-    made = _join(settings, comm if comm.size > 1 else None, MPI, is_ours=True)
+    made = _session_over(settings, comm if comm.size > 1 else None, MPI, is_ours=True)
     _session = made._replace(settings=session.settings, given_comm=session.given_comm)
     context.enter(_session.world, _session.messages, _session.subgroups)
     if traced is not None:
