@@ -33,6 +33,15 @@ for dtype in (np.int32, np.int64, np.float32):
         assert np.array_equal(total * 2, x // (rank + 1) * size * (size + 1)), (dtype, total)
     record("exact", sums)
 
+# Digests that are alike do not tell whether the results are right.
+ones = np.ones(1500, np.float32)
+(weighted,) = hvd.grouped_allreduce([ones * (rank + 1)], weight=rank + 1)
+assert np.allclose(weighted, ones * (2 * size + 1) / 3, rtol=1e-6), weighted
+assert (hvd.broadcast(ones * rank, size - 1) == size - 1).all()
+assert (hvd.allgather(ones * rank).reshape(size, -1) == np.arange(size)[:, None]).all()
+rows = hvd.reducescatter(np.arange(10.0 * size) * (rank + 1), op=hvd.Sum)
+assert np.array_equal(rows, (np.arange(10) + 10 * rank) * size * (size + 1) / 2), rows
+
 for name in ("none", "fp16", "bf16"):
     compression = getattr(hvd.Compression, name)
     record(name, hvd.grouped_allreduce(drawn(np.float32), compression=compression))

@@ -5,12 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from launch import run_ranks
+from launch import run_ranks, run_threads
 
+import horo_lite as hvd
 from horo_lite import context
+from horo_lite.adapters import Adapter
 from horo_lite.training import overlap
 from horo_lite.training.overlap import Overlap
+from horo_lite.training.reducer import Reducer
 
 
 def group(one_host: bool = True) -> Any:
@@ -82,6 +86,29 @@ def test_what_the_user_says_counts_and_where_the_ranks_are(
     world.overlap = "never"
     assert Overlap.of(group()).pays is False
     assert clocks.step(Overlap.of(group()), 0.1, 0.0) is False
+
+
+def test_a_reducer_measures_from_the_first_gradient_to_the_last(clocks: Clocks) -> None:
+    def rank(group: hvd.Group) -> None:
+        of = Overlap(1)
+        named = [(name, SimpleNamespace(grad=np.ones(3))) for name in "ab"]
+        reducer = Reducer(group, Adapter(), named, overlap=of)
+
+        def pays_after_a_busy_step() -> bool:
+            clocks.now += 1000  # between steps
+            reducer.ready(0)
+            clocks.now += 0.1
+            clocks.used += 0.1
+            reducer.ready(1)
+            reducer.finish()
+            return of.pays
+
+        assert [pays_after_a_busy_step() for _ in range(2)] == [False] * 2
+        reducer.ready(0)
+        reducer.abandon()
+        assert not pays_after_a_busy_step()
+
+    run_threads(1, rank)
 
 
 @pytest.mark.mpi
