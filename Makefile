@@ -275,7 +275,7 @@ $(VENV)/.made:
 
 # What the demo needs, and no more. Packages are downloaded while the core is compiled.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
-	@echo "==> compiling the C++ core for this machine, and installing what the demo needs (under a minute)"
+	@echo "==> compiling the C++ core for this machine, and installing what the demo needs (a minute or so)"
 	@$(PY) $(PIP) $(DEMO_NEEDS) & packages=$$!; result=0; \
 	  $(QUICK) $(PY) setup.py -q build_ext --inplace || result=1; \
 	  wait $$packages || result=1; exit $$result
@@ -323,7 +323,7 @@ BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d
 	@rm -rf .venv-clusters
 	@$(PYTHON) -m venv .venv-clusters
 	@.venv-clusters/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
-	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(CUDA_FOR) $(ONE_AT_A_TIME) .venv-clusters/bin/python $(EDITABLE) \
+	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) .venv-clusters/bin/python $(EDITABLE) \
 	  '.[$(MPI)ray,dask,spark,test-frameworks]' $(TORCH) -r $<
 	@touch $@
 
