@@ -184,18 +184,35 @@ def test_a_message_takes_as_long_as_the_link_is_said_to_take() -> None:
     assert round_trip_s < 2 * 0.020 + 0.015  # the quickest of 20, also where other programs run
 
 
+def packets_sent_again(host: Host) -> int:
+    counters = host.command(["cat", "/proc/net/snmp"])
+    names, values = (
+        line.split()
+        for line in subprocess.check_output(counters, text=True).splitlines()
+        if line.startswith("Tcp:")
+    )
+    return int(values[names.index("RetransSegs")])
+
+
 def test_what_is_lost_is_sent_again() -> None:
     with Network(2, rate_mbit=100, loss=0.1) as network:
         seconds_to_send(network.hosts)
-        counters = network.hosts[0].command(["cat", "/proc/net/snmp"])
-        names, values = (
-            line.split()
-            for line in subprocess.check_output(counters, text=True).splitlines()
-            if line.startswith("Tcp:")
-        )
+        sent_again = packets_sent_again(network.hosts[0])
     n_frames = N_BYTES / 1448
-    sent_again = int(values[names.index("RetransSegs")])
     assert 0.05 * n_frames < sent_again < 0.3 * n_frames
+
+
+def test_a_link_with_a_delay_loses_nothing_where_two_hosts_send_to_one() -> None:
+    """Twice what the link carries waits in its queue, which has room for 4 MiB."""
+    with Network(3, rate_mbit=100, delay_ms=5) as network:
+        receiver = python(network.hosts[1], RECEIVE, 2)
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "listens\n"
+        sources = (network.hosts[0], network.hosts[2])
+        senders = [python(host, SEND, network.hosts[1].address, 1, 2 * N_BYTES) for host in sources]
+        assert int(receiver.communicate(timeout=60)[0].split()[0]) == 4 * N_BYTES
+        assert [sender.wait(10) for sender in senders] == [0, 0]
+        assert sum(map(packets_sent_again, sources)) < 0.005 * 4 * N_BYTES / 1448
 
 
 def test_a_link_with_a_delay_is_cut_and_nothing_is_left() -> None:

@@ -19,7 +19,7 @@ from collections import deque
 
 _ALL_PROTOCOLS = 0x0003
 _SOL_PACKET, _VNET_HEADER, _IGNORE_OUTGOING = 263, 15, 23
-_SO_RCVBUFFORCE = 33
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _BUFFER_BYTES = 1 << 26
 _LARGEST = 1 << 17
 
@@ -30,6 +30,9 @@ def _interface(name: str) -> socket.socket:
     packets.setsockopt(_SOL_PACKET, _VNET_HEADER, 1)
     packets.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
     packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
+    # What waits in the link's queue counts as the sender's: with the default of 208 KiB a packet
+    # would be lost where the queue is nearly empty.
+    packets.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER_BYTES)
     packets.setblocking(False)
     packets.bind((name, _ALL_PROTOCOLS))
     return packets
