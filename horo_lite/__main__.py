@@ -275,7 +275,7 @@ def _read(
     if args.n is None and args.hosts:
         args.n = hostfile.n_ranks(args.hosts)
     if args.n is None or args.n < 1:
-        parser.error("-n: how many ranks? 1 or more")
+        parser.error("-n: how many ranks? 1 or more, and before the program: -n 4 train.py")
     if args.restarts < 0:
         parser.error("--restarts: 0 or more")
     if program[0] == "-m" or program[0].endswith(".py"):

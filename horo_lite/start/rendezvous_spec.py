@@ -83,8 +83,8 @@ def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> Rendezvou
         lacks = " and ".join(missing)
         raise LauncherError(
             f"this process is to be a rank of a world that MPI does not start ({has}), but lacks "
-            f"{lacks}: set what is missing, call init(rank=…, size=…, address='host:port'), or "
-            "unset the others if it is to run alone"
+            f"{lacks}: set what is missing, or call init(rank=…, size=…, address='host:port'). If "
+            "it is to run alone, unset HORO_LITE_RANK and _SIZE, RANK, WORLD_SIZE and MASTER_ADDR"
         )
     where = urlsplit("//" + str(found["address"]).removeprefix("tcp://"))
     try:
