@@ -213,7 +213,7 @@ def partition_dataset(
         )
     if drop_last and n < batch_size:
         raise ValueError(
-            f"partition_dataset: {_samples(n)} do not fill one batch of {batch_size}; pass "
+            f"partition_dataset: {_samples(n)} cannot fill one batch of {batch_size}; pass "
             "drop_last=False or a smaller batch_size"
         )
     loader = ShardedLoader(
@@ -281,7 +281,7 @@ def _common_length(columns: Mapping[Any, Any]) -> int:
     if len(set(lengths.values())) > 1:
         raise ValueError(
             "the arrays of a dataset hold one row per sample and must be equally long, but have "
-            + ", ".join(f"{n} ({key!r})" for key, n in lengths.items())
+            + ", ".join(f"{n} in array {key!r}" for key, n in lengths.items())
             + "; a sequence of samples must be a list, not a tuple"
         )
     return next(iter(lengths.values()))

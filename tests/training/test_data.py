@@ -267,9 +267,9 @@ def test_partition_errors_say_what_to_do():
     x = np.zeros((10, 2))
     with pytest.raises(ValueError, match=r"batch_size=3 is the batch of all 4 ranks together"):
         partition_dataset(x, 3, rank=0, size=4)
-    with pytest.raises(ValueError, match=r"10 samples do not fill one batch of 11"):
+    with pytest.raises(ValueError, match=r"10 samples cannot fill one batch of 11"):
         partition_dataset(x, 11, rank=0, size=2)
-    with pytest.raises(ValueError, match=r"equally long, but have 10 \(0\), 9 \(1\)"):
+    with pytest.raises(ValueError, match=r"equally long, but have 10 in array 0, 9 in array 1"):
         partition_dataset((x, np.zeros(9)), 2, rank=0, size=2)
     with pytest.raises(ValueError, match="has no arrays"):
         partition_dataset({}, 2, rank=0, size=2)
