@@ -47,7 +47,7 @@ def save(path: str | Path, snapshot: Any) -> None:
             f"the commit cannot be written to {path} ({error.strerror}): the last one that was is "
             "kept. Make room there, or give another path",
         ) from error
-    # Between the two the last one has its second name only, under which load finds it.
+    # Between the two the newest is called .new, which is how load knows it from a removed one.
     with contextlib.suppress(FileNotFoundError):
         path.replace(previous)
     new.replace(path)
@@ -78,7 +78,7 @@ def load(path: str | Path) -> Any:
     pickle can run any code, so a file that belongs to somebody else counts as damaged.
     """
     path, unreadable = _real(path), []
-    for name in (path, _beside(path, ".previous")):
+    for name in _commits(path):
         try:
             with open(_opened(name), "rb") as file:
                 snapshot = _read(file)
@@ -88,14 +88,18 @@ def load(path: str | Path) -> Any:
             unreadable.append(f"{name} {error}")
             continue
         if unreadable:
-            # Or the next save would make it the previous one, in place of a whole one.
+            damaged = _beside(path, ".damaged")
             with contextlib.suppress(OSError):
-                path.replace(_beside(path, ".damaged"))
+                damaged.unlink(missing_ok=True)
+                os.link(path, damaged)
             warnings.warn(
                 f"horo_lite: {unreadable[0]}: put aside, and the commit before it is used",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if name != path:  # or the next save would make a damaged one the previous one
+            with contextlib.suppress(OSError):
+                name.replace(path)
         return snapshot
     if unreadable:
         raise CheckpointError(
@@ -107,11 +111,17 @@ def load(path: str | Path) -> Any:
 
 def saved_at(path: str | Path) -> float | None:
     """When the commit that `load` would try first was made, in seconds since 1970; or None."""
-    path = _real(path)
-    for name in (path, _beside(path, ".previous")):
+    for name in _commits(_real(path)):
         with contextlib.suppress(FileNotFoundError):
             return name.lstat().st_mtime
     return None
+
+
+def _commits(path: Path) -> list[Path]:
+    """Where commits may be, the newest first; nowhere, if somebody has removed the newest."""
+    new = _beside(path, ".new")
+    newest = path if os.path.lexists(path) else new
+    return [newest, _beside(path, ".previous")] if os.path.lexists(newest) else []
 
 
 def remove(path: str | Path) -> None:

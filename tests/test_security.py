@@ -171,10 +171,12 @@ def test_a_file_of_another_user_is_neither_replaced_nor_unpickled(tmp_path: Path
     assert path.stat().st_uid == STRANGER
 
 
-@pytest.mark.parametrize("suffix", ["", ".previous"])
+@pytest.mark.parametrize("suffix", ["", ".new", ".previous"])
 def test_nobody_is_awaited_at_a_fifo(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     os.mkfifo(f"{path}{suffix}")
+    if suffix == ".previous":
+        path.write_text("damaged")
     with pytest.raises(CheckpointError, match="is not a regular file"):
         checkpoint.load(path)
     if suffix:

@@ -115,9 +115,28 @@ def test_a_damaged_commit_falls_back_to_the_one_before(harm: str, tmp_path: Path
     damage(path, 100_000)
     with pytest.warns(RuntimeWarning, match="checksum"):
         check(checkpoint.load(path), 0)
+    checkpoint.save(path, snapshot(3))
+    damage(path, 100_000)
     damage(tmp_path / "run.ckpt.previous", 100_000)
     with pytest.raises(hvd.CheckpointError, match=r"run\.ckpt\.previous is damaged"):
         checkpoint.load(path)
+
+
+def test_who_removes_the_file_starts_over(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    for commit in range(3):
+        checkpoint.save(path, snapshot(commit))
+    path.rename(tmp_path / "run.ckpt.new")  # killed before the last call of save()
+    check(checkpoint.load(path), 2)
+    check(checkpoint.load(path), 2)
+    damage(path, 100_000)
+    with pytest.warns(RuntimeWarning, match="checksum"):
+        check(checkpoint.load(path), 1)
+    check(checkpoint.load(path), 1)  # killed before the next commit
+    checkpoint.save(path, snapshot(3))
+    path.unlink()
+    assert checkpoint.load(path) is None
+    assert checkpoint.saved_at(path) is None
 
 
 def test_a_commit_that_finds_no_room_names_the_file_and_leaves_none(tmp_path: Path) -> None:
