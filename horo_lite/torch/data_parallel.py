@@ -110,6 +110,9 @@ class DistributedDataParallel(torch.nn.Module):
             for parameters, name, parameter, is_frozen in self._places
         ):
             self._look_at_module()
+        if not torch.compiler.is_compiling():
+            for slot in exchange.slots:
+                slot.restore_hook()
         if self.broadcast_buffers and self.training and torch.is_grad_enabled():
             buffers = dict(self.module.named_buffers())
             if buffers and exchange.active and not exchange.is_paused:

@@ -219,6 +219,7 @@ class GradientExchange:
         for slot in [slot for slot in self._unhooked if slot.parameter.requires_grad]:
             hook = _hook(weakref.ref(self), slot)
             slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook)
+            slot.attributes = slot.parameter.__dict__
             self._unhooked.remove(slot)
 
     def _together(self) -> list[int]:
@@ -369,6 +370,7 @@ class GradientExchange:
             self._due = True
             for slot in self.slots:
                 slot.begin()
+                slot.restore_hook()
 
     def flush(self) -> None:
         """What no backward() has exchanged is exchanged; nothing, if there is nothing."""

@@ -14,7 +14,7 @@ from horo_lite.torch import bucket_views
 class Slot:
     """One parameter, and what has happened to its gradient."""
 
-    __slots__ = ("exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
+    __slots__ = ("attributes", "exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
                  "parameter", "passes", "seen", "touched", "travels")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
@@ -22,6 +22,7 @@ class Slot:
         self.parameter = parameter
         self.index = 0
         self.hook: Any = None
+        self.attributes: Any = None  # the parameter's, when it was hooked
         self.passes = 0  # since the last step() or zero_grad()
         self.last_pass = 0  # the number of the last one that touched it
         self.seen: Any = None  # the gradient that the last pass has left, and its version
@@ -30,6 +31,18 @@ class Slot:
         self.exchanged = False  # since the last step() or zero_grad()
         self.home: Any = None  # where the gradient is to live, in shared memory
         self.is_away = False  # it cannot live there, and a copy travels
+
+    def restore_hook(self) -> None:
+        """The hook acts, although torch.utils.swap_tensors() has changed what the parameter is.
+
+        Module.to() and load_state_dict() call that where
+        torch.__future__.set_swap_module_params_on_conversion() says so. It swaps all but the object
+        and its table of hooks, which C++ has to be told of again.
+        """
+        parameter = self.parameter
+        if self.hook is not None and parameter.__dict__ is not self.attributes:
+            self.attributes = parameter.__dict__
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
     def begin(self) -> None:
         self.passes = 0

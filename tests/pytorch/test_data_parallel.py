@@ -147,6 +147,45 @@ def test_parameters_are_those_of_the_module_as_it_is() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("how", ["to", "there and back", "load_state_dict"])
+def test_parameters_that_are_swapped_are_averaged(how: str) -> None:
+    """As set_swap_module_params_on_conversion() asks for; torch loses their hooks."""
+
+    def swap(inner: Any) -> None:
+        if how == "load_state_dict":
+            inner.load_state_dict(network(0).state_dict())
+            return
+        inner.to(torch.float32)
+        if how == "there and back":
+            inner.to(torch.float64)
+
+    def rank(group: Group) -> None:
+        inner = network(group.rank)
+        net = hvd.DistributedDataParallel(inner, process_group=group)
+        wrapped = network(0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(wrapped.parameters(), lr=0.0), process_set=group
+        )
+        for step in range(3):
+            if step:
+                swap(inner)
+                swap(wrapped)
+            for model in (net, wrapped):
+                optimizer.zero_grad()
+                net.zero_grad()
+                x = part(group, step).to(next(model.parameters()).dtype)
+                backward(model, x)  # and not in step(), where clipping has come before
+                for found, mean in zip(gradients(model), expected(step), strict=True):
+                    torch.testing.assert_close(found.double(), mean, rtol=1e-5, atol=1e-6)
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        run_threads(2, rank)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def test_one_rank_copies_the_model_and_all_begin_with_buffers_that_are_not_saved() -> None:
     """As for a running average of the weights."""
 
