@@ -384,7 +384,9 @@ class HostsAllreduce:
         """
 
     @staticmethod
-    def memory_bytes(ranks: Sequence[Sequence[int]], here: int) -> int: ...
+    def memory_bytes(ranks: Sequence[Sequence[int]], here: int, least_window: int = 0) -> int:
+        """`least_window`: bytes of a window of what is exchanged, if others allow as much."""
+
     @property
     def window_bytes(self) -> int: ...
     @property
@@ -442,6 +444,7 @@ class HostsGroup(EngineGroup):
         control: ControlChannel,
         hosts: Sequence[Sequence[int]],
         here: int,
+        least_window: int,
         memory: int,
         detector: StallDetector,
         ranks: Sequence[int],

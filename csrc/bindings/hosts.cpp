@@ -205,11 +205,11 @@ struct PyHostsGroup : EngineGroup {
 
   PyHostsGroup(std::shared_ptr<PyShmGroup> host, const std::shared_ptr<Carrier>& carrier,
                const std::shared_ptr<ControlChannel>& control, std::vector<std::vector<int>> all, int here,
-               uintptr_t memory, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks,
+               size_t least_window, uintptr_t memory, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks,
                std::vector<std::string> names, bool direct)
       : host(host),
         carrier(carrier),
-        hosts(host->shm, carrier, control, {std::move(all), here}, static_cast<uint8_t*>(pointer(memory)),
+        hosts(host->shm, carrier, control, {std::move(all), here, least_window}, static_cast<uint8_t*>(pointer(memory)),
               std::move(detector), std::move(ranks), std::move(names), direct) {
     hosts.on_idle = check_signals;
   }
@@ -302,8 +302,10 @@ void bind_hosts(nb::module_& m) {
            "group"_a, "messages"_a, "ranks"_a, "here"_a, "memory"_a)
       .def_static(
           "memory_bytes",
-          [](std::vector<std::vector<int>> ranks, int here) { return Hosts{std::move(ranks), here}.memory_bytes(); },
-          "ranks"_a, "here"_a)
+          [](std::vector<std::vector<int>> ranks, int here, size_t least_window) {
+            return Hosts{std::move(ranks), here, least_window}.memory_bytes();
+          },
+          "ranks"_a, "here"_a, "least_window"_a = 0)
       .def_prop_ro("window_bytes", [](const PyHostsAllreduce& self) { return self.hosts.hosts().window_bytes(); })
       .def_prop_ro("n_shares", [](const PyHostsAllreduce& self) { return self.hosts.hosts().n_shares(); })
       .def(
@@ -337,10 +339,10 @@ void bind_hosts(nb::module_& m) {
 
   nb::class_<PyHostsGroup, EngineGroup>(m, "HostsGroup", "The ranks of several hosts.")
       .def(nb::init<std::shared_ptr<PyShmGroup>, const std::shared_ptr<Carrier>&,
-                    const std::shared_ptr<ControlChannel>&, std::vector<std::vector<int>>, int, uintptr_t,
+                    const std::shared_ptr<ControlChannel>&, std::vector<std::vector<int>>, int, size_t, uintptr_t,
                     std::shared_ptr<PyStallDetector>, std::vector<int>, std::vector<std::string>, bool>(),
-           "host"_a, "carrier"_a, "control"_a, "hosts"_a, "here"_a, "memory"_a, "detector"_a, "ranks"_a, "names"_a,
-           "direct"_a)
+           "host"_a, "carrier"_a, "control"_a, "hosts"_a, "here"_a, "least_window"_a, "memory"_a, "detector"_a,
+           "ranks"_a, "names"_a, "direct"_a)
       .def(
           "for_engine",
           [](PyHostsGroup& g, std::shared_ptr<ControlChannel> wake_ups, nb::object on_stop) {

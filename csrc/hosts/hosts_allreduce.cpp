@@ -52,7 +52,8 @@ size_t Hosts::window_bytes() const {
   // All hosts have to come to the same, however many ranks they have.
   const size_t n_images = kSlots * (static_cast<size_t>(n_parts()) + 2);
   const size_t room = kLargestMemory / n_images / kWireAlignment * kWireAlignment;
-  return std::clamp(kShareBytes * n_shares(), kSmallestWindow, std::clamp(room, kSmallestWindow, kLargestWindow));
+  const size_t wanted = std::max(kShareBytes * n_shares(), least_window);
+  return std::clamp(wanted, kSmallestWindow, std::clamp(room, kSmallestWindow, kLargestWindow));
 }
 
 size_t Hosts::memory_bytes() const {

@@ -24,7 +24,8 @@ namespace horo {
 // Which ranks are where, as PointToPoint numbers them: ranks[host][i] is the i-th of that host's group.
 struct Hosts {
   std::vector<std::vector<int>> ranks;
-  int here;  // this rank's host
+  int here;                 // this rank's host
+  size_t least_window = 0;  // what carries the bytes is slow with windows smaller than this
 
   int size() const { return static_cast<int>(ranks.size()); }
   // Parts of a host's share: as many as the largest host has ranks. Part p belongs to rank p modulo its host's size.

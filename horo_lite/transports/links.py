@@ -93,9 +93,11 @@ def connect(
     executor = None if beside is None else beside.executor
     between_hosts = len(set(host_of_rank)) > 1 or executor is not None
     roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
+    carrier = GlooCarrier if isinstance(comm, ObjectCommunicator) else MpiCarrier
     share = partial(
         share_memory,
         comm,
+        least_window=carrier.least_window,
         n_transports=len(roles),
         ranks=ranks,
         stall_detector=None if beside is None else beside.stall_detector,

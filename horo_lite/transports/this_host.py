@@ -93,6 +93,7 @@ def share_memory(
     host_of_rank: Sequence[int],
     *,
     between_hosts: bool,
+    least_window: int = 0,
     n_transports: int,
     ranks: Sequence[int],
     stall_detector: _native.StallDetector | None,
@@ -100,8 +101,9 @@ def share_memory(
 ) -> ThisHost | str:
     """Make memory that the ranks of each host share; or, on every rank, why some host cannot.
 
-    Collective over `comm`. A part of a world has the world's stall detector. `inbox` is the
-    descriptor at which this rank's messages arrive, if others are to open it.
+    Collective over `comm`. A part of a world has the world's stall detector. `least_window` is that
+    of what carries bytes between hosts, `inbox` the descriptor at which this rank's messages
+    arrive, if others are to open it.
     """
     # As `comm` numbers them: ranks of a host keep their order.
     host_numbers = list(host_of_rank)
@@ -112,7 +114,9 @@ def share_memory(
         for number in sorted(set(host_numbers))
     ]
     host = hosts.index(here)
-    scratch_bytes = _native.HostsAllreduce.memory_bytes(hosts, host) if between_hosts else 0
+    scratch_bytes = 0
+    if between_hosts:
+        scratch_bytes = _native.HostsAllreduce.memory_bytes(hosts, host, least_window)
     board = n_transports * (group_bytes + scratch_bytes)
     is_world = stall_detector is None
     n_bytes = board + (_native.StallDetector.memory_bytes(comm.size) if is_world else 0)

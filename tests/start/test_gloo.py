@@ -61,6 +61,32 @@ def test_the_bits_are_those_of_the_same_hosts_over_mpi(tmp_path: Path) -> None:
     assert gloo == mpi
 
 
+def test_messages_are_large_since_each_needs_the_gil(tmp_path: Path) -> None:
+    """Beside a busy training thread that takes a millisecond, which windows of 1 MiB showed."""
+    code = """
+    import numpy as np
+    import horo_lite as hvd
+    from horo_lite.transports.gloo.carrier import GlooChannel
+
+    sizes, exchange = [], GlooChannel.exchange
+
+    def counted(self, receive, send):
+        sizes.extend(memory.nbytes for _, _, memory in send)
+        return exchange(self, receive, send)
+
+    GlooChannel.exchange = counted
+    world = hvd.init()
+    ones = np.ones(4 << 20, np.float32)
+    assert (hvd.allreduce(ones, op=hvd.Sum) == 2).all()
+    assert (hvd.broadcast(ones * world.rank, 1) == 1).all()
+    print(f"rank {world.rank}: sent {sum(sizes) >> 20} MiB in {len(sizes)} messages", flush=True)
+    """
+    result = ended(code, 2, tmp_path, env=on_hosts("1,1")).check()
+    # Its half of each of 4 windows, and the sum of that; rank 1 its whole windows, too.
+    assert "rank 0: sent 16 MiB in 8 messages" in result.stdout
+    assert "rank 1: sent 32 MiB in 12 messages" in result.stdout
+
+
 # --- ends -----------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,8 @@ class Carrier(ABC):
     """Of the transport."""
     rank: int
     size: int
+    least_window: ClassVar[int] = 0
+    """Bytes of a window of an all-reduce or broadcast, where messages cost more than usual."""
     executor: MainThreadExecutor | None = None
     """Makes all calls of MPI's in one thread, where it must."""
     serve: Callable[[float], bool] | None = None

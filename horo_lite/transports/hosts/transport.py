@@ -99,6 +99,7 @@ class HostsTransport(Transport):
             carrier.channel().native(),
             host.hosts,
             host.host,
+            carrier.least_window,
             host.scratch(role),
             host.stall_detector,
             host.ranks,
