@@ -134,10 +134,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
     if not isinstance(optimizer, torch.optim.Optimizer):
+        is_class = isinstance(optimizer, type)
+        given = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
         raise TypeError(
-            f"{type(optimizer).__name__} is not an optimizer of torch's: give a "
-            "torch.optim.Optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1). For "
-            "optimizers of other kinds there is horo_lite.DistributedOptimizer"
+            f"{given} is not an optimizer of torch's: give a torch.optim.Optimizer, such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1). For optimizers of other kinds there is "
+            "horo_lite.DistributedOptimizer"
         )
     options = TorchOptions(
         op=named_op(op),
