@@ -355,9 +355,11 @@ class _Own:
         """The inner optimizer is one, and has parameters. Errors say what was looked for."""
         kind = type(self.inner).__name__
         steps = " or ".join(f"{name}()" for name in self.finder.steps)
-        if isinstance(self.inner, type) or not self.step_names():
+        is_class = isinstance(self.inner, type)
+        if is_class or not self.step_names():
+            why = "it is a class" if is_class else f"it has no {steps}"
             raise TypeError(
-                f"{self.inner!r} is no optimizer: it has no {steps}. DistributedOptimizer wraps an "
+                f"{self.inner!r} is no optimizer: {why}. DistributedOptimizer wraps an "
                 "optimizer object; where its methods have other names, see register_adapter"
             )
         if not self.named() and not self.finder.is_filled_later:

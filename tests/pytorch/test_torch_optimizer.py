@@ -406,6 +406,8 @@ def test_wrong_arguments() -> None:
                 DistributedOptimizer(sgd(net), **{"process_set": group, **given})
         with pytest.raises(TypeError, match=r"not an optimizer.*torch\.optim\.Optimizer"):
             DistributedOptimizer(object(), process_set=group)
+        with pytest.raises(TypeError, match="the class SGD is not an optimizer"):
+            DistributedOptimizer(torch.optim.SGD, process_set=group)
         with pytest.raises(TypeError, match="two names for the same"):
             DistributedOptimizer(sgd(net), process_set=group, group=group)
 
