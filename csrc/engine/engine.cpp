@@ -616,7 +616,8 @@ void Engine::record_last_rank(const std::string& name, const Known& known) {
   if (detector_ == nullptr || known.latest < 0 || known.latest == channel_->rank()) return;
   for (const Await& await : awaits_) {
     if (await.job->entry.name != name) continue;
-    detector_->waited_for(ranks_[known.latest], StallDetector::clock_ns() - await.since_ns);
+    if (unmatched_wait_) unmatched_wait_->look();
+    detector_->waited_for(ranks_[known.latest], detector_->running_ns(await.since_ns, StallDetector::clock_ns()));
   }
 }
 

@@ -50,7 +50,7 @@ std::vector<Header> HostsGroup::agree(const std::string& label, Header mine) {
                               reinterpret_cast<uint8_t*>(arrivals_.data())));
   });
   record_last_rank();
-  waited_s_ = 1e-9 * static_cast<double>(StallDetector::clock_ns() - peers_.began_ns());
+  waited_s_ = 1e-9 * static_cast<double>(detector_->running_ns(peers_.began_ns(), StallDetector::clock_ns()));
   std::vector<Header> headers;
   for (const Arrival& arrival : arrivals_) headers.push_back(arrival.header);
   return headers;

@@ -479,7 +479,8 @@ std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool 
     if (block(r).entered_ns[entered_ % 2] > block(last).entered_ns[entered_ % 2]) last = r;
   }
   if (direct_ && last != rank_) {
-    detector_->waited_for(ranks_[last], block(last).entered_ns[entered_ % 2] - own.entered_ns[entered_ % 2]);
+    const int64_t since = own.entered_ns[entered_ % 2], until = block(last).entered_ns[entered_ % 2];
+    detector_->waited_for(ranks_[last], detector_->running_ns(since, until));
   }
   return headers;
 }

@@ -220,6 +220,22 @@ void StallDetector::waited_for(int rank, int64_t ns) {
   own[1].fetch_add(ns, std::memory_order_relaxed);
 }
 
+int64_t StallDetector::running_ns(int64_t since_ns, int64_t until_ns) const {
+  const std::lock_guard lock(mutex_);
+  int64_t ns = until_ns - since_ns;
+  for (auto stop = stops_.rbegin(); stop != stops_.rend() && stop->second > since_ns; ++stop) {
+    ns -= std::max<int64_t>(0, std::min(stop->second, until_ns) - std::max(stop->first, since_ns));
+  }
+  return ns;
+}
+
+// Several waits may notice one stop.
+void StallDetector::was_stopped(int64_t since_ns, int64_t until_ns) {
+  const std::lock_guard lock(mutex_);
+  if (!stops_.empty()) since_ns = std::max(since_ns, stops_.back().second);
+  if (since_ns < until_ns) stops_.emplace_back(since_ns, until_ns);
+}
+
 std::vector<Lateness> StallDetector::lateness() const {
   std::vector<Lateness> all(size());
   for (int r = 0; r < size(); ++r) {
@@ -245,7 +261,17 @@ StallDetector::Wait::~Wait() {
   if (slot_ >= 0) detector_->row(detector_->rank_).slots[slot_].since_ns.store(0, std::memory_order_release);
 }
 
+void StallDetector::Wait::look() {
+  const int64_t now = clock_ns();
+  if (detector_ != nullptr && now - seen_ns_ > kStoppedNs) {
+    since_ns_ += now - seen_ns_;
+    detector_->was_stopped(seen_ns_, now);
+  }
+  seen_ns_ = now;
+}
+
 void StallDetector::Wait::over() {
+  look();
   if (slot_ < 0 || detector_->board().reported_ns < since_ns_ || detector_->board().is_open.exchange(0) == 0) return;
   print("[horo_lite] rank " + std::to_string(detector_->rank_) + " goes on, after waiting for " +
         duration(clock_ns() - since_ns_) + "\n");
@@ -255,9 +281,7 @@ void StallDetector::Wait::report_if_due(const std::string& what, const std::vect
                                         const std::vector<int>& late) {
   if (detector_ == nullptr) return;
   detector_->check();
-  const int64_t now = clock_ns();
-  if (now - seen_ns_ > kStoppedNs) since_ns_ += now - seen_ns_;
-  seen_ns_ = now;
+  look();
   Row& own = detector_->row(detector_->rank_);
   for (int i = 0; slot_ < 0 && i < kSlots; ++i) {
     int64_t nobody = 0;

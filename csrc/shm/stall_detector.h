@@ -10,7 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "group.h"
@@ -57,6 +59,8 @@ class StallDetector {
 
   // This rank has waited so long for `rank`, which came last.
   void waited_for(int rank, int64_t ns);
+  // For how much of this time this process was not stopped, as far as its waits have noticed.
+  int64_t running_ns(int64_t since_ns, int64_t until_ns) const;
   // Of every rank, as the ranks of this host have seen it.
   std::vector<Lateness> lateness() const;
 
@@ -78,6 +82,8 @@ class StallDetector {
     void report_if_due(const std::string& what, const std::vector<int>& arrived, const std::vector<int>& late);
     // It has ended well: if the stall was reported, so is its end.
     void over();
+    // Notices whether this rank was stopped since it looked last.
+    void look();
 
    private:
     std::shared_ptr<StallDetector> detector_;
@@ -107,6 +113,7 @@ class StallDetector {
   bool is_reporter(const std::vector<int>& arrived, const std::vector<int>& late) const;
   void report_or_stall(int64_t since_ns, bool is_reporter);
   bool all_excused(const std::vector<int>& late, int64_t now) const;
+  void was_stopped(int64_t since_ns, int64_t until_ns);
 
   uint8_t* memory_;
   int rank_;
@@ -115,6 +122,8 @@ class StallDetector {
   std::vector<std::string> names_;
   std::atomic<int64_t> warn_ns_{0};
   std::atomic<int64_t> abort_ns_{0};
+  mutable std::mutex mutex_;
+  std::vector<std::pair<int64_t, int64_t>> stops_;  // of this process, one after the other
 };
 
 }  // namespace horo

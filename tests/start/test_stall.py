@@ -392,7 +392,14 @@ print("came through", flush=True)
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("waiting", "hosts"), [("direct", ""), ("asynchronous", "1,1"), ("in a message", "")]
+    ("waiting", "hosts"),
+    [
+        ("direct", ""),
+        ("direct", "1,1"),
+        ("asynchronous", ""),
+        ("asynchronous", "1,1"),
+        ("in a message", ""),
+    ],
 )
 def test_a_suspended_job_goes_on_where_it_was(waiting: str, hosts: str) -> None:
     """By Ctrl-Z, a scheduler or a container: nobody has waited meanwhile, nor is anybody late."""
@@ -408,9 +415,15 @@ if rank == 1:
     while not os.access("go on", os.F_OK):
         time.sleep(0.01)
 {call}
+hvd.barrier()  # what a host has waited is counted in the next call
+if rank == 0:
+    (late,) = [one for one in hvd.stragglers() if one.rank == 1]
+    took_s = time.monotonic() - began
+    assert late.waited_s < took_s - 3.5, (late, took_s)
 """
     env = {"HORO_LITE_STALL_ABORT_S": "3", "HORO_LITE_TEST_HOSTS": hosts}
-    with start_ranks(PRELUDE + body, 2, env=env) as job:
+    script = "import time\nbegan = time.monotonic()\n" + PRELUDE + body
+    with start_ranks(script, 2, env=env) as job:
         job.wait_for("rank 0 waits")
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in job.ranks().values():
