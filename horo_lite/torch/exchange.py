@@ -37,6 +37,7 @@ from horo_lite.torch.passes import graph_task, notify_at_end
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse, sparse_note
 from horo_lite.torch.uncompiled import uncompiled
 from horo_lite.training.options import averaging
+from horo_lite.training.reducer import learning_rates
 from horo_lite.transports.shm import SharedMemory
 
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
@@ -496,6 +497,7 @@ class GradientExchange:
                 self._densify(slot)
             sparse = []
         reducer.note = ";".join(map(sparse_note, sparse))
+        reducer.rates = learning_rates(self._attributes.get("param_groups", ()))
         changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
         for slot in changed:
             if not slot.travels:

@@ -127,7 +127,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Raises ValueError at once for options that make no sense, an optimizer or parameter that is
     wrapped already, and incomplete names; MismatchError in backward() or step(), on every rank,
-    where ranks differ. After an error in backward(), call zero_grad() and go on.
+    where ranks differ, also in their learning rates. After an error in backward(), call zero_grad()
+    and go on.
 
     A world of one is not touched: no hooks, no exchange.
     """

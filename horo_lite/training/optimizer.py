@@ -25,7 +25,7 @@ from horo_lite.errors import MismatchError
 from horo_lite.state.drift import DriftCheck
 from horo_lite.state.wrapper import Wrapper
 from horo_lite.training.options import Options, averaging
-from horo_lite.training.reducer import Reducer
+from horo_lite.training.reducer import Reducer, learning_rates
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -82,8 +82,8 @@ class DistributedOptimizer(Wrapper):
     add to the gradients before either is called.
 
     Costs two handshakes a step beside the bytes. MismatchError on every rank, naming
-    the first that differs, where ranks come with different parameters, gradients or options; a
-    gradient missing on some ranks counts as zeros there.
+    the first that differs, where ranks come with different parameters, gradients, options or (in
+    `param_groups`) learning rates; a gradient missing on some ranks counts as zeros there.
     """
 
     if not TYPE_CHECKING:  # there, the options are those of __init__
@@ -428,6 +428,7 @@ class _Own:
             raise TypeError("gradients have left during backward: give the weight before that")
         reducer = self.reducer if self.has_begun and self.reducer else self.begin(named, weight)
         self.has_begun = False
+        reducer.rates = learning_rates(getattr(self.inner, "param_groups", ()))
         try:
             reducer.finish()
         except MismatchError:

@@ -53,6 +53,7 @@ class Offer(NamedTuple):
     attempt: int
     note: str
     finding: Finding | None
+    rates: str
 
 
 class Reducer:
@@ -130,6 +131,7 @@ class Reducer:
         self._findings: dict[int, Finding | None] = {}
         self.shared: SharedMemory | None = None  # gradients that lie there are reduced in place
         self.all_are_here = True  # no rank had joined when the last exchange ended
+        self.rates = ""  # the learning rates with which this rank will step: alike on all
         self.note = ""
         self.notes: list[str] = []
         self._title = title
@@ -461,7 +463,9 @@ class Reducer:
         agreed = 0 if self._agreed is None else self._agreed.digest
         recorder.operation(self._label, "agree")
         headers = transport.agree(
-            hash63(f"{self._label} {agreed} {mine.digest} {self.note} {self._finding}"),
+            hash63(
+                f"{self._label} {agreed} {mine.digest} {self.note} {self._finding} {self.rates}"
+            ),
             count=len(self._handles),
             weight=self._own_weight,
             label=self._label,
@@ -489,6 +493,7 @@ class Reducer:
             self._attempt,
             self.note,
             self._finding,
+            self.rates,
         )
         everyone = exchange_reports(self.group.transport, Report(self._label, offer))
         reports, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
@@ -508,6 +513,14 @@ class Reducer:
                     "ones, after the same backward passes, on every rank."
                 )
             plan = merge([offer.plan for offer in offers], ranks)
+            rates = [offer.rates or "none" for offer in offers]
+            if len(set(rates)) > 1:
+                raise MismatchError(
+                    f"The ranks' learning rates differ: {who_has(rates, ranks)}. They would step "
+                    "apart. Let a scheduler see the same number on every rank (allreduce() the "
+                    "loss that it follows), and call broadcast_optimizer_state() where one rank "
+                    "alone has loaded a checkpoint."
+                )
             if len(set(attempts)) > 1:
                 self._join_attempts(attempts, here)
                 return plan, 0
@@ -620,6 +633,15 @@ class Reducer:
     @property
     def _own_weight(self) -> float:
         return 1.0 if self._weight is None else self._weight
+
+
+def learning_rates(param_groups: Any) -> str:
+    """Return those of groups like torch's, as far as they are numbers.
+
+    To six digits: the last bits of a schedule may be another library's.
+    """
+    rates = [group.get("lr") for group in param_groups if isinstance(group, dict)]
+    return ", ".join([f"{rate:.6g}" for rate in rates if isinstance(rate, (int, float))])
 
 
 def _some_of(names: Sequence[str]) -> str:

@@ -1295,6 +1295,39 @@ def test_processes_with_forked_workers_pickles_and_signals() -> None:
     assert "Error" not in result.stderr, result
 
 
+def test_a_scheduler_that_follows_a_ranks_own_loss_is_an_error() -> None:
+    run_ranks(
+        """
+        import pytest
+        import torch
+        import horo_lite.torch as hvd
+        from horo_lite import MismatchError
+
+        hvd.init()
+        rank = hvd.rank()
+        net = torch.nn.Linear(2, 1).double()
+        hvd.broadcast_parameters(net, root_rank=0)
+        opt = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
+
+        def step(loss):
+            opt.zero_grad()
+            net(torch.full((1, 2), 1.0 + rank, dtype=torch.float64)).sum().backward()
+            opt.step()
+            scheduler.step(loss)
+
+        step(1.0)
+        step(2.0 if rank == 1 else 0.5)
+        with pytest.raises(MismatchError, match="rank 0 has 0.1, rank 1 has 0.01. They would"):
+            step(0.0)
+        hvd.broadcast_optimizer_state(opt, root_rank=0)
+        step(0.0)
+        assert hvd.check_in_sync(opt)
+        """,
+        2,
+    ).check()
+
+
 SETS = """
 import torch
 import horo_lite.torch as hvd

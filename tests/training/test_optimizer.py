@@ -271,6 +271,34 @@ def test_where_parameters_are_found() -> None:
     run_threads(1, rank)
 
 
+def test_ranks_whose_learning_rates_differ_do_not_step_apart() -> None:
+    class Grouped:
+        def __init__(self) -> None:
+            self.weight = Parameter([0.0])
+            self.param_groups = [{"params": [self.weight], "lr": 0.5}]
+
+        def step(self) -> None:
+            self.weight.data -= self.param_groups[0]["lr"] * self.weight.grad
+
+    def rank(group: Group) -> None:
+        inner = Grouped()
+        optimizer = DistributedOptimizer(inner, group=group)
+
+        def step(rate: float) -> None:
+            inner.param_groups[0]["lr"] = rate
+            inner.weight.grad = np.array([2.0 * group.rank])
+            optimizer.step()
+
+        step(0.5)
+        differ = r"learning rates differ: ranks 0 and 2 have 0\.5, rank 1 has 0\.05\. .*allreduce"
+        with pytest.raises(MismatchError, match=differ):
+            step(0.05 if group.rank == 1 else 0.5)
+        step(0.25 if group.rank == 1 else np.nextafter(0.25, 1))  # of another host's library
+        assert close({"w": inner.weight}, {"w": [-1.5]})
+
+    run_threads(3, rank)
+
+
 @pytest.mark.parametrize("kind", [list, dict])
 def test_a_list_or_dict_of_parameters_may_change(kind: type) -> None:
     """In an optimizer that makes its parameters anew, and one that gets another meanwhile."""
