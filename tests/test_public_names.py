@@ -54,10 +54,8 @@ def test_a_signature_says_what_can_be_given(name: str) -> None:
     kinds = {p.kind for p in parameters.values()}
     assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     assert function.__qualname__ == name
-    described = (function.__doc__ or "").partition("\n    Args:\n")[2] or (
-        function.__doc__ or ""
-    ).partition("\n        Args:\n")[2]
-    names = re.findall(r"^ +(\w+): ", described.partition("\n\n")[0], re.MULTILINE)
+    described = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2]
+    names = re.findall(r"^ {4}(\w+): ", described.partition("\n\n")[0], re.MULTILINE)
     assert names == list(parameters)
 
 
