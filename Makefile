@@ -1,6 +1,6 @@
 # Everything runs in environments of its own below this directory; nothing else is touched.
 #
-#   PYTHON    the Python to make them from (3.10 to 3.13)
+#   PYTHON    the Python to make them from (3.10 to 3.15)
 #   MPIEXEC   a launcher of your own (a site's MPI); without it, the one from the Open MPI wheel
 #   NP        ranks of `make demo` and `make examples`
 #   ARGS      more arguments for the demo, the benchmark, or (make test) pytest
@@ -83,10 +83,10 @@ TEST_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch) $(if $(MPIEXEC),,$(MPIC
 
 WHEEL := .venv-wheel
 # One for each of CPython 3.10 and 3.11; with the stable ABI one for 3.12 and every later version.
-WHEEL_PYTHONS ?= $(call find_python,3.10) $(call find_python,3.11) $(call first_python,3.12 3.13 3.14)
+WHEEL_PYTHONS ?= $(call find_python,3.10) $(call find_python,3.11) $(call first_python,3.12 3.13 3.14 3.15)
 WHEEL_CPUS ?= x86_64 aarch64
 # The oldest and the newest.
-CHECKED_PYTHONS ?= $(sort $(call first_python,3.10 3.11 3.12 3.13) $(call first_python,3.14 3.13 3.12 3.11))
+CHECKED_PYTHONS ?= $(sort $(call first_python,3.10 3.11 3.12 3.13) $(call first_python,3.15 3.14 3.13 3.12 3.11))
 # PyPI has no nvcc for CUDA 12, but the same compiler as a library (NVRTC). Of the last 12: what it
 # makes runs with the drivers of CUDA 12 and 13.
 CUDA_RUNTIME := nvidia-cuda-runtime-cu12==12.9.*

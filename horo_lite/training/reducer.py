@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ class Offer(NamedTuple):
     attempt: int
     note: str
     finding: Finding | None
-    rates: str
+    rates: tuple[float, ...]
 
 
 class Reducer:
@@ -131,7 +132,7 @@ class Reducer:
         self._findings: dict[int, Finding | None] = {}
         self.shared: SharedMemory | None = None  # gradients that lie there are reduced in place
         self.all_are_here = True  # no rank had joined when the last exchange ended
-        self.rates = ""  # the learning rates with which this rank will step: alike on all
+        self.rates: tuple[float, ...] = ()  # with which this rank will step: alike on all
         self.note = ""
         self.notes: list[str] = []
         self._title = title
@@ -464,7 +465,8 @@ class Reducer:
         recorder.operation(self._label, "agree")
         headers = transport.agree(
             hash63(
-                f"{self._label} {agreed} {mine.digest} {self.note} {self._finding} {self.rates}"
+                f"{self._label} {agreed} {mine.digest} {self.note} {self._finding} "
+                f"{_shown(self.rates)}"
             ),
             count=len(self._handles),
             weight=self._own_weight,
@@ -513,10 +515,10 @@ class Reducer:
                     "ones, after the same backward passes, on every rank."
                 )
             plan = merge([offer.plan for offer in offers], ranks)
-            rates = [offer.rates or "none" for offer in offers]
-            if len(set(rates)) > 1:
+            if not all(_are_close(offer.rates, offers[0].rates) for offer in offers):
+                rates = who_has([_shown(offer.rates) for offer in offers], ranks)
                 raise MismatchError(
-                    f"The ranks' learning rates differ: {who_has(rates, ranks)}. They would step "
+                    f"The ranks' learning rates differ: {rates}. They would step "
                     "apart. Let a scheduler see the same number on every rank (allreduce() the "
                     "loss that it follows), and call broadcast_optimizer_state() where one rank "
                     "alone has loaded a checkpoint."
@@ -635,13 +637,21 @@ class Reducer:
         return 1.0 if self._weight is None else self._weight
 
 
-def learning_rates(param_groups: Any) -> str:
-    """Return those of groups like torch's, as far as they are numbers.
-
-    To six digits: the last bits of a schedule may be another library's.
-    """
+def learning_rates(param_groups: Any) -> tuple[float, ...]:
+    """Return those of groups like torch's, as far as they are numbers."""
     rates = [group.get("lr") for group in param_groups if isinstance(group, dict)]
-    return ", ".join([f"{rate:.6g}" for rate in rates if isinstance(rate, (int, float))])
+    return tuple(rate for rate in rates if isinstance(rate, (int, float)))
+
+
+def _shown(rates: tuple[float, ...]) -> str:
+    return ", ".join([f"{rate:.6g}" for rate in rates]) or "none"
+
+
+def _are_close(rates: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    """Whether they differ by no more than the last digits, which may be another library's."""
+    return len(rates) == len(others) and all(
+        math.isclose(rate, other, rel_tol=1e-6) for rate, other in zip(rates, others, strict=True)
+    )
 
 
 def _some_of(names: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, i):
         fault()
         os.kill(os.getpid(), signal.SIGKILL)
-next(iter(torch.utils.data.DataLoader(Samples(), num_workers=1)))
+next(iter(torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context="fork")))
 """
 
 ENDS = [

@@ -1250,7 +1250,8 @@ class Data(torch.utils.data.Dataset):
         return torch.randn((3, 6, 6), generator=generator, dtype=torch.float64), i % 4
 
 
-loader = torch.utils.data.DataLoader(Data(), batch_size=8, num_workers=2)
+loader = torch.utils.data.DataLoader(Data(), batch_size=8, num_workers=2,
+                                     multiprocessing_context="fork")
 for x, y in loader:
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(net(x[rank::size]), y[rank::size]).backward()

@@ -16,9 +16,13 @@ SPAWNED = """
     world = hvd.init()  # also in the child, which runs the script again
     print(hvd.allreduce(float(world.rank)))
     child = multiprocessing.get_context(sys.argv[1]).Process(target=print)
-    child.start()
-    child.join()
-    assert child.exitcode == 1, child.exitcode
+    try:
+        child.start()
+        child.join()
+        assert child.exitcode == 1, child.exitcode
+    except ConnectionError:
+        # From Python 3.14 on the server that forks has run the script before there was a child.
+        assert sys.argv[1] == "forkserver"
     print("went on", hvd.allreduce(float(world.rank)))
 """
 

@@ -43,7 +43,6 @@ def _kernels(variable: str, needs: dict[str, set[str]]) -> list[object]:
 OPENBLAS = _kernels(
     "OPENBLAS_CORETYPE",
     {
-        "Prescott": {"pni"},
         "Nehalem": {"sse4_2"},
         "Sandybridge": {"avx"},
         "Haswell": {"avx2", "fma"},
