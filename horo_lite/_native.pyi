@@ -625,6 +625,10 @@ class Engine:
     def n_failed(self) -> int:
         """How often everything that lacked a match has failed."""
 
+    @property
+    def busy_s(self) -> float:
+        """How long its thread has had a core, in seconds."""
+
     def drain(self) -> None: ...
     def submit_allreduce(
         self,

@@ -183,6 +183,7 @@ void bind_engine(nb::module_& m) {
           [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },
           "detector"_a, "To be called at once, if at all.")
       .def_prop_ro("n_failed", &Engine::n_failed, "How often everything that lacked a match has failed.")
+      .def_prop_ro("busy_s", &Engine::busy_s, "How long its thread has had a core, in seconds.")
       .def("drain", &Engine::drain, nb::call_guard<WithoutGil>())
       .def(
           "submit_allreduce",

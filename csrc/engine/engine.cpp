@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -147,6 +148,13 @@ Engine::Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain
   pthread_sigmask(SIG_SETMASK, &all, &old);
   thread_ = std::thread([this] { loop(); });
   pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  pthread_getcpuclockid(thread_.native_handle(), &thread_clock_);
+}
+
+double Engine::busy_s() const {
+  timespec time;
+  if (clock_gettime(thread_clock_, &time) != 0) return 0;  // the thread has ended
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
 Engine::~Engine() {

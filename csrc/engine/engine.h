@@ -167,6 +167,7 @@ class Engine {
   size_t n_in_flight();
   // How often everything that lacked a match has failed: alike on all ranks.
   uint64_t n_failed() const { return n_failed_; }
+  double busy_s() const;  // that the engine's thread has had a core
   // What the job threw, which somebody has seen then.
   void result(const Job& job);
   // Completes what all ranks have submitted, then stops. Errors stay with their jobs, but if nobody has seen any, this
@@ -228,6 +229,7 @@ class Engine {
   int pid_;
   int owner_;  // the thread that made this
   std::thread thread_;
+  clockid_t thread_clock_;  // of the time that it has had a core
   std::atomic<uint64_t> n_failed_{0};
 
   // Guards what follows. Never held while the channel or a job runs: those may want the GIL, whose holder may want

@@ -457,6 +457,10 @@ class Group:
             self._unnamed[kind] += 1
             return self._unnamed[kind]
 
+    def busy_s(self) -> float:
+        """How long the exchanges of asynchronous calls have had a core, in seconds."""
+        return 0.0 if self._engine is None else self._engine.busy_s
+
     def unnamed(self, kind: str) -> str:
         """What tells an unnamed operation from others: its number, counted by `kind`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from horo_lite.training.reducer import Reducer
 
 def group(one_host: bool = True) -> Any:
     host = SimpleNamespace(native_group=object() if one_host else None)
-    return SimpleNamespace(transport=SimpleNamespace(host=host))
+    return SimpleNamespace(transport=SimpleNamespace(host=host), busy_s=lambda: 0.0)
 
 
 class Clocks:
@@ -54,8 +55,30 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 def test_it_pays_where_half_a_core_is_free(clocks: Clocks) -> None:
     for cores, used, pays in ((1, 1, False), (1, 0.3, True), (4, 3.9, False), (4, 2, True)):
         assert clocks.step(Overlap(cores), 0.1, used) == pays
-    # Four ranks on two cores: each can use half a core, and does.
+    # Four ranks on two cores: each can use half a core, and does, or leaves half of that.
     assert not clocks.step(Overlap(0.5), 0.1, 0.5)
+    assert clocks.step(Overlap(0.5), 0.1, 0.2)
+
+
+def test_what_the_exchange_itself_computes_does_not_count(clocks: Clocks) -> None:
+    one = Overlap(1, exchanging_s=lambda: 0.7 * clocks.now)
+    assert clocks.step(one, 0.1, 0.9)  # of which backward() is a fifth of a core
+    assert not clocks.step(one, 1.0, 1.3)
+
+
+def test_an_engine_knows_how_long_it_had_a_core() -> None:
+    def rank(group: hvd.Group) -> None:
+        used, before = time.process_time(), group.busy_s()
+        for _ in range(20):
+            handle = hvd.allreduce_async(np.ones(100_000), group=group)
+            group.synchronize(handle)
+        assert 0 < group.busy_s() - before < time.process_time() - used
+        began, before = time.monotonic(), group.busy_s()
+        while time.monotonic() < began + 0.3:
+            pass
+        assert group.busy_s() - before < 0.3  # it was not the engine that computed
+
+    run_threads(2, rank)
 
 
 def test_it_follows_what_the_program_does(clocks: Clocks) -> None:
