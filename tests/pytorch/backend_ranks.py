@@ -518,7 +518,7 @@ def test_errors(group: Group) -> None:
     ):
         raises(ValueError, text, lambda x=opaque: dist.broadcast(x, group=group, group_src=0))
     meta = torch.ones(2, device="meta")
-    raises(ValueError, "lies on meta", lambda: dist.all_reduce(meta, group=group))
+    raises(ValueError, "on the meta device", lambda: dist.all_reduce(meta, group=group))
 
 
 def same(group: Group, other: Group) -> None:
