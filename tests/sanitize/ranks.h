@@ -233,9 +233,7 @@ struct Rank {
     const auto explain = [](const std::string& name, const std::vector<std::string>& said, const std::vector<int>&) {
       return name + " differs: " + said.front() + ", " + said.back();
     };
-    const auto waits = [this] {
-      return Engine::DirectWait{direct.n_waits(), direct.waiting_thread(), direct.label()};
-    };
+    const auto waits = [this] { return Engine::DirectWait{direct.n_waits(), direct.waiting_thread(), direct.label()}; };
     engine = std::make_unique<Engine>(std::make_unique<ShmChannel>(group), host.ranks, explain, waits);
     engine->watched_by(detector);
   }
