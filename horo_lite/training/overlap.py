@@ -23,7 +23,7 @@ class Overlap:
     Between hosts ranks wait for the link, so it does. Among the ranks of one host an exchange is
     work for the cores, and where backward() leaves them no time, each interrupts the other. So it
     is measured how much of its cores this rank uses from the first gradient of a step to the last,
-    beside exchanges. Results do not depend on it, nor on whether all ranks see it alike.
+    not counting exchanges. Results do not depend on it, nor on whether all ranks see it alike.
 
     Args:
         cores: How many this rank has to itself. With math.inf it always pays, with 0 never.
@@ -54,7 +54,7 @@ class Overlap:
 
     def begin(self) -> None:
         """A gradient of the step is there."""
-        if self._began is None and self._cores < math.inf:
+        if self._began is None and 0 < self._cores < math.inf:
             self._began = self._busy_s(), time.perf_counter()
 
     def end(self) -> None:

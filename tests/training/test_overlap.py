@@ -64,6 +64,8 @@ def test_what_the_exchange_itself_computes_does_not_count(clocks: Clocks) -> Non
     one = Overlap(1, exchanging_s=lambda: 0.7 * clocks.now)
     assert clocks.step(one, 0.1, 0.9)  # of which backward() is a fifth of a core
     assert not clocks.step(one, 1.0, 1.3)
+    # Two clocks, read one after the other: the difference may be less than nothing.
+    assert not clocks.step(Overlap(0, exchanging_s=lambda: 2 * clocks.used), 0.1, 1.0)
 
 
 def test_an_engine_knows_how_long_it_had_a_core() -> None:
