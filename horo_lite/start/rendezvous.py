@@ -125,14 +125,18 @@ class Rendezvous(ObjectCommunicator):
             from torch.distributed import PrefixStore
 
             store = PrefixStore(f"{self._prefix}/gloo", self._store)
-            self._connections = GlooConnections(
-                store,
-                self.rank,
-                self.size,
-                self._where,
-                self._timeout_s,
-                lambda: self._check_living(self._pids, "to be connected to the others"),
-            )
+            try:
+                self._connections = GlooConnections(
+                    store,
+                    self.rank,
+                    self.size,
+                    self._where,
+                    self._timeout_s,
+                    lambda: self._check_living(self._pids, "to be connected to the others"),
+                )
+            except LauncherError:  # gloo blames the network, also where rank 0 took the store along
+                self._check_not_lost("to be connected to the others")
+                raise
             self.allgather(True, bool)  # the store is not needed any more
         return self._connections
 
@@ -264,6 +268,7 @@ class Rendezvous(ObjectCommunicator):
             raise
         except RuntimeError as error:
             _stores.clear()  # the next one may be another
+            self._check_living(self._pids, f"for {self._store_name}")  # for whom rank 0 has ended
             raise PeerLostError(
                 f"{self._me} has lost the store at {self._where} in init(): rank 0, which keeps "
                 "it, has ended"
@@ -305,11 +310,7 @@ class Rendezvous(ObjectCommunicator):
                 if self._has(failure):
                     raise LauncherError(self._read(failure, str))
             ranks = self._absent() if awaited is None else [awaited]
-            if self._has(self._lost):
-                raise PeerLostError(
-                    f"{self._read(self._lost, str)}, while {self._me} waited in init() for "
-                    f"{ranks_in_words(ranks)}"
-                )
+            self._check_not_lost(f"for {ranks_in_words(ranks)}")
             self._check_living(
                 self._pids if awaited is None else ranks, f"for {ranks_in_words(ranks)}"
             )
@@ -322,6 +323,13 @@ class Rendezvous(ObjectCommunicator):
             time.sleep(pause_s)
             pause_s = min(0.05, 1.5 * pause_s)
         return self._read(key, form)
+
+    def _check_not_lost(self, waited: str) -> None:
+        """PeerLostError where the store says that a rank has failed, or is gone with rank 0."""
+        if self._has(self._lost):
+            raise PeerLostError(
+                f"{self._read(self._lost, str)}, while {self._me} waited in init() {waited}"
+            )
 
     def _check_living(self, ranks: Iterable[int], waited: str) -> None:
         """PeerLostError where one of these ranks is known to have died."""
@@ -351,7 +359,6 @@ class Rendezvous(ObjectCommunicator):
         """
         waited_s = time.monotonic() - wait.began
         if waited_s > NOTICE_S and not wait.is_noted:
-            wait.is_noted = True
             if reports() and (awaited := whom()):
                 print(
                     f"[horo_lite] {self._me} has waited {waited_s:.0f} s in init() for {awaited}, "
@@ -359,6 +366,7 @@ class Rendezvous(ObjectCommunicator):
                     file=sys.stderr,
                     flush=True,
                 )
+            wait.is_noted = True
         return waited_s > wait.limit_s
 
 

@@ -138,15 +138,23 @@ except hvd.PeerLostError:
     assert result.stdout.count("goes on") == 2, str(result)
 
 
-def test_a_death_while_the_hosts_are_connected_is_noticed_at_once(tmp_path: Path) -> None:
-    """Not by gloo, which would wait for two minutes, and blame the network."""
-    code = """
+@pytest.mark.parametrize("late", ["", "1"])
+def test_a_death_while_the_hosts_are_connected_is_noticed_at_once(
+    tmp_path: Path, late: str
+) -> None:
+    """Not by gloo, which would wait for two minutes, and blame the network.
+
+    A rank may not look before rank 0 has: then the first that it notices is that the store is gone.
+    """
+    code = f"""
     import os
     import horo_lite as hvd
     from horo_lite.transports.gloo import connections
 
     if os.environ["RANK"] == "2":
         connections._connect = lambda *_: os.kill(os.getpid(), 9)
+    if os.environ["RANK"] == "{late}":
+        connections.asked = lambda question, look: question()
     hvd.init()
     """
     result = ended(code, 3, tmp_path, env=on_hosts("2,1"))
