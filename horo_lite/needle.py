@@ -26,7 +26,7 @@ import horo_lite
 
 # ruff: noqa: F403
 from horo_lite import *
-from horo_lite import rank, size
+from horo_lite import is_initialized, rank, size
 
 
 def init(*args: Any, **options: Any) -> tuple[int, Any]:
@@ -60,6 +60,9 @@ def partition_dataset(
     together, and `bsz` is `batch_size // size`. Every rank gets every size-th sample, as many as
     the others, so that all have equally many batches; up to size - 1 samples are left out.
 
+    Under `elastic.run`, call it in the function that trains: a part is of the world that it was
+    made in, and in another an error.
+
     The loader is Needle's `DataLoader`, which with `shuffle` orders each epoch anew by NumPy's
     global state, and gives tensors on `device`. Without it, N ranks take the steps that one process
     takes with the same `batch_size`, if N divides it.
@@ -70,7 +73,7 @@ def partition_dataset(
             f"partition_dataset: {len(dataset)} samples in batches of {batch_size} leave nothing "
             f"for some of the {size()} ranks; batch_size is that of all ranks together"
         )
-    part = _Part(dataset, np.arange(n) * size() + rank())
+    part = _Part(dataset, n, (rank(), size()))
     known = inspect.signature(ndl.data.DataLoader).parameters
     options = {"device": device, "dtype": dtype}
     understood = {key: value for key, value in options.items() if key in known}
@@ -79,11 +82,20 @@ def partition_dataset(
 
 
 class _Part(ndl.data.Dataset):  # type: ignore[misc]
-    def __init__(self, dataset: Any, indices: Any) -> None:
+    def __init__(self, dataset: Any, n: int, place: tuple[int, int]) -> None:
         super().__init__()
-        self._dataset, self._indices = dataset, indices
+        self._dataset, self._place = dataset, place
+        first, step = place
+        self._indices = np.arange(n) * step + first
 
     def __getitem__(self, index: Any) -> Any:
+        if is_initialized() and (rank(), size()) != self._place:
+            raise RuntimeError(
+                "this loader has the samples of rank {} of {}, and this is now rank {} of {}: call "
+                "partition_dataset in the function that elastic.run calls".format(
+                    *self._place, rank(), size()
+                )
+            )
         chosen = self._indices[index]
         return self._dataset[chosen if np.ndim(chosen) else int(chosen)]
 

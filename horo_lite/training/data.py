@@ -20,7 +20,55 @@ from horo_lite import context
 Indices = npt.NDArray[np.intp]
 
 
-class DistributedSampler:
+class _Shares:
+    """What both ways have in common: the order of each epoch, and whose share of it is meant."""
+
+    def __init__(
+        self, n: int, *, rank: int | None, size: int | None, shuffle: bool, seed: int
+    ) -> None:
+        self._n = n
+        self._shuffle = shuffle
+        self._seed = non_negative("seed", seed)
+        self._epoch = 0
+        self._follows = rank is None and size is None
+        self._place: tuple[int, int] | None = None
+        if not self._follows:
+            self._place = self._checked(rank_and_size(rank, size))
+
+    @property
+    def rank(self) -> int:
+        """Whose share it is: this rank's number in the current world, unless another was given."""
+        return self._resolve()[0]
+
+    @property
+    def size(self) -> int:
+        """How many ranks share: those of the current world, unless another number was given."""
+        return self._resolve()[1]
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration has the order of this epoch: the same one on every rank."""
+        self._epoch = non_negative("epoch", epoch)
+
+    def _order(self) -> Indices:
+        return sample_order(self._n, self._shuffle, self._seed, self._epoch)
+
+    def _resolve(self) -> tuple[int, int]:
+        # Not only once: `elastic.run` may have lost ranks since. After shutdown() it is the last
+        # world's, as in a copy that a data loader's worker has.
+        if self._place is None or (self._follows and context.is_initialized()):
+            self._place = self._checked(rank_and_size(None, None))
+        return self._place
+
+    def _checked(self, place: tuple[int, int]) -> tuple[int, int]:
+        """The rank and the size; ValueError where there are too few samples for them."""
+        raise NotImplementedError
+
+
+class DistributedSampler(_Shares):
     """The indices this rank visits in an epoch: as many on every rank, together all of them.
 
     `dataset_or_n` is anything with a length, or the number of samples itself: the same on every
@@ -30,7 +78,9 @@ class DistributedSampler:
     `DataLoader(…, sampler=…)` takes it as it is. Call `set_epoch(e)` before each epoch, or every
     epoch has the order of the first.
 
-    `rank` and `size` are the world's at the first use, unless both are given.
+    `rank` and `size` are those of the world when an iteration begins, unless both are given. So
+    under `elastic.run` those that are left share all samples, in an epoch that begins anew;
+    `elastic.Sampler` deals out only what is left of it.
     """
 
     def __init__(
@@ -43,46 +93,16 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self._n = length_of(dataset_or_n)
-        self._shuffle = shuffle
-        self._seed = non_negative("seed", seed)
         self._drop_last = drop_last
-        self._epoch = 0
-        self._place: tuple[int, int] | None = None
-        if rank is not None or size is not None:
-            self._place = self._checked(rank_and_size(rank, size))
-
-    @property
-    def rank(self) -> int:
-        return self._resolve()[0]
-
-    @property
-    def size(self) -> int:
-        return self._resolve()[1]
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration has the order of this epoch: the same one on every rank."""
-        self._epoch = non_negative("epoch", epoch)
+        super().__init__(length_of(dataset_or_n), rank=rank, size=size, shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
-        _, size = self._resolve()
-        return self._n // size if self._drop_last else -(-self._n // size)
+        return self._n // self.size if self._drop_last else -(-self._n // self.size)
 
     def __iter__(self) -> Iterator[int]:
         rank, size = self._resolve()
-        total = len(self) * size
-        order = sample_order(self._n, self._shuffle, self._seed, self._epoch)
         # np.resize wraps round as often as it takes, also where n < size.
-        return iter(np.resize(order, total)[rank::size].tolist())
-
-    def _resolve(self) -> tuple[int, int]:
-        if self._place is None:
-            self._place = self._checked(rank_and_size(None, None))
-        return self._place
+        return iter(np.resize(self._order(), len(self) * size)[rank::size].tolist())
 
     def _checked(self, place: tuple[int, int]) -> tuple[int, int]:
         _, size = place
@@ -95,7 +115,7 @@ class DistributedSampler:
         return place
 
 
-class ShardedLoader:
+class ShardedLoader(_Shares):
     """This rank's share of every global batch of an epoch; made by `partition_dataset`.
 
     Can be iterated any number of times; `set_epoch(e)` chooses the order of the next time.
@@ -107,35 +127,22 @@ class ShardedLoader:
         n: int,
         batch_size: int,
         *,
-        rank: int,
-        size: int,
+        rank: int | None,
+        size: int | None,
         shuffle: bool,
         seed: int,
         drop_last: bool,
     ) -> None:
         self._gather = gather
-        self._n = n
-        self._shuffle = shuffle
-        self._seed = seed
         self._drop_last = drop_last
-        self._epoch = 0
-        self.rank = rank
-        self.size = size
         self.batch_size = batch_size
+        super().__init__(n, rank=rank, size=size, shuffle=shuffle, seed=seed)
 
     @property
     def local_batch_size(self) -> int:
         """Samples of a full batch that fall to this rank."""
-        start, stop = self._share(self.batch_size)
+        start, stop = _share(self.batch_size, *self._resolve())
         return stop - start
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """The next iteration has the order of this epoch: the same one on every rank."""
-        self._epoch = non_negative("epoch", epoch)
 
     def __len__(self) -> int:
         """Batches in an epoch: the same number on every rank."""
@@ -143,15 +150,26 @@ class ShardedLoader:
         return full if self._drop_last else -(-self._n // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        order = sample_order(self._n, self._shuffle, self._seed, self._epoch)
+        place, order = self._resolve(), self._order()
         for i in range(len(self)):
             batch = order[i * self.batch_size : (i + 1) * self.batch_size]
-            start, stop = self._share(len(batch))
+            start, stop = _share(len(batch), *place)
             yield self._gather(batch[start:stop])
 
-    def _share(self, n: int) -> tuple[int, int]:
-        """Where this rank's part of a batch of n begins and ends; parts differ by one at most."""
-        return n * self.rank // self.size, n * (self.rank + 1) // self.size
+    def _checked(self, place: tuple[int, int]) -> tuple[int, int]:
+        _, size = place
+        if self.batch_size < size:
+            raise ValueError(
+                f"partition_dataset: batch_size={self.batch_size} is the batch of all {size} ranks "
+                "together and leaves some of them without a sample; pass "
+                f"{size} or more, or start fewer ranks"
+            )
+        return place
+
+
+def _share(n: int, rank: int, size: int) -> tuple[int, int]:
+    """Where a rank's part of a batch of n begins and ends; parts differ by one at most."""
+    return n * rank // size, n * (rank + 1) // size
 
 
 def partition_dataset(
@@ -189,13 +207,15 @@ def partition_dataset(
     shuffled). With `drop_last=False` it is dealt out too, and a rank's share of it may be empty:
     right for evaluation; in training, give the optimizer its weight of 0.
 
-    `rank` and `size` are the world's unless both are given.
+    `rank` and `size` are those of the world when an iteration begins, unless both are given. So
+    under `elastic.run` those that are left share every batch, and the shares grow:
+    `loader.local_batch_size` tells it, and the weight is the number of samples in hand.
 
     Args:
         dataset: The arrays or samples; the same on every rank.
         batch_size: Samples of a batch, of all ranks together.
-        rank: This rank's number; by default the world's.
-        size: How many ranks there are; by default the world's.
+        rank: This rank's number; by default that in the world.
+        size: How many ranks there are; by default in the world.
         shuffle: Whether each epoch has an order of its own.
         seed: Of that order; the same on every rank.
         drop_last: Whether a last batch that is not full is left out.
@@ -205,17 +225,6 @@ def partition_dataset(
     """
     batch_size = operator.index(batch_size)
     gather, n = _reader(dataset)
-    rank, size = rank_and_size(rank, size)
-    if batch_size < size:
-        raise ValueError(
-            f"partition_dataset: batch_size={batch_size} is the batch of all {size} ranks together "
-            f"and leaves some of them without a sample; pass {size} or more, or start fewer ranks"
-        )
-    if drop_last and n < batch_size:
-        raise ValueError(
-            f"partition_dataset: {_samples(n)} cannot fill one batch of {batch_size}; pass "
-            "drop_last=False or a smaller batch_size"
-        )
     loader = ShardedLoader(
         gather,
         n,
@@ -223,10 +232,16 @@ def partition_dataset(
         rank=rank,
         size=size,
         shuffle=shuffle,
-        seed=non_negative("seed", seed),
+        seed=seed,
         drop_last=drop_last,
     )
-    return loader, loader.local_batch_size
+    local_batch_size = loader.local_batch_size
+    if drop_last and n < batch_size:
+        raise ValueError(
+            f"partition_dataset: {_samples(n)} cannot fill one batch of {batch_size}; pass "
+            "drop_last=False or a smaller batch_size"
+        )
+    return loader, local_batch_size
 
 
 def sample_order(n: int, shuffle: bool, seed: int, epoch: int) -> Indices:

@@ -899,6 +899,39 @@ def test_who_hangs_is_killed_and_who_is_slow_is_awaited() -> None:
     assert result.stdout == ends([4] * 3 + [3] * 5 + [2] * 4, [3, 2])
 
 
+SHARES = """
+import os, signal
+import numpy as np
+import horo_lite as hvd
+
+hvd.init()
+sampler = hvd.DistributedSampler(12)
+loader, _ = hvd.partition_dataset(np.arange(12), 4)
+state = hvd.elastic.State(epoch=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < 2:
+        sampler.set_epoch(state.epoch)
+        loader.set_epoch(state.epoch)
+        for mine in (list(sampler), np.concatenate(list(loader)).tolist()):
+            everyone = hvd.allgather_object(mine)
+            assert sorted(sum(everyone, [])) == list(range(12)), everyone
+        state.epoch += 1
+        if hvd.size() == 3 and hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return hvd.size()
+
+print("ENDS WITH", train(state))
+"""
+
+
+@needs_ulfm
+def test_the_samples_of_those_who_died_are_dealt_out_to_the_others() -> None:
+    result = run_ranks(SHARES, 3, options=FT, timeout_s=60)
+    assert result.stdout.count("ENDS WITH 2") == 2, str(result)
+
+
 @pytest.mark.mpi
 def test_without_fault_tolerance_a_lost_rank_ends_the_job() -> None:
     result = train(2, "pass", options=[]).check()

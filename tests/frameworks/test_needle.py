@@ -469,6 +469,17 @@ def test_too_few_samples_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         hvd.partition_dataset(Numbers(), 3)
 
 
+def test_a_part_of_another_world_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(face, "is_initialized", lambda: True)
+    monkeypatch.setattr(face, "size", lambda: 3)
+    monkeypatch.setattr(face, "rank", lambda: 1)
+    batches, _ = hvd.partition_dataset(Numbers(), 9, shuffle=False)
+    assert next(iter(batches))[0].numpy().tolist() == [1, 4, 7]
+    monkeypatch.setattr(face, "size", lambda: 2)
+    with pytest.raises(RuntimeError, match="of rank 1 of 3, and this is now rank 1 of 2: call"):
+        next(iter(batches))
+
+
 def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's where there is one, by its index in the forks whose cuda() takes one."""
 

@@ -92,14 +92,41 @@ def test_sampler_errors_say_what_to_do():
         DistributedSampler(i for i in range(3))
 
 
-def test_rank_and_size_are_the_worlds_at_first_use(monkeypatch):
+def enter(monkeypatch, rank: int, size: int) -> None:
+    """Make this the current world."""
+    monkeypatch.setattr("horo_lite.context.is_initialized", lambda: True)
+    monkeypatch.setattr("horo_lite.context.world", lambda: SimpleNamespace(rank=rank, size=size))
+
+
+def test_rank_and_size_are_those_of_the_world_as_each_iteration_begins(monkeypatch):
     sampler = DistributedSampler(5, shuffle=False)
-    monkeypatch.setattr("horo_lite.context.world", lambda: SimpleNamespace(rank=1, size=3))
-    assert list(sampler) == [1, 4]
-    assert (sampler.rank, sampler.size) == (1, 3)
+    enter(monkeypatch, 1, 3)
     loader, local_batch_size = partition_dataset(np.arange(8), 8, shuffle=False)
+    assert (sampler.rank, sampler.size, list(sampler)) == (1, 3, [1, 4])
     assert local_batch_size == 3
     assert [batch.tolist() for batch in loader] == [[2, 3, 4]]
+    under_way = iter(sampler)
+    next(under_way)
+
+    enter(monkeypatch, 1, 2)
+    assert (sampler.rank, sampler.size, list(sampler)) == (1, 2, [1, 3, 0])
+    assert (loader.rank, loader.size, loader.local_batch_size) == (1, 2, 4)
+    assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7]]
+    assert list(under_way) == [4]
+
+    monkeypatch.undo()  # no world: after shutdown()
+    assert (len(sampler), loader.local_batch_size) == (3, 4)
+
+
+def test_a_world_too_large_for_the_samples_is_an_error(monkeypatch):
+    enter(monkeypatch, 0, 2)
+    sampler = DistributedSampler(3, drop_last=True)
+    loader, _ = partition_dataset(np.arange(8), 3)
+    enter(monkeypatch, 0, 4)
+    with pytest.raises(ValueError, match="3 samples on 4 ranks"):
+        len(sampler)
+    with pytest.raises(ValueError, match="batch_size=3 is the batch of all 4 ranks"):
+        list(loader)
 
 
 def test_sampler_feeds_a_torch_data_loader():
