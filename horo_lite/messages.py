@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from horo_lite import arguments
+from horo_lite.adapters import changed
 from horo_lite.collectives.arrays import Array, HostArrays, gpu_of
 from horo_lite.collectives.handle import Handle
 from horo_lite.errors import (
@@ -105,10 +106,17 @@ class _Sending(Message):
 
 class _Receiving(Message):
     def __init__(
-        self, name: str, messages: Messages, peer: int | None, key: _Key, memory: HostArrays
+        self,
+        name: str,
+        messages: Messages,
+        peer: int | None,
+        key: _Key,
+        x: Array,
+        memory: HostArrays,
     ) -> None:
         super().__init__(name, messages, peer)
         self.key = key
+        self.x = x
         self.memory = memory
 
     def accepts(self, envelope: _Envelope) -> bool:
@@ -120,6 +128,7 @@ class _Receiving(Message):
             return
         if not error:
             self.memory.write_back()
+            changed([self.x])
         self.end(error)
 
 
@@ -190,7 +199,7 @@ class Messages:
             memory.use_c_order()
         whom = "any rank" if src is None else f"rank {src}"
         name = f"recv from {whom} (tag {tag})"
-        message = _Receiving(name, self, src, (channel, tag), memory)
+        message = _Receiving(name, self, src, (channel, tag), x, memory)
         with self._lock:
             self._receiving.append(message)
             for envelope in self._unexpected:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import arguments, context
+from horo_lite.adapters import changed
 from horo_lite.collectives.arrays import MEMORY, Array, array_of, copies_of, copy_of, results_of
 from horo_lite.collectives.calls import (
     AllGather,
@@ -671,6 +672,7 @@ def broadcast_(
     """
     ranks = ranks_of(group)
     ranks.run(Broadcast(name, _root(root_rank, ranks)), Part(ranks.memory([x])))
+    changed([x])
     return x
 
 
@@ -725,7 +727,8 @@ def broadcast_async_(
     """
     ranks = ranks_of(group)
     call = Broadcast(name, _root(root_rank, ranks))
-    return ranks.submit(call, Part(ranks.memory([x], asynchronous=True)), lambda _: x)
+    part = Part(ranks.memory([x], asynchronous=True))
+    return ranks.submit(call, part, lambda _: _changed([x], x))
 
 
 def grouped_broadcast_(
@@ -760,6 +763,7 @@ def grouped_broadcast_(
     ranks = ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
     ranks.run(call, Part(ranks.memory(xs)))
+    changed(xs)
     return list(xs)
 
 
@@ -1013,6 +1017,7 @@ def _begin_reduced(
 def _reduce_in_place(call: AllReduce, xs: Sequence[Array], group: Group | None) -> None:
     ranks = ranks_of(group)
     ranks.run(call, Part(ranks.memory(xs)))
+    changed(xs)
 
 
 def _begin_in_place(
@@ -1024,7 +1029,12 @@ def _begin_in_place(
 ) -> Handle:
     ranks = ranks_of(group)
     part = Part(ranks.memory(xs, asynchronous=True), weight)
-    return ranks.submit(call, part, lambda _: result())
+    return ranks.submit(call, part, lambda _: _changed(xs, result()))
+
+
+def _changed(xs: Sequence[Array], result: T) -> T:
+    changed(xs)
+    return result
 
 
 # Ranks without more batches.

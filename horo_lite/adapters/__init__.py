@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from horo_lite.adapters.object import Adapter
 
-__all__ = ["Adapter", "adapter_of", "from_numpy", "register_adapter", "to_host"]
+__all__ = ["Adapter", "adapter_of", "changed", "from_numpy", "register_adapter", "to_host"]
 
 # The frameworks' modules, as they stand in sys.modules; a file of that name here knows each. NumPy
 # comes last: it looks at the shape of an object, the others at its type first. Keras' models are
@@ -147,6 +148,13 @@ def to_host(x: object) -> Any:
     if isinstance(x, (list, tuple, bool, int, float, complex)):
         return exact(np.asarray(x), x)
     return adapter_of(x).value(x)
+
+
+def changed(arrays: Iterable[object]) -> None:
+    """Their frameworks know that an operation has changed the arrays in place."""
+    for x in arrays:
+        if type(x) is not np.ndarray:
+            adapter_of(x).changed(x)
 
 
 def exact(array: np.ndarray[Any, Any], x: object) -> np.ndarray[Any, Any]:

@@ -124,6 +124,9 @@ class Adapter:
             import ml_dtypes  # noqa: F401 (gives NumPy the name)
         return np.zeros(shape, np.dtype(dtype))
 
+    def changed(self, x: Array) -> None:
+        """An operation has changed the array `x` in place: for frameworks that keep its history."""
+
     def mark_gradients(self, parameters: Sequence[Parameter]) -> None:
         """From now on a gradient is marked when a backward pass has added to it.
 

@@ -81,6 +81,14 @@ class TorchAdapter(Adapter):
         with torch.no_grad():
             parameter.copy_(self.from_numpy(array, parameter))
 
+    def changed(self, x: Any) -> None:
+        if x.is_inference():
+            return
+        if torch.is_grad_enabled() and x.requires_grad and not (x.is_leaf or _is_of_leaf(x)):
+            _Changed.apply(x)
+        else:
+            torch.autograd.graph.increment_version(x)
+
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
         return torch.zeros(shape, dtype=getattr(torch, dtype))
 
@@ -108,6 +116,29 @@ class TorchAdapter(Adapter):
         if array.dtype.name == "bfloat16":  # unknown to torch.from_numpy, as it is to NumPy
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(like.device)
         return torch.from_numpy(array).to(like.device)
+
+
+class _Changed(torch.autograd.Function):
+    """What an operation between ranks has written is not what the tensor's history gives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "backward() has come to a tensor that an operation between ranks changed in place "
+            "(allreduce_, broadcast_, recv), and has no gradient of that: use horo_lite.torch's "
+            "allreduce or broadcast, without the underscore, which do have one; or change "
+            "x.detach().clone(), if it is only to be looked at"
+        )
+
+
+def _is_of_leaf(x: Any) -> bool:
+    """Whether it is a view of a parameter: new values leave a view what it is."""
+    return x._is_view() and x._base.is_leaf
 
 
 def _mark(parameter: Any) -> None:

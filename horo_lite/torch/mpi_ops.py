@@ -167,7 +167,8 @@ def allreduce_(
 ) -> Tensor:
     """`tensor` itself holds the op over all ranks' `tensor`, and is returned. See `allreduce`.
 
-    Autograd does not see the change: as under torch.no_grad().
+    It has no gradient: `backward()` through `tensor` is a RuntimeError from now on. Under
+    torch.no_grad() autograd does not see the change, as ever; parameters stay what they are.
     """
     op = op_of(average, op)
     return synchronize(

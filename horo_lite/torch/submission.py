@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from horo_lite import _native, ops
+from horo_lite.adapters import changed
 from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives import compression as core
 from horo_lite.collectives.calls import Part
@@ -329,8 +330,7 @@ def _written(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tenso
         own = tensor.detach()
         if own.data_ptr() != result.data_ptr() or not _is_plain(own):
             own.copy_(result)
-        elif not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    changed(tensors)
     return list(tensors)
 
 

@@ -321,9 +321,10 @@ def test_in_place_forms_and_autograd() -> None:
         hvd.broadcast_(parameter, 1, process_set=group)
         x = tensor(group.rank).requires_grad_()
         y = x.exp()
+        total = y.sum()
         hvd.allreduce_(y, **k)  # backward() needs y as it was
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
+            total.backward()
         with torch.no_grad():
             assert not hvd.allreduce(x, **k).requires_grad
         assert not hvd.synchronize(hvd.allreduce_async(x, **k)).requires_grad
@@ -337,6 +338,63 @@ def test_in_place_forms_and_autograd() -> None:
 
 # Horovod's gradients of each operation, from what the ranks have: the shapes they put in, and the
 # upstream gradients they got (`u`), in rank order. `i` is the rank that asks, n their number.
+
+
+IN_PLACE = {
+    "allreduce_": lambda x, group: hvd.allreduce_(x, process_set=group),
+    "allreduce_async_": lambda x, group: hvd.synchronize(
+        hvd.allreduce_async_(x, process_set=group)
+    ),
+    "grouped_allreduce_": lambda x, group: hvd.grouped_allreduce_([x], process_set=group),
+    "broadcast_": lambda x, group: hvd.broadcast_(x, 0, process_set=group),
+    "ops.allreduce_": lambda x, group: ops.allreduce_(x, group=group),
+    "ops.allreduce_async_": lambda x, group: ops.synchronize(
+        ops.allreduce_async_(x, group=group), group=group
+    ),
+    "ops.grouped_allreduce_": lambda x, group: ops.grouped_allreduce_([x], group=group),
+    "ops.broadcast_": lambda x, group: ops.broadcast_(x, group=group),
+    "ops.broadcast_async_": lambda x, group: ops.synchronize(
+        ops.broadcast_async_(x, group=group), group=group
+    ),
+    "ops.grouped_broadcast_": lambda x, group: ops.grouped_broadcast_([x], group=group),
+}
+
+
+@pytest.mark.parametrize("call", IN_PLACE)
+def test_backward_through_what_was_changed_in_place_is_an_error(call: str) -> None:
+    change = IN_PLACE[call]
+
+    def rank(group: Group) -> None:
+        w = tensor(group.rank).requires_grad_()
+        x = 2 * w
+        change(x, group)
+        assert x.requires_grad
+        with pytest.raises(RuntimeError, match="an operation between ranks changed in place"):
+            x.sum().backward()
+        rows = 2 * w
+        change(rows[1:], group)
+        with pytest.raises(RuntimeError, match="an operation between ranks changed in place"):
+            rows.sum().backward()
+        x = 2 * w
+        square = x * x
+        change(x, group)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square.sum().backward()
+        assert w.grad is None
+
+        x = 2 * w
+        seen = x.sum()
+        with torch.no_grad():
+            change(x, group)
+        change(x.detach().clone(), group)
+        change(w, group)  # leaves, and views of them, are values
+        change(w.view(-1), group)
+        (x.sum() + seen + w.sum()).backward()
+        assert w.grad.tolist() == torch.full_like(w, 5).tolist()
+        with torch.inference_mode():
+            change(torch.ones(3), group)
+
+    run_threads(2, rank)
 
 
 def rows_of(i: int, shapes: Sequence[Sequence[int]]) -> slice:
