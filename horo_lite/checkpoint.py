@@ -47,9 +47,11 @@ def save(path: str | Path, snapshot: Any) -> None:
             f"the commit cannot be written to {path} ({error.strerror}): the last one that was is "
             "kept. Make room there, or give another path",
         ) from error
-    # Between the two the newest is called .new, which is how load knows it from a removed one.
+    # At every moment the newest is at `path`: where nothing is, somebody has removed it.
     with contextlib.suppress(FileNotFoundError):
-        path.replace(previous)
+        previous.unlink()
+    with contextlib.suppress(OSError):  # nothing is there yet, or no hard links in this file system
+        os.link(path, previous, follow_symlinks=False)
     new.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -119,9 +121,7 @@ def saved_at(path: str | Path) -> float | None:
 
 def _commits(path: Path) -> list[Path]:
     """Where commits may be, the newest first; nowhere, if somebody has removed the newest."""
-    new = _beside(path, ".new")
-    newest = path if os.path.lexists(path) else new
-    return [newest, _beside(path, ".previous")] if os.path.lexists(newest) else []
+    return [path, _beside(path, ".previous")] if os.path.lexists(path) else []
 
 
 def remove(path: str | Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import sys
@@ -126,17 +128,37 @@ def test_who_removes_the_file_starts_over(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     for commit in range(3):
         checkpoint.save(path, snapshot(commit))
-    path.rename(tmp_path / "run.ckpt.new")  # killed before the last call of save()
-    check(checkpoint.load(path), 2)
-    check(checkpoint.load(path), 2)
     damage(path, 100_000)
     with pytest.warns(RuntimeWarning, match="checksum"):
         check(checkpoint.load(path), 1)
     check(checkpoint.load(path), 1)  # killed before the next commit
     checkpoint.save(path, snapshot(3))
+    shutil.copy(path, tmp_path / "run.ckpt.new")  # killed in the middle of a commit
     path.unlink()
     assert checkpoint.load(path) is None
     assert checkpoint.saved_at(path) is None
+    checkpoint.save(path, snapshot(4))
+    damage(path, 100_000)
+    with pytest.raises(hvd.CheckpointError):  # and not what was before
+        checkpoint.load(path)
+
+
+def test_a_kill_in_the_middle_of_the_first_commit_leaves_none(tmp_path: Path) -> None:
+    (tmp_path / "run.ckpt.new").write_bytes(b"HOROLITE")
+    assert checkpoint.load(tmp_path / "run.ckpt") is None
+    assert checkpoint.saved_at(tmp_path / "run.ckpt") is None
+
+
+def test_commits_are_whole_without_hard_links(tmp_path: Path, monkeypatch: Any) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    path = tmp_path / "run.ckpt"
+    for commit in range(3):
+        checkpoint.save(path, snapshot(commit))
+        check(checkpoint.load(path), commit)
+    assert os.listdir(tmp_path) == ["run.ckpt"]
 
 
 def test_a_commit_that_finds_no_room_names_the_file_and_leaves_none(tmp_path: Path) -> None:
