@@ -220,6 +220,9 @@ class ShmGroup(EngineGroup):
     def claim_report(self) -> bool:
         """True for one rank of the host, the first that asks."""
 
+    def peer_reports(self) -> bool:
+        """Whether another rank has claimed the report, and lives."""
+
     def report_at_sigterm(self) -> None:
         """If SIGTERM ends this process while a peer has been killed, it reports which one.
 

@@ -182,6 +182,9 @@ void bind_shm_group(nb::module_& m) {
           "claim_report", [](PyShmGroup& g) { return g.shm.claim_report(); },
           "True for one rank of the host, the first that asks.")
       .def(
+          "peer_reports", [](PyShmGroup& g) { return g.shm.peer_reports(); },
+          "Whether another rank has claimed the report, and lives.")
+      .def(
           "report_at_sigterm", [](PyShmGroup& g) { g.shm.report_at_sigterm(); },
           "If SIGTERM ends this process while a peer has been killed, it reports which one.");
 

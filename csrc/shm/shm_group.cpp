@@ -169,7 +169,7 @@ struct alignas(4096) ShmGroup::RankBlock {
   std::atomic<uint32_t> state;
   SharedText<kTextBytes> label;   // what this rank does or did last
   SharedText<kTextBytes> reason;  // why it gave up or left
-  std::atomic<uint32_t> claimed;  // rank 0's: whether some rank of the host reports why the job ends
+  std::atomic<int32_t> reporter;  // rank 0's: which rank of the host reports why the job ends, counted from 1
   bool oversubscribed;            // as this rank sees the host's CPUs
   Distance::Shared distance;
   // Two, because a fast rank may enter the next handshake while a slow one still reads this one's headers.
@@ -407,7 +407,15 @@ std::vector<int> ShmGroup::peer_pids(bool silent) const {
   return pids;
 }
 
-bool ShmGroup::claim_report() { return block(0).claimed.exchange(1) == 0; }
+bool ShmGroup::claim_report() {
+  int32_t nobody = 0;
+  return block(0).reporter.compare_exchange_strong(nobody, rank_ + 1);
+}
+
+bool ShmGroup::peer_reports() {
+  const int reporter = block(0).reporter.load() - 1;
+  return reporter >= 0 && reporter != rank_ && !died(reporter);
+}
 
 void ShmGroup::report_at_sigterm() {
   reporter_pid = getpid();

@@ -88,6 +88,8 @@ class ShmGroup {
   bool has_left(int rank) const;
   // True for one rank of the host, the first that asks: what several could report is to be reported once.
   bool claim_report();
+  // Whether another rank has claimed it, and lives.
+  bool peer_reports();
   // If SIGTERM ends this process while a peer has been killed, it reports which one, unless another rank has: a
   // launcher that has seen a death ends the others a moment later, also those that are busy and have not seen it. Only
   // where nobody handles SIGTERM; who sets a handler later has it instead.

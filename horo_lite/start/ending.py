@@ -50,6 +50,8 @@ _ON_EVERY_RANK = (MismatchError, DriftError, NonFiniteError, AllocationError, St
 
 # A launcher that is asked to end the job kills its ranks within milliseconds.
 _KILLED_WITHIN_S = 2.0
+# So long a rank leaves it to the one that reports to end the job, which may write to a slow disk.
+_REPORT_S = 30.0
 
 _installed: _Hooks | None = None
 _before_abort: Callable[[], object] | None = None
@@ -263,9 +265,8 @@ class _Hooks:
                 for transport in self.transports:
                     transport.abandon(in_one_line(error))
         finally:
-            # Who was first ends the job. Two aborts at once were seen to crash Open MPI's launcher.
-            if not first and self.MPI is not None:
-                time.sleep(1.0)
+            if not first:
+                self._leave_it_to_the_first()
             self.abort(1)
 
     def end_after_exit(self, why: str) -> None:
@@ -275,8 +276,17 @@ class _Hooks:
                 _before_abort()
             write(f"[horo_lite] {self.name} ends the job: {reason}; {why}\n")
         else:
-            time.sleep(1.0)  # as in _end()
+            self._leave_it_to_the_first()
         self.abort(status if isinstance(status, int) else 1)
+
+    def _leave_it_to_the_first(self) -> None:
+        """Wait until the rank that reports has ended the job: its words would end with it."""
+        until = time.monotonic() + _REPORT_S
+        while self.transports[0].peer_reports() and time.monotonic() < until:
+            time.sleep(0.01)
+        # Two aborts at once were seen to crash Open MPI's launcher.
+        if self.MPI is not None:
+            time.sleep(1.0)
 
     def abort(self, status: int) -> None:
         """Have the launcher kill all ranks, where it can be asked to; otherwise end this one."""

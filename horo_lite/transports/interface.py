@@ -209,6 +209,10 @@ class Transport(ABC):
         """True for the first rank of the host that asks, so that one reports for all of them."""
         return True
 
+    def peer_reports(self) -> bool:
+        """Whether another rank of the host has claimed the report, and lives."""
+        return False
+
     def close(self) -> None:  # noqa: B027
         """Give back what the transport holds."""
 
@@ -282,3 +286,6 @@ class OverHost(Transport):
 
     def claim_report(self) -> bool:
         return self._host.claim_report()
+
+    def peer_reports(self) -> bool:
+        return self._host.peer_reports()

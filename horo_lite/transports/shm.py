@@ -114,6 +114,9 @@ class ShmTransport(Transport):
     def claim_report(self) -> bool:
         return self.group.claim_report()
 
+    def peer_reports(self) -> bool:
+        return self.group.peer_reports()
+
 
 def alltoall(
     exchange: Callable[

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import run_ranks, run_threads
+from without_mpi import ended
 
 import horo_lite as hvd
 from horo_lite.__main__ import main
@@ -145,6 +147,38 @@ def test_a_rank_that_ended_before_is_in_it(
     said = compared_by_torch(tmp_path, caplog)
     assert "missing ranks: {1}" in said
     assert "allreduce 'one batch more'" in said
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("by", ["mpiexec", "torchrun"])
+def test_the_others_do_not_end_the_job_before_it_is_written(by: str, tmp_path: Path) -> None:
+    """On a slow disk: the rank that writes it says afterwards why the job ends."""
+    code = """
+        import time
+        import numpy as np
+        import horo_lite as hvd
+        from horo_lite.recording import flight_record
+
+        write = flight_record.write
+
+        def slowly(*args):
+            time.sleep(3)
+            write(*args)
+
+        flight_record.write = slowly
+        hvd.init()
+        hvd.allreduce(np.ones(3 + (hvd.rank() == 1)), name="unlike")
+    """
+    env = {FOLDER: str(tmp_path / "records")}
+    if by == "mpiexec":
+        result = run_ranks(code, 3, env=env, timeout_s=60)
+    else:
+        pytest.importorskip("torch")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
+        result = ended(code, 3, tmp_path, torchrun, env)
+    assert result.returncode != 0
+    assert f"the last operations of ranks 0, 1 and 2 are in {tmp_path}" in result.stderr
+    assert "MismatchError: ranks disagree on allreduce 'unlike'" in result.stderr, str(result)
 
 
 @pytest.fixture

@@ -266,5 +266,8 @@ class HostsTransport(Transport):
     def claim_report(self) -> bool:
         return self._host_group.claim_report()
 
+    def peer_reports(self) -> bool:
+        return self._host_group.peer_reports()
+
     def close(self) -> None:
         self.carrier.close(in_good_order=not self.group.given_up)
