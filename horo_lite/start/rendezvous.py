@@ -170,6 +170,8 @@ class Rendezvous(ObjectCommunicator):
             except HoroLiteError:
                 raise
             except RuntimeError as error:
+                if not _answers(host, port):  # any more
+                    raise self._lost_store() from error
                 raise LauncherError(
                     f"what answers at {self._where} is not a PyTorch store ({error}): does "
                     "another program use that port? Choose one that is free on rank 0's host"
@@ -269,10 +271,13 @@ class Rendezvous(ObjectCommunicator):
         except RuntimeError as error:
             _stores.clear()  # the next one may be another
             self._check_living(self._pids, f"for {self._store_name}")  # for whom rank 0 has ended
-            raise PeerLostError(
-                f"{self._me} has lost the store at {self._where} in init(): rank 0, which keeps "
-                "it, has ended"
-            ) from error
+            raise self._lost_store() from error
+
+    def _lost_store(self) -> PeerLostError:
+        return PeerLostError(
+            f"{self._me} has lost the store at {self._where} in init(): rank 0, which keeps it, "
+            "has ended"
+        )
 
     def _put(self, key: str, obj: Any) -> None:
         self._ask(lambda: self._store.set(key, _signed(self._job_token, key, obj)))
@@ -427,6 +432,15 @@ def _connected(spec: RendezvousSpec, timeout_s: float, *, keeps: bool = False) -
         False,
         multi_tenant=keeps,
     )
+
+
+def _answers(host: str, port: int) -> bool:
+    """Tell whether a process listens there."""
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _lost_key(spec: RendezvousSpec) -> str:

@@ -443,6 +443,20 @@ def test_a_port_of_another_program_is_named() -> None:
             Rendezvous(RendezvousSpec(1, 2, "localhost", port, False, "0"), 1)
 
 
+def test_a_store_that_is_gone_when_a_rank_connects_to_it_is_no_other_program() -> None:
+    """Rank 0 has died between two connections, of which the first showed that it was there."""
+    with socket.create_server(("localhost", 0)) as server:
+
+        def answer_once() -> None:
+            server.accept()[0].close()
+            server.close()
+
+        port = server.getsockname()[1]
+        threading.Thread(target=answer_once, daemon=True).start()
+        with pytest.raises(hvd.PeerLostError, match=r"has lost the store .* rank 0, which"):
+            Rendezvous(RendezvousSpec(1, 2, "localhost", port, False, "0"), 1)
+
+
 # --- what strangers write -------------------------------------------------------------------------
 
 
