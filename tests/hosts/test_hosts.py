@@ -168,8 +168,10 @@ def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None
                 os.kill(pid, signal.SIGKILL)
         until = time.monotonic() + PATIENCE * 15
         while "2 ranks go on" not in (tmp_path / "rank-0").read_text():
-            said = [(tmp_path / f"rank-{rank}").read_text() for rank in range(4)]
-            assert time.monotonic() < until, f"{job.result()}\n{said}"
+            if time.monotonic() > until:
+                job.show_stacks()
+                said = "\n".join((tmp_path / f"rank-{rank}").read_text() for rank in range(4))
+                pytest.fail(f"they do not go on: {job.result()}\n{said}")
             time.sleep(0.05)
         (tmp_path / "enough").touch()
         result = job.wait(15).check()

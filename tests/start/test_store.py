@@ -295,7 +295,12 @@ def test_one_end_is_the_end_of_all(does: str, says: list[str], tmp_path: Path) -
 # --- coming together, with ranks as threads -------------------------------------------------------
 
 
-def meet(*ranks: tuple[int, int], timeout_s: float = 5, after_s: float = 0) -> list[Any]:
+def meet(
+    *ranks: tuple[int, int],
+    timeout_s: float = 5,
+    after_s: float = 0,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[Any]:
     """What becomes of processes that say that they are these ranks (rank, size), each."""
     port = free_port()
     found: list[Any] = [None] * len(ranks)
@@ -317,6 +322,7 @@ def meet(*ranks: tuple[int, int], timeout_s: float = 5, after_s: float = 0) -> l
     ]
     for thread in threads:
         thread.start()
+    meanwhile()
     for thread in threads:
         thread.join(30)
     return found
@@ -347,8 +353,32 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
         assert words in str(error)
 
 
-def test_who_does_not_come_is_named() -> None:
-    for error in meet((0, 4), (2, 4), timeout_s=1):
+@pytest.fixture
+def come(monkeypatch: pytest.MonkeyPatch) -> list[Rendezvous]:
+    """All that have come since, as soon as they begin to wait."""
+    come: list[Rendezvous] = []
+    begin = Rendezvous._open
+
+    def begin_noted(self: Rendezvous, spec: RendezvousSpec) -> Any:
+        come.append(self)
+        return begin(self, spec)
+
+    monkeypatch.setattr(Rendezvous, "_open", begin_noted)
+    return come
+
+
+def give_up(come: Sequence[Rendezvous]) -> None:
+    """The time of each is over."""
+    for each in come:
+        each._phase.limit_s = 0
+
+
+def test_who_does_not_come_is_named(come: list[Rendezvous]) -> None:
+    def wait() -> None:
+        assert until(lambda: len(come) == 2 and all(each._absent() == [1, 3] for each in come))
+        give_up(come)
+
+    for error in meet((0, 4), (2, 4), timeout_s=60, meanwhile=wait):
         assert isinstance(error, hvd.LauncherError), error
         assert "ranks 1 and 3 of 4 did not come to localhost:" in str(error)
     (error,) = meet((1, 2), timeout_s=0.5)
@@ -363,13 +393,22 @@ NOTICE = re.compile(r"\[horo_lite\] rank (\d) .* has waited \d+ s in init\(\) fo
 def test_one_rank_reports_who_is_missing(
     ranks: Sequence[int],
     missing: str,
+    come: list[Rendezvous],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Rank 0; before it has made the store one of each host."""
-    monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 1.0)
+    monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 1000.0)
     monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
-    for error in meet(*((rank, 4) for rank in ranks), timeout_s=3, after_s=0.5):
+
+    def wait() -> None:
+        assert until(lambda: len(come) == len(ranks))
+        assert until(lambda: 0 not in ranks or all(each._absent() == [1, 3] for each in come))
+        monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 0.0)
+        assert until(lambda: all(each._phase.is_noted for each in come))
+        give_up(come)
+
+    for error in meet(*((rank, 4) for rank in ranks), timeout_s=60, meanwhile=wait):
         assert isinstance(error, hvd.LauncherError), error
     ((who, whom),) = NOTICE.findall(capfd.readouterr().err)
     assert whom == missing
