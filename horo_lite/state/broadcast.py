@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import GEN_CREATED, getgeneratorstate, isgenerator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
     is returned: `params = broadcast_parameters(params)`.
 
     MismatchError on every rank, naming the first that differs and who has what, where names, dtypes
-    or shapes are not alike; nothing has been written then. Dicts may be in any order.
+    or shapes are not alike; nothing has been written then. Dicts may be in any order. ValueError
+    for a generator that has been used, of which nothing or a part would be broadcast.
 
     Args:
         params: The tree, module or optimizer.
@@ -41,6 +43,12 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         `params`, or what takes its place where it cannot be written.
     """
     group = group or context.world().group
+    if isgenerator(params) and getgeneratorstate(params) != GEN_CREATED:
+        raise ValueError(
+            "params is a generator of which values were taken before, which would not be "
+            "broadcast: an optimizer that was given model.parameters() has used them up. Call it "
+            "again for broadcast_parameters"
+        )
     if isinstance(params, Iterator):
         params = list(params)
     tree = Tree(params, opened=opened)

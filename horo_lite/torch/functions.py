@@ -12,6 +12,7 @@ from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
 from horo_lite.state.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
 from horo_lite.state.broadcast import broadcast_parameters as _broadcast_parameters
 from horo_lite.state.drift import check_in_sync as _check_in_sync
+from horo_lite.state.trees import NUMBERS
 from horo_lite.torch.mpi_ops import allgather, allgather_async, broadcast_, synchronize
 from horo_lite.torch.submission import Set
 
@@ -34,8 +35,13 @@ def broadcast_parameters(
     `params`: a `state_dict()`, `named_parameters()`, `parameters()`, a module, or a list of
     tensors. Called by every rank of the set, in the same order as other broadcasts of this file.
     MismatchError on every rank, naming the first that differs, where names, shapes or dtypes are
-    not alike; nothing has been written then.
+    not alike; nothing has been written then. ValueError for what cannot hold a tensor.
     """
+    if params is None or isinstance(params, (str, *NUMBERS)):
+        raise ValueError(
+            "params is a state_dict(), named_parameters(), parameters(), a module or a list of "
+            f"tensors, not {params!r}, into which nothing can be written"
+        )
     group = group_of(process_set)
     _broadcast_parameters(params, root_in(group, root_rank), group=group)
 

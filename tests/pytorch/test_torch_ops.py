@@ -947,6 +947,9 @@ def test_parameters_in_any_of_horovods_forms() -> None:
             hvd.broadcast_parameters(
                 {"a" if group.rank else "b": torch.ones(2)}, 0, process_set=group
             )
+        for nothing in (None, 5, "weight"):
+            with pytest.raises(ValueError, match="nothing can be written"):
+                hvd.broadcast_parameters(nothing, 0, process_set=group)
 
     run_threads(2, rank)
 

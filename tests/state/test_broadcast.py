@@ -98,6 +98,24 @@ def test_lists_pairs_iterators_and_single_ones() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("n_taken", [1, 2])
+def test_a_generator_that_has_been_used_is_refused(n_taken: int) -> None:
+    """Nothing, or a part, would be broadcast, and ranks would train from different weights."""
+
+    def rank(group: Group) -> None:
+        parameters = [Parameter(values(group.rank)), Parameter(values(group.rank))]
+        generator = (each for each in parameters)
+        broadcast_parameters(generator, 1, group=group)
+        assert np.array_equal(parameters[1].data, values(1))
+        generator = (each for each in parameters)
+        for _ in range(n_taken):
+            next(generator)
+        with pytest.raises(ValueError, match="values were taken before"):
+            broadcast_parameters(generator, 0, group=group)
+
+    run_threads(2, rank)
+
+
 def test_modules_and_optimizers() -> None:
     class Holder:
         def __init__(self, **held: Any) -> None:
