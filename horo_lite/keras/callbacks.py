@@ -12,6 +12,7 @@ from horo_lite.context import rank, size
 from horo_lite.keras.base import Averaging, build, is_keras2, keras
 from horo_lite.ops import grouped_allreduce
 from horo_lite.state.broadcast import broadcast_parameters
+from horo_lite.state.wrapper import unwrapped
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -31,6 +32,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         self.root_rank = root_rank
         self._is_done = False
+        self._local: list[Any] = []
+
+    def register_local_var(self, var: Any) -> None:
+        """This variable is not broadcast: every rank starts with its own, as local layers do."""
+        self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._is_done = False
@@ -68,7 +74,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not model.built:
             return
         build(model.optimizer, model.trainable_variables)
-        broadcast_parameters(model, self.root_rank)
+        _, named = unwrapped(model)
+        local = set(map(id, self._local))
+        shared = [(name, variable) for name, variable in named if id(variable) not in local]
+        broadcast_parameters(shared, self.root_rank)
         broadcast_parameters(model.optimizer, self.root_rank)
         self._is_done = True
 
@@ -125,9 +134,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         multiplier: A number, or a function of the epoch.
         start_epoch: The first epoch with the schedule.
         end_epoch: The first one after it; None: there is none.
-        staircase: With False a function is called before every batch, with fractions of an epoch:
-            epoch + batch / steps_per_epoch. Otherwise, and for a number, the rate changes at the
-            beginning of an epoch.
+        staircase: With False the rate changes before every batch, and the formulas' epoch has a
+            fraction: epoch + batch / steps_per_epoch. Otherwise at the beginning of an epoch.
         momentum_correction: While the rate changes, momentum is multiplied by new rate / old rate
             for that batch (Goyal et al., 2017, remark 2). Only where every step runs eagerly
             (torch, or run_eagerly=True), or with tf_keras.optimizers.legacy: what is compiled
@@ -150,8 +158,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if callable(multiplier):
             self.multiplier = multiplier
         else:
-            base, staircase = multiplier, True
-            self.multiplier = lambda epoch: base ** (epoch - start_epoch)
+            self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction

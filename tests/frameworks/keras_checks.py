@@ -399,7 +399,10 @@ def check_schedules() -> None:
             lambda: schedule(0.1, 0.5, 1, 3),
             lambda epoch, batch: 0.1 * 0.5 ** max(0, min(1, epoch - 1)),
         ),
-        (lambda: schedule(0.1, 0.5, staircase=False), lambda epoch, batch: 0.1 * 0.5**epoch),
+        (
+            lambda: schedule(0.1, 0.5, 1, staircase=False),
+            lambda epoch, batch: 0.1 * 0.5 ** max(0, epoch - 1 + batch / N_STEPS),
+        ),
         (lambda: schedule(0.1, lambda e: 1 / (1 + e)), lambda epoch, batch: 0.1 / (1 + epoch)),
         (
             lambda: schedule(0.1, lambda e: 1 / (1 + e), staircase=False),
@@ -618,6 +621,15 @@ def check_local_variables_and_predivision() -> None:
     everyone = hvd.allgather_object((first, last))
     assert all(each[1] == last for each in everyone)
     assert n == 1 or everyone[0][0] != everyone[1][0]
+    # A variable that the callback knows to be local keeps this rank's values from the start.
+    model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
+    model.set_weights([np.full_like(weight, world.rank) for weight in model.get_weights()])
+    (start,) = broadcast(n - 1)
+    for variable in model.layers[0].weights:
+        start.register_local_var(variable)
+    fit(model, epochs=1, callbacks=[start])
+    for layer, value in zip(model.layers, (world.rank, n - 1), strict=True):
+        assert all(np.all(weight == value) for weight in layer.get_weights())
     with pytest.raises(ValueError, match="are layers of Keras"):
         hvd.PartialDistributedOptimizer("sgd", local_layers=["first"])
 
