@@ -182,7 +182,7 @@ class Cores:
         self.group = hvd.new_group(range(min(comm.size, len(cores))))
         # With more ranks than cores, those that measure must not wait for the same core.
         self.only = {cores[comm.rank]} if self.group and comm.size > len(cores) else self.allowed
-        self.native = None if self.group is None else self.group.transport.native_group
+        self.native = self.group.transport.native_group if self.group else None
         if self.native is not None:
             self.native.write_slots("auto")  # otherwise nothing is measured
         self.array = np.zeros(1 << 18, np.float32)  # in so many chunks that it is worth measuring

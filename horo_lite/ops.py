@@ -29,12 +29,12 @@ from horo_lite.collectives.calls import (
     rows_and_row,
 )
 from horo_lite.collectives.compression import Compression, Compressor
+from horo_lite.collectives.group import Group, NullGroup
+from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AllReduce, Average, Op, ReduceScatter
 from horo_lite.errors import HoroLiteError
 
 if TYPE_CHECKING:
-    from horo_lite.collectives.group import Group
-    from horo_lite.collectives.handle import Handle
     from horo_lite.messages import Message
 
 __all__ = [
@@ -74,11 +74,23 @@ T = TypeVar("T")
 context.on_ended(MEMORY.clear)
 
 
-def ranks_of(group: Group | None) -> Group:
-    """The group, or that of the world. NotInitializedError where there is none."""
-    if group is not None:
-        return group
-    return context.world().group
+def ranks_of(group: Group | NullGroup | None) -> Group:
+    """The group, or that of the world for None.
+
+    Raises:
+        NotInitializedError: There is no world.
+        ValueError: This rank is not in the group.
+        TypeError: It is not a group.
+    """
+    if group is None:
+        return context.world().group
+    if isinstance(group, NullGroup):
+        group.refuse()
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"group must be what new_group() returned, or None for all ranks, not {group!r}"
+        )
+    return group
 
 
 def _explains_average(function: Callable[P, T]) -> Callable[P, T]:
@@ -964,8 +976,9 @@ def synchronize(handle: Handle, *, beside: bool = False, group: Group | None = N
     Raises:
         MismatchError: The ranks differ, or some did not submit the operation.
         PeerLostError: A rank died, left or failed. The group is of no more use.
+        TypeError: `handle` is something else, such as the result of a direct call.
     """
-    return ranks_of(group).synchronize(handle, beside=beside)
+    return ranks_of(group).synchronize(_handle(handle), beside=beside)
 
 
 def poll(handle: Handle, *, group: Group | None = None) -> bool:
@@ -980,7 +993,7 @@ def poll(handle: Handle, *, group: Group | None = None) -> bool:
     Returns:
         True where `synchronize(handle)` would return or raise at once.
     """
-    return ranks_of(group).poll(handle)
+    return ranks_of(group).poll(_handle(handle))
 
 
 # How reductions treat arrays.
@@ -1180,6 +1193,15 @@ def irecv(x: Array, src: int | None = None, *, tag: int = 0) -> Message:
 
 
 # Arguments.
+
+
+def _handle(handle: Any) -> Handle:
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"handle must be what an …_async call returned, not a {type(handle).__name__}: only "
+            "those are synchronized"
+        )
+    return handle
 
 
 def _root(root_rank: Any, group: Group) -> int:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
 from numpy.typing import NDArray
@@ -50,6 +50,30 @@ class Counting(Protocol):
 
     def reset_counts(self) -> None:
         """Count from the beginning: all ranks have joined, wherever they were."""
+
+
+class NullGroup:
+    """What `new_group` returns on a rank outside of the group: false, and refused by operations.
+
+    None would stand for all ranks.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+        self._rank = rank
+        self._ranks = list(ranks)
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<the group of ranks {self._ranks}, on rank {self._rank} outside>"
+
+    def refuse(self) -> NoReturn:
+        """Raise ValueError: this rank may not use the group."""
+        raise ValueError(
+            f"rank {self._rank} is not in this group, which is ranks {self._ranks}: only these may "
+            "use it. On the others it is false: `if group: ...`"
+        )
 
 
 class Group:

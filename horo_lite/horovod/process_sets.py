@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from horo_lite import ops
-from horo_lite.collectives.group import Group
+from horo_lite.collectives.group import Group, NullGroup
 from horo_lite.context import World, is_initialized, on_ended, world
-from horo_lite.start.groups import free_group, new_group, ranks_of
+from horo_lite.start.groups import free_group, new_group, world_ranks_of
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
@@ -135,7 +135,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     here = world()
     if process_set._of_comm:
         members = process_set._members
-        ranks = process_set._ranks = [] if members is None else sorted(ranks_of(members))
+        ranks = process_set._ranks = [] if members is None else sorted(world_ranks_of(members))
         for part in sorted(set(map(tuple, ops.allgather_object(ranks, group=here.group)))):
             if part:
                 _share(process_set, add_process_set(part)._entry, list(part))
@@ -147,7 +147,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if entry is not None:
         here.group.agree("add_process_set", f"{process_set}, which is known already")
     else:
-        group = new_group(ranks)
+        group = new_group(ranks) or None
         _n_registered += 1
         entry = _entries[_n_registered] = _Entry(_n_registered, here, group, [])
     _share(process_set, entry, ranks)
@@ -222,10 +222,8 @@ def ranks_given(process_set: Set, group: Group | None) -> Any:
 
 def group_of(process_set: Set) -> Group:
     """What operations of that set go through; None is the world."""
-    if isinstance(process_set, Group):
-        return process_set
-    if process_set is None:
-        process_set = global_process_set
+    if process_set is None or isinstance(process_set, (Group, NullGroup)):
+        return ops.ranks_of(process_set)
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set is a ProcessSet, not {process_set!r}")
     return process_set.group()

@@ -19,17 +19,12 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum
-from horo_lite.context import on_ended, on_renewed, world
+from horo_lite.context import on_ended, on_renewed
 from horo_lite.errors import raised_in_graphs
 from horo_lite.jax.primitive import bind
 
 Array = Any  # jax.Array, traced or not; NumPy's where it is said
 C = TypeVar("C", bound="Call")
-
-
-def ranks_of(group: Group | None) -> Group:
-    """The group, or all of the world as it is at the time."""
-    return world().group if group is None else group
 
 
 # What was compiled knows how many ranks there were. What was compiled ahead stays: `Call.place`.
@@ -68,7 +63,7 @@ class Call(ABC):
         return self
 
     def ranks(self) -> Group:
-        return ranks_of(self.group)
+        return ops.ranks_of(self.group)
 
     def here(self: C) -> C:
         """The same for this place alone."""

@@ -25,7 +25,7 @@ from horo_lite.adapters.jax import named_arrays
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Op
-from horo_lite.jax.calls import Allgather, Allreduce, Alltoall, Broadcast, Call, ranks_of
+from horo_lite.jax.calls import Allgather, Allreduce, Alltoall, Broadcast, Call
 from horo_lite.jax.primitive import bind, is_traced
 
 __all__ = [
@@ -141,7 +141,7 @@ def reducescatter(
     The gradient is all ranks' cotangents, one after the other, for an average divided by the number
     of ranks. The arguments are those of `allreduce`.
     """
-    part = ranks_of(group).part_of(x)
+    part = ops.ranks_of(group).part_of(x)
     call = Allreduce(name, group, op, compression, prescale_factor, postscale_factor)
     return _reduced(x, call.here())[part]
 

@@ -13,7 +13,7 @@ import numpy as np
 from horo_lite import ops
 from horo_lite.adapters.nnabla import NnablaAdapter, memory_of
 from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.group import Group
+from horo_lite.collectives.group import Group, NullGroup
 from horo_lite.collectives.reductions import Average, Sum
 from horo_lite.context import is_initialized, world
 from horo_lite.errors import StallError
@@ -47,7 +47,7 @@ class MultiProcessDataParallelCommunicator:
         half = context is not None and str(context.backend[0]).endswith(":half")
         self._compression = compression or (Compression.fp16 if half else Compression.none)
         self._parameters: dict[str, Any] = {}
-        self._groups: dict[str, tuple[list[int], Group | None]] = {}  # beside the world
+        self._groups: dict[str, tuple[list[int], Group | NullGroup]] = {}  # beside the world
         self._reducers: dict[Any, Reducer] = {}
 
     def init(self) -> None:
@@ -219,7 +219,7 @@ class MultiProcessDataParallelCommunicator:
         if group not in self._groups:
             raise ValueError(f"there is no group {group!r} among {', '.join(self.list_groups())}")
         ranks, members = self._groups[group]
-        if members is None:
+        if not members:
             raise ValueError(f"rank {self.rank} is not in group {group!r}, which is ranks {ranks}")
         return members
 

@@ -16,6 +16,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Sum
 from horo_lite.context import World, is_initialized, local_rank, world
+from horo_lite.ops import ranks_of
 from horo_lite.singa.sparse import sparse_sum
 from horo_lite.start import launcher
 from horo_lite.start.session import init
@@ -52,7 +53,7 @@ class Communicator:
                 "Communicator takes (buffSize) or (local_rank, world_size, nccl_id, buffSize), "
                 f"not {len(arguments)} arguments"
             )
-        self.group = _world(*arguments[:-1]).group if group is None else group
+        self.group = _world(*arguments[:-1]).group if group is None else ranks_of(group)
         self.world_size = self.totalMPIRanksInGlobal = self.group.size
         self.global_rank = self.MPIRankInGlobal = self.group.rank
         self.local_rank = self.MPIRankInLocal = (

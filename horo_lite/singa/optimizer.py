@@ -15,7 +15,6 @@ from horo_lite.adapters.singa import array_of, new_tensor, write
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
-from horo_lite.context import world
 from horo_lite.singa.communicator import Communicator
 from horo_lite.singa.sparse import sparse_sum
 from horo_lite.state.trees import mapped
@@ -349,7 +348,7 @@ def broadcast_optimizer_state(
     and the other ranks' are given that with `set_states()`, tensors in the host's memory. SINGA
     keeps momenta by the names of parameters, which must be alike.
     """
-    group = group or world().group
+    group = ops.ranks_of(group)
     mine = mapped(optimizer.get_states(), _portable) if group.rank == root_rank else None
     states = ops.broadcast_object(mine, root_rank, group=group)
     if group.rank != root_rank:

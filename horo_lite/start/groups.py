@@ -10,7 +10,7 @@ import numpy as np
 
 from horo_lite import _native, arguments, context
 from horo_lite.collectives.calls import AllGatherBytes, Part
-from horo_lite.collectives.group import Group
+from horo_lite.collectives.group import Group, NullGroup
 from horo_lite.start import ending, session
 from horo_lite.transports import connect
 from horo_lite.transports.gloo.connections import GlooConnections
@@ -19,7 +19,7 @@ from horo_lite.transports.peers import ObjectCommunicator
 __all__ = ["free_group", "new_group"]
 
 
-def new_group(ranks: Sequence[int]) -> Group | None:
+def new_group(ranks: Sequence[int]) -> Group | NullGroup:
     """Make a group of some of the world's ranks, which then operate among themselves.
 
     Every rank of the world calls it, those outside the group too, with the same numbers. Groups may
@@ -30,7 +30,8 @@ def new_group(ranks: Sequence[int]) -> Group | None:
             this order.
 
     Returns:
-        The group; None on a rank that is not in it.
+        The group; on a rank that is not in it, an object that is false (`if group:`) and that
+        operations refuse with a ValueError.
 
     Raises:
         ValueError: The numbers are not of different ranks of the world, or there is none.
@@ -49,7 +50,7 @@ def new_group(ranks: Sequence[int]) -> Group | None:
     here = session.current()
     # Ranks outside take part in this and in nothing else.
     comm = _communicator(here.comm, world.group, ranks)
-    return _connected(comm, ranks) if world.rank in ranks else None
+    return _connected(comm, ranks) if world.rank in ranks else NullGroup(world.rank, ranks)
 
 
 def new_group_of_members(ranks: Sequence[int], name: str) -> Group:
@@ -97,22 +98,24 @@ def _connected(comm: Any, ranks: Sequence[int]) -> Group:
     return group
 
 
-def free_group(group: Group) -> None:
+def free_group(group: Group | NullGroup) -> None:
     """Close a group that `new_group` made. Its ranks call it, each of them once.
 
     What all of them have submitted is completed. A rank that goes on using the group finds
     PeerLostError.
 
     Args:
-        group: What `new_group` returned.
+        group: What `new_group` returned; on a rank outside, nothing is done.
     """
+    if isinstance(group, NullGroup):
+        return
     if context.is_initialized() and group in context.subgroups():
         context.subgroups().remove(group)
     group.close("it called free_group()")
     ending.unwatch(group.transports())
 
 
-def ranks_of(members: Any) -> list[int]:
+def world_ranks_of(members: Any) -> list[int]:
     """Return the world's numbers of the processes in an mpi4py group.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horo_lite import context, ops
+from horo_lite import ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import adapter_of, from_numpy, to_host
 from horo_lite.adapters.object import NO_ORDER, is_array, join
@@ -42,7 +42,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
     Returns:
         `params`, or what takes its place where it cannot be written.
     """
-    group = group or context.world().group
+    group = ops.ranks_of(group)
     if isgenerator(params) and getgeneratorstate(params) != GEN_CREATED:
         raise ValueError(
             "params is a generator of which values were taken before, which would not be "
@@ -96,7 +96,7 @@ def broadcast_optimizer_state(
         root_rank: The rank whose values all receive, 0 to size - 1.
         group: The ranks that take part, all of which call it; by default all.
     """
-    group = group or context.world().group
+    group = ops.ranks_of(group)
     state = OptimizerState(optimizer)
     is_root = group.rank == root_rank
     received = ops.broadcast_object(state.read() if is_root else None, root_rank, group=group)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horo_lite import _native, context
+from horo_lite import _native, ops
 from horo_lite._native import Tensors
 from horo_lite.adapters import to_host
 from horo_lite.adapters.object import is_array
@@ -85,8 +85,7 @@ def check_in_sync(
     check_reaction(on_drift)
     if isinstance(replica, Iterator):
         replica = list(replica)
-    if group is None:
-        group = context.world().group
+    group = ops.ranks_of(group)
     named = _named(replica, buffers)
     n_parameters = len(named)
     if state:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horo_lite import context, settings
+from horo_lite import settings
 from horo_lite.adapters import Adapter, from_numpy, to_host
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op, Sum
+from horo_lite.ops import ranks_of
 from horo_lite.state.drift import check_reaction
 from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
 from horo_lite.training.reducer import Reducer
@@ -73,7 +74,7 @@ class Options:
 
     @property
     def ranks(self) -> Group:
-        return context.world().group if self.group is None else self.group
+        return ranks_of(self.group)
 
     @property
     def on_parameters(self) -> list[tuple[str, str]]:

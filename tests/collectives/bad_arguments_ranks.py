@@ -139,6 +139,23 @@ def table():
     yield "average of truth values", ValueError, hvd.allreduce, x > 1
     yield "reducescatter of a scalar", ValueError, hvd.reducescatter, np.float64(1)
     yield "unpicklable", (*anything, AttributeError), hvd.allgather_object, lambda: 0
+    # None would be all ranks, whose next call this one's would meet.
+    outside = [hvd.new_group([0]), hvd.new_group([1])][1 if rank == 0 else 0]
+    on_groups = {
+        "allreduce": lambda g: hvd.allreduce(x, group=g),
+        "barrier": lambda g: hvd.barrier(group=g),
+        "broadcast_parameters": lambda g: hvd.broadcast_parameters([x], group=g),
+        "broadcast_optimizer_state": lambda g: hvd.broadcast_optimizer_state(Opaque(), group=g),
+        "check_in_sync": lambda g: hvd.check_in_sync([x], group=g),
+        "average_gradients": lambda g: hvd.average_gradients([x], group=g),
+    }
+    for name, call in on_groups.items():
+        yield f"{name} outside of the group", ValueError, call, outside
+        for group in ([0, 1], 0, "world", Opaque(), hvd.Group):
+            yield f"{name} group", TypeError, call, group
+    for handle in (x, None, 1, Opaque()):
+        yield "synchronize", TypeError, hvd.synchronize, handle
+        yield "poll", TypeError, hvd.poll, handle
     for ranks in ([0, 0], [], [size], [-1], [0.0], [None], 0, None, ["0"], [True]):
         yield "new_group", (TypeError, ValueError), hvd.new_group, ranks
 

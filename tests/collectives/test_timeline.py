@@ -77,7 +77,7 @@ part = hvd.new_group([1])
 hvd.stop_timeline()
 hvd.allreduce(np.ones(3), name="between")
 hvd.start_timeline(path + ".2")
-if part is not None:
+if part:
     hvd.allreduce(np.ones(3), name="alone", group=part)
 hvd.allreduce(np.ones(3), name="after")
 try:

@@ -263,7 +263,7 @@ def test_groups_come_and_go(tmp_path: Path) -> None:
     for _ in range(3):
         for ranks in ([0, 2], [2, 1], [1, 0, 2], [2]):
             group = hvd.new_group(ranks)
-            if group is not None:
+            if group:
                 kept[tuple(ranks)] = group
                 want = sum(10**r for r in ranks)
                 x = np.full(5000, 10.0**world.rank)

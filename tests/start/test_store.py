@@ -63,13 +63,13 @@ assert hvd.synchronize(handles["a"]).tolist() == [int(np.mean(ranks + 1))] * 9
 hvd.synchronize(handles["b"])
 first, last = hvd.new_group([1, 0]), hvd.new_group([size - 1, 0])
 for part, members in (first, [1, 0]), (last, [size - 1, 0]):
-    assert (part is None) == (rank not in members)
-    if part is not None:
+    assert bool(part) == (rank in members)
+    if part:
         assert hvd.allgather(np.array([rank]), group=part).tolist() == members
         handle = hvd.allreduce_async(np.ones(3), name="p", op=hvd.Sum, group=part)
         assert handle.wait().tolist() == [2] * 3
 alone = hvd.new_group([1])
-assert (alone is None) == (rank != 1)
+assert bool(alone) == (rank == 1)
 evens = hvt.add_process_set([0, size - 1])
 if evens.included():
     assert hvt.allgather_object(rank, process_set=evens) == [0, size - 1]
