@@ -42,7 +42,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """
     kind: Any = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{optimizer!r} is no optimizer of mlx.optimizers")
+        raise TypeError(f"{optimizer!r} is not an optimizer of mlx.optimizers")
     if hasattr(kind, "averages_gradients"):
         raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
     options = Options(op=op, compression=compression, group=group)

@@ -6,6 +6,7 @@ Collectives take `group=`, by default all ranks of the world. What they are made
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -929,7 +930,7 @@ def broadcast_object(
     ranks = ranks_of(group)
     call = BroadcastBytes(name, _root(root_rank, ranks))
     if ranks.rank == call.root_rank:
-        ranks.run(call, Part(data=_pickled(obj, call.label)))
+        ranks.run(call, Part(data=pickled(obj, call.label)))
         return obj
     return cast("T", pickle.loads(ranks.run(call, Part())))
 
@@ -954,7 +955,7 @@ def allgather_object(obj: T, *, name: str | None = None, group: Group | None = N
         TypeError: It cannot be pickled.
     """
     ranks, call = ranks_of(group), AllGatherBytes(name)
-    everyone = ranks.run(call, Part(data=_pickled(obj, call.label)))
+    everyone = ranks.run(call, Part(data=pickled(obj, call.label)))
     return [pickle.loads(one) for one in everyone]
 
 
@@ -1208,14 +1209,17 @@ def _root(root_rank: Any, group: Group) -> int:
     return arguments.rank("root_rank", root_rank, group.size)
 
 
-def _pickled(obj: object, label: str) -> bytes:
+def pickled(obj: object, label: str, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
+    """`obj` as other ranks can load it; TypeError where that cannot be."""
+    file = io.BytesIO()
     try:
-        return pickle.dumps(obj)
+        pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
     except Exception as error:
         raise TypeError(
             f"{label}: a {type(obj).__name__} cannot be sent to other processes ({error}): send "
             "what it is made of, such as numbers, arrays, lists or dicts"
         ) from error
+    return file.getvalue()
 
 
 def _splits(rows: int, splits: Sequence[int] | NDArray[Any] | None, size: int) -> NDArray[np.int64]:

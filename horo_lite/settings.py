@@ -70,16 +70,19 @@ class Settings:
         for setting in fields(Settings):
             name = setting.name
             given: object = arguments.get(name)
+            where = ""
             if given is None:
-                given = environ.get(_PREFIX + name.upper()) or None
+                variable = _PREFIX + name.upper()
+                given = environ.get(variable) or None
+                where = f"{variable}={given}: "
             if given is None or name == "problem":
                 continue
             try:
                 values[name] = _read(name, given)
             except ValueError as error:
                 if name in ("rank", "size"):
-                    raise
-                problems.append(str(error))
+                    raise ValueError(f"{where}{error}") from None
+                problems.append(f"{where}{error}")
         return Settings(**values, problem=problems[0] if problems else "")
 
     def difference(self, other: Settings) -> str:

@@ -306,9 +306,11 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
   }
   DType dtype;
   if (!dtype_of_dlpack(tensor.dtype, &dtype)) {
-    throw nb::type_error((at(index) + "its dtype cannot be reduced or sent: use integers, bool, or "
-                                      "float16/bfloat16/float32/float64")
-                             .c_str());
+    const bool is_complex = static_cast<nb::dlpack::dtype_code>(tensor.dtype.code) == nb::dlpack::dtype_code::Complex;
+    const std::string name = is_complex ? "dtype complex" + std::to_string(tensor.dtype.bits) : "its dtype";
+    throw nb::type_error(
+        (at(index) + name + " cannot be reduced or sent: use integers, bool, or float16/bfloat16/float32/float64")
+            .c_str());
   }
   const auto item = static_cast<int64_t>(item_bytes(dtype));
   const Axes dims(tensor.shape, static_cast<size_t>(tensor.ndim));

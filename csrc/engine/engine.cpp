@@ -658,7 +658,8 @@ void Engine::fail_unmatched() {
     failed.emplace_back(take(name), name + " was submitted by rank " + have + " but not by rank " +
                                         list(numbers(lacks)) + ", and every rank is waiting" + elsewhere +
                                         ": nothing can go on. Look for a call that some ranks do not make, such as "
-                                        "one inside `if rank == 0`. Asynchronous operations are matched by name.");
+                                        "one inside `if rank == 0`, or make in another order. Asynchronous operations "
+                                        "are matched by name.");
   }
   for (const auto& [job, text] : failed) finish(*job, std::make_exception_ptr(Mismatch(text)));
 }

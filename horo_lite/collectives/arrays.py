@@ -6,6 +6,7 @@ import array
 import sys
 from collections.abc import Sequence
 from math import prod
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,7 +83,10 @@ class HostArrays:
         except (TypeError, BufferError):  # something that needs its adapter, or is wrong
             if not fresh:
                 check_changeable(self.arrays)
-            self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
+            exported = [exportable(x) for x in self.arrays]
+            if all(map(is_, exported, self.arrays)):  # it is wrong
+                raise
+            self.tensors = _native.Tensors(exported)
         if not fresh:
             self.overlaps = self.tensors.overlaps()
         if strided := self.tensors.strided:

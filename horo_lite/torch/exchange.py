@@ -278,9 +278,9 @@ class GradientExchange:
                 slot.passes = passes
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} was computed {passes + 1} times before "
-                    f"step(): with backward_passes_per_step={passes}, call step(), or "
-                    f"zero_grad() to begin anew, after every {passes} backward passes; or "
-                    "raise backward_passes_per_step"
+                    f"step(), and backward_passes_per_step={passes}: call step() after so many, "
+                    "or zero_grad() to begin anew; to accumulate more, raise "
+                    "backward_passes_per_step"
                 )
             if slot.exchanged and self.op is not Average:
                 raise RuntimeError(

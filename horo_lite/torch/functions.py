@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any, TypeVar
 
 import torch
 
 from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
+from horo_lite.ops import pickled
 from horo_lite.state.broadcast import broadcast_optimizer_state as _broadcast_optimizer_state
 from horo_lite.state.broadcast import broadcast_parameters as _broadcast_parameters
 from horo_lite.state.drift import check_in_sync as _check_in_sync
@@ -93,7 +93,7 @@ def broadcast_object(
     """
     group = group_of(process_set)
     is_root = group.rank == root_in(group, root_rank)
-    data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    data = _bytes_of(obj, "broadcast_object") if is_root else torch.empty(0, dtype=torch.uint8)
     size = broadcast_(torch.tensor([len(data)]), root_rank, _sub(name, "size"), group)
     if not is_root:
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -108,7 +108,7 @@ def allgather_object(
 
     Matched by `name`. CUDA tensors in it arrive on the CPU.
     """
-    data = _pickled(obj)
+    data = _bytes_of(obj, "allgather_object")
     everything = allgather_async(data, _sub(name, "object"), process_set)
     sizes = allgather(torch.tensor([len(data)]), _sub(name, "size"), process_set)
     return [
@@ -134,7 +134,5 @@ def _tensor(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return tensor.requires_grad_(requires_grad)
 
 
-def _pickled(obj: Any) -> torch.Tensor:
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+def _bytes_of(obj: Any, label: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickled(obj, label, _Pickler)), dtype=torch.uint8)

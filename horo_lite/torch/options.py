@@ -43,7 +43,8 @@ class TorchOptions(Options):
     def _check_reduction(self) -> None:
         if self.op not in (Average, Sum, Adasum):
             raise ValueError(
-                f"DistributedOptimizer takes op=Average, Sum or Adasum, not {self.op!r}"
+                "DistributedOptimizer takes op=Average, Sum or Adasum, not "
+                f"{getattr(self.op, 'name', self.op)}"
             )
         if not isinstance(self.compression, Compressor):
             checked_compression(self.compression)

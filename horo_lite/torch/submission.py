@@ -197,8 +197,9 @@ def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
         which = f"tensor {i}: " if len(tensors) > 1 else ""
         if not isinstance(tensor, Tensor):
             raise ValueError(
-                f"{which}operations take torch tensors, not {tensor!r}: wrap numbers in "
-                "torch.tensor(), and send other objects with broadcast_object or allgather_object"
+                f"{which}operations take torch tensors, not a {type(tensor).__name__}: make one "
+                "of numbers and NumPy arrays with torch.as_tensor(), pass a list of tensors to a "
+                "grouped operation, and other objects to broadcast_object or allgather_object"
             )
         refuse_opaque(tensor, which)
         if tensor.layout is not torch.strided:
@@ -266,7 +267,7 @@ def _value_errors() -> Iterator[None]:
     try:
         yield
     except (TypeError, BufferError) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error)) from None
 
 
 def _compression(given: Any) -> tuple[core.Compressor, Any, Any]:

@@ -359,7 +359,7 @@ class _Own:
         if is_class or not self.step_names():
             why = "it is a class" if is_class else f"it has no {steps}"
             raise TypeError(
-                f"{self.inner!r} is no optimizer: {why}. DistributedOptimizer wraps an "
+                f"{self.inner!r} is not an optimizer: {why}. DistributedOptimizer wraps an "
                 "optimizer object; where its methods have other names, see register_adapter"
             )
         if not self.named() and not self.finder.is_filled_later:

@@ -227,9 +227,8 @@ class Reducer:
             name = self._parameters[i][0]
             self._n_ready[i] = self._passes
             raise RuntimeError(
-                f"the gradient of {name!r} became ready {self._passes + 1} times before step(): "
-                f"with backward_passes_per_step={self._passes}, call step() after every "
-                f"{self._passes} backward passes"
+                f"the gradient of {name!r} became ready {self._passes + 1} times before step(), "
+                f"and backward_passes_per_step={self._passes}: call step() after so many"
             )
         self._overlap.begin()
         bucket = self._bucket_of.get(i) if self._streams else None

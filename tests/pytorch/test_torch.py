@@ -750,7 +750,7 @@ def test_options_reach_the_wrapper_of_torch() -> None:
             DistributedOptimizer(inner, compresion=Compression.fp16, group=group)
         with pytest.raises(TypeError, match="Linear is not an optimizer"):
             DistributedOptimizer(torch.nn.Linear(1, 1), group=group)
-        with pytest.raises(TypeError, match="is no optimizer: it is a class"):
+        with pytest.raises(TypeError, match="is not an optimizer: it is a class"):
             DistributedOptimizer(torch.optim.SGD, group=group)
         with pytest.raises(ValueError, match="a bucket has a whole number of bytes"):
             DistributedOptimizer(inner, bucket_bytes=0, group=group)

@@ -648,7 +648,7 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
         k = {"process_set": group}
         one = torch.ones(3)
         cases: list[tuple[str, Callable[[], Any]]] = [
-            ("dtype", lambda: hvd.allreduce_async(one.to(torch.complex64), **k)),
+            ("dtype complex64", lambda: hvd.allreduce_async(one.to(torch.complex64), **k)),
             ("dtype", lambda: hvd.allgather_async(one.to(torch.complex64), **k)),
             ("bool", lambda: hvd.allreduce_async(one.bool(), op=hvd.Average, **k)),
             ("sparse", lambda: hvd.allreduce_async(one.to_sparse(), **k)),
@@ -656,7 +656,8 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             ("dtype", lambda: hvd.sparse_allreduce_async((one * 1j).to_sparse(), **k)),
             ("sparse", lambda: hvd.sparse_allreduce_async(one, "x", **k)),
             ("Sum", lambda: hvd.sparse_allreduce_async(one.to_sparse(), "x", hvd.Max, **k)),
-            ("torch tensors", lambda: hvd.allreduce_async([1.0], **k)),
+            ("not a list: .* grouped", lambda: hvd.allreduce_async([one, one], **k)),
+            ("not a ndarray: .*as_tensor", lambda: hvd.allreduce_async(one.numpy(), **k)),
             ("list of tensors", lambda: hvd.grouped_allreduce_async(one, **k)),
             ("device", lambda: hvd.grouped_allreduce_async([one, one.to("meta")], **k)),
             ("device, without", lambda: hvd.allreduce_async(one.to("meta"), **k)),
@@ -684,8 +685,13 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
                 with pytest.raises(ValueError, match="init"):  # there is no world in this process
                     call()
                 continue
-            with pytest.raises(ValueError, match=text):
+            with pytest.raises(ValueError, match=text) as error:
                 call()
+            # One traceback, not that of an inner TypeError, too.
+            assert error.value.__cause__ is None
+            assert error.value.__context__ is None or error.value.__suppress_context__
+        with pytest.raises(TypeError, match="a function cannot be sent to other processes"):
+            hvd.allgather_object(lambda: 0, **k)
         first = hvd.allreduce_async(tensor(group.rank), name="twice", **k) if group.rank else None
         if group.rank:
             with pytest.raises(ValueError, match=r"'twice'.*in flight"):

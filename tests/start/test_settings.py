@@ -90,5 +90,6 @@ def test_what_makes_no_sense_is_kept_until_every_rank_can_raise_it(
     ):
         assert problem in settings.problem
         assert settings.difference(Settings()) == ""
+    assert settings.problem.startswith(f"HORO_LITE_{name.upper()}={value}: ")
     with pytest.raises(ValueError, match=re.escape("rank must be a number, and at least 0")):
         Settings.read({"rank": "first", name: value}, {})

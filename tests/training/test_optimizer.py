@@ -356,7 +356,7 @@ def test_errors_at_construction() -> None:
             DistributedOptimizer(optimizer, group=group)
         with pytest.raises(TypeError, match=r"has no step\(\) or update\(\).*register_adapter"):
             DistributedOptimizer(object(), group=group)
-        with pytest.raises(TypeError, match="is no optimizer"):
+        with pytest.raises(TypeError, match="is not an optimizer"):
             DistributedOptimizer(Momentum, group=group)
         with pytest.raises(
             ValueError, match=r"(?s)shows no parameters .*parameters=.*register_ada"
