@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def integer(name: str, value: Any) -> int:
@@ -15,6 +18,18 @@ def integer(name: str, value: Any) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} must be an integer, not {value!r} ({type(value).__name__})")
+
+
+def several(xs: Iterable[T]) -> list[T]:
+    """The items of a list, generator or other iterable that has an order, alike on all ranks."""
+    if isinstance(xs, (Mapping, Set)):
+        raise TypeError(
+            f"a grouped operation takes a list of arrays, not a {type(xs).__name__}, whose order "
+            "may be another on other ranks"
+        )
+    if not isinstance(xs, Iterable):
+        raise TypeError(f"a grouped operation takes a list of arrays, not a {type(xs).__name__}")
+    return list(xs)
 
 
 def rank(name: str, value: Any, size: int) -> int:

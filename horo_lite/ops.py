@@ -246,7 +246,7 @@ def grouped_allreduce(
     """
     return _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
-        xs,
+        arguments.several(xs),
         group,
         weight,
     )
@@ -292,8 +292,9 @@ def grouped_allreduce_(
         ValueError: Two of them share memory, which would be reduced twice, or one is read-
             only: pass each memory once, or use grouped_allreduce.
     """
+    xs = arguments.several(xs)
     _reduce_in_place(AllReduce(name, op, compression, prescale_factor, postscale_factor), xs, group)
-    return list(xs)
+    return xs
 
 
 @_explains_average
@@ -430,7 +431,7 @@ def grouped_allreduce_async(
     """
     return _begin_reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
-        xs,
+        arguments.several(xs),
         group,
         list,
         weight,
@@ -481,6 +482,7 @@ def grouped_allreduce_async_(
         TypeError: One of them is a number or a list: use grouped_allreduce_async.
         ValueError: Two of them share memory, or one is read-only.
     """
+    xs = arguments.several(xs)
     return _begin_in_place(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
         xs,
@@ -773,11 +775,11 @@ def grouped_broadcast_(
         ValueError: Memory is read-only: pass a writable copy, or use the call without the
             underscore.
     """
-    ranks = ranks_of(group)
+    xs, ranks = arguments.several(xs), ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
     ranks.run(call, Part(ranks.memory(xs)))
     changed(xs)
-    return list(xs)
+    return xs
 
 
 def grouped_broadcast(
@@ -805,7 +807,7 @@ def grouped_broadcast(
             rank, and the next call may be made.
         PeerLostError: A rank died, left or failed. The group is of no more use.
     """
-    ranks = ranks_of(group)
+    xs, ranks = arguments.several(xs), ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
     memory = ranks.memory(copies := [copy_of(array_of(x)) for x in xs], fresh=True)
     ranks.run(call, Part(memory))

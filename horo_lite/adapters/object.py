@@ -63,6 +63,8 @@ class Adapter:
 
         Empty if nothing is found in named_parameters(), param_groups, params or parameters.
         """
+        if isinstance(owner, type):
+            return []
         for place in ("named_parameters", "param_groups", "params", "parameters"):
             found = getattr(owner, place, None)
             if callable(found) and place.endswith("parameters"):

@@ -146,6 +146,8 @@ def _mark(parameter: Any) -> None:
 
 
 def _memory(tensor: Any) -> Array:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a {type(tensor).__name__} is not an array: give its tensors, in a list")
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device has no memory yet: see Module.to_empty()")

@@ -51,6 +51,10 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         )
     if isinstance(params, Iterator):
         params = list(params)
+    if params is None or isinstance(params, str):
+        raise TypeError(
+            f"broadcast_parameters needs parameters, a module or an optimizer, not {params!r}"
+        )
     tree = Tree(params, opened=opened)
     # None and strings in a tree are no parameters, and are left alone.
     arrays = [(name, x) for name, x in tree.named if x is not None and type(x) is not str]
@@ -98,6 +102,7 @@ def broadcast_optimizer_state(
     """
     group = ops.ranks_of(group)
     state = OptimizerState(optimizer)
+    state.check()
     is_root = group.rank == root_rank
     received = ops.broadcast_object(state.read() if is_root else None, root_rank, group=group)
     if not is_root:
@@ -129,7 +134,7 @@ def _value(name: str, leaf: Any) -> Any:
     try:
         return to_host(leaf)
     except TypeError as error:
-        raise TypeError(f"{name!r}: {error}") from error
+        raise TypeError(f"{name or 'params'!r}: {error}") from error
 
 
 def is_writable(value: Any) -> bool:

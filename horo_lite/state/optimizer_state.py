@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,6 +33,21 @@ class OptimizerState:
         self._has_dict = hasattr(self._inner, "state_dict") and hasattr(
             self._inner, "load_state_dict"
         )
+
+    def check(self) -> None:
+        """TypeError for what is not an optimizer: a module's state, sent as one, would do harm."""
+        inner, steps = self._inner, self._finder.steps
+        is_container = isinstance(inner, (type, Mapping, Set))
+        if is_container or not (
+            any(callable(getattr(inner, name, None)) for name in steps)
+            or self._finder.state(inner) is not None
+        ):
+            raise TypeError(
+                f"{type(inner).__name__} is not an optimizer: it has no "
+                + " or ".join(f"{name}()" for name in steps)
+                + ". For a module, a state_dict() or arrays there is broadcast_parameters; where "
+                "the methods have other names, see register_adapter"
+            )
 
     def read(self) -> Any:
         """The state, ready to be pickled, for `write` on any rank."""

@@ -78,6 +78,10 @@ class DistributedDataParallel(torch.nn.Module):
         op: Op | AdasumOp = Average,
     ) -> None:
         super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"DistributedDataParallel wraps a module, not a {type(module).__name__}"
+            )
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("this module has no parameter that needs a gradient: use it as it is")

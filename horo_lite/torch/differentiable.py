@@ -15,6 +15,7 @@ from horo_lite.horovod.reductions import AnyOp
 from horo_lite.torch.compression import Compression
 from horo_lite.torch.submission import (
     Set,
+    listed,
     name_of,
     submit_allgather,
     submit_alltoall,
@@ -38,6 +39,7 @@ def reduced(
     process_set: Set,
 ) -> list[Tensor]:
     """The tensors' op over all ranks; gradients flow through it where they are needed."""
+    tensors = listed(tensors)
     options = op, name, compression, prescale_factor, postscale_factor, process_set
     if _differentiable(tensors):
         return list(_Allreduce.apply(options, *tensors))
@@ -47,6 +49,7 @@ def reduced(
 
 def scattered(tensors: Sequence[Tensor], *options: Any) -> list[Tensor]:
     """The arguments of `reduced`, and this rank's rows of what that gives."""
+    tensors = listed(tensors)
     if _differentiable(tensors):
         return list(_Reducescatter.apply(options, *tensors))
     results: list[Tensor] = synchronize(submit_reduction("reducescatter", tensors, *options))
@@ -55,6 +58,7 @@ def scattered(tensors: Sequence[Tensor], *options: Any) -> list[Tensor]:
 
 def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> list[Tensor]:
     """All ranks' rows of each tensor; gradients flow through it where they are needed."""
+    tensors = listed(tensors)
     if _differentiable(tensors):
         return list(_Allgather.apply(name, process_set, *tensors))
     results: list[Tensor] = synchronize(submit_allgather(tensors, name, process_set))

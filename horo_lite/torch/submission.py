@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from horo_lite import _native, ops
+from horo_lite import _native, arguments, ops
 from horo_lite.adapters import changed
 from horo_lite.adapters.object import NO_ORDER
 from horo_lite.collectives import compression as core
@@ -103,6 +103,7 @@ def submit_reduction(
     single: bool = False,
 ) -> Handle:
     """Submit an all-reduce or a reduce-scatter, `kind`, of all tensors together."""
+    tensors = listed(tensors)
     group = group_of(process_set)
     sources = checked(tensors)
     scatters = kind == "reducescatter"
@@ -149,6 +150,7 @@ def submit_allgather(
     tensors: Sequence[Tensor], name: str | None, process_set: Set, *, single: bool = False
 ) -> Handle:
     """Submit the gathering of all ranks' rows; the result is a list unless `single`."""
+    tensors = listed(tensors)
     group = group_of(process_set)
     sources = checked(tensors)
     name = name_of(group, "allgather", name)
@@ -188,11 +190,16 @@ def submit_broadcast(
     return Handle("broadcast", name, group, [part], finish)
 
 
+def listed(tensors: Any) -> list[Tensor]:
+    """The tensors of a list, a generator or the like; ValueError for anything else."""
+    if isinstance(tensors, Tensor):
+        raise ValueError("a grouped operation takes a list of tensors, not one tensor")
+    with _value_errors():
+        return arguments.several(tensors)
+
+
 def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors without their history. ValueError says what cannot be sent, and why."""
-    given: Any = tensors
-    if isinstance(given, Tensor):
-        raise ValueError("a grouped operation takes a list of tensors, not one tensor")
     for i, tensor in enumerate(tensors):
         which = f"tensor {i}: " if len(tensors) > 1 else ""
         if not isinstance(tensor, Tensor):

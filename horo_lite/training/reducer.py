@@ -649,7 +649,8 @@ def _shown(rates: tuple[float, ...]) -> str:
 def _are_close(rates: tuple[float, ...], others: tuple[float, ...]) -> bool:
     """Whether they differ by no more than the last digits, which may be another library's."""
     return len(rates) == len(others) and all(
-        math.isclose(rate, other, rel_tol=1e-6) for rate, other in zip(rates, others, strict=True)
+        math.isclose(rate, other, rel_tol=1e-6) or (math.isnan(rate) and math.isnan(other))
+        for rate, other in zip(rates, others, strict=True)
     )
 
 

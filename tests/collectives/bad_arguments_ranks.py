@@ -1,5 +1,6 @@
 """What each rank does in a job of test_bad_arguments.py."""
 
+from collections import OrderedDict
 from fractions import Fraction
 
 import numpy as np
@@ -133,6 +134,24 @@ def table():
     for name, call in taking.items():
         for what, array in arrays.items():
             yield f"{name} of {what}", anything, call, array
+    grouped = {
+        "grouped_allreduce": hvd.grouped_allreduce,
+        "grouped_allreduce_": hvd.grouped_allreduce_,
+        "grouped_allreduce_async": hvd.grouped_allreduce_async,
+        "grouped_allreduce_async_": hvd.grouped_allreduce_async_,
+        "grouped_broadcast": ops.grouped_broadcast,
+        "grouped_broadcast_": ops.grouped_broadcast_,
+    }
+    for name, call in grouped.items():
+        for many in ({"a": x}, {1, 2}, None, 3, Opaque(), len):
+            yield name, TypeError, call, many
+    for handle in (None, 0, x, Opaque()):
+        yield "synchronize", TypeError, hvd.synchronize, handle
+        yield "poll", TypeError, hvd.poll, handle
+    for params in (None, "model", len, Opaque(), Opaque, {1, 2}):
+        yield "broadcast_parameters", TypeError, hvd.broadcast_parameters, params
+    for optimizer in (None, "sgd", 0, x, [x], {"w": x}, OrderedDict(w=x), {1, 2}, Opaque(), Opaque):
+        yield "broadcast_optimizer_state", TypeError, hvd.broadcast_optimizer_state, optimizer
     masked = np.ma.array(x, mask=x > 1)
     for name in ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall"):
         yield f"{name} of a masked array", TypeError, taking[name], masked
@@ -184,6 +203,14 @@ for one in (1, np.int64(1), np.uint8(1), Index(1), np.array(1)):
     source, received = (rank - 1) % size, np.zeros(1, np.int64)
     assert hvd.recv(received, np.int32(source), tag=one) == source == received[0]
     sent.wait()
+mine, theirs = np.array([rank]), np.array([rank + 1])
+total = size * (size - 1) // 2
+for many in ([mine, theirs], iter([mine, theirs]), {"a": mine, "b": theirs}.values()):
+    assert hvd.grouped_allreduce(many, hvd.Sum) == [total, total + size]
+assert hvd.synchronize(hvd.grouped_allreduce_async(iter([mine]), hvd.Sum)) == [total]
+assert ops.grouped_broadcast(iter([mine, theirs]), 1) == [1, 2]
+assert hvd.grouped_allreduce_(iter([mine]), hvd.Sum)[0] is mine
+assert mine == total
 two = [Index(2)] * size, np.full(size, 2, np.uint16), (np.int8(2),) * size
 for splits in two:
     rows, counts = hvd.alltoall(x, splits)

@@ -135,6 +135,13 @@ def test_groups_layouts_and_odd_shapes(size: int) -> None:
         assert all(a is b for a, b in zip(got, own, strict=True))
         same(own[0], sum(values(r) for r in everyone))
         assert hvd.grouped_allreduce([], **k) == []
+        for parameters in (xs, [torch.nn.Parameter(x) for x in xs[:5]]):  # with gradients, too
+            got = hvd.grouped_allreduce((x for x in parameters), **k)
+            assert len(got) == len(parameters)
+            assert hvd.grouped_allgather((x for x in parameters[:1]), process_set=group)
+            assert hvd.grouped_reducescatter((x for x in parameters[:1]), **k)
+        own = [x.clone() for x in xs]
+        assert all(a is b for a, b in zip(hvd.grouped_allreduce_(iter(own), **k), own, strict=True))
 
         # Layouts differ between ranks: the numbers count.
         for make in (
@@ -932,6 +939,26 @@ def test_state_on_a_gpu_travels_through_the_hosts_memory() -> None:
     moved = in_host_memory(tree)
     assert moved["state"][0]["moments"] == ["here", torch.ones(1)]
     assert isinstance(tree["state"][0]["moments"][0], OnGpu)
+
+
+def test_what_is_no_optimizer_or_module_is_refused() -> None:
+    def rank(group: Group) -> None:
+        k = {"process_set": group}
+        model = net(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for wrong in (model, torch.nn.Linear, model.state_dict(), optimizer.state_dict(), None):
+            with pytest.raises(TypeError, match="is not an optimizer: it has no step"):
+                hvd.broadcast_optimizer_state(wrong, 0, **k)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1 + group.rank)
+        hvd.broadcast_optimizer_state(scheduler, 1, **k)  # which has state and a step()
+        assert scheduler.step_size == 2
+        for wrong in (optimizer, None, torch.nn.Linear, list(model.parameters())):
+            with pytest.raises(TypeError, match="wraps a module, not a"):
+                hvd.DistributedDataParallel(wrong, process_group=group)
+        with pytest.raises(TypeError, match="a Linear is not an array"):
+            ops.allreduce(torch.nn.Linear(1, 1), group=group)
+
+    run_threads(2, rank)
 
 
 def test_parameters_in_any_of_horovods_forms() -> None:

@@ -285,9 +285,9 @@ def test_ranks_whose_learning_rates_differ_do_not_step_apart() -> None:
         inner = Grouped()
         optimizer = DistributedOptimizer(inner, group=group)
 
-        def step(rate: float) -> None:
+        def step(rate: float, has_gradient: bool = True) -> None:
             inner.param_groups[0]["lr"] = rate
-            inner.weight.grad = np.array([2.0 * group.rank])
+            inner.weight.grad = np.array([2.0 * group.rank]) if has_gradient else None
             optimizer.step()
 
         step(0.5)
@@ -300,6 +300,10 @@ def test_ranks_whose_learning_rates_differ_do_not_step_apart() -> None:
         assert f"{rate:.6g}" != f"{other:.6g}"
         step(rate if group.rank == 1 else other)
         assert close({"w": inner.weight}, {"w": [-1 - 2 * rate]})
+        with pytest.raises(MismatchError, match=r"ranks 0 and 2 have nan, rank 1 has 0\.05"):
+            step(0.05 if group.rank == 1 else np.nan)
+        step(np.nan, has_gradient=group.rank != 1)  # alike, also where plans are compared
+        assert np.isnan(inner.weight.data).all()
 
     run_threads(3, rank)
 
