@@ -102,6 +102,7 @@ class DistributedDataParallel(torch.nn.Module):
         named = dict(module.named_parameters())
         self._exchange = _ModuleExchange(self._owner, list(named.items()), options)
         self._places = _places_of(module)
+        self.register_load_state_dict_post_hook(_restore_hooks)
         if init_sync and self._exchange.active:
             # Not state_dict(), which lacks buffers that are not saved.
             broadcast_parameters(named | dict(module.named_buffers()), self._root(), ranks)
@@ -115,13 +116,18 @@ class DistributedDataParallel(torch.nn.Module):
         ):
             self._look_at_module()
         if not torch.compiler.is_compiling():
-            for slot in exchange.slots:
-                slot.restore_hook()
+            _restore_hooks(self)
         if self.broadcast_buffers and self.training and torch.is_grad_enabled():
             buffers = dict(self.module.named_buffers())
             if buffers and exchange.active and not exchange.is_paused:
                 broadcast_parameters(buffers, self._root(), self._ranks)
         return self.module(*inputs, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Convert the module, as `to()` and `half()` do; compiled, `forward` restores no hooks."""
+        super()._apply(fn, recurse)
+        _restore_hooks(self)
+        return self
 
     def _look_at_module(self) -> None:
         """The parameters are those of the module as it is now.
@@ -171,6 +177,11 @@ class DistributedDataParallel(torch.nn.Module):
         """Whose parameters and buffers are everyone's: the world's number of the first rank."""
         group = self._exchange.group
         return 0 if group is None else next(iter(group.transport.ranks))
+
+
+def _restore_hooks(wrapper: DistributedDataParallel, *_: object) -> None:
+    for slot in wrapper._exchange.slots:
+        slot.restore_hook()
 
 
 def _places_of(module: torch.nn.Module) -> list[tuple[Any, str, Any, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -147,8 +148,16 @@ def test_parameters_are_those_of_the_module_as_it_is() -> None:
     run_threads(2, rank)
 
 
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 @pytest.mark.parametrize("how", ["to", "there and back", "load_state_dict"])
-def test_parameters_that_are_swapped_are_averaged(how: str) -> None:
+def test_parameters_that_are_swapped_are_averaged(how: str, swapping: None) -> None:
     """As set_swap_module_params_on_conversion() asks for; torch loses their hooks."""
 
     def swap(inner: Any) -> None:
@@ -178,12 +187,30 @@ def test_parameters_that_are_swapped_are_averaged(how: str) -> None:
                 for found, mean in zip(gradients(model), expected(step), strict=True):
                     torch.testing.assert_close(found.double(), mean, rtol=1e-5, atol=1e-6)
 
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        run_threads(2, rank)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("how", ["to", "load_state_dict"])
+def test_parameters_swapped_through_the_wrapper_need_no_forward(how: str, swapping: None) -> None:
+    """That of a compiled wrapper does not look for lost hooks."""
+
+    def rank(group: Group) -> None:
+        inner = network(group.rank)
+        net = hvd.DistributedDataParallel(inner, process_group=group)
+        for step in range(3):
+            if step:
+                net.to(torch.float32)
+                net.to(torch.float64)
+                if how == "load_state_dict":
+                    net.load_state_dict(
+                        {f"module.{k}": v for k, v in network(0).state_dict().items()}
+                    )
+            net.zero_grad()
+            backward(inner, part(group, step))
+            for found, mean in zip(gradients(net), expected(step), strict=True):
+                torch.testing.assert_close(found, mean, rtol=1e-5, atol=1e-6)
+
+    run_threads(2, rank)
 
 
 def test_one_rank_copies_the_model_and_all_begin_with_buffers_that_are_not_saved() -> None:
