@@ -165,7 +165,10 @@ class State:
         received = ops.broadcast_object(mine, root_rank, group=group)
         assert received is not None
         content, progress = received
-        if not is_root:
+        if is_root:
+            for sampler in self._samplers():
+                sampler.load_state_dict(sampler.state_dict())  # deals out the rest, as the others'
+        else:
             self.load(content)
         self._saved = content
         self._n_commits = progress.n_commits + 1
@@ -206,11 +209,13 @@ class State:
 
     def on_reset(self) -> None:
         """The samplers deal out anew, and the callbacks have been called."""
-        for leaf in _leaves(self._things()):
-            if isinstance(leaf, Sampler):
-                leaf.reset()
+        for sampler in self._samplers():
+            sampler.reset()
         for callback in self._callbacks:
             callback()
+
+    def _samplers(self) -> list[Sampler]:
+        return [leaf for leaf in _leaves(self._things()) if isinstance(leaf, Sampler)]
 
     def progress(self) -> Progress:
         """How far this rank is since all were made equal."""

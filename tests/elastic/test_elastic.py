@@ -321,6 +321,17 @@ def test_an_epoch_that_is_complete_is_not_trained_on_again_after_a_loss(alone) -
     assert list(newcomer) == []
 
 
+def test_after_sync_the_samplers_length_is_that_of_the_rest_on_the_root_too(alone) -> None:
+    """Ranks that take len(loader) for the number of steps would go apart."""
+    sampler = elastic.Sampler(16)
+    state = elastic.State(sampler=sampler)
+    for i, _ in zip(range(3), sampler, strict=False):
+        sampler.record_batch(i, 4)
+    assert len(sampler) == 16, "the iteration under way"
+    state.sync()
+    assert (sampler.processed_num, len(sampler), len(list(sampler))) == (12, 4, 4)
+
+
 def test_a_batch_counts_once_whatever_its_index(monkeypatch) -> None:
     """A script that goes on in the middle of an epoch may count batches from the epoch's start."""
     sampler = elastic.Sampler(60)
