@@ -515,8 +515,7 @@ void ShmGroup::wait_for_wake_up(double timeout_s) {
   wake_ups_seen_ = wake_up.value.load(std::memory_order_acquire);
 }
 
-// --- all-reduce
-// -------------------------------------------------------------------------------------------------------
+// --- all-reduce ---
 
 size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
   return std::clamp(total_bytes / 16, kSmallestChunk, oversubscribed_ ? kSlotBytes / 2 : kSlotBytes);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
 import warnings
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from horo_lite import ops
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum, checked_weight
@@ -30,11 +28,11 @@ from horo_lite.horovod.adasum import check_adasum
 from horo_lite.horovod.process_sets import ProcessSet, Set, group_of
 from horo_lite.horovod.reductions import Adasum, AdasumOp
 from horo_lite.state.drift import DriftCheck
-from horo_lite.torch import bucket_views
+from horo_lite.torch import bucket_views, sparse
 from horo_lite.torch.group_views import group_for
 from horo_lite.torch.options import TorchOptions
 from horo_lite.torch.passes import graph_task, notify_at_end
-from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse, sparse_note
+from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse
 from horo_lite.torch.uncompiled import uncompiled
 from horo_lite.training.options import averaging
 from horo_lite.training.reducer import learning_rates
@@ -491,12 +489,12 @@ class GradientExchange:
 
     def exchange(self) -> None:
         reducer = self.reducer
-        sparse = [slot for slot in self.slots if slot.touched and is_sparse(slot.parameter.grad)]
+        own = [slot for slot in self.slots if slot.touched and is_sparse(slot.parameter.grad)]
         if self.options.sparse_as_dense:
-            for slot in sparse:
+            for slot in own:
                 self._densify(slot)
-            sparse = []
-        reducer.note = ";".join(map(sparse_note, sparse))
+            own = []
+        reducer.note = sparse.note(own)
         reducer.rates = learning_rates(self._attributes.get("param_groups", ()))
         changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
         for slot in changed:
@@ -510,7 +508,12 @@ class GradientExchange:
         try:
             reducer.finish()
             if any(reducer.notes):
-                self._exchange_sparse(reducer.notes)
+                assert self.group is not None
+                for slot in sparse.exchange(
+                    reducer.notes, self.slots, self.group, self.op, self._weight
+                ):
+                    slot.touched = True
+                    self._mark(slot)
             # All ranks have just agreed on a plan, and so on what lies where in their memory.
             if self._shares and reducer.shared is None and reducer.all_are_here:
                 self._share()
@@ -585,48 +588,6 @@ class GradientExchange:
         self.reducer.position = (
             f", exchange {self._n_exchanges + 1} of step {self._drift.n_together + 1}"
         )
-
-    def _exchange_sparse(self, notes: list[str]) -> None:
-        found = {
-            int(index): (int(n_dims), dtype)
-            for note in notes
-            for index, n_dims, dtype in (item.split(":") for item in note.split(";") if item)
-        }
-        assert self.group is not None
-        if self.op not in (Average, Sum):  # on all ranks alike, which know the notes of all
-            raise ValueError(
-                f"the gradient of {self.slots[min(found)].name!r} is sparse, and op={self.op.name} "
-                "combines dense gradients only: pass sparse_as_dense=True, or use op=Average or Sum"
-            )
-        divisor = float(self.group.size) if self.op is Average else 1.0
-        if self._weight is not None:
-            name = "the weights of sparse gradients"
-            total = float(
-                ops.allreduce(np.array([self._weight]), Sum, name=name, group=self.group)[0]
-            )
-            divisor = total / self._weight if self._weight else math.inf
-        for index, (n_dims, dtype) in sorted(found.items()):
-            slot = self.slots[index]
-            gradient = slot.parameter.grad if slot.touched else None
-            shape = slot.parameter.shape
-            if gradient is None or divisor == math.inf:
-                indices = torch.empty((0, n_dims), dtype=torch.int64, device=slot.parameter.device)
-                values = torch.empty(
-                    (0, *shape[n_dims:]),
-                    dtype=getattr(torch, dtype),
-                    device=slot.parameter.device,
-                )
-            else:
-                gradient = gradient.coalesce()
-                indices, values = gradient.indices().t().contiguous(), gradient.values() / divisor
-            name = f"the gradient of {slot.name!r}"
-            indices = ops.allgather(indices, name=f"{name}, indices", group=self.group)
-            values = ops.allgather(values, name=f"{name}, values", group=self.group)
-            slot.parameter.grad = torch.sparse_coo_tensor(
-                indices.t(), values, shape, check_invariants=False
-            ).coalesce()
-            slot.touched = True
-            self._mark(slot)
 
 
 def _follow_world() -> None:

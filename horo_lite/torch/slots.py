@@ -131,9 +131,3 @@ class SlotAdapter(TorchAdapter):
 def is_sparse(gradient: Any) -> bool:
     """Whether a gradient has another layout than memory that is strided."""
     return gradient is not None and gradient.layout is not torch.strided
-
-
-def sparse_note(slot: Slot) -> str:
-    """What ranks compare of a sparse gradient: its place, its sparse dimensions and its dtype."""
-    gradient = slot.parameter.grad
-    return f"{slot.index}:{gradient.sparse_dim()}:{str(gradient.dtype).removeprefix('torch.')}"
