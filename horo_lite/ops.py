@@ -118,6 +118,7 @@ def allreduce(
     compression: Compressor = Compression.none,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    weight: float | None = None,
     group: Group | None = None,
 ) -> Array:
     """Reduce an array over all ranks into a new one.
@@ -137,6 +138,8 @@ def allreduce(
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
+        weight: This rank's number of samples, given on every rank or on none, with op
+            Average only: the average is then that over all samples.
         group: The ranks that take part; all of the world by default.
 
     Returns:
@@ -151,7 +154,7 @@ def allreduce(
         TypeError: This cannot be reduced (objects, complex numbers); convert it.
     """
     (result,) = _reduced(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group
+        AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
     )
     return result
 
@@ -165,6 +168,7 @@ def allreduce_(
     compression: Compressor = Compression.none,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    weight: float | None = None,
     group: Group | None = None,
 ) -> Array:
     """Reduce an array over all ranks in place.
@@ -183,6 +187,8 @@ def allreduce_(
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
+        weight: This rank's number of samples, given on every rank or on none, with op
+            Average only: the average is then that over all samples.
         group: The ranks that take part; all of the world by default.
 
     Returns:
@@ -197,7 +203,7 @@ def allreduce_(
             the call without the underscore.
     """
     _reduce_in_place(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group
+        AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
     )
     return x
 
@@ -261,6 +267,7 @@ def grouped_allreduce_(
     compression: Compressor = Compression.none,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    weight: float | None = None,
     group: Group | None = None,
 ) -> list[Array]:
     """Reduce several arrays over all ranks, as one, in place.
@@ -279,6 +286,8 @@ def grouped_allreduce_(
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
+        weight: This rank's number of samples, given on every rank or on none, with op
+            Average only: the average is then that over all samples.
         group: The ranks that take part; all of the world by default.
 
     Returns:
@@ -293,7 +302,9 @@ def grouped_allreduce_(
             only: pass each memory once, or use grouped_allreduce.
     """
     xs = arguments.several(xs)
-    _reduce_in_place(AllReduce(name, op, compression, prescale_factor, postscale_factor), xs, group)
+    _reduce_in_place(
+        AllReduce(name, op, compression, prescale_factor, postscale_factor), xs, group, weight
+    )
     return xs
 
 
@@ -306,6 +317,7 @@ def allreduce_async(
     compression: Compressor = Compression.none,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    weight: float | None = None,
     group: Group | None = None,
 ) -> Handle:
     """Begin `allreduce`.
@@ -327,6 +339,8 @@ def allreduce_async(
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
+        weight: This rank's number of samples, given on every rank or on none, with op
+            Average only: the average is then that over all samples.
         group: The ranks that take part; all of the world by default.
 
     Returns:
@@ -340,6 +354,7 @@ def allreduce_async(
         [x],
         group,
         lambda results: results[0],
+        weight,
     )
 
 
@@ -352,6 +367,7 @@ def allreduce_async_(
     compression: Compressor = Compression.none,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    weight: float | None = None,
     group: Group | None = None,
 ) -> Handle:
     """Begin `allreduce_`.
@@ -372,6 +388,8 @@ def allreduce_async_(
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
+        weight: This rank's number of samples, given on every rank or on none, with op
+            Average only: the average is then that over all samples.
         group: The ranks that take part; all of the world by default.
 
     Returns:
@@ -383,7 +401,11 @@ def allreduce_async_(
             the call without the underscore.
     """
     return _begin_in_place(
-        AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, lambda: x
+        AllReduce(name, op, compression, prescale_factor, postscale_factor),
+        [x],
+        group,
+        lambda: x,
+        weight,
     )
 
 
@@ -1030,9 +1052,11 @@ def _begin_reduced(
     return ranks.submit(call, Part(memory, weight), results)
 
 
-def _reduce_in_place(call: AllReduce, xs: Sequence[Array], group: Group | None) -> None:
+def _reduce_in_place(
+    call: AllReduce, xs: Sequence[Array], group: Group | None, weight: float | None
+) -> None:
     ranks = ranks_of(group)
-    ranks.run(call, Part(ranks.memory(xs)))
+    ranks.run(call, Part(ranks.memory(xs), weight))
     changed(xs)
 
 

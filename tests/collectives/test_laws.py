@@ -297,6 +297,31 @@ def test_halves_are_rounded_once(n_ranks: int, op: str, dtype: np.dtype[Any], se
         assert same_bits(out, expected)
 
 
+@pytest.mark.parametrize("call", ["allreduce", "grouped_allreduce"])
+@pytest.mark.parametrize("end", ["", "_", "_async", "_async_"])
+def test_a_public_reduction_may_be_weighted(call: str, end: str) -> None:
+    function = getattr(ops, call + end)
+
+    def rank(group: Group) -> list[Any]:
+        def reduced(x: Any, **options: Any) -> Any:
+            result = function(x if call == "allreduce" else [x], group=group, **options)
+            if "async" in end:
+                result = ops.synchronize(result, group=group)
+            return result if call == "allreduce" else result[0]
+
+        x = np.full(3, [1.0, 5.0, np.nan][group.rank])
+        with pytest.raises(ValueError, match="a weight needs op=Average"):
+            reduced(x.copy(), op=Sum, weight=1)
+        with pytest.raises(ValueError, match="weight is a number of samples"):
+            reduced(x.copy(), weight=-1)
+        with pytest.raises(hvd.MismatchError, match="weighted"):
+            reduced(x.copy(), weight=2 if group.rank else None, name="on some")
+        of_all = reduced(x.copy(), weight=[3, 1, 0][group.rank])
+        return [of_all.tolist(), reduced(np.full(1, group.rank)).tolist()]
+
+    assert run_threads(3, rank) == [[[2.0] * 3, [1]]] * 3
+
+
 @law
 @given(
     weights=st.lists(st.just(0.0) | st.floats(2.0**-10, 2.0**20, width=32), min_size=1, max_size=5),
