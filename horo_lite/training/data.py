@@ -53,6 +53,12 @@ class _Shares:
         """The next iteration has the order of this epoch: the same one on every rank."""
         self._epoch = non_negative("epoch", epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.set_epoch(state["epoch"])
+
     def _order(self) -> Indices:
         return sample_order(self._n, self._shuffle, self._seed, self._epoch)
 

@@ -212,6 +212,28 @@ def test_what_counts_nothing_is_always_whole(alone) -> None:
     assert state.progress().is_whole
 
 
+def test_samplers_of_whole_epochs_stay_the_ones_that_loaders_have(alone) -> None:
+    loader, _ = hvd.partition_dataset(np.arange(8), 2)
+    sampler = hvd.DistributedSampler(8)
+    state = elastic.State(loader=loader, samplers=[sampler])
+    before = list(sampler)
+    loader.set_epoch(3)
+    sampler.set_epoch(3)
+    there, order = state.snapshot(), list(sampler)
+    state.restore()
+    assert (loader.epoch, list(sampler)) == (0, before)
+    state.load(pickle.loads(pickle.dumps(there)))  # no dataset is in it
+    assert state.loader is loader
+    assert state.samplers[0] is sampler
+    assert (loader.epoch, list(sampler)) == (3, order)
+
+
+def test_a_sampler_that_is_one_ranks_own_is_refused(alone) -> None:
+    data = pytest.importorskip("torch.utils.data.distributed")
+    with pytest.raises(TypeError, match=r"state\.sampler is a DistributedSampler of this rank"):
+        elastic.State(sampler=data.DistributedSampler(range(4), 2, 1))
+
+
 def test_what_cannot_be_copied_is_named(alone) -> None:
     with pytest.raises(TypeError, match=r"state\.numbers\[1\] is a generator"):
         elastic.State(numbers=[1, (i for i in range(3))])
