@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -484,16 +486,28 @@ def test_a_port_of_another_program_is_named() -> None:
 
 def test_a_store_that_is_gone_when_a_rank_connects_to_it_is_no_other_program() -> None:
     """Rank 0 has died between two connections, of which the first showed that it was there."""
-    with socket.create_server(("localhost", 0)) as server:
+    port = free_port()
+    with socket.create_server(("localhost", port)) as server:
 
         def answer_once() -> None:
             server.accept()[0].close()
             server.close()
 
-        port = server.getsockname()[1]
         threading.Thread(target=answer_once, daemon=True).start()
         with pytest.raises(hvd.PeerLostError, match=r"has lost the store .* rank 0, which"):
             Rendezvous(RendezvousSpec(1, 2, "localhost", port, False, "0"), 1)
+
+
+def test_a_connection_with_itself_is_not_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may give it the very port that it goes to, while rank 0 has yet to come."""
+    port = free_port()
+    connect = partial(socket.create_connection, source_address=("127.0.0.1", port))
+    with connect(("127.0.0.1", port)) as connection:
+        assert connection.getsockname() == connection.getpeername()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(hvd.LauncherError, match="for rank 0, which is to keep a store"):
+        Rendezvous(RendezvousSpec(1, 2, "127.0.0.1", port, False, "0"), 0.5)
 
 
 # --- what strangers write -------------------------------------------------------------------------
