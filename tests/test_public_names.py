@@ -174,6 +174,8 @@ def test_what_cannot_be_sent_is_told_with_its_type() -> None:
                     call(threading.Lock(), group=group)
         with pytest.raises(TypeError, match=r"Python objects .*astype\(float\).*allgather_object"):
             ops.allreduce(np.array([None, 1], object), group=group)
+        with pytest.raises(ValueError, match=r"this list differ in shape.*grouped_allreduce"):
+            ops.allreduce([np.ones(3), np.ones(2)], group=group)
         with pytest.raises(ValueError, match=r"compression is hvd.Compression.none, .fp16"):
             hvd.DistributedOptimizer(Descent([Weight()]), compression="fp16", group=group)  # type: ignore[arg-type]
 

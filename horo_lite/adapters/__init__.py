@@ -146,7 +146,14 @@ def to_host(x: object) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):
         return x
     if isinstance(x, (list, tuple, bool, int, float, complex)):
-        return exact(np.asarray(x), x)
+        try:
+            array = np.asarray(x)
+        except ValueError:  # a list or tuple
+            raise ValueError(
+                f"the items of this {type(x).__name__} differ in shape, so they are not one array: "
+                "pass several arrays to a grouped operation, such as grouped_allreduce"
+            ) from None
+        return exact(array, x)
     return adapter_of(x).value(x)
 
 
