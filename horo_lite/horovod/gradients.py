@@ -23,7 +23,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average
 from horo_lite.horovod.adasum import AdasumView, check_adasum
-from horo_lite.horovod.process_sets import Set, group_of, ranks_given
+from horo_lite.horovod.process_sets import Set, group_of, group_of_member, ranks_given
 from horo_lite.horovod.reductions import Adasum, AnyOp, named_op
 from horo_lite.training.options import Options
 from horo_lite.training.reducer import Reducer
@@ -145,8 +145,13 @@ class Exchange:
         gradients: Sequence[Any],
         weight: Any = None,
     ) -> list[Any]:
-        """Return what the optimizer is to apply; called by every rank."""
+        """Return what the optimizer is to apply; called by every rank.
+
+        A rank outside of the process set keeps its gradients, as in Horovod.
+        """
         results = list(gradients)
+        if group_of_member(self._transform.options.group) is None:
+            return results
         away = [i for i, v in enumerate(variables) if id(_identity(v)) not in self._local]
         if self._scale_local and len(away) < len(results):
             n_ranks = self._transform.options.ranks.size

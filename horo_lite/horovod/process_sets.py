@@ -229,6 +229,13 @@ def group_of(process_set: Set) -> Group:
     return process_set.group()
 
 
+def group_of_member(process_set: Set) -> Group | None:
+    """The same; None where this rank is not in the set."""
+    if isinstance(process_set, ProcessSet) and not process_set.included():
+        return None
+    return group_of(process_set)
+
+
 def set_of(process_set_id: int) -> ProcessSet:
     """Return the registered set of that number; ValueError where there is none."""
     if process_set_id == 0:

@@ -89,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         num_groups: Horovod's older name for `groups`.
         groups: Which gradients travel together in Horovod. Results do not depend on it, and here
             nothing does.
-        process_set: The ranks; default all.
+        process_set: The ranks; default all. On others gradients stay as they are.
         scale_local_gradients: Gradients of local variables are divided by the number of ranks.
         group: The ranks as a `Group`.
 

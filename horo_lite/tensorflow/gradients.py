@@ -178,7 +178,7 @@ class DistributedGradientTape:
             by size / factor. Only with op=Average.
         num_groups: Horovod's older name for `groups`.
         groups: Which gradients travel together in Horovod; here nothing depends on it.
-        process_set: The ranks; default all.
+        process_set: The ranks; default all. On others gradients stay as they are.
         scale_local_gradients: Gradients of local sources are divided by the number of ranks.
         group: The ranks as a `Group`.
     """

@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from horo_lite.collectives.compression import Compression, Compressor
-from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
 from horo_lite.errors import MismatchError
 from horo_lite.horovod.adasum import check_adasum
-from horo_lite.horovod.process_sets import ProcessSet, Set, group_of
+from horo_lite.horovod.process_sets import group_of_member
 from horo_lite.horovod.reductions import Adasum, AdasumOp
 from horo_lite.state.drift import DriftCheck
 from horo_lite.torch import bucket_views, sparse
@@ -87,7 +86,7 @@ class GradientExchange:
 
     def follow_world(self) -> None:
         """The ranks are those of the world as it is now; the gradients of another are forgotten."""
-        self.group = _group_of(self.options.process_set)
+        self.group = group_of_member(self.options.process_set)
         self.active = self.group is not None and self.group.size > 1
         self.slots: list[Slot] = []
         self._seen: list[Any] = []  # their parameters
@@ -657,10 +656,3 @@ def _loss_like(value: np.ndarray[Any, Any], loss: Any) -> Any:
 
 def nobody() -> None:
     """No optimizer: what a weak reference to one that is gone returns."""
-
-
-def _group_of(process_set: Set) -> Group | None:
-    """The ranks; None where this one is not among them."""
-    if isinstance(process_set, ProcessSet) and not process_set.included():
-        return None
-    return group_of(process_set)

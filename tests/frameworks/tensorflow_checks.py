@@ -727,6 +727,16 @@ def check_process_sets_and_basics(made: Maker) -> None:
         assert variable.numpy() == root
         hvd.barrier(part)
         assert hvd.broadcast_object(RANK, root, process_set=part) == root
+
+    def gradient() -> Any:
+        weight = tf.ones([])
+        with tf.GradientTape() as tape:
+            tape.watch(weight)
+            loss = weight * tf.cast(RANK + 1, tf.float32)
+        return hvd.DistributedGradientTape(tape, process_set=part).gradient(loss, weight)
+
+    mean = np.mean(np.array(members) + 1.0)
+    assert float(made(gradient)()) == (mean if RANK in members else RANK + 1)
     hvd.remove_process_set(part)
 
 

@@ -34,9 +34,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Wraps, for `process_set`: the group is recorded."""
     from horo_lite.torch import exchange
 
-    ordinary = exchange._group_of
+    ordinary = exchange.group_of_member
     monkeypatch.setattr(
-        exchange, "_group_of", lambda g: g if isinstance(g, Recording) else ordinary(g)
+        exchange, "group_of_member", lambda g: g if isinstance(g, Recording) else ordinary(g)
     )
     return Recording
 
