@@ -294,11 +294,11 @@ def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
             return take(x)
         if known := _Known(x):
             return mapped(known.content(), content)
-        if hasattr(x, "num_replicas"):  # torch's DistributedSampler
+        if hasattr(x, "num_replicas") or hasattr(x, "batch_sampler"):  # torch's
             raise TypeError(
                 f"state.{name} is a {type(x).__name__} of this rank's samples, and all ranks would "
-                "get rank 0's: give the state an elastic.Sampler, or make this one in the "
-                "function that trains"
+                "get rank 0's: give the state an elastic.Sampler, and the loader that sampler; or "
+                "make this one in the function that trains"
             )
         try:
             return copy.deepcopy(x)

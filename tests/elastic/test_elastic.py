@@ -229,9 +229,12 @@ def test_samplers_of_whole_epochs_stay_the_ones_that_loaders_have(alone) -> None
 
 
 def test_a_sampler_that_is_one_ranks_own_is_refused(alone) -> None:
-    data = pytest.importorskip("torch.utils.data.distributed")
+    data = pytest.importorskip("torch.utils.data")
     with pytest.raises(TypeError, match=r"state\.sampler is a DistributedSampler of this rank"):
         elastic.State(sampler=data.DistributedSampler(range(4), 2, 1))
+    sampler = elastic.Sampler(4)
+    with pytest.raises(TypeError, match=r"state\.loader is a DataLoader of this rank"):
+        elastic.State(loader=data.DataLoader(range(4), sampler=sampler), sampler=sampler)
 
 
 def test_what_cannot_be_copied_is_named(alone) -> None:
