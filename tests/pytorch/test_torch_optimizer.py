@@ -433,7 +433,7 @@ def test_too_many_passes_are_an_error_that_says_what_to_do() -> None:
         x, y = samples(group.rank)
         for _ in range(2):
             loss_of(net, x, y).backward()
-        with pytest.raises(RuntimeError, match=r"3 times.*backward_passes_per_step=2, call step"):
+        with pytest.raises(RuntimeError, match=r"3 times.*backward_passes_per_step=2: call step"):
             loss_of(net, x, y).backward()
         # The next step works.
         optimizer.zero_grad()
