@@ -26,13 +26,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     Args:
         root_rank: Whose weights and state.
         device: Horovod's argument, which has no meaning here.
+        local_variables: One or several that are not broadcast: see `register_local_var`.
     """
 
-    def __init__(self, root_rank: int = 0, device: str = "") -> None:
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
         self._is_done = False
-        self._local: list[Any] = []
+        local = [] if local_variables is None else local_variables
+        self._local: list[Any] = [local] if hasattr(local, "assign") else list(local)
 
     def register_local_var(self, var: Any) -> None:
         """This variable is not broadcast: every rank starts with its own, as local layers do."""

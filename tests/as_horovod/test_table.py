@@ -105,7 +105,7 @@ POSITIONS = {
         "load_model": "filepath custom_optimizers custom_objects compression legacy_opts",
     },
     "horovod.keras.callbacks": {
-        "BroadcastGlobalVariablesCallback": "root_rank device",
+        "BroadcastGlobalVariablesCallback": "root_rank device local_variables",
         "MetricAverageCallback": "device",
         "LearningRateScheduleCallback": "initial_lr multiplier start_epoch end_epoch staircase "
         "momentum_correction steps_per_epoch",

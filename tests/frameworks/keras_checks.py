@@ -624,9 +624,9 @@ def check_local_variables_and_predivision() -> None:
     # A variable that the callback knows to be local keeps this rank's values from the start.
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
     model.set_weights([np.full_like(weight, world.rank) for weight in model.get_weights()])
-    (start,) = broadcast(n - 1)
-    for variable in model.layers[0].weights:
-        start.register_local_var(variable)
+    one, other = model.layers[0].weights
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(n - 1, local_variables=one)
+    start.register_local_var(other)
     fit(model, epochs=1, callbacks=[start])
     for layer, value in zip(model.layers, (world.rank, n - 1), strict=True):
         assert all(np.all(weight == value) for weight in layer.get_weights())
