@@ -226,7 +226,7 @@ class AllReduce(Call[bool]):
         """The same without the arrays."""
         location = _location(part)
         options = [
-            f"op {self.op.name}",
+            f"{self.kind}, op {self.op.name}",
             f"compression {self.compression.name}",
             f"prescale_factor {self.prescale_factor}, postscale_factor {self.postscale_factor}",
             f"weighted: {part.weight is not None}",

@@ -484,6 +484,13 @@ def test_errors(group: Group) -> None:
         ),
     ):
         raises(hvd.MismatchError, "ranks disagree on torch.distributed collective", call)
+    # Its number is not enough: which collectives those are is told, too.
+    other = (
+        (lambda: dist.broadcast(x, group=group, group_src=0))
+        if r == 1
+        else (lambda: dist.all_reduce(x, group=group))
+    )
+    raises(hvd.MismatchError, ": allreduce, op Sum", other)
     # The group is in step afterwards. A future has the text, too.
     work = dist.all_reduce(torch.ones(3 + (r == 1)), group=group, async_op=True)
     raises(RuntimeError, "ranks disagree on torch.distributed", work.get_future().wait)
