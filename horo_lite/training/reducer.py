@@ -41,7 +41,22 @@ if TYPE_CHECKING:
     from horo_lite.transports import Transport
     from horo_lite.transports.shm import SharedMemory
 
-_numbers: WeakKeyDictionary[Group, itertools.count[int]] = WeakKeyDictionary()
+
+class _Numbers:
+    """The numbers of a group's reducers; which of these still exist may differ between ranks."""
+
+    def __init__(self, group: Group) -> None:
+        self.reset_counts()
+        group.counting.add(self)
+
+    def reset_counts(self) -> None:
+        self._next = itertools.count(1)
+
+    def __next__(self) -> int:
+        return next(self._next)
+
+
+_numbers: WeakKeyDictionary[Group, _Numbers] = WeakKeyDictionary()
 
 
 class Offer(NamedTuple):
@@ -175,7 +190,6 @@ class Reducer:
         self._forget()
         self._number = 0
         self._attempt = 1
-        _numbers.pop(self.group, None)
         if not self._handles:
             self._reset()
 
@@ -449,7 +463,9 @@ class Reducer:
     def _agree(self, mine: Plan) -> tuple[Plan, int]:
         """The plan of all ranks, and how many buckets of the last one some rank has begun."""
         if not (self._title or self._number):
-            self._number = next(_numbers.setdefault(self.group, itertools.count(1)))
+            if self.group not in _numbers:
+                _numbers[self.group] = _Numbers(self.group)
+            self._number = next(_numbers[self.group])
             self._relabel()
         plan, n_begun, total_weight = self.group.direct(
             lambda transport: self._meet(transport, mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -264,6 +265,28 @@ class Parameter:
     def __init__(self, value: Any) -> None:
         self.data = np.array(value, np.float32)
         self.grad: Any = None
+
+
+def test_optimizers_are_counted_alike_after_a_join_whichever_a_rank_has_kept() -> None:
+    """Python may have collected one that is not used any more on some ranks only."""
+
+    def rank(group: Group) -> None:
+        def reducer(parameter: Parameter) -> Reducer:
+            return Reducer(group, adapter_of(parameter), [("w", parameter)])
+
+        kept = []
+        for _ in range(2):
+            parameter = Parameter([0.0, 0.0])
+            parameter.grad = np.full(2, group.rank + 1.0)
+            one = reducer(parameter)
+            one.finish()
+            assert parameter.grad.tolist() == [1.5, 1.5]
+            kept += [one] * group.rank
+            del one
+            gc.collect()
+            group.join()
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
