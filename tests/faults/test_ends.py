@@ -123,14 +123,17 @@ ENDS = [
     Fault("sys.exit(3), with the others in MPI's barrier", f"{IMPATIENT}\nsys.exit(3)",
           (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0 and 2 still run (in a"),
           others="from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()", code=3),
-    Fault("sys.exit(text), with rank 0 in MPI's recv, between hosts",
+    # Both, since Open MPI's launcher may crash where a rank is in MPI_Finalize while another aborts
+    # (5.0.11: 11 of 60 times, without this package).
+    Fault("sys.exit(text), with the others in MPI's recv, between hosts",
           f"{IMPATIENT}\nsys.exit('nothing to train on')",
           ("nothing to train on\n", f"{ITSELF} ends the job: sys.exit('nothing to train on') at ",
-           "; 3 s later rank 0 still runs (in a call of MPI's"),
-          others="from mpi4py import MPI\nif rank == 0: MPI.COMM_WORLD.recv(source=1)", code=1,
+           "; 3 s later ranks 0 and 2 still run (in a call of MPI's"),
+          others="from mpi4py import MPI\nMPI.COMM_WORLD.recv(source=1)", code=1,
           hosts="1,1,1"),
     Fault("an exception that a part of the world waits for",
-          f"{PART}\nfail()", RAISED, others=f"{PART}\nhvd.barrier(group=part)"),
+          f"{PART}\nfail()", RAISED,
+          others=f"{PART}\nhvd.barrier(group=part) if part else time.sleep(60)"),
     # A mismatch that nobody catches.
     Fault("a mismatch", "hvd.allreduce(np.ones(4), name='weights')",
           ("MismatchError: ranks disagree on allreduce 'weights': first difference: ranks "
