@@ -195,7 +195,12 @@ class Watchdog:
                 self._is_stopping = False
                 self._stopped.clear()
                 self._error = None
-        raise error
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame. In a cycle it would be freed at any time, in the middle
+            # of a call of MPI's, too, and with it a transport, whose end waits for the GPU.
+            del error
 
     def raise_common(self) -> None:
         """If a GPU of any rank has failed, wait until all ranks know it, and raise it."""

@@ -53,9 +53,12 @@ class MainThreadExecutor:
         if self._closed:
             raise HoroLiteError(_CLOSED)
         value, error = answers.get()
-        if error is not None:
+        if error is None:
+            return value
+        try:
             raise error
-        return value
+        finally:
+            del error  # which knows this frame
 
     def check_thread(self) -> None:
         """Raise HoroLiteError in any thread but the one that may call MPI."""
@@ -81,9 +84,12 @@ class MainThreadExecutor:
         except BaseException as raised:
             error = raised
         answers.put((value, error))
-        if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C is for this thread too
-        return True
+        try:
+            if error is not None and not isinstance(error, Exception):
+                raise error  # Ctrl-C is for this thread too
+            return True
+        finally:
+            del error  # which knows this frame
 
     def close(self) -> None:
         """Make every call that is or will be requested raise HoroLiteError."""
