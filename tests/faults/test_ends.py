@@ -123,8 +123,8 @@ ENDS = [
     Fault("sys.exit(3), with the others in MPI's barrier", f"{IMPATIENT}\nsys.exit(3)",
           (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0 and 2 still run (in a"),
           others="from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()", code=3),
-    # Both, since Open MPI's launcher may crash where a rank is in MPI_Finalize while another aborts
-    # (5.0.11: 11 of 60 times, without this package).
+    # All others, since Open MPI's launcher may crash where one is in MPI_Finalize while another
+    # rank aborts (5.0.11: 11 of 60 times, without this package).
     Fault("sys.exit(text), with the others in MPI's recv, between hosts",
           f"{IMPATIENT}\nsys.exit('nothing to train on')",
           ("nothing to train on\n", f"{ITSELF} ends the job: sys.exit('nothing to train on') at ",
