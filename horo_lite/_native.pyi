@@ -1,6 +1,6 @@
 """The C++ core. Made by nanobind's stub generator, element types added by hand."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -320,6 +320,16 @@ class ControlChannel:
 class MpiControlChannel(ControlChannel):
     """Over MPI, without the GIL."""
 
+    def send(self, texts: Mapping[int, bytes], tag: int) -> None:
+        """Send each of these peers a short message. Does not wait."""
+
+    def receive(self) -> list[tuple[int, int, bytes]]:
+        """Return those that have arrived: peer, tag, text.
+
+        Raises:
+            PeerLostError: A peer has died, and nothing has arrived.
+        """
+
     def n_sent(self, peer: int) -> int:
         """How many messages that peer was sent."""
 
@@ -359,8 +369,8 @@ class MpiPointToPoint(Carrier):
             largest_message: Bytes; longer ones are sent in pieces.
         """
 
-    def control_channel(self) -> MpiControlChannel:
-        """Return the short messages of the communicator; it must have no others."""
+    def control_channel(self, tag: int | None = None) -> MpiControlChannel:
+        """Return the communicator's short messages: those of that tag, or all that there are."""
 
     def start(
         self,

@@ -1,6 +1,7 @@
 // The ranks of several hosts, for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <tuple>
 
@@ -160,6 +162,17 @@ std::vector<uint8_t> contents(const nb::bytes& bytes) {
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
+// For calls with the GIL in hand: to have it back takes longer where Python is busy. It is given up only for a thread
+// that is in MPI, which may need it: mpi4py's reductions may be functions of Python's.
+std::unique_lock<std::recursive_mutex> wait_for_mpi_turn() {
+  std::unique_lock turn(mpi_turn, std::defer_lock);
+  while (!turn.try_lock()) {
+    const WithoutGil release;
+    const std::lock_guard until_free(mpi_turn);
+  }
+  return turn;
+}
+
 // Both keep what they work on.
 struct PyTransfer {
   std::shared_ptr<PointToPoint> messages;
@@ -237,8 +250,11 @@ struct PyHostsGroup : EngineGroup {
 void bind_hosts(nb::module_& m) {
   nb::class_<PyTransfer>(m, "Transfer", "What is under way to and from other hosts.")
       .def(
-          // With the GIL in hand: to have it back takes longer where Python is busy.
-          "__call__", [](PyTransfer& self) { return self.transfer->done(); },
+          "__call__",
+          [](PyTransfer& self) {
+            const auto turn = wait_for_mpi_turn();
+            return self.transfer->done();
+          },
           "Whether all of it is complete. Never waits; bytes may move only in these calls.");
 
   nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
@@ -268,6 +284,28 @@ void bind_hosts(nb::module_& m) {
           "channel"_a);
 
   nb::class_<MpiControlChannel, ControlChannel>(m, "MpiControlChannel", "Over MPI, without the GIL.")
+      .def(
+          "send",
+          [](MpiControlChannel& self, const std::map<int, nb::bytes>& texts, int tag) {
+            std::map<int, std::string> given;
+            for (const auto& [peer, text] : texts) given[peer] = {text.c_str(), text.size()};
+            const WithoutGil release;
+            self.send(given, tag);
+          },
+          "texts"_a, "tag"_a)
+      .def("receive",
+           [](MpiControlChannel& self) {
+             std::vector<ShortMessage> received;
+             {
+               const WithoutGil release;
+               received = self.receive();
+             }
+             std::vector<std::tuple<int, int, nb::bytes>> result;
+             for (const ShortMessage& m : received) {
+               result.emplace_back(m.peer, m.tag, nb::bytes(m.text.data(), m.text.size()));
+             }
+             return result;
+           })
       .def("n_sent", &MpiControlChannel::n_sent, "peer"_a)
       .def("drained", &MpiControlChannel::drained, "n_sent"_a, nb::call_guard<WithoutGil>());
 
@@ -287,11 +325,12 @@ void bind_hosts(nb::module_& m) {
           },
           "functions"_a, "communicator"_a, "byte"_a, "any_source"_a, "any_tag"_a, "status_bytes"_a, "status_source"_a,
           "status_tag"_a, "largest_message"_a = nb::none())
-      .def("control_channel", &MpiPointToPoint::control_channel)
+      .def("control_channel", &MpiPointToPoint::control_channel, "tag"_a = nb::none())
       .def(
           "start",
           [](std::shared_ptr<MpiPointToPoint> self, const std::vector<MessageTuple>& receive,
              const std::vector<MessageTuple>& send, nb::object owner) {
+            const auto turn = wait_for_mpi_turn();
             return std::make_shared<PyTransfer>(self, shared(owner), self->start(messages(receive), messages(send)));
           },
           "receive"_a, "send"_a, "owner"_a);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <list>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -48,6 +49,7 @@ class MpiTransfer : public Transfer {
  public:
   MpiTransfer(const Mpi<Handle>& mpi, const std::vector<Message>& receive, const std::vector<Message>& send)
       : mpi_(mpi), requests_(receive.size() + send.size()), statuses_(requests_.size() * mpi.status_bytes) {
+    const std::lock_guard turn(mpi_turn);
     Handle* request = requests_.data();
     for (const Message& m : receive) {
       mpi_.check(mpi_.irecv(m.data, static_cast<int>(m.n_bytes), mpi_.byte, m.peer, m.tag, mpi_.communicator, request));
@@ -61,12 +63,14 @@ class MpiTransfer : public Transfer {
 
   MpiTransfer(const Mpi<Handle>& mpi, const uint8_t* mine, size_t n_bytes, uint8_t* everyone)
       : mpi_(mpi), requests_(1), statuses_(mpi.status_bytes) {
+    const std::lock_guard turn(mpi_turn);
     const int n = static_cast<int>(n_bytes);
     mpi_.check(mpi_.iallgather(mine, n, mpi_.byte, everyone, n, mpi_.byte, mpi_.communicator, requests_.data()));
   }
 
   bool done() override {
     int flag = 0;
+    const std::lock_guard turn(mpi_turn);
     // What is complete becomes MPI_REQUEST_NULL, and to ask again is allowed.
     mpi_.check(mpi_.testall(static_cast<int>(requests_.size()), requests_.data(), &flag, statuses_.data()));
     return flag != 0;
@@ -81,7 +85,7 @@ class MpiTransfer : public Transfer {
 template <class Handle>
 class Control : public MpiControlChannel {
  public:
-  explicit Control(const Mpi<Handle>& mpi) : mpi_(mpi) {}
+  Control(const Mpi<Handle>& mpi, std::optional<int> tag) : mpi_(mpi), tag_(tag.value_or(mpi.any_tag)) {}
 
   void send(const std::map<int, std::string>& texts, int tag) override {
     const std::lock_guard lock(mutex_);
@@ -140,10 +144,11 @@ class Control : public MpiControlChannel {
   std::vector<ShortMessage> received() {
     std::vector<ShortMessage> received;
     std::vector<uint8_t> status(mpi_.status_bytes);
+    const std::lock_guard turn(mpi_turn);
     try {
       while (true) {
         int flag = 0;
-        mpi_.check(mpi_.iprobe(mpi_.any_source, mpi_.any_tag, mpi_.communicator, &flag, status.data()));
+        mpi_.check(mpi_.iprobe(mpi_.any_source, tag_, mpi_.communicator, &flag, status.data()));
         if (flag == 0) break;
         ShortMessage message;
         std::memcpy(&message.peer, status.data() + mpi_.status_source, sizeof(int));
@@ -163,6 +168,7 @@ class Control : public MpiControlChannel {
   }
 
   Mpi<Handle> mpi_;
+  const int tag_;
   mutable std::mutex mutex_;  // from a probe to what was probed, and for what follows
   std::list<Sent> under_way_;
   std::map<int, int> n_sent_, n_received_;  // by peer
@@ -197,8 +203,8 @@ class WithHandles : public MpiPointToPoint {
   std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) override {
     return std::make_unique<MpiTransfer<Handle>>(mpi_, mine, n_bytes, everyone);
   }
-  std::shared_ptr<MpiControlChannel> control_channel() const override {
-    return std::make_shared<Control<Handle>>(mpi_);
+  std::shared_ptr<MpiControlChannel> control_channel(std::optional<int> tag) const override {
+    return std::make_shared<Control<Handle>>(mpi_, tag);
   }
 
  private:
@@ -207,6 +213,8 @@ class WithHandles : public MpiPointToPoint {
 };
 
 }  // namespace
+
+std::recursive_mutex mpi_turn;
 
 std::unique_ptr<MpiPointToPoint> mpi_point_to_point(const MpiFunctions& functions, const MpiHandles& handles,
                                                     size_t largest_message) {

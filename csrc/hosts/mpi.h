@@ -4,11 +4,18 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "hosts/carrier.h"
 
 namespace horo {
+
+// One thread at a time calls MPI, even under MPI_THREAD_MULTIPLE: where a peer dies, Open MPI 5.0.11's transport over
+// TCP may deadlock between the MPI_Isend of one thread and the MPI_Iprobe of another. None of the calls waits for a
+// peer.
+extern std::recursive_mutex mpi_turn;
 
 // Addresses of what has these names in that library.
 struct MpiFunctions {
@@ -34,7 +41,7 @@ struct MpiHandles {
   size_t status_tag;
 };
 
-// Short messages over a communicator that has no others. It outlives them all, or MPI.
+// Short messages over a communicator. It outlives them all, or MPI.
 class MpiControlChannel : public ControlChannel {
  public:
   // How many messages that peer was sent.
@@ -46,7 +53,8 @@ class MpiControlChannel : public ControlChannel {
 // Messages, and what else MPI does without waiting.
 class MpiPointToPoint : public Carrier {
  public:
-  virtual std::shared_ptr<MpiControlChannel> control_channel() const = 0;
+  // Of that tag, or of any: then there are no other messages on the communicator.
+  virtual std::shared_ptr<MpiControlChannel> control_channel(std::optional<int> tag) const = 0;
 };
 
 // For a thread that may call MPI. Throws std::invalid_argument for handles of neither kind.

@@ -15,13 +15,10 @@ folder = Path(sys.argv[1])
 number = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
 os.dup2(os.open(folder / f"rank-{number}", os.O_WRONLY | os.O_CREAT), 2)
 
-import mpi4py  # noqa: E402
 import numpy as np  # noqa: E402
 
 import horo_lite as hvd  # noqa: E402
 
-if "elastic" in sys.argv:  # or Open MPI may block itself when ranks die: see docs/elastic.md
-    mpi4py.rc.thread_level = "serialized"
 hvd.init(device="cpu")
 x = np.arange(500_000, dtype=np.float32) % 100
 n_steps, longest_s, last = 0, 0.0, time.monotonic()

@@ -78,12 +78,12 @@ class MpiChannel(Channel):
         self._call = _noticing_the_dead(call)
         self.messages = None if executed else point_to_point(comm)
         """MPI without mpi4py, which gives up the GIL in each call."""
-        self._probed = SHORT if is_shared else MPI.ANY_TAG
-        self.n_sent = [0] * comm.size
-        """Short messages, to each peer."""
+        tag = SHORT if is_shared else None
+        self._native = None if self.messages is None else self.messages.control_channel(tag)
+        self._probed = MPI.ANY_TAG if tag is None else tag
+        self._n_sent = [0] * comm.size  # short messages, to each peer
         self._n_received = [0] * comm.size
         self._under_way: list[Done] = []
-        self._native: _native.MpiControlChannel | None = None
 
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
         if self.messages is not None:
@@ -107,15 +107,20 @@ class MpiChannel(Channel):
         ]
 
     def send(self, texts: Mapping[int, bytes], tag: int) -> None:
-        self._call(self._send, texts, tag)
+        if self._native is not None:
+            self._native.send(texts, tag)
+        else:
+            self._call(self._send, texts, tag)
 
     def _send(self, texts: Mapping[int, bytes], tag: int) -> None:
         self._under_way = [sent for sent in self._under_way if not sent()]
         for peer, text in texts.items():
-            self.n_sent[peer] += 1
+            self._n_sent[peer] += 1
             self._under_way.append(self.exchange([], [(peer, tag, np.frombuffer(text, np.uint8))]))
 
     def receive(self) -> list[tuple[int, int, bytes]]:
+        if self._native is not None:
+            return self._native.receive()
         received: list[tuple[int, int, bytes]] = self._call(self._receive)
         return received
 
@@ -141,15 +146,12 @@ class MpiChannel(Channel):
         return bool(self._mpi.Is_finalized())
 
     def native(self) -> _native.ControlChannel:
-        if self.messages is None:
-            return super().native()
-        self._native = self.messages.control_channel()
-        return self._native
+        return super().native() if self._native is None else self._native
 
     def sent(self) -> list[int]:
         """How many short messages each rank was sent."""
         if self._native is None:
-            return list(self.n_sent)
+            return list(self._n_sent)
         return [self._native.n_sent(peer) for peer in range(self.size)]
 
     def drain(self) -> None:
