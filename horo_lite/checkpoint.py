@@ -8,12 +8,11 @@ import os
 import pickle
 import stat
 import struct
-import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from horo_lite import __version__
-from horo_lite.errors import CheckpointError
+from horo_lite.errors import CheckpointError, warn
 
 # Magic, format, horo_lite's version, length of the pickle, its SHA-256.
 _HEADER = struct.Struct(">8sI20sQ32s")
@@ -94,11 +93,7 @@ def load(path: str | Path) -> Any:
             with contextlib.suppress(OSError):
                 damaged.unlink(missing_ok=True)
                 os.link(path, damaged)
-            warnings.warn(
-                f"horo_lite: {unreadable[0]}: put aside, and the commit before it is used",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn(f"{unreadable[0]}: put aside, and the commit before it is used")
         if name != path:  # or the next save would make a damaged one the previous one
             with contextlib.suppress(OSError):
                 name.replace(path)

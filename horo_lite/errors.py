@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections import deque
 from collections.abc import Sequence
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class HoroLiteError(RuntimeError):
@@ -132,3 +137,11 @@ def printable(text: str) -> str:
     """
     valid = text.encode(errors="backslashreplace").decode()
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in valid)
+
+
+def warn(text: str) -> None:
+    """Issue a RuntimeWarning at the line of the program that called this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=level)

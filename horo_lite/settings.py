@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import os
@@ -92,6 +93,8 @@ class Settings:
 
 
 _PREFIX = "HORO_LITE_"
+# Of the repository's own tests.
+_OF_TESTS = ("HORO_LITE_TEST_", "HORO_LITE_FAKE_")
 _ARGUMENTS = [each.name for each in fields(Settings) if each.name not in ("timeline", "problem")]
 
 SLOT_STORES = ("auto", "cached", "streaming")
@@ -423,3 +426,17 @@ VARIABLES = (
         "none",
     ),
 )
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each variable HORO_LITE_… that is set and that nothing reads."""
+    known = {name.removeprefix(_PREFIX) for variable in VARIABLES for name in variable.names}
+    sentences = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(_PREFIX)
+        if name in (variable, *known) or variable.startswith(_OF_TESTS):
+            continue
+        alike = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        hint = f"; did you mean {_PREFIX}{alike[0]}?" if alike else ""
+        sentences.append(f"{variable} is set, but there is no such variable{hint}")
+    return sentences

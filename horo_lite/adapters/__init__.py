@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from horo_lite.adapters.object import Adapter
+from horo_lite.errors import warn
 
 __all__ = ["Adapter", "adapter_of", "changed", "from_numpy", "register_adapter", "to_host"]
 
@@ -116,12 +116,10 @@ def _load(name: str) -> Adapter | None:
         adapter: Adapter = import_module(f"{__name__}.{name}").ADAPTER
     except (ImportError, AttributeError) as error:
         version = getattr(sys.modules[name], "__version__", "of unknown version")
-        warnings.warn(
-            f"horo_lite cannot read the arrays of {name} {version}, which is imported here "
+        warn(
+            f"the arrays of {name} {version}, which is imported here, cannot be read "
             f"({type(error).__name__}: {error}): docs/frameworks.md says with which version it was "
-            "tested. Other frameworks are not affected",
-            RuntimeWarning,
-            stacklevel=3,
+            "tested. Other frameworks are not affected"
         )
         return None
     return adapter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar, overload
@@ -23,8 +22,10 @@ from horo_lite.errors import (
     TooFewRanksError,
     behind,
     ranks_in_words,
+    warn,
 )
 from horo_lite.start.ending import end_this_rank, others_go_on
+from horo_lite.start.launcher import is_fault_tolerant
 from horo_lite.start.session import abandon, communicator, renew
 
 P = ParamSpec("P")
@@ -99,23 +100,18 @@ def survives(checkpoint: str | None) -> bool:
     """Whether the rest of this world can go on without a rank."""
     if communicator() is None:
         if size() > 1 and rank() == 0 and not checkpoint:
-            warnings.warn(
-                "horo_lite: MPI did not start this job, so elastic.run cannot go on without ranks "
+            warn(
+                "MPI did not start this job, so elastic.run cannot go on without ranks "
                 "that die: the job ends. With State(checkpoint=…) it goes on from its last commit "
-                "when it is started again, as `torchrun --max-restarts` does",
-                RuntimeWarning,
-                stacklevel=4,
+                "when it is started again, as `torchrun --max-restarts` does"
             )
         return False
-    setting = os.environ.get("OMPI_MCA_mpi_ft_enable", "0")  # noqa: SIM112
-    enabled = setting.lower() not in ("0", "false", "no")
+    enabled = is_fault_tolerant(os.environ)
     restarts = os.environ.get("HORO_LITE_CHECKPOINT")  # the job has another way to go on
     if not enabled and not restarts and rank() == 0:
-        warnings.warn(
-            "horo_lite: without `--with-ft ulfm`, an option of Open MPI 5's mpiexec, elastic.run "
-            "cannot go on without ranks that die: the job ends",
-            RuntimeWarning,
-            stacklevel=4,
+        warn(
+            "without `--with-ft ulfm`, an option of Open MPI 5's mpiexec, elastic.run "
+            "cannot go on without ranks that die: the job ends"
         )
     return enabled
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from horo_lite.errors import warn
 from horo_lite.horovod.aliases import install
 from horo_lite.launch import calls
 from horo_lite.launch import run as launch
@@ -113,11 +114,9 @@ def run(
     }
     named = [f"{name}=" for name, value in ignored.items() if value]
     if named:
-        warnings.warn(
+        warn(
             f"{', '.join(named)} of horovod.run: how hosts are reached is mpiexec's business; "
-            "see mpi_args= and ~/.ssh/config",
-            RuntimeWarning,
-            2,
+            "see mpi_args= and ~/.ssh/config"
         )
     variables = dict(env or {})
     if start_timeout is not None:

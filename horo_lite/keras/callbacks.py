@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from horo_lite.context import rank, size
+from horo_lite.errors import warn
 from horo_lite.keras.base import Averaging, build, is_keras2, keras
 from horo_lite.ops import grouped_allreduce
 from horo_lite.state.broadcast import broadcast_parameters
@@ -44,20 +44,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._is_done = False
         optimizer = self.model.optimizer
         if size() > 1 and rank() == 0 and not isinstance(optimizer, Averaging):
-            warnings.warn(
-                f"horo_lite: this model's optimizer, {optimizer!r}, is no DistributedOptimizer, so "
+            warn(
+                f"this model's optimizer, {optimizer!r}, is no DistributedOptimizer, so "
                 "fit() trains every rank by itself: compile with hvd.DistributedOptimizer(...), "
-                "and load a model that you train on with hvd.load_model",
-                RuntimeWarning,
-                stacklevel=2,
+                "and load a model that you train on with hvd.load_model"
             )
         if keras.backend.backend() == "tensorflow" and self.model.jit_compile:
             if rank() == 0:
-                warnings.warn(
-                    "horo_lite: on TensorFlow, XLA cannot compile the exchange of gradients: this "
-                    "model is trained with jit_compile=False",
-                    RuntimeWarning,
-                    stacklevel=2,
+                warn(
+                    "on TensorFlow, XLA cannot compile the exchange of gradients: this "
+                    "model is trained with jit_compile=False"
                 )
             self.model.jit_compile = False
             self.model.make_train_function(force=True)

@@ -7,13 +7,13 @@ import math
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from threadpoolctl import ThreadpoolController
 
+from horo_lite.errors import warn
 from horo_lite.start.launcher import Launch
 
 
@@ -126,12 +126,10 @@ def take_cores(
         and binding(everyone) is None
         and rank == here[0]
     ):
-        warnings.warn(
-            f"horo_lite: Open MPI keeps rank {rank} and all its threads on {len(own.own)} of "
+        warn(
+            f"Open MPI keeps rank {rank} and all its threads on {len(own.own)} of "
             f"{len(own.launchers)} cores: pass --bind-to none to mpiexec, or set "
-            "HORO_LITE_BINDING=keep if that is intended",
-            RuntimeWarning,
-            stacklevel=4,
+            "HORO_LITE_BINDING=keep if that is intended"
         )
     alone = len(everyone) == 1
     own_share = share(target, usable_here, own.quota)

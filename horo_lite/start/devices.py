@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from horo_lite import _native
+from horo_lite.errors import warn
 
 OLDEST_DRIVER = 12010  # the first that takes kernels with 32 KiB of parameters
 
@@ -48,12 +48,7 @@ def choose(device: str | None, rank: int) -> DeviceChoice:
     )
     if device is None:
         if gpus and driver < oldest and rank == 0:
-            warnings.warn(
-                f"horo_lite: {outdated}, so the GPUs are left alone: update the driver, or pass "
-                "device='cpu'",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            warn(f"{outdated}, so the GPUs are left alone: update the driver, or pass device='cpu'")
         kind = "cuda" if gpus and driver >= oldest else "cpu"
     elif kind == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -88,13 +83,11 @@ def warn_of_shared_gpus(hosts: Sequence[tuple[str, int]], gpus: Sequence[str]) -
     for rank, place in enumerate(zip(hosts, gpus, strict=True)):
         other = first_with.setdefault(place, rank)
         if other != rank:
-            warnings.warn(
-                f"horo_lite: {len(gpus)} ranks, but ranks {other} and {rank} on "
+            warn(
+                f"{len(gpus)} ranks, but ranks {other} and {rank} on "
                 f"{hosts[rank][0]} have to share a GPU, and NCCL needs one each: arrays on GPUs "
                 "will go through the host's memory, which is slow. Start one rank a GPU, or look "
-                "at CUDA_VISIBLE_DEVICES",
-                RuntimeWarning,
-                stacklevel=6,
+                "at CUDA_VISIBLE_DEVICES"
             )
             return
 

@@ -294,7 +294,7 @@ class _Hooks:
             launcher.abort_hydra(status)
         elif self.MPI is None or self._is_alone or self._is_last():
             os._exit(status)
-        elif "OMPI_MCA_mpi_ft_enable" in os.environ:
+        elif launcher.is_fault_tolerant(os.environ):
             if self._may_call_mpi():
                 from horo_lite.transports.mpi.start_barrier import StartBarrier
 
@@ -338,7 +338,7 @@ class _Hooks:
     def _is_last(self) -> bool:
         """Tell whether all other ranks have died, as Open MPI's fault tolerance sees it."""
         comm = self.comm
-        if comm is None or "OMPI_MCA_mpi_ft_enable" not in os.environ:
+        if comm is None or not launcher.is_fault_tolerant(os.environ):
             return False
         until = time.monotonic() + 0.5  # it takes a while until a death is known
         while comm.Get_failed().Get_size() < comm.size - 1 and time.monotonic() < until:

@@ -11,7 +11,7 @@ import numpy as np
 from horo_lite import _native, arguments, context
 from horo_lite.collectives.calls import AllGatherBytes, Part
 from horo_lite.collectives.group import Group, NullGroup
-from horo_lite.start import ending, session
+from horo_lite.start import ending, mpi, session
 from horo_lite.transports import connect
 from horo_lite.transports.gloo.connections import GlooConnections
 from horo_lite.transports.peers import ObjectCommunicator
@@ -82,13 +82,14 @@ def new_group_of_members(ranks: Sequence[int], name: str) -> Group:
 def _connected(comm: Any, ranks: Sequence[int]) -> Group:
     """Return the group that its ranks make with a communicator of theirs; None for one rank."""
     here = session.current()
-    links = connect(
-        comm,
-        [here.host_of_rank[rank] for rank in ranks],
-        watchdog=here.world.device.kind == "cuda",
-        ranks=ranks,
-        beside=here.world.group.transport,
-    )
+    with mpi.failing_together(comm):
+        links = connect(
+            comm,
+            [here.host_of_rank[rank] for rank in ranks],
+            watchdog=here.world.device.kind == "cuda",
+            ranks=ranks,
+            beside=here.world.group.transport,
+        )
     links.write_slots(here.settings.slot_stores)
     ending.watch(links.transports())
     group = Group(links.direct, links.engine, links.watchdog)

@@ -98,6 +98,11 @@ def connects_by_mpi(launch: Launch | None, environ: Mapping[str, str]) -> bool:
     return launch.name != SLURM or "PMIX_RANK" in environ
 
 
+def is_fault_tolerant(environ: Mapping[str, str]) -> bool:
+    """Tell whether Open MPI lets the job go on without ranks that die (`--with-ft ulfm`)."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("0", "false", "no")
+
+
 def hydra() -> int | None:
     """Return the descriptor on which a rank talks to MPICH's launcher.
 

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from horo_lite.errors import LauncherError, ranks_in_words
+from horo_lite.errors import LauncherError, PeerLostError, ranks_in_words
 from horo_lite.start import ending
 from horo_lite.start.launcher import (
     SLURM,
     Launch,
     inherited_from,
+    is_fault_tolerant,
     is_known_mismatch,
     mark_rank,
 )
@@ -86,6 +87,36 @@ def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
     return comm.Dup()
 
 
+@contextlib.contextmanager
+def failing_together(comm: Any) -> Iterator[None]:
+    """Inside, the ranks of `comm` make a world or a group: if one of them fails, the others learn.
+
+    Without fault tolerance MPI's launcher kills them. With it, nobody notices that a rank has ended
+    by itself, and they would wait for it in MPI's collective operations.
+
+    Args:
+        comm: Of the package's own; any but an mpi4py communicator needs nothing.
+
+    Raises:
+        PeerLostError: Another rank has failed or died.
+    """
+    MPI: Any = sys.modules.get("mpi4py.MPI")
+    if MPI is None or not isinstance(comm, MPI.Comm) or not is_fault_tolerant(os.environ):
+        yield
+        return
+    losses = (MPI.ERR_REVOKED, MPI.ERR_PROC_FAILED)
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(MPI.Exception):
+            comm.Revoke()
+        if not isinstance(error, MPI.Exception) or error.Get_error_class() not in losses:
+            raise
+        raise PeerLostError(
+            f"another rank failed or died while the ranks were making a world or a group ({error})"
+        ) from error
+
+
 def _end() -> None:
     """Let ranks that call init() again learn that this one never will; leave MPI no messages."""
     barriers = [one for one in StartBarrier.made if one.is_usable()]
@@ -98,7 +129,7 @@ def _end() -> None:
     # MPI_Finalize waits, learn that they need not send one.
     # For a rank that has failed they are waited for, but not for ever: in a call of MPI's that the
     # program makes itself, they would never learn of it. Survivors of a rank's death just go on.
-    fails = ending.exits_with_failure() and "OMPI_MCA_mpi_ft_enable" not in os.environ
+    fails = ending.exits_with_failure() and not is_fault_tolerant(os.environ)
     wait_s = _GRACE_S if fails else _LAST_MESSAGES_S
     until = time.monotonic() + wait_s
     while True:

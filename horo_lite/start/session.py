@@ -7,7 +7,6 @@ import contextlib
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,10 +14,10 @@ from typing import Any, NamedTuple
 from horo_lite import context
 from horo_lite.collectives.group import Group
 from horo_lite.context import Device, World
-from horo_lite.errors import HoroLiteError
+from horo_lite.errors import HoroLiteError, warn
 from horo_lite.messages import Messages
 from horo_lite.recording import timeline
-from horo_lite.settings import Settings
+from horo_lite.settings import Settings, unknown_variables
 from horo_lite.start import (
     clocks,
     devices,
@@ -309,8 +308,16 @@ def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> 
         ending.install(rank, size, MPI)
     else:  # alone, this rank ends for itself, whatever guard_start() has installed
         ending.uninstall()
+    for sentence in unknown_variables(os.environ) if rank == 0 and not is_ours else ():
+        warn(f"{sentence} (docs/environment.md lists all variables)")
     if MPI is not None and comm is not None and not is_ours:
         comm = mpi.duplicate(comm, settings.stall_warn_s, settings.stall_abort_s)
+    with mpi.failing_together(comm):
+        return _connected_session(settings, comm, MPI)
+
+
+def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     everyone = _introduce(settings, rank, size, comm)
     host_of_rank = rank_info.numbered([(one.host, one.test_host) for one in everyone])
     positions = [position_of(r, host_of_rank) for r in range(size)]
@@ -391,12 +398,10 @@ def _take_device(
 
 
 def _warn_of_one_thread() -> None:
-    warnings.warn(
-        "horo_lite: MPI was initialised without THREAD_MULTIPLE: asynchronous operations "
+    warn(
+        "MPI was initialised without THREAD_MULTIPLE: asynchronous operations "
         "progress only inside calls, which must come from this thread. Let horo_lite.init() "
-        "initialise MPI, or ask for MPI.THREAD_MULTIPLE.",
-        RuntimeWarning,
-        stacklevel=5,
+        "initialise MPI, or ask for MPI.THREAD_MULTIPLE."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +16,7 @@ from horo_lite.adapters import to_host
 from horo_lite.adapters.object import is_array
 from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.participation import described_by
-from horo_lite.errors import DriftError, ranks_in_words
+from horo_lite.errors import DriftError, ranks_in_words, warn
 from horo_lite.state.broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -146,7 +145,7 @@ def compare(
             broadcast_optimizer_state(stateful, found.source, group=group)
         text += f" Healed: all ranks have the values of rank {found.of_source} now."
     if group.rank == 0:
-        warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=3)
+        warn(text)
     return False
 
 

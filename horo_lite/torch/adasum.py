@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from horo_lite.collectives.calls import Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
+from horo_lite.errors import warn
 from horo_lite.horovod.adasum import SMALLEST, AdasumReduce, check_adasum
 
 
@@ -65,9 +65,7 @@ def warn_of_compression(compression: Any) -> None:
     """Say that it is ignored: Horovod's scripts may ask for both."""
     name = getattr(compression, "name", compression)
     if name != "none":
-        warnings.warn(
-            f"horo_lite: op=Adasum does not compress: compression {name} is ignored", stacklevel=2
-        )
+        warn(f"op=Adasum does not compress: compression {name} is ignored")
 
 
 class _OnDevice(AdasumReduce):

@@ -5,7 +5,6 @@ model.register_comm_hook(None, horo_lite.torch.ddp_hooks.fp16_compress)
 """
 
 # DDP looks at the annotations of a hook, and wants to find types, not strings.
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import distributed as dist
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.shared_memory import share
+from horo_lite.errors import warn
 from horo_lite.torch.bucket_views import can_share
 from horo_lite.torch.distributed.process_group import ProcessGroup
 from horo_lite.transports.shm import SharedMemory
@@ -144,10 +144,9 @@ class _SharedBuckets:
             return
         self._can_share = False  # on all ranks alike
         if group.rank == 0:
-            warnings.warn(
-                "horo_lite: average_in_place: the ranks cannot see each other's memory, or a rank "
-                "got none (/dev/shm may be too small): buckets are averaged as without the hook",
-                stacklevel=2,
+            warn(
+                "average_in_place: the ranks cannot see each other's memory, or a rank "
+                "got none (/dev/shm may be too small): buckets are averaged as without the hook"
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
-from horo_lite.errors import MismatchError
+from horo_lite.errors import MismatchError, warn
 from horo_lite.horovod.adasum import check_adasum
 from horo_lite.horovod.process_sets import group_of_member
 from horo_lite.horovod.reductions import Adasum, AdasumOp
@@ -557,11 +556,10 @@ class GradientExchange:
             self.reducer.shared = self._memory
             return
         if self.group.rank == 0:
-            warnings.warn(
-                "horo_lite: gradient_as_bucket_view=True, but the ranks cannot see each other's "
+            warn(
+                "gradient_as_bucket_view=True, but the ranks cannot see each other's "
                 "memory (do they run as one user, in one container?), or one got none: gradients "
-                "are exchanged as without it",
-                stacklevel=2,
+                "are exchanged as without it"
             )
         self._shares = False
         self._memory = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from horo_lite.collectives.arrays import HOST, gpu_of
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import Average, Op, checked_weight
-from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError
+from horo_lite.errors import MismatchError, NonFiniteError, PeerLostError, StallError, warn
 from horo_lite.recording import recorder
 from horo_lite.training.gradient_memory import (
     NONE,
@@ -414,7 +413,7 @@ class Reducer:
         if self._check_finite == "raise":
             raise NonFiniteError(text)
         if self.group.rank == 0:
-            warnings.warn(f"horo_lite: {text}", RuntimeWarning, stacklevel=2)
+            warn(text)
 
     # On a GPU with NCCL, where a step does not wait for the other ranks' programs.
 

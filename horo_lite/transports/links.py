@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from horo_lite.errors import LauncherError
+from horo_lite.errors import LauncherError, warn
 from horo_lite.transports.gloo.carrier import GlooCarrier
 from horo_lite.transports.hosts.carrier import Carrier
 from horo_lite.transports.hosts.mailbox import HostsMailbox
@@ -140,10 +139,9 @@ def _report_no_shared_memory(comm: MPI.Comm | ObjectCommunicator, why: str) -> N
             f"the ranks of this host cannot share memory ({why}), and MPI, which could be used "
             "instead, did not start them: start the job with mpiexec or `python -m horo_lite`"
         )
-    warnings.warn(
-        f"horo_lite: the ranks of a host cannot share memory ({why}); they exchange through "
-        "MPI instead, which is slower",
-        stacklevel=4,
+    warn(
+        f"the ranks of a host cannot share memory ({why}); they exchange through "
+        "MPI instead, which is slower"
     )
 
 

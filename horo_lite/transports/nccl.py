@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from horo_lite import _native, settings
-from horo_lite.errors import DeviceError
+from horo_lite.errors import DeviceError, warn
 from horo_lite.transports.agreement import Report, agree, exchange_reports, exchange_texts
 from horo_lite.transports.gpu import GpuTransport
 from horo_lite.transports.interface import QueuedReductions, Reduction, Transport
@@ -119,11 +118,7 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
     if obstacle:
         if host.rank == 0 and obstacle not in _warned:
             _warned.add(obstacle)
-            warnings.warn(
-                f"horo_lite: GPU arrays go through the host's memory, which is slow: {obstacle}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn(f"GPU arrays go through the host's memory, which is slow: {obstacle}")
         return staged
     group = _connect(host, queue, everyone[0].unique_id, bucket_bytes, timeout_s)
     if registers:

@@ -712,6 +712,33 @@ def test_a_group_that_is_made_while_a_rank_dies(hosts: str) -> None:
     assert result.check().stdout == "ENDS 2 1\n", str(result)
 
 
+@needs_ulfm
+@pytest.mark.parametrize("hosts", ["", "2,1"])
+@pytest.mark.parametrize("call", ["init()", "new_group([1, 2, 0])"])
+def test_a_rank_that_fails_while_a_world_or_group_is_made_ends_the_job(
+    call: str, hosts: str
+) -> None:
+    """Outside of elastic.run; MPI does not notice that a rank has ended by itself."""
+    script = f"""
+    import os
+    import horo_lite as hvd
+    from horo_lite.start import groups, session
+
+    if {call!r} != "init()":
+        hvd.init()
+    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+        def fails(*arguments, **options):
+            raise OSError("no memory for this rank")
+        groups.connect = session.connect = fails
+    hvd.{call}
+    """
+    env = {"HORO_LITE_TEST_HOSTS": hosts}
+    result = run_ranks(script, 3, options=FT, env=env, timeout_s=30)
+    assert result.returncode == 1, str(result)
+    assert "rank 0 of 3" in result.stderr
+    assert "no memory for this rank" in result.stderr
+
+
 OWN_MISTAKES = """
 import os, signal
 import numpy as np

@@ -7,7 +7,7 @@ and why; the last one is `N passed, N failed`, and the exit status 0 only if non
 
     OUT                   a file for the same lines
     HORO_LITE_TEST_GPUS   "a": a dry run on the fake device, which proves these checks, no GPU
-    HORO_LITE_CHECK_ONLY  parts of steps' names, separated by semicolons: only those
+    HORO_LITE_TEST_GPU_ONLY  parts of steps' names, separated by semicolons: only those
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TESTS = HERE.parent
 SUPPORT, CSRC = TESTS / "support", TESTS / "csrc"
 PROJECT = TESTS.parent
 WORK = PROJECT / "build" / "gpu-check"
-PACKAGE = Path(os.environ.get("HORO_LITE_CHECK_PACKAGE") or WORK / "package")
+PACKAGE = Path(os.environ.get("HORO_LITE_TEST_GPU_PACKAGE") or WORK / "package")
 LIMIT_S = 480.0
 FAKE = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
 LIBRARIES = ["fake device"] if FAKE else ["torch", "cupy", "jax"]
@@ -184,7 +184,7 @@ def environment(step: Step, rank: int, limit_s: float) -> dict[str, str]:
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     env["PYTHONUNBUFFERED"] = "1"
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # two ranks, one GPU's memory
-    env["HORO_LITE_CHECK_S"] = str(limit_s)
+    env["HORO_LITE_TEST_GPU_S"] = str(limit_s)
     env |= step.env
     if step.ranks > 1 and step.env:
         env["NCCL_HOSTID"] = f"horo_lite-check-{rank}"
@@ -436,14 +436,14 @@ def main() -> int:
             )
             return 2
         describe(table)
-    if "HORO_LITE_CHECK_PACKAGE" not in os.environ and not build(table):
+    if "HORO_LITE_TEST_GPU_PACKAGE" not in os.environ and not build(table):
         return table.end()
     why = why_no_gpu()
     if why:
         table.line(f"no GPU to be used: {why}")
         return 2
     sys.path[:0] = [str(PACKAGE), str(HERE), str(SUPPORT)]
-    only = os.environ.get("HORO_LITE_CHECK_ONLY", "").split(";")
+    only = os.environ.get("HORO_LITE_TEST_GPU_ONLY", "").split(";")
     for step in steps():
         if not any(part in step.name for part in only):
             continue

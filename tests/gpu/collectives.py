@@ -381,7 +381,7 @@ def main() -> int:
     parser.add_argument("--lose-a-peer", action="store_true")
     args = parser.parse_args()
     faulthandler.enable()
-    faulthandler.dump_traceback_later(float(os.environ.get("HORO_LITE_CHECK_S", "60")) * 0.9)
+    faulthandler.dump_traceback_later(float(os.environ.get("HORO_LITE_TEST_GPU_S", "60")) * 0.9)
 
     library = LIBRARIES[args.framework]()
     world, referee = join()

@@ -16,7 +16,7 @@ def check(only: str, **env: str) -> subprocess.CompletedProcess[str]:
     import horo_lite
 
     package = Path(horo_lite.__file__).parent.parent
-    given = {"HORO_LITE_CHECK_PACKAGE": str(package), "HORO_LITE_CHECK_ONLY": only, **env}
+    given = {"HORO_LITE_TEST_GPU_PACKAGE": str(package), "HORO_LITE_TEST_GPU_ONLY": only, **env}
     return subprocess.run(
         [sys.executable, str(HERE / "check.py")],
         capture_output=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import horo_lite as hvd
-from horo_lite.settings import FORM, VARIABLES, Settings
+from horo_lite.settings import FORM, VARIABLES, Settings, unknown_variables
 from horo_lite.transports.peers import fits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,3 +93,21 @@ def test_what_makes_no_sense_is_kept_until_every_rank_can_raise_it(
     assert settings.problem.startswith(f"HORO_LITE_{name.upper()}={value}: ")
     with pytest.raises(ValueError, match=re.escape("rank must be a number, and at least 0")):
         Settings.read({"rank": "first", name: value}, {})
+
+
+def test_variables_that_do_not_exist_are_named() -> None:
+    environ = dict.fromkeys([*NAMES, "HORO_LITE_TEST_GPUS", "PATH"], "1")
+    assert unknown_variables(environ) == []
+    mistaken = {"HORO_LITE_STALL_WARN": "3", "HORO_LITE_LOG_LEVEL": "debug"}
+    assert unknown_variables(environ | mistaken) == [
+        "HORO_LITE_LOG_LEVEL is set, but there is no such variable",
+        "HORO_LITE_STALL_WARN is set, but there is no such variable; "
+        "did you mean HORO_LITE_STALL_WARN_S?",
+    ]
+
+
+def test_init_warns_of_a_variable_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORO_LITE_BUCKET_SIZE", "1000")
+    with pytest.warns(RuntimeWarning, match=r"HORO_LITE_BUCKET_SIZE is set, but there is no such"):
+        hvd.init()
+    hvd.shutdown()
