@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import re
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from horo_lite.errors import LauncherError, PeerLostError, ranks_in_words
-from horo_lite.start import ending
+from horo_lite.errors import LauncherError, PeerLostError, StallError, ranks_in_words
+from horo_lite.start import arrivals, ending
 from horo_lite.start.launcher import (
     SLURM,
     Launch,
+    abort_hydra,
     inherited_from,
     is_fault_tolerant,
     is_known_mismatch,
     mark_rank,
 )
 from horo_lite.transports.mpi.carrier import MpiCarrier
-from horo_lite.transports.mpi.start_barrier import StartBarrier, wait_for_first
+from horo_lite.transports.mpi.start_barrier import Patience, StartBarrier, wait_for_first
 
 _LAST_MESSAGES_S = 2.0
 """How long a rank that ends waits for the last messages of peers that do not end."""
@@ -32,7 +35,9 @@ _GRACE_S = 60.0
 """How long a rank that fails by sys.exit() waits for its peers, which may be saving their state."""
 
 
-def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
+def communicator(
+    comm: Any, launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0
+) -> tuple[Any, Any]:
     """Return the communicator of the ranks and mpi4py.MPI, or (None, None) for one rank.
 
     MPI is imported and initialised only where there may be several ranks.
@@ -40,6 +45,8 @@ def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
     Args:
         comm: What `init()` was given: an mpi4py communicator, or None for all ranks.
         launch: The launcher of this process.
+        warn_s: Seconds after which a rank that waits in MPI_Init reports it; 0 for never.
+        abort_s: Seconds after which it ends the job; 0 for never.
 
     Raises:
         LauncherError: mpi4py or its library does not load, or does not know the launcher.
@@ -51,7 +58,7 @@ def communicator(comm: Any, launch: Launch | None) -> tuple[Any, Any]:
     launched = launch is not None and launch.size != 1
     if comm is None and not launched and not (running and loaded.COMM_WORLD.size > 1):
         return None, None
-    MPI = load(launch if comm is None and launched else None)
+    MPI = load(launch if comm is None and launched else None, warn_s, abort_s)
     if comm is None:
         comm = MPI.COMM_WORLD
     if comm == MPI.COMM_NULL:
@@ -80,7 +87,9 @@ def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
         # After mpi4py was imported, so that it runs before MPI is finalised.
         if not StartBarrier.made:
             atexit.register(_end)
-        wait_for_first(comm, warn_s, abort_s)
+        is_everyone = comm == sys.modules["mpi4py.MPI"].COMM_WORLD
+        late = arrivals.late if is_everyone else arrivals.some_ranks
+        wait_for_first(comm, warn_s, abort_s, late)
         StartBarrier(comm)
     else:
         barrier.wait(warn_s, abort_s)
@@ -148,12 +157,14 @@ def _end() -> None:
         barrier.go()
 
 
-def load(launch: Launch | None) -> Any:
+def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> Any:
     """Return mpi4py.MPI, initialised.
 
     Args:
         launch: The launcher that the library must know; None where the caller brings a
             communicator.
+        warn_s: As of `communicator`.
+        abort_s: As of `communicator`.
 
     Raises:
         LauncherError: mpi4py or its library is missing, or library and launcher do not fit.
@@ -188,8 +199,10 @@ def load(launch: Launch | None) -> Any:
             )
         rc = sys.modules["mpi4py"].rc
         level = f"THREAD_{rc.thread_level}".upper() if rc.threads else "THREAD_SINGLE"
+        rank = None if launch is None else launch.rank
+        patience = Patience(-1 if rank is None else rank, warn_s, abort_s)
         with _without_fabrics_on_one_host():
-            MPI.Init_thread(getattr(MPI, level))
+            _initialize(MPI, getattr(MPI, level), rc.errors, patience)
         # Here and not by mpi4py, which would finalize (and hang) in forked children as well.
         owner = os.getpid()
 
@@ -202,6 +215,35 @@ def load(launch: Launch | None) -> Any:
         raise _mismatch(launch, MPI.Get_library_version())
     mark_rank()
     return MPI
+
+
+def _initialize(MPI: Any, level: int, errors: str, patience: Patience) -> None:
+    """Do what MPI.Init_thread() does, and report who is late meanwhile.
+
+    MPI_Init waits for all ranks, and mpi4py holds the GIL in it.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            try:
+                patience.look(arrivals.late)
+            except StallError as error:
+                ending.write(f"[horo_lite] {error}\n")
+                abort_hydra(1)
+                os._exit(1)
+
+    thread = threading.Thread(target=watch, name="horo_lite: MPI_Init", daemon=True)
+    thread.start()
+    try:
+        ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    finally:
+        over.set()
+        thread.join()
+    handlers = {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}
+    if errors in handlers:
+        for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+            comm.Set_errhandler(getattr(MPI, handlers[errors]))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from horo_lite.messages import Messages
 from horo_lite.recording import timeline
 from horo_lite.settings import Settings, unknown_variables
 from horo_lite.start import (
+    arrivals,
     clocks,
     devices,
     ending,
@@ -167,10 +168,10 @@ def init(
     with _changing:
         if _session is None:
             ending.open_standard_files()
-            found, MPI = _find_ranks(settings, comm)
-            return _begin(
-                _session_over(settings, found, MPI, is_ours=False)._replace(given_comm=comm)
-            )
+            with arrivals.in_init():
+                found, MPI = _find_ranks(settings, comm)
+                made = _session_over(settings, found, MPI, is_ours=False)
+            return _begin(made._replace(given_comm=comm))
         if settings.problem:
             raise ValueError(settings.problem)
         earlier = _session.settings
@@ -215,7 +216,9 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
         found, MPI = None, None
         by_mpi = launcher.connects_by_mpi(launch, os.environ)
         if by_mpi and launch is not None and launch[1:] == (rank, size):
-            found, MPI = mpi.communicator(None, launch)
+            limits = settings.stall_warn_s, settings.stall_abort_s
+            with arrivals.in_init():
+                found, MPI = mpi.communicator(None, launch, *limits)
         elif size > 1:
             # No port: the store may be any of torch's, a file too.
             spec = RendezvousSpec(rank, size, "the store of torch.distributed", 0, False, "")
@@ -294,7 +297,8 @@ def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
     spec = rendezvous_spec(settings, os.environ) if comm is None else None
     if spec is not None:
         return (Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None), None
-    return mpi.communicator(comm, launcher.detect(os.environ))
+    limits = settings.stall_warn_s, settings.stall_abort_s
+    return mpi.communicator(comm, launcher.detect(os.environ), *limits)
 
 
 def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -78,41 +79,96 @@ print("went on", flush=True)
 
 
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])
-@pytest.mark.parametrize("again", [False, True])
-def test_a_rank_that_is_late_in_init_is_reported(again: bool, hosts: str, tmp_path: Path) -> None:
-    """Rank 2 comes once the others have said that they wait, to the second init() or the first."""
+@pytest.mark.parametrize("waits_in", ["MPI_Init", "first init()", "second init()"])
+def test_a_rank_that_is_late_in_init_is_reported(waits_in: str, hosts: str, tmp_path: Path) -> None:
+    """Rank 2 comes once the others have said that they wait."""
     script = f"""\
-import sys, threading, time
+import os, sys, threading, time
 from pathlib import Path
-from mpi4py import MPI
 import horo_lite as hvd
 
-rank = MPI.COMM_WORLD.rank
+if {waits_in!r} != "MPI_Init":
+    from mpi4py import MPI
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 come = Path(sys.argv[1], "come")
-if {again}:
+if {waits_in!r} == "second init()":
     assert hvd.init(device="cpu").rank == rank
     hvd.shutdown()
 if rank == 2:
     while not come.exists():
         time.sleep(0.01)
-hvd.init(device="cpu", stall_warn_s=0.2)
+hvd.init(device="cpu", stall_warn_s=0.5)
 assert hvd.allreduce(float(rank), op=hvd.Sum) == 3
-print("came", flush=True)
+print("came", os.getpid() if rank == 2 else "", flush=True)
 """
     env = {"HORO_LITE_TEST_HOSTS": hosts}
+    # Those that know from the others who is late all report it; else one rank of the host does.
+    reporters = "01" if waits_in == "second init()" else "0"
+    waits = [rf"rank {rank} has waited \S+ s in init\(\) for rank 2\b" for rank in reporters]
+
+    def reported(said: str) -> bool:
+        return all(re.search(wait, said) for wait in waits)
+
     with start_ranks(script, 3, args=(str(tmp_path),), env=env) as job:
-        waits = [f"[horo_lite] rank {rank} has waited" for rank in range(2)]
         until = time.monotonic() + 60
-        while not all(wait in job.stderr() for wait in waits) and time.monotonic() < until:
+        while not reported(job.stderr()) and time.monotonic() < until:
             time.sleep(0.01)
         (tmp_path / "come").touch()
         result = job.wait()
-    assert all(wait in result.stderr for wait in waits), str(result)
+    assert reported(result.stderr), str(result)
     assert result.check().stdout.count("came") == 3, str(result)
-    late = (
-        "rank 2, which did not call init() again" if again else "ranks that do not report the same"
-    )
+    assert "rank 2 has waited" not in result.stderr, str(result)
+    (pid,) = re.findall(r"came (\d+)", result.stdout)
+    late = {
+        "MPI_Init": f"rank 2 (pid {pid}), which has not called init() yet",
+        "first init()": f"rank 2 (pid {pid}), which has not called init() yet",
+        "second init()": "rank 2, which did not call init() again after shutdown()",
+    }[waits_in]
     assert f"s in init() for {late}" in result.stderr, str(result)
+    if waits_in != "second init()":  # rank 1 leaves it to rank 0, once that one has come
+        assert "rank 1 has waited" not in result.stderr.partition("rank 0 has")[2], str(result)
+
+
+def test_a_rank_that_ends_before_init_is_named() -> None:
+    """With exit code 0: launchers kill the others only after failures."""
+    script = """
+    import os, sys
+    import horo_lite as hvd
+    if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":
+        sys.exit(0)
+    hvd.init(device="cpu", stall_warn_s=0.5, stall_abort_s=2)
+    """
+    result = run_ranks(script, 3, timeout_s=30)
+    assert result.returncode == 1, str(result)
+    said = r"rank 0 has waited [\d.]+ s in init\(\) for rank 1: ended without calling init\(\)"
+    assert re.search(said, result.stderr), str(result)
+    assert "(stall_abort_s is 2)" in result.stderr, str(result)
+
+
+def test_of_several_jobs_on_a_host_only_the_own_ranks_count(tmp_path: Path) -> None:
+    """A rank starts a job of its own, of which one never comes; both jobs have a rank 1."""
+    inner = tmp_path / "inner.py"
+    inner.write_text("""\
+import os, time
+import horo_lite as hvd
+if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":
+    time.sleep(60)
+hvd.init(device="cpu", stall_warn_s=0.5, stall_abort_s=2)
+""")
+    script = f"""
+    import subprocess, sys
+    import horo_lite as hvd
+    hvd.init(device="cpu")
+    if hvd.rank() == 1:
+        command = [sys.executable, "-m", "horo_lite", "-n", "2", {str(inner)!r}]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=40)
+        print(ended.returncode, ended.stderr)
+    hvd.barrier()
+    """
+    result = run_ranks(script, 3, timeout_s=60).check()
+    said = r"rank 0 has waited 2\.\d s in init\(\) for rank 1 \(pid \d+\), which has not called"
+    assert re.search(said, result.stdout), str(result)
+    assert result.stdout.startswith("1 "), str(result)
 
 
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -55,24 +55,42 @@ class Patience:
         self._began = time.monotonic()
         self._pause_s = 20e-6
 
-    def pause(self, late: str) -> None:
-        """Sleep for up to a millisecond; report who is `late` when it is time."""
+    def look(self, late: Callable[[bool], str]) -> None:
+        """Report who is late when it is time.
+
+        Args:
+            late: Given whether it must, says who; else "" where another rank reports the same.
+
+        Raises:
+            StallError: It has taken too long.
+        """
         waited_s = time.monotonic() - self._began
         waited = f"{waited_s:.{1 if waited_s < 10 else 0}f} s"
-        text = f"rank {self._rank} has waited {waited} in init() for {late}"
+        text = f"rank {self._rank} has waited {waited} in init() for"
         if 0 < self._abort_s <= waited_s:
-            raise StallError(f"{text} (stall_abort_s is {self._abort_s:g})")
+            raise StallError(f"{text} {late(True)} (stall_abort_s is {self._abort_s:g})")
         if 0 < self._next_s <= waited_s:
-            print(f"[horo_lite] {text}", file=sys.stderr, flush=True)
             self._next_s *= 2
+            if who := late(False):
+                print(f"[horo_lite] {text} {who}", file=sys.stderr, flush=True)
+
+    def pause(self, late: Callable[[bool], str]) -> None:
+        """The same, then sleep for up to a millisecond."""
+        self.look(late)
         time.sleep(self._pause_s)
         self._pause_s = min(1e-3, 1.5 * self._pause_s)
 
 
-def wait_for_first(comm: MPI.Comm, warn_s: float, abort_s: float) -> None:
+def wait_for_first(
+    comm: MPI.Comm, warn_s: float, abort_s: float, late: Callable[[bool], str]
+) -> None:
     """Return when all ranks of the caller's communicator are in their first init().
 
-    MPI does not tell who is late, so each rank that waits reports itself.
+    Args:
+        comm: The communicator.
+        warn_s: Seconds after which ranks that wait report it; 0 for never.
+        abort_s: Seconds after which they raise StallError; 0 for never.
+        late: Tells who is late, as MPI does not.
 
     Raises:
         StallError: It took longer than `abort_s`.
@@ -82,10 +100,7 @@ def wait_for_first(comm: MPI.Comm, warn_s: float, abort_s: float) -> None:
     patience = Patience(comm.rank, warn_s, abort_s)
     try:
         while not request.Test():
-            patience.pause(
-                "ranks that do not report the same: they have not called init() yet. Look there "
-                "for a slow import, data that is still being loaded, or an error"
-            )
+            patience.pause(late)
     except BaseException:
         _first.append((comm, request))  # init() may be called again
         raise
@@ -140,13 +155,18 @@ class StartBarrier:
             self._is_here = True
             self._round += 1
         patience = Patience(self._comm.rank, warn_s, abort_s)
+        missing: list[int] = []
+
+        def late(always: bool) -> str:
+            return (
+                f"{ranks_in_words(missing)}, which did not call init() again after shutdown(): "
+                "every rank does, or none"
+            )
+
         while missing := self._missing():
             self._raise_if_left()
             self._raise_if_dead(missing)
-            who = ranks_in_words(missing)
-            patience.pause(
-                f"{who}, which did not call init() again after shutdown(): every rank does, or none"
-            )
+            patience.pause(late)
         self._is_here = False
 
     def _missing(self) -> list[int]:

@@ -1,0 +1,145 @@
+"""Which ranks of this host have not come to init(), while MPI cannot tell: it is what they miss.
+
+A rank that is in init() has an unnamed file open that others of its user see in /proc. They find
+its process by the launcher's variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from horo_lite.errors import ranks_in_words
+from horo_lite.start import launcher
+
+_MARK = "horo_lite: in init()"
+_STACKS = "its Python stacks are shown by `py-spy dump --pid"
+
+
+@contextlib.contextmanager
+def in_init() -> Iterator[None]:
+    """Inside, the other ranks of this host see that this one has come."""
+    with contextlib.ExitStack() as until_over:
+        with contextlib.suppress(OSError):  # no descriptor is free: what needs one will say so
+            until_over.callback(os.close, os.memfd_create(_MARK))
+        yield
+
+
+def late(always: bool = False) -> str:
+    """Return which ranks of this job have not come, as far as this host shows, and where to look.
+
+    Args:
+        always: Else it is "" where another rank of this host, with a lower number, says the same.
+    """
+    environ = _environ(os.getpid())
+    own = launcher.detect(environ)
+    everyone = _ranks_of_this_host()
+    if own is None or own.rank not in everyone:
+        return some_ranks()
+    there = [rank for rank, processes in everyone.items() if any(p.is_in_init for p in processes)]
+    if own.rank != min(there, default=own.rank) and not always:
+        return ""
+    if missing := sorted(everyone.keys() - there):
+        pids = [min(everyone[rank]).pid for rank in missing]
+        who = " and ".join(f"rank {r} (pid {pid})" for r, pid in zip(missing, pids, strict=True))
+        return (
+            f"{who}, which {'have' if missing[1:] else 'has'} not called init() yet. Look there "
+            f"for a slow import, data that is still being loaded, or an error: {_STACKS} {pids[0]}`"
+        )
+    n_started = _n_started(environ)
+    if n_started is not None and n_started > len(everyone):
+        if n_started == own.size:
+            who = ranks_in_words(sorted(set(range(n_started)) - everyone.keys()))
+        else:
+            who = f"{n_started - len(everyone)} of the {n_started} ranks of this host"
+        return (
+            f"{who}: ended without calling init(), or hidden from this rank (in another container?)"
+        )
+    return "ranks of other hosts: all of this host's have called init()"
+
+
+def some_ranks(always: bool = False) -> str:
+    """Return what can be said of ranks that nobody knows."""
+    return (
+        "ranks that do not report the same: they have not called init() yet. Look there for a "
+        "slow import, data that is still being loaded, or an error"
+    )
+
+
+class _Process(NamedTuple):
+    """One that a rank may be; the likeliest is the least."""
+
+    runs_other_program: bool
+    depth: int
+    """Below the launcher's process."""
+    pid: int
+    is_in_init: bool
+
+
+def _ranks_of_this_host() -> dict[int, list[_Process]]:
+    """Return the processes of each rank of this job; only those that this user may look at."""
+    own = _job_and_depth(os.getpid())
+    everyone: dict[int, list[_Process]] = {}
+    for folder in Path("/proc").glob("[0-9]*") if own is not None else ():
+        pid = int(folder.name)
+        launch = launcher.detect(_environ(pid))
+        if launch is None or launch.rank is None:
+            continue
+        found = _job_and_depth(pid)
+        if found is None or own is None or found[0] != own[0]:
+            continue
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            other = os.readlink(folder / "exe") != os.readlink("/proc/self/exe")
+            is_in_init = any(_is_mark(link) for link in (folder / "fd").iterdir())
+            process = _Process(other, found[1], pid, is_in_init)
+            everyone.setdefault(launch.rank, []).append(process)
+    return everyone
+
+
+def _is_mark(link: Path) -> bool:
+    with contextlib.suppress(OSError):  # it has been closed meanwhile
+        return _MARK in os.readlink(link)
+    return False
+
+
+def _job_and_depth(pid: int) -> tuple[object, int] | None:
+    """Return what tells a process's job from others, and how far it is below its launcher's.
+
+    None where /proc does not show it.
+    """
+    job, depth = _job(_environ(pid)), 0
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        while True:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            name = Path(f"/proc/{parent}/comm").read_text().strip()
+            depth += 1
+            # MPICH's variables are alike in all jobs.
+            if name == "hydra_pmi_proxy" or _job(_environ(parent)) != job:
+                return (job, parent), depth
+            pid = parent
+    return None
+
+
+def _job(environ: Mapping[str, str]) -> tuple[str | None, ...] | None:
+    launch = launcher.detect(environ)
+    if launch is None or launch.rank is None:
+        return None
+    keys = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return (launch.name, *map(environ.get, keys))
+
+
+def _environ(pid: int) -> dict[str, str]:
+    """Return the environment with which a process was started; none where that is not shown."""
+    with contextlib.suppress(OSError):
+        texts = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+        return {name: value for name, _, value in (text.partition("=") for text in texts)}
+    return {}
+
+
+def _n_started(environ: Mapping[str, str]) -> int | None:
+    """Return how many ranks the launcher has started on this host; None where it does not say."""
+    counts = (environ.get(key, "") for key in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
+    return next((int(count) for count in counts if count.isdigit()), None)
