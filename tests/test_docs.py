@@ -18,7 +18,10 @@ import horo_lite
 from horo_lite import errors
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY")]
+PAGES = [
+    ROOT / f"{name}.md"
+    for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "SECURITY", "CHANGELOG")
+]
 DOCUMENTS = [*PAGES, *sorted((ROOT / "docs").rglob("*.md"))]
 SNIPPETS = ROOT / "docs" / "snippets"
 
