@@ -39,6 +39,10 @@ from horo_lite.transports.shm import SharedMemory
 # How often backward() added to a gradient since it was made stands on the gradient itself: one that
 # zero_grad() or the user has replaced is told from one that is being added to.
 _MARK = "_horo_lite_passes"
+# Or, in the place of a number of passes, where else it comes from.
+_RECEIVED = 0  # from other ranks only
+_BY_HAND = -1  # assigned; whoever keeps the tensor writes the next step's values into it
+_BEFORE = -2  # there before its parameter belonged to this optimizer
 # The version of a gradient that was exchanged without this hook's having seen it.
 _TAKEN = "_horo_lite_taken"
 
@@ -183,7 +187,7 @@ class GradientExchange:
                 if slot is None:
                     slot = self._of_id[id(parameter)] = Slot(name, parameter)
                     if parameter.grad is not None and not with_gradients:
-                        setattr(parameter.grad, _MARK, 0)  # not touched yet
+                        setattr(parameter.grad, _MARK, _BEFORE)  # not touched yet
                 slot.index = i
                 self.slots.append(slot)
                 _owner_of[id(parameter)] = weakref.ref(self)
@@ -357,6 +361,13 @@ class GradientExchange:
             self._weight = None
         self.begin()
 
+    def take_zeros(self) -> None:
+        """What zero_grad() has written is no pass's addition, which a hook may see next."""
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if hasattr(gradient, _TAKEN):
+                setattr(gradient, _TAKEN, gradient._version)
+
     def begin(self) -> None:
         """Other gradients come: zero_grad(), step()."""
         if not self.active:
@@ -386,10 +397,16 @@ class GradientExchange:
         self.look_at_parameters(with_gradients=True)
         self._look_for_unhooked()
         for slot in self.slots:
-            gradient = slot.parameter.grad
-            known = gradient is None or slot.exchanged or hasattr(gradient, _MARK)
-            slot.touched = slot.touched or not known  # one assigned by hand
+            slot.touched = slot.touched or self._is_by_hand(slot)
         return any(slot.touched for slot in self.slots)
+
+    def _is_by_hand(self, slot: Slot) -> bool:
+        """Whether there is a gradient for this step that no backward() has made."""
+        gradient = slot.parameter.grad
+        if gradient is None or slot.exchanged:
+            return False
+        mark = getattr(gradient, _MARK, _BY_HAND)
+        return mark == _BY_HAND or (mark == _BEFORE and self._due)
 
     def check_scaling(self, is_fused: bool) -> None:
         """Raise where GradScaler, or a fused step, would look for inf in this rank's gradients."""
@@ -502,6 +519,7 @@ class GradientExchange:
         for slot in self.slots:
             if slot.touched and not slot.travels:
                 slot.move_to_shared_memory()
+        by_hand = [s for s in self.slots if s.touched and (s.hook is None or s.passes == 0)]
         self._use_weight()
         try:
             reducer.finish()
@@ -511,7 +529,7 @@ class GradientExchange:
                     reducer.notes, self.slots, self.group, self.op, self._weight
                 ):
                     slot.touched = True
-                    self._mark(slot)
+                    self._mark(slot, slot.passes)
             # All ranks have just agreed on a plan, and so on what lies where in their memory.
             if self._shares and reducer.shared is None and reducer.all_are_here:
                 self._share()
@@ -529,7 +547,7 @@ class GradientExchange:
                     slot.copy_back()
                     slot.touched = slot.travels = False
                     if slot.hook is None or slot.passes == 0:
-                        self._mark(slot)
+                        self._mark(slot, _BY_HAND if slot in by_hand else _RECEIVED)
             self._place()
         if changed:  # raised now, since other ranks have waited for this exchange
             raise RuntimeError(
@@ -567,11 +585,11 @@ class GradientExchange:
             if not slot.is_away:
                 slot.home = None
 
-    def _mark(self, slot: Slot) -> None:
+    def _mark(self, slot: Slot, mark: int) -> None:
         """The gradient is known, although no backward() has made it."""
         gradient = slot.parameter.grad
         if gradient is not None:
-            setattr(gradient, _MARK, slot.passes)
+            setattr(gradient, _MARK, mark)
             setattr(gradient, _TAKEN, gradient._version)
 
     def reset_counts(self) -> None:

@@ -92,7 +92,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Untouched everywhere, a gradient stays as it is: None, or what it was (with no zero_grad(), or
     zero_grad(set_to_none=False)). Touched on some ranks only, it counts as zeros on the others,
     whatever they hold, and all receive the result. A gradient that was assigned by hand takes part
-    in step(); changed by hand after backward(), it is this rank's alone.
+    in step(), and so does the same tensor in every later step, with what was written into it, until
+    backward() adds to it or another takes its place; changed by hand after backward(), it is this
+    rank's alone.
 
     With gradient_as_bucket_view=True each `.grad` that backward() has touched is a tensor in shared
     memory, always the same one: what autograd or the user puts in its place is copied there before
@@ -267,7 +269,9 @@ class _DistributedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> Any:
         """Gradients are None, or zeros; what backward passes did to them is forgotten."""
         self._exchange.begin_step()
-        return super().zero_grad(set_to_none)  # type: ignore[misc]
+        result = super().zero_grad(set_to_none)  # type: ignore[misc]
+        self._exchange.take_zeros()
+        return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The optimizer has these parameters, too. Collective."""

@@ -913,6 +913,80 @@ def test_gradients_assigned_by_hand_are_exchanged_by_step() -> None:
     assert run_threads(2, rank) == [[-7.5] * 3 + [-7.5] * 3] * 2
 
 
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("write", ["copy_", "data", "fill_"])
+def test_gradients_written_into_a_tensor_that_stays_are_exchanged_by_step(
+    write: str, views: bool
+) -> None:
+    """As torch.func's are kept, and those of Apex's master weights, whose version .data hides."""
+
+    def rank(group: Group) -> Any:
+        weight, master = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3)
+        both = [weight, master]
+        options = {"gradient_as_bucket_view": views}
+        optimizer = wrap(torch.optim.SGD(both, lr=1.0, momentum=0.5), group, **options)
+        for step in range(4):
+            for k, p in enumerate(both):
+                value = torch.full((3,), 1.0 + group.rank + step + 10 * k)
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                if write == "data":
+                    p.grad.data.copy_(value)
+                elif write == "copy_":
+                    p.grad.copy_(value)
+                else:
+                    p.grad.fill_(value[0])
+            optimizer.step()
+        return [p.tolist() for p in both]
+
+    alone = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(alone, lr=1.0, momentum=0.5)
+    for step in range(4):
+        for k, p in enumerate(alone):
+            p.grad = torch.full((3,), 1.5 + step + 10 * k)
+        optimizer.step()
+    assert run_threads(2, rank) == [[p.tolist() for p in alone]] * 2
+
+
+def test_a_closure_that_writes_gradients_into_a_tensor_that_stays() -> None:
+    def rank(group: Group) -> Any:
+        weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        target = torch.arange(2.0).double() + group.rank
+        optimizer = wrap(torch.optim.LBFGS([weight], line_search_fn="strong_wolfe"), group)
+
+        def closure() -> Any:
+            gradient = 4 * (weight.detach() - target) ** 3
+            if weight.grad is None:
+                weight.grad = gradient
+            else:
+                weight.grad.copy_(gradient)
+            return ((weight.detach() - target) ** 4).sum()
+
+        optimizer.step(closure)
+        optimizer.step(closure)
+        return weight.tolist()
+
+    (a, b) = run_threads(2, rank)
+    assert a == b
+    assert a == pytest.approx([0.5, 1.5], abs=1e-2)
+
+
+def test_gradients_from_before_the_optimizer_are_exchanged_by_a_step_without_backward() -> None:
+    def rank(group: Group) -> Any:
+        net = network()
+        x, y = samples(0)
+        loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
+        optimizer = wrap(sgd(net), group, net)
+        optimizer.step()
+        return net
+
+    alone = network()
+    loss_of(alone, *samples(0)).backward()
+    sgd(alone).step()
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
 @pytest.mark.parametrize("replaces", [True, False])
 def test_hooks_that_change_a_gradient_on_its_way_are_an_error_and_earlier_ones_are_not(
     replaces: bool,
@@ -944,9 +1018,10 @@ def test_hooks_that_change_a_gradient_on_its_way_are_an_error_and_earlier_ones_a
     run_threads(2, rank)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("zeroes", [True, False])
 @pytest.mark.parametrize("hooks_first", [True, False])
-def test_steps_inside_of_backward(hooks_first: bool, zeroes: bool) -> None:
+def test_steps_inside_of_backward(hooks_first: bool, zeroes: bool, set_to_none: bool) -> None:
     """A small optimizer for each parameter, which a hook calls."""
 
     def train(net: Any, wrapper: Any, rank: int, size: int) -> None:
@@ -959,7 +1034,7 @@ def test_steps_inside_of_backward(hooks_first: bool, zeroes: bool) -> None:
         def step(p: Any) -> None:
             optimizers[p].step()
             if zeroes:
-                optimizers[p].zero_grad()
+                optimizers[p].zero_grad(set_to_none)
 
         if hooks_first:
             add_hooks()
@@ -970,7 +1045,7 @@ def test_steps_inside_of_backward(hooks_first: bool, zeroes: bool) -> None:
         for i in range(3):
             x, y = samples(i)
             loss_of(net, x[rank::size], y[rank::size]).backward()
-            net.zero_grad()
+            net.zero_grad(set_to_none)
 
     def rank(group: Group) -> Any:
         net = network()
