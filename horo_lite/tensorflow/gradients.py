@@ -109,7 +109,7 @@ class Transform(transform.Transform):
         )
         results = super().__call__(names, dense, weight)
         looks: dict[int, Any] = {}
-        for note in filter(None, reducer.notes):
+        for note in filter(None, reducer.notes.values()):
             for i, look in json.loads(note).items():
                 known = looks.setdefault(int(i), look)
                 if not all(a == b or None in (a, b) for a, b in zip(known, look, strict=True)):

@@ -21,7 +21,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
-from horo_lite.errors import MismatchError, warn
+from horo_lite.errors import MismatchError, ranks_in_words, warn
 from horo_lite.horovod.adasum import check_adasum
 from horo_lite.horovod.process_sets import group_of_member
 from horo_lite.horovod.reductions import Adasum, AdasumOp
@@ -51,6 +51,9 @@ WEIGHT_COMES_FIRST = (
     "before backward(), with its number of samples"
 )
 
+# Begins the note of a rank that exchanges in step(), where gradients are used at once.
+_IN_STEP = "in step()|"
+
 # Whose gradients a parameter's are, by the parameter's id, so that nobody averages them twice.
 _owner_of: dict[int, weakref.ref[GradientExchange]] = {}
 # Those of a world of one, which own nothing, and have work once that has grown.
@@ -75,6 +78,7 @@ class GradientExchange:
         self.patched_step: Any = None
         self._is_skipping = False
         self._is_stepping = False
+        self._is_in_step = False  # it exchanges there what no backward() has
         self._weight: float | None = None  # of this rank, for one step
         self._weight_is_used = False
 
@@ -96,6 +100,7 @@ class GradientExchange:
         self._unhooked: list[Slot] = []
         self._due = True  # nothing was exchanged since the last step() or zero_grad()
         self._is_broken = False  # a pass did not come to its end
+        self._forget_ranks_in_step()
         self._drift.reset_counts()
         self._n_exchanges = 0
         self._weight = None
@@ -376,6 +381,7 @@ class GradientExchange:
             if self._is_broken:
                 self._mend()
             self._due = True
+            self._forget_ranks_in_step()
             for slot in self.slots:
                 slot.begin()
                 slot.restore_hook()
@@ -408,16 +414,36 @@ class GradientExchange:
         mark = getattr(gradient, _MARK, _BY_HAND)
         return mark == _BY_HAND or (mark == _BEFORE and self._due)
 
+    def _flush_in_step(self) -> None:
+        """What is left is exchanged, and what was exchanged is what the other ranks have."""
+        self._is_in_step = True
+        try:
+            self.flush()
+        finally:
+            self._is_in_step = False
+        for slot, gradient, version in self._exchanged:
+            if slot.parameter.grad is not gradient or gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} was changed after backward(), by clipping for "
+                    f"instance, but {ranks_in_words(self._in_step)} had no backward() for it and "
+                    "took the average in step(), unchanged, so that the ranks step apart: call "
+                    "optimizer.synchronize() on every rank before gradients are changed"
+                )
+
     def check_scaling(self, is_fused: bool) -> None:
         """Raise where GradScaler, or a fused step, would look for inf in this rank's gradients."""
         if not self.active or os.getpid() != self._pid or self._is_skipping:
             return
-        if self._is_left():
+        is_left = self._is_left()
+        if not is_left:
+            self._flush_in_step()
+        if is_left or self._is_late:
             raise RuntimeError(
                 "GradScaler would look for inf in gradients that are not averaged yet, so each "
                 "rank would decide for itself whether to skip the step: where a step has fewer "
-                "passes than backward_passes_per_step, or gradients are assigned by hand, call "
-                "optimizer.synchronize() before scaler.unscale_() and scaler.step()"
+                "passes than backward_passes_per_step, a rank has no loss, or gradients are "
+                "assigned by hand, call optimizer.synchronize() before scaler.unscale_() and "
+                "scaler.step(), on every rank"
             )
 
     def step(
@@ -445,7 +471,7 @@ class GradientExchange:
                 else:
                     kwargs = {**kwargs, "closure": averaged}
             elif not self._is_skipping:
-                self.flush()
+                self._flush_in_step()
             result = step(*args, **kwargs)
         finally:
             self._is_stepping = False
@@ -483,7 +509,7 @@ class GradientExchange:
         assert self.group is not None
         return averaging(
             begun,
-            self.flush,
+            self._flush_in_step,
             group=self.group,
             op=Sum if self.op is Sum else Average,
             weight=lambda: self._weight,  # the closure may have set it
@@ -509,7 +535,7 @@ class GradientExchange:
             for slot in own:
                 self._densify(slot)
             own = []
-        reducer.note = sparse.note(own)
+        reducer.note = (_IN_STEP if self._is_in_step else "") + sparse.note(own)
         reducer.rates = learning_rates(self._attributes.get("param_groups", ()))
         changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
         for slot in changed:
@@ -523,11 +549,10 @@ class GradientExchange:
         self._use_weight()
         try:
             reducer.finish()
-            if any(reducer.notes):
+            notes = [note.removeprefix(_IN_STEP) for note in reducer.notes.values()]
+            if any(notes):
                 assert self.group is not None
-                for slot in sparse.exchange(
-                    reducer.notes, self.slots, self.group, self.op, self._weight
-                ):
+                for slot in sparse.exchange(notes, self.slots, self.group, self.op, self._weight):
                     slot.touched = True
                     self._mark(slot, slot.passes)
             # All ranks have just agreed on a plan, and so on what lies where in their memory.
@@ -549,6 +574,9 @@ class GradientExchange:
                     if slot.hook is None or slot.passes == 0:
                         self._mark(slot, _BY_HAND if slot in by_hand else _RECEIVED)
             self._place()
+        in_step = [rank for rank, note in reducer.notes.items() if note.startswith(_IN_STEP)]
+        if in_step and len(in_step) < len(reducer.notes):
+            self._note_ranks_in_step(in_step)
         if changed:  # raised now, since other ranks have waited for this exchange
             raise RuntimeError(
                 f"the gradient of {changed[0].name!r} was changed during backward() after it was "
@@ -556,6 +584,23 @@ class GradientExchange:
                 "so before DistributedOptimizer is made, as Tensor.register_hook, or change "
                 "gradients after backward()"
             )
+
+    def _forget_ranks_in_step(self) -> None:
+        """None has come to step() before the exchange that others, this one or not, began."""
+        self._in_step: list[int] = []
+        self._is_late = False  # this one is among them
+        self._exchanged: list[tuple[Slot, Any, int]] = []  # by this one, earlier
+
+    def _note_ranks_in_step(self, ranks: list[int]) -> None:
+        """These ranks have just received in step() what the others did in backward()."""
+        self._in_step = ranks
+        self._is_late = self._is_in_step
+        if not self._is_late:
+            self._exchanged = [
+                (slot, gradient, gradient._version)
+                for slot in self.slots
+                if slot.exchanged and (gradient := slot.parameter.grad) is not None
+            ]
 
     def _make_homes(self) -> None:
         """There is memory for every gradient, which other ranks will be able to see."""

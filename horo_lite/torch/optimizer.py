@@ -94,7 +94,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     whatever they hold, and all receive the result. A gradient that was assigned by hand takes part
     in step(), and so does the same tensor in every later step, with what was written into it, until
     backward() adds to it or another takes its place; changed by hand after backward(), it is this
-    rank's alone.
+    rank's alone. A rank that has no loss, and so no backward(), receives the averages in step():
+    where gradients are clipped or unscaled before, call synchronize() on every rank after
+    backward(), or it is a RuntimeError.
 
     With gradient_as_bucket_view=True each `.grad` that backward() has touched is a tensor in shared
     memory, always the same one: what autograd or the user puts in its place is copied there before

@@ -148,7 +148,7 @@ class Reducer:
         self.all_are_here = True  # no rank had joined when the last exchange ended
         self.rates: tuple[float, ...] = ()  # with which this rank will step: alike on all
         self.note = ""
-        self.notes: list[str] = []
+        self.notes: dict[int, str] = {}
         self._title = title
         self._number = 0
         self._position = ""
@@ -278,7 +278,7 @@ class Reducer:
     def finish(self) -> None:
         """All gradients hold the result. Every rank calls it; MismatchError where plans differ.
 
-        What each rank had in `note` is in `notes` then.
+        What each rank, by its number in the world, had in `note` is in `notes` then.
         """
         try:
             self._finish()
@@ -297,7 +297,7 @@ class Reducer:
 
     def _finish(self) -> None:
         self._overlap.end()
-        self.notes = [self.note] * self.group.size
+        self.notes = dict.fromkeys(self.group.transport.ranks, self.note)
         self._own = gradients_of(self._adapter, self._parameters)
         arrays, copied = self._own.arrays, self._own.copied
         if self._check_finite:
@@ -516,7 +516,7 @@ class Reducer:
         offers: list[Offer] = [report.data for report in reports]
         if not all(isinstance(offer, Offer) for offer in offers):  # peers are in another call
             raise MismatchError(explain(self._label, [report.text for report in reports], ranks))
-        self.notes = [offer.note for offer in offers]
+        self.notes = dict(zip(ranks, (offer.note for offer in offers), strict=True))
         self._findings = dict(zip(ranks, (offer.finding for offer in offers), strict=True))
         n_begun = max(offer.n_begun for offer in offers)
         attempts = [offer.attempt for offer in offers]

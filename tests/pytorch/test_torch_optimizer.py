@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -1287,6 +1288,69 @@ def test_a_rank_whose_backward_touches_nothing_takes_part_in_step() -> None:
 
     a, b = run_threads(2, rank)
     assert_same_weights(a, b)
+
+
+@pytest.mark.parametrize("change", ["clip", "replace", "unscale"])
+def test_changing_gradients_that_another_rank_receives_in_step_is_an_error(change: str) -> None:
+    """It has none to change before: the ranks would step apart."""
+
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net), group, net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        loss_of(net, *samples(group.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        scaled = scaler.scale(loss_of(net, *samples(2)))
+        if group.rank == 0:
+            scaled.backward()
+        if change == "clip":
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        elif change == "unscale":
+            scaler.unscale_(optimizer)
+        else:
+            for p in net.parameters():
+                p.grad = None if p.grad is None else p.grad * 0.5
+        with contextlib.ExitStack() as stack:
+            if change == "unscale":  # which leaves no trace on rank 0's gradients
+                if group.rank == 1:
+                    stack.enter_context(pytest.raises(RuntimeError, match=r"has no loss.*synchr"))
+                scaler.step(optimizer)
+            else:
+                if group.rank == 0:
+                    said = r"'body.weight' was changed.*rank 1 had.*synchronize\(\)"
+                    stack.enter_context(pytest.raises(RuntimeError, match=said))
+                optimizer.step()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_a_rank_without_a_loss_clips_and_unscales_after_synchronize(scales: bool) -> None:
+    def steps(net: Any, optimizer: Any, rank: int, size: int) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scales)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step < 2)
+            loss = scaler.scale(loss_of(net, *samples(step)) / (2 // size))
+            if rank == 0:
+                loss.backward()
+            if size > 1:
+                optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+        return net
+
+    def rank(group: Group) -> Any:
+        net = network()
+        return steps(net, wrap(sgd(net), group, net), group.rank, group.size)
+
+    alone = network()
+    steps(alone, sgd(alone), 0, 1)
+    a, b = run_threads(2, rank)
+    assert_same_weights(a, alone)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 # Real processes.
