@@ -314,13 +314,13 @@ def check_errors_say_what_to_do() -> None:
     x = tf.constant([1.0])
     for call, words in (
         (lambda: hvd.allreduce(x, op=False), "op is hvd.Average, hvd.Sum"),
-        (lambda: hvd.allreduce(x, hvd.Sum), "average is True or False.*give op="),
+        (lambda: hvd.allreduce(x, hvd.Sum), "average must be True or False.*use op="),
         (lambda: hvd.reducescatter(x, op=hvd.Adasum), "not Adasum"),
         (
             lambda: hvd.allreduce(x, op=hvd.Adasum, compression=hvd.Compression.fp16),
             "does not compress",
         ),
-        (lambda: hvd.allreduce(x, op=hvd.Sum, average=True), "give op alone"),
+        (lambda: hvd.allreduce(x, op=hvd.Sum, average=True), "pass only op"),
         (lambda: hvd.allreduce(x, opp=hvd.Sum), r"allreduce\(\) got an unexpected .* 'opp'"),
         (lambda: hvd.DistributedOptimizer("sgd", compresion=1), r"DistributedOptimizer\(\) got"),
         (lambda: hvd.allreduce(tf.constant(1j)), "allreduce: dtype complex128 cannot be"),
