@@ -375,7 +375,7 @@ def checked_weight(weight: Any, op: Op) -> float:
     if not 0 <= samples < math.inf:
         raise ValueError(f"weight is a number of samples, 0 or more, not {weight!r}")
     if op is not Average:
-        raise ValueError(f"a weight needs op=Average, and has no meaning with op={op.name}")
+        raise ValueError(f"a weight needs op=Average; with op={op.name} it has no meaning")
     return samples
 
 

@@ -25,7 +25,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     Args:
         root_rank: Whose weights and state.
-        device: Horovod's argument, which has no meaning here.
+        device: Horovod's argument, which has no effect here.
         local_variables: One or several that are not broadcast: see `register_local_var`.
     """
 
@@ -88,7 +88,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     Ranks count alike, however many samples they had.
 
     Args:
-        device: Horovod's argument, which has no meaning here.
+        device: Horovod's argument, which has no effect here.
     """
 
     def __init__(self, device: str = "") -> None:

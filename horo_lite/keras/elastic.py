@@ -28,7 +28,7 @@ class TensorFlowKerasState(State):
     Args:
         model: A Keras model that has been built.
         optimizer: Its optimizer, if the model has not been compiled with it.
-        backend: TensorFlow 1's, which has no meaning here.
+        backend: TensorFlow 1's argument, which has no effect here.
         **things: What else belongs to the state: see `horo_lite.elastic.State`.
     """
 

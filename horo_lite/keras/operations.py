@@ -42,15 +42,15 @@ def allreduce(
 
     Args:
         value: A number, an array or an eager tensor: of the same shape and dtype on every rank.
-        name: For messages; where given, alike on all ranks.
+        name: For messages; if given, the same on all ranks.
         average: Horovod's older form: True for Average, False for Sum.
-        prescale_factor: Multiplies what this rank contributes.
+        prescale_factor: Multiplies this rank's contribution.
         postscale_factor: Multiplies the result.
         op: Average, Sum, Min, Max, Product or Adasum, or Horovod's number for one. Adasum needs a
             power of two of ranks, and no compression.
-        compression: What travels, such as Compression.fp16.
-        process_set: The ranks; default all.
-        group: The same as a `Group`.
+        compression: The wire format, such as Compression.fp16.
+        process_set: The ranks; by default all.
+        group: The ranks as a `Group`.
     """
     op = op_of(average, op)
     if isinstance(op, AdasumOp):
@@ -82,9 +82,9 @@ def allgather(
 
     Args:
         value: An array or an eager tensor; only the first dimension may differ between ranks.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
-        group: The same as a `Group`.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
+        group: The ranks as a `Group`.
     """
     return ops.allgather(value, name=name, group=group_of(ranks_given(process_set, group)))
 
@@ -102,9 +102,9 @@ def broadcast(
     Args:
         value: Of the same shape and dtype on every rank.
         root_rank: The world's number of a rank of the set; with `group`, its own number there.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
-        group: The same as a `Group`.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
+        group: The ranks as a `Group`.
     """
     ranks = group_of(ranks_given(process_set, group))
     root = root_given(ranks, root_rank, group)

@@ -69,10 +69,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     Args:
         optimizer: A Keras optimizer, or the name of one. Under mixed_float16 give a
             LossScaleOptimizer: all ranks then skip the same steps.
-        name: Horovod's argument, which has no meaning here.
+        name: Horovod's argument, which has no effect here.
         device_dense: The same.
         device_sparse: The same.
-        compression: What travels; `Compression.fp16` halves the bytes. What has `compress` and
+        compression: The wire format; `Compression.fp16` halves the bytes. What has `compress` and
             `decompress` of its own is called.
         sparse_as_dense: On TensorFlow, gradients of embeddings become dense before they travel;
             otherwise the rows of all ranks are gathered.
@@ -89,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         num_groups: Horovod's older name for `groups`.
         groups: Which gradients travel together in Horovod. Results do not depend on it, and here
             nothing does.
-        process_set: The ranks; default all. On others gradients stay as they are.
+        process_set: The ranks; by default all. On others gradients stay as they are.
         scale_local_gradients: Gradients of local variables are divided by the number of ranks.
         group: The ranks as a `Group`.
 
@@ -175,20 +175,20 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Args:
         optimizer: As for `DistributedOptimizer`.
-        name: As there.
-        device_dense: As there.
-        device_sparse: As there.
-        compression: As there.
-        sparse_as_dense: As there.
-        gradient_predivide_factor: As there.
-        op: As there.
-        backward_passes_per_step: As there.
-        average_aggregated_gradients: As there.
-        num_groups: As there.
-        groups: As there.
-        process_set: As there.
+        name: Likewise.
+        device_dense: Likewise.
+        device_sparse: Likewise.
+        compression: Likewise.
+        sparse_as_dense: Likewise.
+        gradient_predivide_factor: Likewise.
+        op: Likewise.
+        backward_passes_per_step: Likewise.
+        average_aggregated_gradients: Likewise.
+        num_groups: Likewise.
+        groups: Likewise.
+        process_set: Likewise.
         local_layers: A layer, or several, which have been built.
-        scale_local_gradients: As there.
+        scale_local_gradients: Likewise.
     """
     wrapped = DistributedOptimizer(
         optimizer,
@@ -248,15 +248,15 @@ def load_model(
         custom_optimizers: Classes of optimizers that are not Keras' own.
         custom_objects: As for `keras.models.load_model`.
         compression: As for DistributedOptimizer; a file does not keep it, or what follows.
-        legacy_opts: Horovod's argument, which has no meaning here.
+        legacy_opts: Horovod's argument, which has no effect here.
         compile: As for `keras.models.load_model`.
-        safe_mode: As there.
+        safe_mode: Likewise.
         op: As for DistributedOptimizer.
-        sparse_as_dense: As there.
-        backward_passes_per_step: As there. Keras 3 keeps it as gradient_accumulation_steps, and
+        sparse_as_dense: Likewise.
+        backward_passes_per_step: Likewise. Keras 3 keeps it as gradient_accumulation_steps, and
             averages the passes of an optimizer for which it is not given again.
-        average_aggregated_gradients: As there.
-        group: As there.
+        average_aggregated_gradients: Likewise.
+        group: Likewise.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, known or None, compile, safe_mode)

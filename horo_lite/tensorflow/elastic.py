@@ -16,7 +16,7 @@ class TensorFlowState(State):
 
     Args:
         variables: The variables, such as `model.variables`. TensorFlow 2 has no collection of all.
-        session: TensorFlow 1's, which has no meaning here.
+        session: TensorFlow 1's argument, which has no effect here.
         **things: What else belongs to the state: see `horo_lite.elastic.State`.
     """
 

@@ -167,9 +167,9 @@ class DistributedGradientTape:
 
     Args:
         gradtape: The tape; it may be a persistent one.
-        device_dense: Horovod's argument, which has no meaning here.
+        device_dense: Horovod's argument, which has no effect here.
         device_sparse: The same.
-        compression: What travels; `Compression.fp16` halves the bytes. What has `compress` and
+        compression: The wire format; `Compression.fp16` halves the bytes. What has `compress` and
             `decompress` of its own is called.
         sparse_as_dense: Gradients of embeddings become dense before they travel; otherwise they
             stay tf.IndexedSlices, with the rows of all ranks.
@@ -178,7 +178,7 @@ class DistributedGradientTape:
             by size / factor. Only with op=Average.
         num_groups: Horovod's older name for `groups`.
         groups: Which gradients travel together in Horovod; here nothing depends on it.
-        process_set: The ranks; default all. On others gradients stay as they are.
+        process_set: The ranks; by default all. On others gradients stay as they are.
         scale_local_gradients: Gradients of local sources are divided by the number of ranks.
         group: The ranks as a `Group`.
     """
@@ -285,17 +285,17 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 
     Args:
         gradtape: As for `DistributedGradientTape`.
-        device_dense: As there.
-        device_sparse: As there.
-        compression: As there.
-        sparse_as_dense: As there.
-        op: As there.
-        gradient_predivide_factor: As there.
-        num_groups: As there.
-        groups: As there.
-        process_set: As there.
+        device_dense: Likewise.
+        device_sparse: Likewise.
+        compression: Likewise.
+        sparse_as_dense: Likewise.
+        op: Likewise.
+        gradient_predivide_factor: Likewise.
+        num_groups: Likewise.
+        groups: Likewise.
+        process_set: Likewise.
         local_layers: A Keras layer, or several, which have been built.
-        scale_local_gradients: As there.
+        scale_local_gradients: Likewise.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -374,7 +374,7 @@ def broadcast_variables(
         variables: tf.Variables or Keras', such as `model.variables` and `optimizer.variables`.
         root_rank: Whose values: the world's number of a rank of the set; among the ranks of
             `group`, if that is given.
-        process_set: The ranks; default all.
+        process_set: The ranks; by default all.
         inplace: Horovod's argument, which changes nothing here.
         group: The ranks as a `Group`.
 
@@ -402,8 +402,8 @@ def broadcast_(
     Args:
         variables: What is to be written.
         root_rank: As for `broadcast_variables`.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
     """
     if isinstance(variables, (list, tuple)):

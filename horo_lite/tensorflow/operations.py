@@ -134,18 +134,18 @@ def allreduce(
     Args:
         tensor: Of the same shape and dtype on every rank.
         average: Horovod's older form: True for Average, False for Sum.
-        device_dense: Horovod's argument, which has no meaning here.
+        device_dense: Horovod's argument, which has no effect here.
         device_sparse: The same.
-        compression: What travels, such as Compression.fp16; not for IndexedSlices. What has
+        compression: The wire format, such as Compression.fp16; not for IndexedSlices. What has
             `compress` and `decompress` of its own is called.
         op: Average (the default), Sum, Min, Max, Product or Adasum, or Horovod's number for one.
             IndexedSlices take the first two. Adasum needs a power of two of ranks, and no
             compression. Averages of integers are cut towards zero.
-        prescale_factor: Multiplies what this rank contributes.
+        prescale_factor: Multiplies this rank's contribution.
         postscale_factor: Multiplies the result.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
+        ignore_name_scope: Horovod's argument, which has no effect here.
         group: The ranks as a `Group`.
 
     Raises:
@@ -261,9 +261,9 @@ def allgather(
 
     Args:
         tensor: Alike on every rank in dtype and all dimensions but the first.
-        name: For messages; where given, alike on all ranks.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
-        process_set: The ranks; default all.
+        name: For messages; if given, the same on all ranks.
+        ignore_name_scope: Horovod's argument, which has no effect here.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
     """
     members = ranks_given(process_set, group)
@@ -325,9 +325,9 @@ def broadcast(
         tensor: Of the same shape and dtype on every rank.
         root_rank: Whose: the world's number of a rank of the set; among the ranks of `group`, if
             that is given.
-        name: For messages; where given, alike on all ranks.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
-        process_set: The ranks; default all.
+        name: For messages; if given, the same on all ranks.
+        ignore_name_scope: Horovod's argument, which has no effect here.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
     """
     members = ranks_given(process_set, group)
@@ -370,9 +370,9 @@ def alltoall(
     Args:
         tensor: Alike on every rank in dtype and all dimensions but the first.
         splits: How many rows go to each rank, in order; without it, each gets as many.
-        name: For messages; where given, alike on all ranks.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
-        process_set: The ranks; default all.
+        name: For messages; if given, the same on all ranks.
+        ignore_name_scope: Horovod's argument, which has no effect here.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
 
     Returns:

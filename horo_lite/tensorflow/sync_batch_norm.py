@@ -32,7 +32,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     Args:
         fused: Horovod's argument, which may only be False.
-        process_set: The ranks; default all. A copy from the configuration (`clone_model`,
+        process_set: The ranks; by default all. A copy from the configuration (`clone_model`,
             `load_model`) has the same ranks, which must be a registered set then.
         **kwargs: As for keras.layers.BatchNormalization.
     """

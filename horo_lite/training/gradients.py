@@ -53,7 +53,7 @@ def average_gradients(
     Args:
         gradients: The tree. It is not changed.
         op: `Average` or `Sum`. Averages of integer arrays are cut towards zero.
-        compression: What travels; `Compression.fp16` halves the bytes.
+        compression: The wire format; `Compression.fp16` halves the bytes.
         weight: This rank's number of samples, given on every rank or on none: with it the
             average is the mean over all samples, however uneven the batches. 0 is allowed.
         name: What messages call this exchange; the same on every rank.
@@ -102,7 +102,7 @@ def grad_and_average(
     Args:
         fn: A function of which everything it returns is averaged.
         op: `Average` or `Sum`. Averages of integer arrays are cut towards zero.
-        compression: What travels; `Compression.fp16` halves the bytes.
+        compression: The wire format; `Compression.fp16` halves the bytes.
         name: What messages call this exchange; the same on every rank.
         group: The ranks that take part, all of which call it; by default all.
 

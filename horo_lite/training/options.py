@@ -33,7 +33,7 @@ class Options:
 
     Attributes:
         op: Average or Sum.
-        compression: What travels; `Compression.fp16` halves the bytes.
+        compression: The wire format; `Compression.fp16` halves the bytes.
         group: The ranks; None for all of the world as it is at the time.
         bucket_bytes: Gradients that travel together, on the wire; None for HORO_LITE_BUCKET_BYTES
             or 25 MiB.
