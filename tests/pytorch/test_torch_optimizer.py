@@ -408,7 +408,7 @@ def test_wrong_arguments() -> None:
             DistributedOptimizer(object(), process_set=group)
         with pytest.raises(TypeError, match="the class SGD is not an optimizer"):
             DistributedOptimizer(torch.optim.SGD, process_set=group)
-        with pytest.raises(TypeError, match="two names for the same"):
+        with pytest.raises(TypeError, match="pass group= or process_set=, not both"):
             DistributedOptimizer(sgd(net), process_set=group, group=group)
 
     run_threads(1, rank)
