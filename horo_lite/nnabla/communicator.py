@@ -79,7 +79,7 @@ class MultiProcessDataParallelCommunicator:
     # Groups.
 
     def new_group(self, name_ranks: Any, ranks: Sequence[int] | None = None) -> str:
-        """Create a group from `(name, ranks)`, and return its name; every rank calls it."""
+        """Create a group from `(name, ranks)`, and return its name."""
         name, ranks = name_ranks if ranks is None else (name_ranks, ranks)
         if known := self.find_group(name):
             raise ValueError(f"a group {name!r} already exists, with ranks {known}")

@@ -239,7 +239,7 @@ def test_what_does_not_keep_it_from_working_is_a_hint(
     monkeypatch.setattr(
         os, "readlink", lambda path: "1" if path == "/proc/self" else real_link(path)
     )
-    assert "of another PID namespace" in report(capsys)["shared memory"]["remedy"]
+    assert "belongs to another PID namespace" in report(capsys)["shared memory"]["remedy"]
 
 
 def test_a_chroot_without_proc() -> None:
