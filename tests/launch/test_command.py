@@ -234,7 +234,7 @@ def test_what_does_not_keep_it_from_working_is_a_hint(
         assert found in checks[name]["found"]
         assert remedy in checks[name]["remedy"]
     main(["--check"])
-    assert "-> others do: PyTorch's data loaders" in capsys.readouterr().out
+    assert "-> PyTorch's data loaders, MPI and NCCL use it" in capsys.readouterr().out
     real_link = os.readlink
     monkeypatch.setattr(
         os, "readlink", lambda path: "1" if path == "/proc/self" else real_link(path)
