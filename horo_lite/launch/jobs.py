@@ -498,7 +498,7 @@ def until_done(
             f"the job failed {len(failures)} times in the same way, before its first commit. "
             f"Another restart will not help: {failures[-1].why}"
             if alike and commit is None
-            else f"the job failed ({failures[-1].why}), and no restart is left of {restarts}"
+            else f"the job failed ({failures[-1].why}), and all {restarts} restarts have been used"
         )
     return failures[-1]
 

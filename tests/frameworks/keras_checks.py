@@ -586,7 +586,7 @@ def check_passes_per_step() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
-    with pytest.raises(ValueError, match="backward_passes_per_step is 0"):
+    with pytest.raises(ValueError, match="backward_passes_per_step must be 1 or more, not 0"):
         hvd.DistributedOptimizer("sgd", backward_passes_per_step=0)
 
 

@@ -316,7 +316,7 @@ loss.forward(), solver.zero_grad(), loss.backward(), solver.check_nan_grad()
 try:
     solver.update(weight=3)
 except TypeError as error:
-    assert "belongs to synchronize()" in str(error)
+    assert "pass it to synchronize()" in str(error)
     print("late", flush=True)
 
 # What a pass adds after clipping is this rank's own, and is not stepped with.

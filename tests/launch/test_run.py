@@ -189,7 +189,7 @@ def test_one_rank_needs_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"np": "2"}, ValueError, "np is the number of ranks, 1 or more.*not '2'"),
         ({"np": 0}, ValueError, "np is the number of ranks"),
         ({"np": 2, "mpiexec_args": "--bind-to none"}, TypeError, r"\['--bind-to', 'none'\]"),
-        ({"np": 2, "env": {"A": 1}}, TypeError, "env holds texts, but A is 1: give '1'"),
+        ({"np": 2, "env": {"A": 1}}, TypeError, "env must be strings, but A is 1: pass '1'"),
     ],
 )
 def test_wrong_options_say_what_to_give(

@@ -393,7 +393,7 @@ def test_wrong_arguments() -> None:
             "more than once": {"named_parameters": [*named, (named[0][0], named[1][1])]},
             "lacks 1": {"named_parameters": named[1:]},
             "pairs": {"named_parameters": list(net.parameters())},
-            "not 1 or more": {"backward_passes_per_step": 0},
+            "must be 1 or more": {"backward_passes_per_step": 0},
             "op=Average, Sum or Adasum": {"op": Min},
             "needs op=Average": {"op": Sum, "gradient_predivide_factor": 2.0},
             "more than 0": {"gradient_predivide_factor": 0.0},
