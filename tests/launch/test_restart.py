@@ -178,7 +178,7 @@ def test_a_commit_that_finds_no_room_names_the_file_and_leaves_none(tmp_path: Pa
 def test_a_file_that_is_no_commit_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("print('a script and no commit, given by mistake')\n" * 9)
-    with pytest.raises(hvd.CheckpointError, match="no commit of horo_lite"):
+    with pytest.raises(hvd.CheckpointError, match="not a commit of horo_lite"):
         checkpoint.load(path)
     assert os.listdir(tmp_path) == ["train.py"]
 

@@ -320,8 +320,8 @@ def test_the_command_runs_scripts_modules_and_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "which program"),
-        (["train.py"], "-n: how many ranks"),
+        ([], "no program was given"),
+        (["train.py"], "-n must be 1 or more"),
         (["-n", "0", "train.py"], "1 or more"),
         (["-n", "2", "--restarts", "-1", "train.py"], "0 or more"),
         (["-n", "1", "/nowhere/train"], "there is no /nowhere/train"),
