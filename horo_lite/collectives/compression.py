@@ -20,7 +20,7 @@ class Compressor:
 
     def __init__(self, name: str, wire: str = "none") -> None:
         if wire not in ("none", "fp16", "bf16"):
-            raise ValueError(f"wire is 'none', 'fp16' or 'bf16', not {wire!r}")
+            raise ValueError(f"wire must be 'none', 'fp16' or 'bf16', not {wire!r}")
         self.name = name
         self.wire = wire
 

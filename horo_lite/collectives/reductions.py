@@ -68,10 +68,10 @@ class AllReduce(Call[bool]):
         op, compression = cast("tuple[object, object]", (self.op, self.compression))
         if not isinstance(op, Op):
             known = ", ".join(f"hvd.{one.name}" for one in Op)
-            raise ValueError(f"op is one of {known}, not {op!r}")
+            raise ValueError(f"op must be one of {known}, not {op!r}")
         if not isinstance(compression, Compressor):
             raise ValueError(
-                f"compression is hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
+                f"compression must be hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
             )
         for name, given in (
             ("prescale_factor", self.prescale_factor),
@@ -373,7 +373,7 @@ def checked_weight(weight: Any, op: Op) -> float:
     except (TypeError, ValueError):
         samples = math.nan
     if not 0 <= samples < math.inf:
-        raise ValueError(f"weight is a number of samples, 0 or more, not {weight!r}")
+        raise ValueError(f"weight must be a number of samples (0 or more), not {weight!r}")
     if op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op.name} it has no meaning")
     return samples

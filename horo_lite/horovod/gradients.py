@@ -82,7 +82,7 @@ def options_of(
         warnings.warn("num_groups is Horovod's old name: use groups=", DeprecationWarning, 3)
     groups = num_groups if groups is None else groups
     if not isinstance(groups, (list, tuple)) and (not isinstance(groups, int) or groups < 0):
-        raise ValueError(f"groups is a number, 0 or more, or a list of lists, not {groups!r}")
+        raise ValueError(f"groups must be a number (0 or more) or a list of lists, not {groups!r}")
     own = None if isinstance(compression, Compressor) else checked_compression(compression)
     options = SetOptions(
         op=op,
@@ -105,8 +105,8 @@ def checked_compression(given: Any) -> Any:
     if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
         return given
     raise ValueError(
-        "compression is hvd.Compression.none, .fp16, .bf16, or has compress() and decompress(), "
-        f"not {given!r}"
+        "compression must be hvd.Compression.none, .fp16 or .bf16, or have compress() and "
+        f"decompress(), not {given!r}"
     )
 
 

@@ -232,7 +232,7 @@ def group_of(process_set: Set) -> Group:
     if process_set is None or isinstance(process_set, (Group, NullGroup)):
         return ops.ranks_of(process_set)
     if not isinstance(process_set, ProcessSet):
-        raise ValueError(f"process_set is a ProcessSet, not {process_set!r}")
+        raise ValueError(f"process_set must be a ProcessSet, not {process_set!r}")
     return process_set.group()
 
 

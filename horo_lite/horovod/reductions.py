@@ -52,5 +52,5 @@ def named_op(op: object) -> AnyOp:
     if isinstance(op, int) and not isinstance(op, bool) and 0 <= op < len(_NUMBERED):
         return _NUMBERED[op]
     raise ValueError(
-        f"op is hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product, not {op!r}"
+        f"op must be hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product, not {op!r}"
     )

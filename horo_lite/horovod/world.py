@@ -103,12 +103,16 @@ def init(
         comm = _communicator(list(comm))
     if isinstance(process_sets, str):
         if process_sets != "dynamic":
-            raise ValueError(f"process_sets is a list of sets or 'dynamic', not {process_sets!r}")
+            raise ValueError(
+                f"process_sets must be a list of sets or 'dynamic', not {process_sets!r}"
+            )
         process_sets = None
     # The optimizer reads it under horo_lite's name.
     if threshold := os.environ.get("HOROVOD_FUSION_THRESHOLD"):
         if not threshold.isdigit():
-            raise ValueError(f"HOROVOD_FUSION_THRESHOLD is a number of bytes, not {threshold!r}")
+            raise ValueError(
+                f"HOROVOD_FUSION_THRESHOLD must be a number of bytes, not {threshold!r}"
+            )
         os.environ.setdefault("HORO_LITE_BUCKET_BYTES", str(max(1, int(threshold))))
     path = os.environ.get("HOROVOD_TIMELINE")
     if path and path != "DYNAMIC":

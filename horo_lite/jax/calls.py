@@ -161,7 +161,7 @@ class Allreduce(Call):
     def _given(self, xs: Sequence[Array]) -> tuple[Sequence[Array], dict[str, Any]]:
         weight = float(xs[-1]) if self.weighted else None
         if weight is not None and not 0 <= weight < float("inf"):
-            raise ValueError(f"weight is a number of samples, 0 or more, not {weight}")
+            raise ValueError(f"weight must be a number of samples (0 or more), not {weight}")
         return xs[:-1] if self.weighted else xs, {
             "compression": self.compression,
             "prescale_factor": self.prescale_factor,

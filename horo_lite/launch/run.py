@@ -141,18 +141,18 @@ def _check(
             'script without mpiexec, and keep run() under if __name__ == "__main__":'
         )
     if not callable(fn):
-        raise TypeError(f"run() calls a function on every rank, not {fn!r}")
+        raise TypeError(f"run() needs a function to call on every rank, not {fn!r}")
     if not isinstance(args, (list, tuple)):
         raise TypeError(
-            f"run()'s second argument is the list of fn's arguments, not {args!r}; the number of "
-            "ranks is np=: hvd.run(train, np=2), hvd.run(train, (lr,), np=2)"
+            f"run()'s second argument must be the list of fn's arguments, not {args!r}; the number "
+            "of ranks is np=: hvd.run(train, np=2), hvd.run(train, (lr,), np=2)"
         )
     if not isinstance(np, int) or np < 1:
         raise ValueError(
-            f"np is the number of ranks, 1 or more, as in hvd.run(fn, np=2), not {np!r}"
+            f"np must be the number of ranks (1 or more), as in hvd.run(fn, np=2), not {np!r}"
         )
     if restarts < 0:
-        raise ValueError(f"restarts is how often a job may start again, 0 or more, not {restarts}")
+        raise ValueError(f"restarts must be 0 or more, not {restarts}")
     if isinstance(mpiexec_args, str):
         raise TypeError(
             f"mpiexec_args must be a list, not a string: mpiexec_args={mpiexec_args.split()!r}"

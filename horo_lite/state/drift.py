@@ -104,7 +104,7 @@ def check_in_sync(
 def check_reaction(on_drift: str) -> None:
     """Raise ValueError unless `on_drift` is one of the three."""
     if on_drift not in ("raise", "warn", "heal"):
-        raise ValueError(f'on_drift is "raise", "warn" or "heal", not {on_drift!r}')
+        raise ValueError(f'on_drift must be "raise", "warn" or "heal", not {on_drift!r}')
 
 
 def compare(

@@ -59,7 +59,9 @@ class Options:
         object.__setattr__(self, "backward_passes_per_step", passes)
         check_reaction(self.on_drift)
         if self.check_finite not in (None, "raise", "warn"):
-            raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
+            raise ValueError(
+                f'check_finite must be "raise", "warn" or None, not {self.check_finite!r}'
+            )
         n_bytes = settings.bucket_bytes(self.bucket_bytes) or DEFAULT_BUCKET_BYTES
         object.__setattr__(self, "bucket_bytes", n_bytes)
         object.__setattr__(self, "check_every", settings.check_every(self.check_every))
@@ -69,7 +71,8 @@ class Options:
             raise ValueError(f"gradients take op=Average or op=Sum, not {self.op}")
         if not isinstance(self.compression, Compressor):
             raise ValueError(
-                f"compression is hvd.Compression.none, .fp16 or .bf16, not {self.compression!r}"
+                "compression must be hvd.Compression.none, .fp16 or .bf16, not "
+                f"{self.compression!r}"
             )
 
     @property

@@ -313,7 +313,7 @@ def check_signatures() -> None:
 def check_errors_say_what_to_do() -> None:
     x = tf.constant([1.0])
     for call, words in (
-        (lambda: hvd.allreduce(x, op=False), "op is hvd.Average, hvd.Sum"),
+        (lambda: hvd.allreduce(x, op=False), "op must be hvd.Average, hvd.Sum"),
         (lambda: hvd.allreduce(x, hvd.Sum), "average must be True or False.*use op="),
         (lambda: hvd.reducescatter(x, op=hvd.Adasum), "not Adasum"),
         (
@@ -576,7 +576,7 @@ def check_horovods_options_of_a_tape(made: Maker) -> None:
     for options, words in (
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "needs op=Average"),
         ({"op": hvd.Adasum, "compression": hvd.Compression.fp16}, "does not compress"),
-        ({"groups": "many"}, "groups is a number"),
+        ({"groups": "many"}, "groups must be a number"),
         ({"compression": 7}, "has compress"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -186,8 +186,8 @@ def test_one_rank_needs_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"np": "2"}, ValueError, "np is the number of ranks, 1 or more.*not '2'"),
-        ({"np": 0}, ValueError, "np is the number of ranks"),
+        ({"np": "2"}, ValueError, "np must be the number of ranks .1 or more.*not '2'"),
+        ({"np": 0}, ValueError, "np must be the number of ranks"),
         ({"np": 2, "mpiexec_args": "--bind-to none"}, TypeError, r"\['--bind-to', 'none'\]"),
         ({"np": 2, "env": {"A": 1}}, TypeError, "env must be strings, but A is 1: pass '1'"),
     ],

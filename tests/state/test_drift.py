@@ -348,7 +348,9 @@ def test_objects_are_refused_by_name() -> None:
 def test_a_world_of_one_is_in_sync_but_for_its_arguments() -> None:
     ((result, _),) = run_threads(1, check(lambda *_: None))
     assert result is True
-    assert "on_drift is" in raises_alike(1, check(lambda *_: None, on_drift="ignore"), ValueError)
+    assert "on_drift must be" in raises_alike(
+        1, check(lambda *_: None, on_drift="ignore"), ValueError
+    )
 
 
 # DistributedOptimizer.
