@@ -657,7 +657,7 @@ def test_the_watch_dog_ends_a_reduction_that_takes_too_long(call: str) -> None:
     assert result.returncode != 0, str(result)
     assert result.stdout.count("reduced") == 2, str(result)
     assert "went on" not in result.stdout, str(result)
-    assert re.search("StallError: .*rank 1 did not come", result.stderr), str(result)
+    assert re.search("StallError: .*rank 1 did not arrive", result.stderr), str(result)
     assert "set NNABLA_MPI_WATCH_DOG_TIMEOUT to more" in result.stderr, str(result)
 
 
