@@ -1,15 +1,16 @@
-"""Builds `horo_lite._native` from csrc/ with CMake; the rest of the package: pyproject.toml.
+"""Build `horo_lite._native` from csrc/ with CMake; the rest of the package is in pyproject.toml.
 
-An editable install (`pip install -e`, `setup.py build_ext --inplace`) gets `horo_lite._testing` as
-well, which the tests need and no wheel has. A wheel's core, made with CPython 3.12 or later, uses
-only the stable ABI, and so serves every CPython from 3.12 on.
+An editable install (`pip install -e`, `setup.py build_ext --inplace`) also gets
+`horo_lite._testing`, which the tests need and wheels do not contain. A wheel's core, built with
+CPython 3.12 or later, uses only the stable ABI, so it works with every CPython from 3.12 on.
 
-Of the environment, csrc/gpu/cuda.cmake sees CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (none wanted),
-HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and HORO_LITE_CUDA_WHEELS (`make
-wheel`: the compilers on PyPI instead of a toolkit); CMAKE_ARGS are CMake's own.
-HORO_LITE_WHEEL_CPU=x86_64 or aarch64 (`make wheel`) builds for every Linux with that CPU, by
-csrc/zig.cmake. HORO_LITE_DEBUG=1 (`make debug`) builds with assertions and little optimization,
-HORO_LITE_QUICK_BUILD=1 (`make demo`) for this machine's CPU only and without what the tests need.
+Environment variables: csrc/gpu/cuda.cmake reads CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (build
+without CUDA), HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and
+HORO_LITE_CUDA_WHEELS (`make wheel`: compilers from PyPI instead of a toolkit); CMake reads
+CMAKE_ARGS. HORO_LITE_WHEEL_CPU=x86_64 or aarch64 (`make wheel`) builds for every Linux with that
+CPU, using csrc/zig.cmake. HORO_LITE_DEBUG=1 (`make debug`) builds with assertions and little
+optimization, HORO_LITE_QUICK_BUILD=1 (`make demo`) for this machine's CPU only and without what the
+tests need.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# For another processor Python's files are named after that one.
+# When building for another processor, Python's files are named after that one.
 WHEEL_CPU = os.environ.get("HORO_LITE_WHEEL_CPU", "")
 HERE = platform.machine()
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX").replace(HERE, WHEEL_CPU or HERE)
 HAS_STABLE_ABI = (
     sys.implementation.name == "cpython"
-    and sys.version_info >= (3, 12)  # the first whose stable ABI has all that nanobind needs
+    and sys.version_info >= (3, 12)  # the first whose stable ABI has everything nanobind needs
     and not sysconfig.get_config_var("Py_GIL_DISABLED")
 )
 TESTING = "horo_lite._testing"
@@ -47,7 +48,7 @@ def is_set(variable: str) -> bool:
 
 
 def tool(name: str) -> str:
-    """The path of a build tool, on PATH or beside this interpreter (a venv not activated)."""
+    """Return the path of a build tool, on PATH or beside this interpreter (venv not activated)."""
     found = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
     if found is None:
         raise SystemExit(f"horo_lite needs {name} to build its C++ core: pip install {name}")
@@ -55,8 +56,8 @@ def tool(name: str) -> str:
 
 
 def nanobind_dir() -> str:
-    """The directory of nanobind's CMake package."""
-    # The variable has CMake's own name for it. With it two environments share one build tree, and
+    """Return the directory of nanobind's CMake package."""
+    # The variable has CMake's name for it. With it, two environments can share one build tree, and
     # the second has nothing to compile.
     given = os.environ.get("nanobind_DIR")  # noqa: SIM112
     ask = [sys.executable, "-m", "nanobind", "--cmake_dir"]
@@ -72,17 +73,17 @@ def say(text: str) -> None:
 
 
 def run(command: list[str], *, verbose: bool) -> int:
-    """Run CMake, and say what it does: what it found of CUDA, and how far it has come.
+    """Run CMake, and report what it found of CUDA, and its progress.
 
     Args:
         command: The command line.
-        verbose: Whether to print all that it prints, and not just what else it has to say.
+        verbose: Whether to print all of its output, instead of only unusual lines.
 
     Returns:
         The exit code.
     """
     began, shown = time.monotonic(), 0
-    # Under `make -j` ninja would look for make's job server, which recipes cannot reach.
+    # Under `make -j`, ninja would look for make's job server, which it cannot reach here.
     env = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
@@ -108,24 +109,24 @@ class CMakeBuild(build_ext):
         if not self.inplace and not self.editable_mode:
             self.extensions = [ext for ext in self.extensions if ext.name != TESTING]
             for ext in self.extensions:
-                ext.py_limited_api = HAS_STABLE_ABI  # which decides the file's name
+                ext.py_limited_api = HAS_STABLE_ABI  # determines the file's name
             for built in Path(self.build_lib, "horo_lite").glob("_testing*"):
                 built.unlink()  # for an editable install, which shares the directory
         super().run()
 
     def build_extensions(self) -> None:
-        # One lasting tree per Python ABI: pip's own build directory is thrown away, and with it
-        # every object file that did not have to be compiled again. Of `make wheel` one per CPU:
-        # four fifths of the work are the same for all Pythons.
+        # One permanent tree per Python ABI: pip deletes its own build directory, with all object
+        # files that need not be compiled again. For `make wheel`, one per CPU: four fifths of the
+        # work are the same for all Pythons.
         wheels = os.environ.get("HORO_LITE_CUDA_WHEELS", "")
         debug = is_set("HORO_LITE_DEBUG")
         kind = "debug" if debug else "wheel" if wheels or WHEEL_CPU else "cmake"
         stable = any(ext.py_limited_api for ext in self.extensions)
         flavour = "-stable-abi" if stable else ""
         for_wheel = [
-            # What CMake and nanobind have found out about another Python.
+            # Forget what CMake and nanobind have cached about another Python.
             *("-U*Python*", "-UNB_*"),
-            # nanobind would name the module for the processor of the Python that runs here.
+            # Otherwise nanobind names the module after the processor of the running Python.
             f"-DSKBUILD_SOABI={SUFFIX.strip('.').removesuffix('.so')}",
             f"-DCMAKE_TOOLCHAIN_FILE={ROOT}/csrc/zig.cmake",
         ]
@@ -135,24 +136,24 @@ class CMakeBuild(build_ext):
         tree = ROOT / "build" / f"{kind}{variant}"
         cache, home = tree / "CMakeCache.txt", f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}/csrc\n"
         if cache.exists() and home not in cache.read_text():
-            shutil.rmtree(tree)  # the checkout was moved or copied, and CMake refuses such a tree
+            shutil.rmtree(tree)  # the checkout was moved or copied: CMake refuses its tree
         configure = [
             *(tool("cmake"), "-S", str(ROOT / "csrc"), "-B", str(tree), "-G", "Ninja"),
             *for_wheel,
-            # Named each time: the ones in the cache may lie in an isolated environment long gone.
+            # Passed each time: cached paths may be in an isolated environment that is gone.
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if debug else 'Release'}",
             f"-DHORO_LITE_STABLE_ABI={int(stable)}",
             f"-DHORO_LITE_QUICK_BUILD={int(is_set('HORO_LITE_QUICK_BUILD'))}",
             f"-Dnanobind_DIR={nanobind_dir()}",
-            # What they are not set to is said too: the cache remembers the last time.
+            # Defaults are passed, too, since the cache contains the values of the last build.
             f"-DHORO_LITE_CUDA={os.environ.get('HORO_LITE_CUDA', '1')}",
             f"-DHORO_LITE_CUDA_ARCHITECTURES={os.environ.get('HORO_LITE_CUDA_ARCHITECTURES', '')}",
             f"-DHORO_LITE_CUDA_WHEELS={wheels}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
-        # Together: the last object files of one module are compiled beside the next one's.
+        # Together, so the last object files of one module are compiled in parallel with the next.
         modules = [ext.name.rpartition(".")[2] for ext in self.extensions]
         for command in (configure, [tool("cmake"), "--build", str(tree), "--target", *modules]):
             if run(command, verbose=bool(self.verbose)):
@@ -163,8 +164,8 @@ class CMakeBuild(build_ext):
         for ext, module in zip(self.extensions, modules, strict=True):
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
-            # Put in its place as a whole: a running process may have the old file mapped, and
-            # another may just be starting.
+            # Replaced atomically: a running process may have the old file mapped, and another may
+            # just be starting.
             fresh = target.with_name(f".{target.name}.new")
             shutil.copy2(tree / f"{module}{'.abi3.so' if stable else SUFFIX}", fresh)
             fresh.replace(target)

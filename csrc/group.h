@@ -1,4 +1,4 @@
-// What every way of reaching the other ranks shares: the memory it moves, and how it fails.
+// Shared by all transports: the memory that they move, and their errors.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct Buffer {
   size_t n_bytes;
 };
 
-// Walks through a list of buffers as if they were one.
+// Iterates over a list of buffers as if they were one.
 class Cursor {
  public:
   explicit Cursor(const std::vector<Buffer>& buffers) : buffers_(buffers) {}
@@ -47,20 +47,20 @@ struct PeerLost : std::runtime_error {
   using std::runtime_error::runtime_error;
   PeerLost(const std::string& cause, const std::string& doing)
       : std::runtime_error(cause + " while " + doing), cause(cause) {}
-  std::string cause;  // as every rank may be told; "" if only this one can say it
+  std::string cause;  // the part that applies to every rank; "" if it applies only to this one
 };
 
-// Nothing moved for longer than the job allows; raised on every rank.
+// No rank made progress for longer than the job allows; raised on every rank.
 struct Stalled : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The ranks did not ask for the same thing; raised on all of them, and the group can be used further.
+// The ranks' calls differ; raised on all of them, and the group remains usable.
 struct Mismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// An error that ends an operation under way, in one line: those of Python come with their tracebacks.
+// The text of an error that ends an operation, in one line: Python's errors include tracebacks.
 inline std::string in_one_line(const std::exception& error) {
   std::string text = error.what();
   text.erase(text.find_last_not_of('\n') + 1);

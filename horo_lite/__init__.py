@@ -1,9 +1,9 @@
 """Any framework's optimizer, averaged over ranks: `import horo_lite as hvd`.
 
 Importing it imports no framework, no MPI and no CUDA, and changes nothing in the process, with one
-exception. Under MPICH's launcher (HYDI_CONTROL_FD is set) a rank that fails before MPI_Init goes
-unnoticed, and the others wait there for ever. There `start.ending.guard_start` installs
-sys.excepthook, threading.excepthook and sys.exit from here on, until `init()` or the end, so that
+exception. Under MPICH's launcher (HYDI_CONTROL_FD is set), a failure of a rank before MPI_Init goes
+unnoticed, and the others wait in MPI_Init forever. There, `start.ending.guard_start` replaces
+sys.excepthook, threading.excepthook and sys.exit until `init()` or the end of the process, so that
 such a failure ends the job.
 """
 
@@ -81,7 +81,7 @@ _HOME = {
     for name in names.split()
 }
 __all__ = sorted(_HOME)
-# What is more than a name: horo_lite.jax and its like, imported when first used.
+# Modules that are more than a name, such as horo_lite.jax, imported when first used.
 _FACES = {
     "elastic",
     "horovod",

@@ -1,4 +1,4 @@
-"""`horo-lite -n 4 train.py`: a script on several ranks, whichever MPI there is.
+"""`horo-lite -n 4 train.py`: run a script on several ranks, with any MPI.
 
 `python -m horo_lite` is the same command.
 """
@@ -30,12 +30,12 @@ examples:
   %(prog)s -H node1:4,node2:4 train.py
   %(prog)s -n 4 --restarts 3 --checkpoint run.ckpt train.py
   %(prog)s -n 4 --mpiexec-args="--bind-to none" -m package.train
-  %(prog)s -n 4 --as-horovod train.py       (a script for Horovod, as it is)
+  %(prog)s -n 4 --as-horovod train.py       (an unchanged script for Horovod)
   %(prog)s doctor
-  %(prog)s bench -n 4 --compare             (how fast collective operations are here)
+  %(prog)s bench -n 4 --compare             (speed of collective operations here)
   %(prog)s model --parameters 25.6e6 --compute-s 0.2 --hosts 2 8 64 --gbit 10
 
-Without restarts, mpiexec takes this process's place: its exit code and signals are mpiexec's own.
+Without restarts, mpiexec replaces this process: its exit code and signals are those of mpiexec.
 """
 
 
@@ -53,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
         "       %(prog)s model [--hosts H ...] [--gbit B] [options]\n"
         "       %(prog)s top [FOLDER] [--interval S] [--once]\n"
         "       %(prog)s flight-record FOLDER | trace FILE",
-        description="Run a program on several ranks (`run` may be left out), examine with\n"
-        "`doctor` what is installed, time collective operations with `bench`, predict\n"
-        "with `model` how training scales to other numbers of hosts, watch a job with\n"
-        "`top`, or write what the ranks of one that hangs or was killed did last.",
+        description="Run a program on several ranks (`run` may be omitted), check what is\n"
+        "installed with `doctor`, time collective operations with `bench`, predict with\n"
+        "`model` how training scales to other numbers of hosts, watch a job with `top`,\n"
+        "or write the last operations of the ranks of a job that hangs or was killed.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -67,18 +67,18 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         dest="n",
         metavar="N",
-        help="how many ranks; by default as many as --hosts or --hostfile have room for",
+        help="number of ranks; by default the sum over --hosts or --hostfile",
     )
     add("-H", "--hosts", metavar="A:4,B:4", help="hosts, each with its number of ranks")
     add(
         *("--hostfile", "-hostfile"),
         metavar="FILE",
-        help="the same in a file, with lines such as `node1 slots=4`",
+        help="file with hosts, in lines such as `node1 slots=4`",
     )
     add(
         "--timeline-filename",
         metavar="FILE",
-        help="write a trace of the ranks' operations; with {rank} in the name, one for each",
+        help="write a trace of the ranks' operations; with {rank} in the name, one per rank",
     )
     add(
         "--restarts",
@@ -90,35 +90,35 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--checkpoint",
         metavar="FILE",
-        help="where commits go, and come from at the start; by itself, with --restarts, a "
-        "temporary file",
+        help="file for commits, also read at the start; by default, with --restarts, a temporary "
+        "file",
     )
     add(
         "--elastic",
         action="store_true",
-        help="a rank that dies does not end the job (Open MPI 5; see horo_lite.elastic)",
+        help="continue when a rank dies (Open MPI 5; see horo_lite.elastic)",
     )
     add(
         *("--mpiexec-args", "--mpi-args"),
         default="",
         metavar="'…'",
-        help="more arguments for mpiexec itself",
+        help="more arguments for mpiexec",
     )
     add(
         "--as-horovod",
         action="store_true",
-        help="`import horovod` finds horo_lite in the job; not where a real Horovod is installed",
+        help="make `import horovod` find horo_lite in the job, if no real Horovod is installed",
     )
     add(
         "--as-horovod-anyway",
         action="store_true",
-        help="the same, also in place of a real Horovod that is installed",
+        help="the same, even if a real Horovod is installed",
     )
     add("--check", action="store_true", help="the same as `doctor`")
-    add("-cb", "--check-build", action="store_true", help="list frameworks and what carries data")
+    add("-cb", "--check-build", action="store_true", help="list frameworks and transports")
     add("--version", action="version", version=f"horo_lite {__version__}")
     horovodrun.add_to(parser)
-    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, as python -m does")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
     add("program", nargs=argparse.REMAINDER, help="script.py or any command, with its arguments")
     return parser
 
@@ -126,16 +126,16 @@ def _parser() -> argparse.ArgumentParser:
 def _doctor(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{_prog()} doctor",
-        description="Show what is installed, what to do where something is amiss, and a first job.",
+        description="Check what is installed, say how to fix problems, and run a first job.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="for programs and bug reports")
+    parser.add_argument("--json", action="store_true", help="output for programs and bug reports")
     return doctor.main(as_json=parser.parse_args(arguments).json)
 
 
 def _bench(arguments: Sequence[str]) -> int:
     options = bench.parser(f"{_prog()} bench").parse_args(arguments)
-    if launcher.detect(os.environ) is not None:  # this process is a rank already
+    if launcher.detect(os.environ) is not None:  # this process is already a rank
         bench.work(arguments)
         return 0
     hosts = ["--hosts", options.hosts] if options.hosts else []
@@ -149,16 +149,16 @@ def _model(arguments: Sequence[str]) -> int:
 def _flight_record(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{_prog()} flight-record",
-        description="Write the last operations of every rank of a job, which may still run, as "
-        "PyTorch's flight recorder does: `torchfrtrace FOLDER` compares them. A job that fails "
-        "does so itself, unless its launcher has killed all ranks at once.",
+        description="Write the last operations of every rank of a job, which may still be running, "
+        "in the format of PyTorch's flight recorder: `torchfrtrace FOLDER` compares them. A job "
+        "that fails does so itself, unless its launcher kills all ranks at once.",
         allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="the job's HORO_LITE_FLIGHT_RECORD")
     folder = parser.parse_args(arguments).folder
     everyone = flight_record.read(folder) if folder.is_dir() else []
     if not everyone:
-        parser.error(f"no rank of a job that runs or was killed has recorded anything in {folder}")
+        parser.error(f"no records of a job that is running or was killed in {folder}")
     flight_record.write(folder, everyone)
     print(f"{folder}: the operations of {ranks_in_words([one.rank for one in everyone])}")
     return 0
@@ -167,25 +167,25 @@ def _flight_record(arguments: Sequence[str]) -> int:
 def _trace(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{_prog()} trace",
-        description="Complete the trace of a job that was killed with what its ranks have left "
-        "beside it.",
+        description="Complete the trace of a job that was killed, from the files that its ranks "
+        "have left beside it.",
         allow_abbrev=False,
     )
     parser.add_argument("file", type=Path, help="the job's HORO_LITE_TIMELINE")
     file = parser.parse_args(arguments).file
     ranks = timeline.finish(file) if file.parent.is_dir() else []
     if not ranks:
-        parser.error(f"no rank has left anything beside {file}")
-    print(f"{file}: the operations of {ranks_in_words(ranks)}, too")
+        parser.error(f"no rank has left a file beside {file}")
+    print(f"{file}: added the operations of {ranks_in_words(ranks)}")
     return 0
 
 
 def _top(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{_prog()} top",
-        description="Show what the ranks of a job are doing: steps per second, how much of their "
-        "time they wait for each other and exchange, memory, and which rank is slowest. It costs "
-        "the job nothing. Without an argument it finds the ranks on this host.",
+        description="Show what the ranks of a job are doing: steps per second, the shares of time "
+        "in which they wait for each other and exchange, memory, and which rank is slowest. It "
+        "does not affect the job. Without an argument it finds the ranks on this host.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -194,13 +194,13 @@ def _top(arguments: Sequence[str]) -> int:
         nargs="*",
         type=Path,
         metavar="FOLDER",
-        help="the job's HORO_LITE_FLIGHT_RECORD or HORO_LITE_TIMELINE, for ranks of all hosts",
+        help="the job's HORO_LITE_FLIGHT_RECORD or HORO_LITE_TIMELINE, for ranks on all hosts",
     )
     add("--interval", type=float, default=1.0, metavar="S", help="seconds between views")
-    add("--once", action="store_true", help="one view only")
+    add("--once", action="store_true", help="show only one view")
     args = parser.parse_args(arguments)
     if not args.interval > 0:
-        parser.error("--interval: more than 0 seconds")
+        parser.error("--interval must be more than 0 seconds")
     try:
         return top.main(args.places, interval_s=args.interval, once=args.once)
     except KeyboardInterrupt:
@@ -221,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The job's exit code, or 130 after Ctrl-C, 143 after SIGTERM, 141 where nobody reads what a
-        command prints, 2 for wrong arguments.
+        The job's exit code, or 130 after Ctrl-C, 143 after SIGTERM, 141 if the reader of a
+        command's output has gone, 2 for wrong arguments.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in _COMMANDS:
@@ -258,16 +258,16 @@ def _command(name: str, arguments: list[str]) -> int:
 def _read(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[list[str], dict[str, str]]:
-    """Check the arguments, of which `n` and `hosts` are set where others imply them.
+    """Check the arguments, and set `n` and `hosts` if others imply them.
 
     Returns:
-        What each rank runs, and the environment variables that follow from the arguments alone.
+        The command of each rank, and the environment variables that the arguments imply.
     """
     program = ["-m", *args.module] if args.module else args.program
     if not program:
-        parser.error("which program? (`doctor` needs none)")
+        parser.error("no program was given (only `doctor` needs none)")
     if args.hosts and args.hostfile:
-        parser.error("--hosts or --hostfile, not both")
+        parser.error("use --hosts or --hostfile, not both")
     try:
         args.hosts = hostfile.read_hostfile(args.hostfile) if args.hostfile else args.hosts
     except LauncherError as error:
@@ -275,9 +275,9 @@ def _read(
     if args.n is None and args.hosts:
         args.n = hostfile.n_ranks(args.hosts)
     if args.n is None or args.n < 1:
-        parser.error("-n: how many ranks? 1 or more, and before the program: -n 4 train.py")
+        parser.error("-n must be 1 or more, and precede the program: -n 4 train.py")
     if args.restarts < 0:
-        parser.error("--restarts: 0 or more")
+        parser.error("--restarts must be 0 or more")
     if program[0] == "-m" or program[0].endswith(".py"):
         if program[0] != "-m" and not os.path.exists(program[0]):
             parser.error(f"there is no {program[0]}")
@@ -302,10 +302,10 @@ def _read(
 def _run(
     args: argparse.Namespace, program: list[str], variables: dict[str, str], checkpoint: str | None
 ) -> None:
-    """Run the job to its end; without restarts its launcher takes this process's place.
+    """Run the job to its end; without restarts, its launcher replaces this process.
 
     Raises:
-        SystemExit: The job has failed as often as it may.
+        SystemExit: The job has failed, and no restarts are left.
     """
     if checkpoint:
         variables[jobs.CHECKPOINT] = checkpoint
@@ -339,7 +339,7 @@ def _run(
         code, why = job.wait(), ""
         if end and not code:
             if not end.exists() or "MPI_ABORT was invoked" in job.tail:
-                why = "no rank came to its end"
+                why = "no rank reached the end of its program"
             end.unlink(missing_ok=True)
         if not code and not why:
             return None
@@ -349,12 +349,12 @@ def _run(
         if not args.hosts:
             place = tempfile.TemporaryDirectory(prefix="hvd-", ignore_cleanup_errors=True)
             jobs.set_session_folder(env, stack.enter_context(place))
-        # Being told to end is no failure of the job, which is not started again then.
+        # Termination on request is not a failure of the job, which is then not restarted.
         with jobs.ended_by_signals():
             failure = jobs.until_done(attempt, restarts=args.restarts, checkpoint=checkpoint)
     if failure is not None:
         code = failure.returncode or 1
-        raise SystemExit(128 - code if code < 0 else code)  # so the commits are kept
+        raise SystemExit(128 - code if code < 0 else code)  # an exception, so commits are kept
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Arguments of public calls, checked before any rank waits for another."""
+"""Checks of the arguments of public calls, before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def integer(name: str, value: Any) -> int:
-    """`value` as an int. Everything with `__index__` counts, but truth values do not."""
+    """Return `value` as an int; accepts everything with `__index__` except bools."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -21,11 +21,11 @@ def integer(name: str, value: Any) -> int:
 
 
 def several(xs: Iterable[T]) -> list[T]:
-    """The items of a list, generator or other iterable that has an order, alike on all ranks."""
+    """Return the items of a list, generator or other iterable with an order, equal on all ranks."""
     if isinstance(xs, (Mapping, Set)):
         raise TypeError(
             f"a grouped operation takes a list of arrays, not a {type(xs).__name__}, whose order "
-            "may be another on other ranks"
+            "may differ between ranks"
         )
     if not isinstance(xs, Iterable):
         raise TypeError(f"a grouped operation takes a list of arrays, not a {type(xs).__name__}")
@@ -33,7 +33,7 @@ def several(xs: Iterable[T]) -> list[T]:
 
 
 def rank(name: str, value: Any, size: int) -> int:
-    """`value` as the number of one of `size` ranks."""
+    """Return `value` as the number of one of `size` ranks."""
     number = integer(name, value)
     if not 0 <= number < size:
         raise ValueError(f"{name} is {number}, but the ranks are 0 to {size - 1} here")
@@ -41,17 +41,17 @@ def rank(name: str, value: Any, size: int) -> int:
 
 
 def text(name: str, value: Any) -> None:
-    """Nothing, if `value` is None or a str that can be sent to other ranks."""
+    """Raise unless `value` is None or a str that can be sent to other ranks."""
     if not (value is None or isinstance(value, str)):
         raise TypeError(f"{name} must be a str, not {value!r} ({type(value).__name__})")
     try:
         (value or "").encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} must be text, and {value!r} has lone surrogates") from None
+        raise ValueError(f"{name} must be text, but {value!r} has lone surrogates") from None
 
 
 def factor(name: str, value: Any) -> float:
-    """`value` as a finite float."""
+    """Return `value` as a finite float."""
     if isinstance(value, (str, bytes)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     try:

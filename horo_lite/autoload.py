@@ -1,8 +1,8 @@
-"""Makes torch know the backend "horo_lite", at next to no cost: `import torch` calls this.
+"""Register the backend "horo_lite" with torch, at almost no cost: `import torch` calls this.
 
-The package's entry point in the group `torch.backends` is `register`. It imports nothing of the
-package until a process group is made, and whatever is wrong with the package's installation must
-not make `import torch` fail.
+`register` is the package's entry point in the group `torch.backends`. It imports nothing else of
+the package until a process group is created, and a defect of the package's installation must not
+make `import torch` fail.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ SCHEME = "horo-lite"  # of init_method="horo-lite://": an underscore is not allo
 
 
 def register() -> None:
-    """Register the backend, and where its ranks meet if MPI has started them. Local, idempotent."""
-    with contextlib.suppress(Exception):  # a torch without distributed, or of another time
+    """Register the backend, and a rendezvous for ranks that MPI started. Local, idempotent."""
+    with contextlib.suppress(Exception):  # torch without distributed, or of another version
         from torch.distributed import Backend
 
-        # Of a module whose name in its package is that of a function.
+        # By name: in its package, this module is shadowed by a function.
         meeting = import_module("torch.distributed.rendezvous")
         if NAME not in Backend.backend_list:
             Backend.register_backend(NAME, _new_process_group, extended_api=True, devices=["cpu"])

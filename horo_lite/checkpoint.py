@@ -1,4 +1,4 @@
-"""What a job that ends badly leaves for the next: the last commit, whole, or the one before it."""
+"""Checkpoint files of a job, from which the next continues: the last complete commit."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ _CHUNK_BYTES = 1 << 20
 
 
 def save(path: str | Path, snapshot: Any) -> None:
-    """`snapshot`, which pickle must know, is on the disk at `path`; what was there is one older.
+    """Write `snapshot`, which must be picklable, to disk at `path`, and keep the previous one.
 
-    Called by one process, rank 0. However it ends, also by a kill or a power failure at any moment,
-    `load` finds this snapshot or the last one, whole. The file is readable by its owner only.
-    OSError where it cannot be written; then the last one is still there. CheckpointError where
-    there is something else than a file of this user's. Costs one pass of SHA-256 over the data and
-    waits for the disk.
+    One process calls it, rank 0. However it ends, even by a kill or a power failure at any moment,
+    `load` finds this snapshot or the previous one, complete. The file is readable by its owner
+    only. Costs one pass of SHA-256 over the data, and waits for the disk.
+
+    Raises:
+        OSError: The file cannot be written; the previous one still exists.
+        CheckpointError: There is something other than a file of this user at `path`.
     """
     path = _real(path)
     _check_own(path)
     new, previous = _beside(path, ".new"), _beside(path, ".previous")
     with contextlib.suppress(FileNotFoundError):
-        new.unlink()  # half of one, left by a kill
+        new.unlink()  # an incomplete one, left by a kill
     try:
         _write(new, snapshot)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            new.unlink()  # or it would keep a full disk full
+            new.unlink()  # otherwise it would keep a full disk full
         if not isinstance(error, OSError):
             raise
         raise OSError(
             error.errno,
-            f"the commit cannot be written to {path} ({error.strerror}): the last one that was is "
-            "kept. Make room there, or give another path",
+            f"the commit cannot be written to {path} ({error.strerror}): the previous one is kept. "
+            "Make room there, or use another path",
         ) from error
-    # At every moment the newest is at `path`: where nothing is, somebody has removed it.
+    # The newest is always at `path`: if nothing is there, a user has removed it.
     with contextlib.suppress(FileNotFoundError):
         previous.unlink()
-    with contextlib.suppress(OSError):  # nothing is there yet, or no hard links in this file system
+    with contextlib.suppress(OSError):  # nothing there yet, or no hard links in this file system
         os.link(path, previous, follow_symlinks=False)
     new.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -60,7 +62,7 @@ def save(path: str | Path, snapshot: Any) -> None:
 
 
 def _write(new: Path, snapshot: Any) -> None:
-    """The snapshot is in a new file, and on the disk."""
+    """Write the snapshot into a new file, and flush it to disk."""
     with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(bytes(_HEADER.size))
         body = _Hashed(file)
@@ -72,11 +74,14 @@ def _write(new: Path, snapshot: Any) -> None:
 
 
 def load(path: str | Path) -> Any:
-    """The snapshot that `save` left at `path`, or None where there has been none.
+    """Return the snapshot that `save` wrote to `path`, or None if there is none.
 
-    Where the newest file is torn or damaged, the one before it is returned with a RuntimeWarning,
-    and the damaged one put aside as `path`.damaged. CheckpointError where neither can be read. A
-    pickle can run any code, so a file that belongs to somebody else counts as damaged.
+    If the newest file is incomplete or damaged, the previous one is returned with a RuntimeWarning,
+    and the damaged one is renamed to `path`.damaged. A pickle can run any code, so a file that
+    belongs to another user counts as damaged.
+
+    Raises:
+        CheckpointError: Neither file can be read.
     """
     path, unreadable = _real(path), []
     for name in _commits(path):
@@ -93,21 +98,21 @@ def load(path: str | Path) -> Any:
             with contextlib.suppress(OSError):
                 damaged.unlink(missing_ok=True)
                 os.link(path, damaged)
-            warn(f"{unreadable[0]}: put aside, and the commit before it is used")
-        if name != path:  # or the next save would make a damaged one the previous one
+            warn(f"{unreadable[0]}: it was renamed, and the previous commit is used")
+        if name != path:  # otherwise the next save would make the damaged one the previous one
             with contextlib.suppress(OSError):
                 name.replace(path)
         return snapshot
     if unreadable:
         raise CheckpointError(
-            f"no commit can be read: {'; '.join(unreadable)}. Give another path, or remove what is "
-            "there to begin anew"
+            f"no commit can be read: {'; '.join(unreadable)}. Use another path, or remove these "
+            "files to start from the beginning"
         )
     return None
 
 
 def saved_at(path: str | Path) -> float | None:
-    """When the commit that `load` would try first was made, in seconds since 1970; or None."""
+    """Return when (in seconds since 1970) the commit that `load` tries first was made, or None."""
     for name in _commits(_real(path)):
         with contextlib.suppress(FileNotFoundError):
             return name.lstat().st_mtime
@@ -115,23 +120,23 @@ def saved_at(path: str | Path) -> float | None:
 
 
 def _commits(path: Path) -> list[Path]:
-    """Where commits may be, the newest first; nowhere, if somebody has removed the newest."""
+    """Return the paths of possible commits, newest first; none, if a user removed the newest."""
     return [path, _beside(path, ".previous")] if os.path.lexists(path) else []
 
 
 def remove(path: str | Path) -> None:
-    """No commit is left at `path`: the job that made them has reached its end."""
+    """Remove all commits at `path`, because the job has reached its end."""
     for suffix in ("", ".previous", ".new", ".damaged"):
         with contextlib.suppress(FileNotFoundError):
             _beside(_real(path), suffix).unlink()
 
 
 class _UnreadableError(Exception):
-    """Why not, as the rest of a sentence that begins with the file's name."""
+    """The reason, as the rest of a sentence that begins with the file's name."""
 
 
 class _Hashed:
-    """A file for pickle that knows what went through it: no second copy of the data in memory."""
+    """A file for pickle that hashes what is written: no second copy of the data in memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -145,7 +150,7 @@ class _Hashed:
 
 
 def _real(path: str | Path) -> Path:
-    """The path without links. CheckpointError where another user says by a link where it leads."""
+    """Return the path without links; raise CheckpointError if a link belongs to another user."""
     path = _in_real_folder(Path(path))
     for _ in range(40):
         if not path.is_symlink():
@@ -153,8 +158,8 @@ def _real(path: str | Path) -> Path:
         owner = path.lstat().st_uid
         if owner not in (os.geteuid(), 0):
             raise CheckpointError(
-                f"{path} is a link that user {owner} has made (you are {os.geteuid()}): remove it, "
-                "or give a path in a directory in which nobody else may write"
+                f"{path} is a link made by user {owner} (you are {os.geteuid()}): remove it, or "
+                "use a path in a directory in which no other user may write"
             )
         path = _in_real_folder(path.parent / path.readlink())
     return path
@@ -165,7 +170,7 @@ def _in_real_folder(path: Path) -> Path:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor for reading, at once: no link is followed, and nobody awaited at a FIFO."""
+    """Open a file for reading, without following a link or waiting at a FIFO."""
     try:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -175,17 +180,17 @@ def _opened(path: Path) -> int:
 
 
 def _check_own(path: Path) -> None:
-    """CheckpointError where something is at `path` that no `save` of this user has left."""
+    """Raise CheckpointError if `path` is something that this user's `save` cannot have written."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is not a regular file: give another path, or remove it")
+        raise CheckpointError(f"{path} is not a regular file: use another path, or remove it")
     if found.st_uid != os.geteuid():
         raise CheckpointError(
-            f"{path} belongs to user {found.st_uid} (you are {os.geteuid()}): give another path, "
-            "one in a directory in which nobody else may write"
+            f"{path} belongs to user {found.st_uid} (you are {os.geteuid()}): use another path, "
+            "in a directory in which no other user may write"
         )
 
 
@@ -203,25 +208,25 @@ def _read(file: BinaryIO) -> Any:
         raise _UnreadableError("is not a regular file")
     if about.st_uid != os.geteuid():
         raise _UnreadableError(
-            f"belongs to user {about.st_uid}, whose code reading it could run (you are "
+            f"belongs to user {about.st_uid}, and reading it could run that user's code (you are "
             f"{os.geteuid()}; copy it if you trust them)"
         )
     start = file.read(_HEADER.size)
     if len(start) < _HEADER.size or not start.startswith(_MAGIC):
-        raise _UnreadableError("is no commit of horo_lite")
+        raise _UnreadableError("is not a commit of horo_lite")
     _, format_, version, n_bytes, digest = _HEADER.unpack(start)
     if format_ != _FORMAT:
         writer = version.rstrip(bytes(1)).decode(errors="replace")
         raise _UnreadableError(
-            f"is of format {format_} (horo_lite {writer}), and this version reads format {_FORMAT}"
+            f"has format {format_} (horo_lite {writer}), but this version reads format {_FORMAT}"
         )
     length = about.st_size - _HEADER.size
     if length != n_bytes:
-        raise _UnreadableError(f"has {length} bytes of data where {n_bytes} were written")
+        raise _UnreadableError(f"has {length} bytes of data, but {n_bytes} were written")
     found = hashlib.sha256()
     while chunk := file.read(_CHUNK_BYTES):
         found.update(chunk)
     if found.digest() != digest:
-        raise _UnreadableError("is damaged: its checksum is not the one it was written with")
+        raise _UnreadableError("is damaged: its checksum does not match")
     file.seek(_HEADER.size)
     return pickle.load(file)

@@ -1,7 +1,7 @@
-"""The current world, and who is notified when another takes its place or it has ended.
+"""The current world, and callbacks for when it is replaced or has ended.
 
-`start.session` enters and leaves worlds; the layers above read here which one there is. Those below
-(collectives, messages, transports) are given what they work with.
+`start.session` enters and leaves worlds; the layers above this one read the current world here.
+Those below (collectives, messages, transports) receive what they work with as arguments.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Device:
-    """Where a rank computes; its `str()` is `cpu` or `cuda:1`, which torch and others understand.
+    """The device of a rank; its `str()` is `cpu` or like `cuda:1`, as torch and others expect.
 
     Attributes:
         kind: "cpu" or "cuda".
-        index: The number of the GPU as this process sees them; 0 for the CPU.
+        index: The index of the GPU in this process; 0 for the CPU.
     """
 
     kind: str
     index: int = 0
 
     def __str__(self) -> str:
-        """Return "cpu", or like "cuda:1"."""
+        """Return "cpu" or, for example, "cuda:1"."""
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
 
 
@@ -62,14 +62,14 @@ class World:
         local_size: The number of ranks on this host.
         cross_rank: The number of this host among those with a rank of this `local_rank`.
         cross_size: The number of hosts with a rank of this `local_rank`.
-        device: Where this rank computes.
-        homogeneous: Whether every host has equally many ranks.
-        thread_multiple: Whether any thread may call MPI. Where it is False, asynchronous operations
-            progress only inside calls.
+        device: This rank's device.
+        homogeneous: Whether every host has the same number of ranks.
+        thread_multiple: Whether any thread may call MPI. If False, asynchronous operations progress
+            only inside calls.
         group: The group of all ranks.
-        cores: How many of its host's cores this rank has to itself: of those that it may use, its
-            share, and no more than the control group grants.
-        overlap: When gradients leave: "auto", "always" or "never"; see `init`.
+        cores: How many of its host's cores this rank has to itself: its share of those that it may
+            use, within the limit of the control group.
+        overlap: Whether gradients leave during backward(): "auto", "always" or "never"; see `init`.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class World:
 
     @property
     def transport(self) -> str:
-        """How arrays travel: solo, shm or mpi; once some on a GPU have, nccl or staged."""
+        """The transport of arrays: solo, shm or mpi; nccl or staged once arrays on a GPU use it."""
         return self.group.carrier
 
 
@@ -101,7 +101,7 @@ class _Current(NamedTuple):
     world: World
     messages: Messages
     subgroups: list[Group]
-    """What `new_group()` made and `free_group()` has not closed."""
+    """The groups that `new_group()` made and `free_group()` has not closed."""
 
 
 _current: _Current | None = None
@@ -113,12 +113,12 @@ _when_ended: list[Callable[[], object]] = []
 def enter(world: World, messages: Messages, subgroups: list[Group]) -> None:
     """Make this the current world. Only `start.session` calls it.
 
-    Where there was another in this process before, the callbacks of `on_renewed` are called.
+    If this process was in another world before, the callbacks of `on_renewed` are called.
 
     Args:
         world: The new world.
-        messages: What carries its messages.
-        subgroups: The list to which `new_group()` adds.
+        messages: Carries its messages.
+        subgroups: The list to which `new_group()` adds groups.
     """
     global _current, _n_worlds
     _current = _Current(world, messages, subgroups)
@@ -129,28 +129,28 @@ def enter(world: World, messages: Messages, subgroups: list[Group]) -> None:
 
 
 def leave() -> None:
-    """From now on there is no world. Only `start.session` calls it."""
+    """Leave the current world, so that there is none. Only `start.session` calls it."""
     global _current
     _current = None
 
 
 def notify_ended() -> None:
-    """Call what was given to `on_ended`, after a world was closed. Only `start.session` does."""
+    """Call the callbacks of `on_ended`, after a world was closed. Only `start.session` calls it."""
     for callback in _when_ended:
         callback()
 
 
 def on_renewed(callback: Callable[[], object]) -> None:
-    """Call back on each rank that is in another world than before.
+    """Register a callback for when this process enters another world.
 
     Args:
-        callback: Called after a second `init()`, or when `elastic.run` goes on in a new world.
+        callback: Called after a second `init()`, or when `elastic.run` continues in a new world.
     """
     _when_renewed.append(callback)
 
 
 def on_ended(callback: Callable[[], object]) -> None:
-    """Call back on each rank whose world was closed, by `shutdown()` or at the program's end.
+    """Register a callback for when the world is closed, by `shutdown()` or at the program's end.
 
     Args:
         callback: Called when all operations are complete.
@@ -177,7 +177,7 @@ def world() -> World:
 
 
 def messages() -> Messages:
-    """Return what carries messages between two ranks of the world.
+    """Return the `Messages` of the world, which carry messages between two ranks.
 
     Raises:
         NotInitializedError: There is no world, or this is a forked child.
@@ -189,7 +189,7 @@ def messages() -> Messages:
 
 
 def groups() -> list[Group]:
-    """Return the world's group and, after it, those made of some of its ranks, this one included.
+    """Return the world's group, followed by the groups of some of its ranks that include this one.
 
     Raises:
         NotInitializedError: There is no world.
@@ -198,9 +198,9 @@ def groups() -> list[Group]:
 
 
 def subgroups() -> list[Group]:
-    """Return the list of the groups that `new_group()` made with this rank and that still stand.
+    """Return the list of the groups that `new_group()` made with this rank and that still exist.
 
-    It is the list itself: making or closing one changes it.
+    It is the list itself, which changes when a group is made or closed.
 
     Raises:
         NotInitializedError: There is no world.
@@ -211,7 +211,7 @@ def subgroups() -> list[Group]:
 
 
 def is_initialized() -> bool:
-    """Tell whether there is a world: True between `init()` and `shutdown()`."""
+    """Return whether there is a world: True between `init()` and `shutdown()`."""
     return _current is not None
 
 
@@ -270,7 +270,7 @@ def cross_size() -> int:
 
 
 def device() -> Device:
-    """Return where this rank computes; its `str()` is `cpu` or like `cuda:1`.
+    """Return this rank's device; its `str()` is `cpu` or like `cuda:1`.
 
     Raises:
         NotInitializedError: There is no world.
@@ -279,7 +279,7 @@ def device() -> Device:
 
 
 def is_homogeneous() -> bool:
-    """Tell whether every host has equally many ranks.
+    """Return whether every host has the same number of ranks.
 
     Raises:
         NotInitializedError: There is no world.

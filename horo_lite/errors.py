@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, one class for each thing the reader should do next."""
+"""Exceptions, one class for each kind of reaction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class HoroLiteError(RuntimeError):
-    """Any error of horo_lite that is not a plain wrong argument."""
+    """Base class of horo_lite's errors, except simple wrong arguments."""
 
 
 class NotInitializedError(HoroLiteError, ValueError):
@@ -20,44 +20,45 @@ class NotInitializedError(HoroLiteError, ValueError):
 
 
 class MismatchError(HoroLiteError):
-    """The ranks did not ask for the same thing: a bug in the program, to be fixed there.
+    """The ranks' calls differ: a bug in the program, to be fixed there.
 
-    Raised on every rank. The world is usable again afterwards.
+    Raised on every rank. The world remains usable.
     """
 
 
 class DriftError(HoroLiteError):
-    """The replicas are no longer alike: what the ranks train is not one model any more.
+    """The replicas have diverged: the ranks no longer train the same model.
 
-    Raised on every rank by `check_in_sync`. The world is usable, the model is not.
+    Raised on every rank by `check_in_sync`. The world remains usable, the model does not.
     """
 
 
 class AllocationError(HoroLiteError, MemoryError):
-    """A rank had no memory for the result of an operation: raised on every rank.
+    """A rank had no memory for the result of an operation; raised on every rank.
 
-    Nothing was moved, and the world is usable again afterwards.
+    No data was moved, and the world remains usable.
     """
 
 
 class NonFiniteError(HoroLiteError):
-    """A rank's own gradient had NaN or inf: raised on every rank before anything was applied."""
+    """A rank's own gradient contains NaN or inf; raised on every rank before it was applied."""
 
 
 class PeerLostError(HoroLiteError):
     """A rank died, left or gave up while this one waited for it.
 
-    Buffers in flight are undefined, and the group of ranks (the world, or what `new_group` made)
-    can no longer be used. To go on, as in a notebook, every rank calls `shutdown()` and `init()`.
+    Buffers in flight are undefined, and the group of ranks (the world, or one made by `new_group`)
+    can no longer be used. To continue, for example in a notebook, every rank calls `shutdown()` and
+    `init()`.
     """
 
 
 class TooFewRanksError(PeerLostError):
-    """Fewer ranks are left than `elastic.run` shall go on with: start the job again."""
+    """Fewer ranks remain than `elastic.run` requires: start the job again."""
 
 
 class StallError(HoroLiteError):
-    """Nobody moved for longer than the job allows."""
+    """No rank made progress for longer than the job allows."""
 
 
 class DeviceError(HoroLiteError):
@@ -65,15 +66,15 @@ class DeviceError(HoroLiteError):
 
 
 class LauncherError(HoroLiteError):
-    """The launcher and the MPI library do not fit each other: the message says what to change."""
+    """The launcher and the MPI library do not fit together: the message says what to change."""
 
 
 class CheckpointError(HoroLiteError):
-    """The commits that a job left cannot be read, or must not be: the message says why."""
+    """A job's commits cannot be read, or must not be read: the message says why."""
 
 
 class JobError(HoroLiteError):
-    """A job that `run` started has failed: the message says how, and which rank was the cause."""
+    """A job that `run` started has failed: the message says how, and which rank caused it."""
 
     def __init__(self, message: str, returncode: int = 1) -> None:
         super().__init__(message)
@@ -81,23 +82,23 @@ class JobError(HoroLiteError):
 
 
 RAISED_ALIKE = (MismatchError, AllocationError, DeviceError)
-"""What an operation raises on every rank alike: the ranks are at the same place afterwards."""
+"""Errors that an operation raises on every rank: afterwards the ranks are at the same point."""
 
 GROUP_IS_LOST = (PeerLostError, StallError)
-"""What an operation raises where the group has been given up already."""
+"""Errors that an operation raises if the group has already been given up."""
 
 
 raised_in_graphs: deque[BaseException] = deque(maxlen=16)
-"""What operations inside graphs raised last, of which XLA and TensorFlow pass on the text only.
+"""The last errors of operations inside graphs: XLA and TensorFlow only propagate their text.
 
-No more, since each keeps the arrays of its frames.
+Few are kept, since each keeps the arrays of its frames alive.
 """
 
 
 def behind(error: BaseException) -> BaseException | None:
-    """Return what an operation in a graph has raised, of which a framework made `error`.
+    """Return the error of an operation in a graph that a framework converted to `error`.
 
-    None if it comes from something else.
+    None if `error` has another cause.
     """
     said = str(error)
     return next(
@@ -111,17 +112,17 @@ def behind(error: BaseException) -> BaseException | None:
 
 
 def in_words(error: BaseException) -> str:
-    """The error's class and text, as they are in what a framework makes of it."""
+    """Return the error's class and text, in the form in which a framework's error contains them."""
     return f"{type(error).__name__}: {error}"
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error's class and text."""
+    """Return the error's class and text in one line."""
     return printable(f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return like "rank 3", "ranks 1 and 3" or "ranks 0, 1, 2, 3, … 63 (64 of them)"."""
+    """Return a phrase like "rank 3", "ranks 1 and 3" or "ranks 0, 1, 2, 3, … 63 (64 of them)"."""
     if len(ranks) < 2:
         return f"rank {ranks[0]}" if ranks else "no rank"
     if len(ranks) > 8:
@@ -130,7 +131,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` as any terminal can show it and any rank can be sent it.
+    """Return `text` in a form that any terminal can show and that can be sent to any rank.
 
     Lone surrogates (of undecodable file names) and control characters other than newlines and tabs
     are written as escapes.

@@ -1,8 +1,8 @@
-"""Send and receive: arrays from one rank to another, in which nobody else takes part.
+"""Send and receive: point-to-point messages with arrays, in which no other rank takes part.
 
-Every message has an envelope, a short record of what it is. A small (eager) message is inside; a
-large one stays with its sender until the receiver has fetched it and acknowledged that. Envelopes
-travel by themselves: they arrive in the receiver's mailbox whatever the sender does next.
+Every message has an envelope, a short record that describes it. A small (eager) message is inside
+it; a large one stays with its sender until the receiver has fetched it and acknowledged that.
+Envelopes arrive in the receiver's mailbox whatever the sender does next.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from horo_lite.errors import (
 )
 from horo_lite.transports import Fetch, Mailbox, Transport
 
-SMALL_BYTES = 3072  # with its record it must fit into PIPE_BUF, 4096 bytes, which travel in one go
+SMALL_BYTES = 3072  # with its record it must fit into PIPE_BUF, 4096 bytes: atomic writes
 CHECK_S = 0.05  # how often a rank that waits checks whether the others are alive
-N_EAGER_POLLS = 50  # without a pause
+N_EAGER_POLLS = 50  # polls without a pause
 
 _kept: list[Messages] = []
-"""What was in flight at the end of a world: MPI may use its memory for as long as it runs."""
+"""Messages in flight at the end of a world: MPI may use their memory as long as it runs."""
 
-_numbers = itertools.count()  # unique to each message of this process, in whichever world
+_numbers = itertools.count()  # unique for each message of this process, in all worlds
 
 
 _Key: TypeAlias = "tuple[int, int]"  # channel and tag
@@ -50,10 +50,10 @@ class _Envelope(NamedTuple):
     number: int
     channel: int
     tag: int
-    what: str  # as "float32[3, 4]"
+    what: str  # such as "float32[3, 4]"
     n_bytes: int
-    inside: bytes | None  # of a small message
-    location: Any  # where a large one can be fetched
+    inside: bytes | None  # the contents of a small message
+    location: Any  # where a large message can be fetched
 
 
 class _Acknowledgement(NamedTuple):
@@ -70,15 +70,15 @@ class _Finished(NamedTuple):
 
 
 class Message(Handle):
-    """A message in flight: `wait()` for it before the array is used again, and before the end."""
+    """A message in flight: `wait()` for it before using the array again, and before the end."""
 
     def __init__(self, name: str, messages: Messages, peer: int | None) -> None:
         super().__init__(name, None, lambda: None)
         self._messages = messages
         self.peer = peer  # None: any
         self.is_over = False
-        self.is_lost = False  # `done` has found out that it never will be
-        self.checked = time.monotonic()  # when that was looked for
+        self.is_lost = False  # `done` has found that it will never complete
+        self.checked = time.monotonic()  # when that was last checked
         self.error: Exception | None = None
         self.source: int | None = None
 
@@ -86,7 +86,7 @@ class Message(Handle):
         return self._messages.poll(self)
 
     def wait(self, beside: bool = False) -> int | None:
-        """Return when it has been sent, or received; in that case the rank that it came from."""
+        """Wait until it has been sent or received; return the sender of a received message."""
         if not self.is_over:
             self._messages.wait(self)
         if self.error is not None:
@@ -124,7 +124,7 @@ class _Receiving(Message):
         return self.key == key and self.peer in (None, envelope.source)
 
     def received(self, error: str) -> None:
-        if self.is_over:  # nobody waits for it any more
+        if self.is_over:  # no longer waited for
             return
         if not error:
             self.memory.write_back()
@@ -137,32 +137,32 @@ class _Fetching(NamedTuple):
     message: _Receiving
     envelope: _Envelope
     error: str
-    discarded: Any  # the memory that it is fetched into if there is an error
+    discarded: Any  # the memory into which it is fetched if there is an error
 
 
 class Messages:
-    """This rank's part in all messages of a world; any thread may use it."""
+    """This rank's side of all messages of a world; any thread may use it."""
 
     def __init__(self, mailbox: Mailbox, transport: Transport, world: str) -> None:
         self._mailbox = mailbox
-        self._transport = transport  # of direct calls, which knows who has died or left
+        self._transport = transport  # of direct calls; it knows which ranks have died or left
         self._rank, self._size = transport.rank, transport.size
         self._world = world
         self._lock = threading.RLock()
         self._is_closed = False
-        self._thread = threading.get_ident()  # the one that trains
+        self._thread = threading.get_ident()  # the training thread
         self._in_other_threads = False
-        self._sends_on = False  # a thread does
-        self._unexpected: list[_Envelope] = []  # that have arrived before their receive
-        self._receiving: list[_Receiving] = []  # for which nothing has arrived yet
-        self._sending: dict[int, _Sending] = {}  # large, and not acknowledged yet
+        self._sends_on = False  # whether a thread sends records that found no room
+        self._unexpected: list[_Envelope] = []  # arrived before a matching receive
+        self._receiving: list[_Receiving] = []  # receives for which nothing has arrived yet
+        self._sending: dict[int, _Sending] = {}  # large messages, not acknowledged yet
         self._fetching: list[_Fetching] = []
         self._outgoing: list[list[tuple[bytes, _Sending | None]]] = [[] for _ in range(self._size)]
-        self._n_received = [0] * self._size  # records that have arrived from each
-        self._n_finished = [0] * self._size  # functions in elastic.run, as far as known here
+        self._n_received = [0] * self._size  # records that have arrived from each rank
+        self._n_finished = [0] * self._size  # how often each rank has announced `finish`
 
     def isend(self, x: Array, dst: int, tag: int, channel: int = 0) -> Message:
-        """Begin to send. Only a receive of the same tag and channel accepts the message."""
+        """Begin to send. Only a receive with the same tag and channel accepts the message."""
         dst, tag = self._peer("dst", dst), _tag(tag)
         self._note_thread()
         memory = HostArrays.of_rows(_of_host(x))
@@ -185,12 +185,12 @@ class Messages:
         return message
 
     def irecv(self, x: Array, src: int | None, tag: int, channel: int = 0) -> Message:
-        """Begin to receive from a rank, or with None from any."""
+        """Begin to receive from a rank, or from any if `src` is None."""
         tag = _tag(tag)
         if src is not None:
             src = self._peer("src", src)
         elif self._size == 1:
-            raise ValueError("this world has one rank: no other can send it a message")
+            raise ValueError("this world has only one rank: no other can send it a message")
         if isinstance(x, (bool, int, float, list, tuple)):
             raise TypeError(f"a message is received into an array, not into a {type(x).__name__}")
         self._note_thread()
@@ -210,7 +210,7 @@ class Messages:
         return message
 
     def wait(self, message: Message) -> None:
-        """Return when it is over. PeerLostError or MismatchError where that cannot be."""
+        """Wait until it has ended; raise PeerLostError or MismatchError if that is impossible."""
         transport, awaited = self._transport, self._awaited(message)
         detector = transport.stall_detector
         assert detector is not None, "nobody waits in a world of one"
@@ -238,7 +238,7 @@ class Messages:
         finally:
             waiting.close(went_well)
             if not went_well:
-                with self._lock:  # nothing is received into its array any more
+                with self._lock:  # from now on, nothing is received into its array
                     if not message.is_over and isinstance(message, _Receiving):
                         message.error = PeerLostError(f"{message.name} ended early, and is lost")
                         message.end()
@@ -248,7 +248,7 @@ class Messages:
                             each.fetch.discard()
 
     def poll(self, message: Message) -> bool:
-        """Do what is possible at once, and tell whether `wait` would now return or raise."""
+        """Do what is possible now, and return whether `wait` would return or raise at once."""
         self.progress()
         now = time.monotonic()
         if not message.is_over and not message.is_lost and now - message.checked > CHECK_S:
@@ -257,10 +257,11 @@ class Messages:
         return message.is_over or message.is_lost
 
     def _is_lost(self, message: Message) -> bool:
-        """Tell whether `wait` would raise.
+        """Return whether `wait` would raise.
 
-        That a rank has left is found without check_peer(), which gives up the world: who only asks
-        may go on with the other ranks. After a death it is lost anyway.
+        This does not use check_peer() to detect that a rank has left, since that gives up the
+        world, and a caller that only polls may continue with the other ranks. After a death the
+        world is lost anyway.
         """
         awaited, detector = self._awaited(message), self._transport.stall_detector
         assert detector is not None, "nobody waits in a world of one"
@@ -276,13 +277,13 @@ class Messages:
         return False
 
     def _awaited(self, message: Message) -> list[int]:
-        """Return the ranks one of which must do something for the message to be over."""
+        """Return the ranks, one of which must act before the message can complete."""
         if message.peer is not None:
             return [message.peer]
         return [r for r in range(self._size) if r != self._rank]
 
     def _have_left(self, ranks: list[int]) -> bool:
-        """Tell whether all of these have left. What they had sent before is there by now."""
+        """Return whether all of these ranks have left; what they sent before has then arrived."""
         return all(self._transport.has_left(rank, self._n_received[rank]) for rank in ranks)
 
     def progress(self) -> None:
@@ -295,7 +296,7 @@ class Messages:
             for data in self._mailbox.receive():
                 record = pickle.loads(data)
                 if record.world != self._world:
-                    continue  # of an earlier world, where nobody received it
+                    continue  # of an earlier world, in which it was not received
                 self._n_received[record.source] += 1
                 if isinstance(record, _Envelope):
                     self._deliver(record)
@@ -318,20 +319,21 @@ class Messages:
                     self._fetching.append(each)
 
     def finish(self) -> None:
-        """Announce that this rank's function in elastic.run has ended: no message follows.
+        """Announce that this rank's function in elastic.run has ended, and sends no more messages.
 
-        Not where other threads than the one that trains use messages, since they may go on.
+        Does nothing if threads other than the training thread use messages, since these may
+        continue.
         """
         with self._lock:
             self._n_finished[self._rank] += 1
             record = _Finished(self._world, self._rank, self._n_finished[self._rank])
             for peer in range(self._size):
                 if peer != self._rank and not self._in_other_threads:
-                    with suppress(OSError):  # no free descriptor: a stall is reported instead
+                    with suppress(OSError):  # no free descriptor: a stall will be reported instead
                         self._send(peer, record)
 
     def close(self) -> None:
-        """End: what has not arrived yet never will."""
+        """End all messages: those that have not arrived never will."""
         with self._lock:
             self._is_closed = True
             self._mailbox.close()
@@ -342,9 +344,9 @@ class Messages:
         self._in_other_threads |= threading.get_ident() != self._thread
 
     def _check_finished(self, message: Message, awaited: list[int]) -> None:
-        """MismatchError where the thread that trains waits for ranks that wait in elastic.run.
+        """Raise MismatchError if the training thread waits for ranks that wait in elastic.run.
 
-        What they sent before that has arrived before the announcement of it.
+        Messages that they sent earlier have arrived before their announcement.
         """
         with self._lock:
             mine = self._n_finished[self._rank]
@@ -358,8 +360,8 @@ class Messages:
         have, their = ("have", "their functions") if len(awaited) > 1 else ("has", "its function")
         raise MismatchError(
             f"{ranks_in_words(awaited)} {have} finished {their} in elastic.run, while rank "
-            f"{self._rank} waits in {message.name}: before a rank returns from there, or calls "
-            "sys.exit(), it must send and receive all messages that others wait for"
+            f"{self._rank} waits in {message.name}: before a rank returns from the function, or "
+            "calls sys.exit(), it must send and receive all messages that others wait for"
         )
 
     def _deliver(self, envelope: _Envelope) -> None:
@@ -377,7 +379,7 @@ class Messages:
             error = (
                 f"rank {envelope.source} has sent {theirs} to rank {self._rank} (tag "
                 f"{envelope.tag}), which receives into {mine}: dtype and number of elements must "
-                "be alike"
+                "be the same"
             )
             discarded = np.empty(envelope.n_bytes, np.uint8)
             address = discarded.ctypes.data
@@ -402,7 +404,7 @@ class Messages:
         self._outgoing[peer].append((pickle.dumps(record), message))
         try:
             self._flush(peer)
-        except OSError:  # the caller raises it, and the record is not sent later
+        except OSError:  # raised to the caller; the record is not sent later
             self._outgoing[peer].pop()
             raise
         if self._outgoing[peer] and not self._sends_on:
@@ -410,13 +412,13 @@ class Messages:
             threading.Thread(target=self._send_on, name="horo_lite messages", daemon=True).start()
 
     def _send_on(self) -> None:
-        """Send what found no room: its receiver must not depend on this rank's next call."""
+        """Send records that found no room, without depending on this rank's next call."""
         while True:
             self._mailbox.wait_for_room(CHECK_S)
             with self._lock:
                 if not self._is_closed:
                     for peer in range(self._size):
-                        with contextlib.suppress(OSError):  # short of descriptors: once more, later
+                        with contextlib.suppress(OSError):  # short of descriptors: try again later
                             self._flush(peer)
                 self._sends_on = not self._is_closed and any(self._outgoing)
                 if not self._sends_on:
@@ -432,14 +434,14 @@ class Messages:
     def _peer(self, name: str, peer: Any) -> int:
         number = arguments.rank(name, peer, self._size)
         if number == self._rank:
-            raise ValueError(f"{name} is {number}, this rank itself: messages are for other ranks")
+            raise ValueError(f"{name} is {number}, this rank itself, but must be another rank")
         return number
 
 
 def _tag(tag: Any) -> int:
     number = arguments.integer("tag", tag)
     if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"tag must fit into 64 bits, and {number:.3e} does not")
+        raise ValueError(f"tag must fit into 64 bits, but {number:.3e} does not")
     return number
 
 
@@ -447,7 +449,7 @@ def _of_host(x: Array) -> Array:
     gpu = gpu_of(x)
     if gpu is not None:
         raise ValueError(
-            f"the array lies on cuda:{gpu}, and messages go through the host's memory: send a copy "
-            "of it there, and receive into one (in PyTorch, x.cpu())"
+            f"the array is on cuda:{gpu}, but messages go through host memory: send a copy in host "
+            "memory, and receive into one (in PyTorch, x.cpu())"
         )
     return x

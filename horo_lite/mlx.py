@@ -7,7 +7,7 @@
     loss, gradients = nn.value_and_grad(model, loss_of)(model, x, y)
     optimizer.update(model, gradients)
 
-Each rank is a process of its own; nothing here needs `mx.distributed`.
+Each rank is a separate process; nothing here needs `mx.distributed`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     name: str | None = None,
     group: Group | None = None,
 ) -> Any:
-    """`optimizer`, whose `update` and `apply_gradients` now work with the gradients of all ranks.
+    """Return an optimizer whose `update` and `apply_gradients` first average over all ranks.
 
-    Every rank makes it with the same options, and calls them equally often, outside of
-    `mx.compile`. It is of the same class and has the same state, settings and schedules: what is
-    changed here is changed there.
+    Every rank creates it with the same options and calls these methods the same number of times,
+    outside `mx.compile`. It has the same class as `optimizer`, and shares its state, settings and
+    schedules.
 
-    Both calls take `weight=`, this rank's number of samples, on every rank or on none: with it the
-    average is the mean over all samples, however uneven the batches. The given gradients stay as
-    they are. See `average_gradients` for options and errors.
+    Both methods take `weight=`, this rank's number of samples, on every rank or on none: the
+    average is then the mean over all samples, however uneven the batches. The gradients that are
+    passed are not changed. See `average_gradients` for options and errors.
     """
     kind: Any = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{optimizer!r} is not an optimizer of mlx.optimizers")
     if hasattr(kind, "averages_gradients"):
-        raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
+        raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
     options = Options(op=op, compression=compression, group=group)
 
     class Distributed(kind):  # type: ignore[misc]

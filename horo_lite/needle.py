@@ -1,4 +1,4 @@
-"""Needle on several ranks: `import horo_lite.needle as hvd`, and the loop stays as it is.
+"""Needle on several ranks: `import horo_lite.needle as hvd`, with an unchanged training loop.
 
     rank, device = hvd.init()
     train, bsz = hvd.partition_dataset(dataset, 128, device=device, dtype="float32")
@@ -30,11 +30,11 @@ from horo_lite import is_initialized, rank, size
 
 
 def init(*args: Any, **options: Any) -> tuple[int, Any]:
-    """`(rank, device)`: this rank's number, and the Needle device that it computes on.
+    """Initialize, and return this rank's number and its Needle device.
 
-    Called once by every rank. The device is `ndl.cpu()`, or, where this rank has a GPU and Needle
-    the backend for it, `ndl.cuda(index)`; if yours takes no index, `ndl.cuda()`, and which GPU that
-    is CUDA_VISIBLE_DEVICES says. Arguments as for `horo_lite.init`.
+    Every rank calls it once. The device is `ndl.cpu()` or, if this rank has a GPU and Needle the
+    backend for it, `ndl.cuda(index)`; if your Needle takes no index, it is `ndl.cuda()`, and
+    CUDA_VISIBLE_DEVICES selects the GPU. The arguments are those of `horo_lite.init`.
     """
     here = horo_lite.init(*args, **options)
     if here.device.kind == "cuda" and hasattr(ndl, "cuda"):
@@ -54,24 +54,25 @@ def partition_dataset(
     *,
     shuffle: bool = True,
 ) -> tuple[Any, int]:
-    """`(loader, bsz)`: a loader over this rank's part of `dataset`, with batches of `bsz`.
+    """Return `(loader, bsz)`: a loader over this rank's part of `dataset`, with batches of `bsz`.
 
-    Called by every rank with the same dataset. `batch_size` counts the samples of all ranks
-    together, and `bsz` is `batch_size // size`. Every rank gets every size-th sample, as many as
-    the others, so that all have equally many batches; up to size - 1 samples are left out.
+    Every rank calls it with the same dataset. `batch_size` counts the samples of all ranks
+    together, and `bsz` is `batch_size // size`. Every rank gets every size-th sample, the same
+    number as the others, so all have the same number of batches; up to size - 1 samples are left
+    out.
 
-    Under `elastic.run`, call it in the function that trains: a part is of the world that it was
-    made in, and in another an error.
+    Under `elastic.run`, call it in the training function: a part belongs to the world in which it
+    was made, and raises an error in another.
 
-    The loader is Needle's `DataLoader`, which with `shuffle` orders each epoch anew by NumPy's
-    global state, and gives tensors on `device`. Without it, N ranks take the steps that one process
-    takes with the same `batch_size`, if N divides it.
+    The loader is Needle's `DataLoader` with tensors on `device`; with `shuffle`, it shuffles each
+    epoch by NumPy's global state. Without `shuffle`, N ranks take the same steps as one process
+    with the same `batch_size`, if N divides it.
     """
     n, bsz = len(dataset) // size(), batch_size // size()
     if min(n, bsz) < 1:
         raise ValueError(
             f"partition_dataset: {len(dataset)} samples in batches of {batch_size} leave nothing "
-            f"for some of the {size()} ranks; batch_size is that of all ranks together"
+            f"for some of the {size()} ranks; batch_size counts the samples of all ranks together"
         )
     part = _Part(dataset, n, (rank(), size()))
     known = inspect.signature(ndl.data.DataLoader).parameters
@@ -91,7 +92,7 @@ class _Part(ndl.data.Dataset):  # type: ignore[misc]
     def __getitem__(self, index: Any) -> Any:
         if is_initialized() and (rank(), size()) != self._place:
             raise RuntimeError(
-                "this loader has the samples of rank {} of {}, and this is now rank {} of {}: call "
+                "this loader has the samples of rank {} of {}, but this is now rank {} of {}: call "
                 "partition_dataset in the function that elastic.run calls".format(
                     *self._place, rank(), size()
                 )
@@ -104,7 +105,7 @@ class _Part(ndl.data.Dataset):  # type: ignore[misc]
 
 
 class _OnDevice:
-    """A loader of the earlier homeworks, which knows no devices, with its tensors on one."""
+    """Puts the tensors of a loader from the earlier homeworks, without devices, on a device."""
 
     def __init__(self, loader: Any, options: dict[str, Any]) -> None:
         self._loader, self._options = loader, options

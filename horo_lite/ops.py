@@ -1,7 +1,7 @@
-"""The operations among ranks, as programs call them: `hvd.allreduce` and all the others.
+"""The public operations between ranks: `hvd.allreduce` and all the others.
 
-Collectives take `group=`, by default all ranks of the world. What they are made of is in
-`collectives/calls.py` and `messages.py`; here are the arguments, and what becomes of the arrays.
+Collectives take `group=`, by default all ranks of the world. They are implemented in
+`collectives/calls.py` and `messages.py`; this file handles arguments and arrays.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ context.on_ended(MEMORY.clear)
 
 
 def ranks_of(group: Group | NullGroup | None) -> Group:
-    """The group, or that of the world for None.
+    """Return the group, or the world's group for None.
 
     Raises:
         NotInitializedError: There is no world.
@@ -101,7 +101,7 @@ def _explains_average(function: Callable[P, T]) -> Callable[P, T]:
     def _call(*args: P.args, **kwargs: P.kwargs) -> T:
         if "average" in kwargs:
             raise TypeError(
-                f"{function.__name__}() takes no average=: write op=hvd.Average for "
+                f"{function.__name__}() takes no average=: use op=hvd.Average for "
                 "average=True, op=hvd.Sum for average=False"
             )
         return function(*args, **kwargs)
@@ -123,35 +123,35 @@ def allreduce(
 ) -> Array:
     """Reduce an array over all ranks into a new one.
 
-    Every rank calls it, in the same order as its other direct calls. Sums are formed in rank
-    order, in float32 (float64 for float64), so that all ranks and every run have the same bits.
+    Every rank calls it, in the same order as its other direct calls. Sums are computed in rank
+    order, in float32 (float64 for float64), so all ranks and all runs get the same bits.
 
     Args:
         x: An array (NumPy, DLPack or buffer protocol) or a number, of the same shape and
             dtype on every rank. Numbers are reduced as float64.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What messages and the timeline call the operation; the same on every rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
-        A new array of the kind of `x`; for a number, a number. No gradients flow
-        through it, as through torch.distributed's: for that there are the operations of
-        `horo_lite.torch`, `.jax` and `.tensorflow`.
+        A new array of the kind of `x`; for a number, a number. As in torch.distributed, it
+        is not differentiable; use the operations of `horo_lite.torch`, `.jax` and
+        `.tensorflow` for that.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
-        TypeError: This cannot be reduced (objects, complex numbers); convert it.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
+        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
     """
     (result,) = _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
@@ -178,26 +178,26 @@ def allreduce_(
     Args:
         x: A writable array, of the same shape and dtype on every rank. It is changed in
             place.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What messages and the timeline call the operation; the same on every rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
         `x` itself.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
         TypeError: `x` is a number or a list: use the call without the underscore.
         ValueError: The memory is read-only or shares elements: pass a writable copy, or use
             the call without the underscore.
@@ -221,34 +221,34 @@ def grouped_allreduce(
     weight: float | None = None,
     group: Group | None = None,
 ) -> list[Array]:
-    """Reduce several arrays over all ranks, as one, into new ones.
+    """Reduce several arrays over all ranks, in one operation, into new ones.
 
     Every rank calls it, in the same order as its other direct calls. See `allreduce`.
 
     Args:
-        xs: Arrays, as many on every rank, of the same shapes and dtypes there.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What messages and the timeline call the operation; the same on every rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        xs: Arrays; their number, shapes and dtypes are the same on every rank.
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         names: Names of the arrays for messages; the same on every rank.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
         New arrays of the kinds of `xs`.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
-        TypeError: This cannot be reduced (objects, complex numbers); convert it.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
+        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
     """
     return _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
@@ -270,36 +270,36 @@ def grouped_allreduce_(
     weight: float | None = None,
     group: Group | None = None,
 ) -> list[Array]:
-    """Reduce several arrays over all ranks, as one, in place.
+    """Reduce several arrays over all ranks, in one operation, in place.
 
     Every rank calls it, in the same order as its other direct calls. See `allreduce`.
 
     Args:
-        xs: Writable arrays, as many on every rank, of the same shapes and dtypes there. No
-            two of them share memory. They are changed in place.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What messages and the timeline call the operation; the same on every rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        xs: Writable arrays; their number, shapes and dtypes are the same on every rank, and
+            no two share memory. They are changed in place.
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
         `xs` themselves, as a list.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
         TypeError: One of them is a number or a list: use grouped_allreduce.
-        ValueError: Two of them share memory, which would be reduced twice, or one is read-
-            only: pass each memory once, or use grouped_allreduce.
+        ValueError: Two of them share memory, which would be reduced twice, or one is
+            read-only: pass each array once, or use grouped_allreduce.
     """
     xs = arguments.several(xs)
     _reduce_in_place(
@@ -322,32 +322,32 @@ def allreduce_async(
 ) -> Handle:
     """Begin `allreduce`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
         x: An array (NumPy, DLPack or buffer protocol) or a number, of the same shape and
-            dtype on every rank. Numbers are reduced as float64. It is copied: it may be
+            dtype on every rank. Numbers are reduced as float64. It is copied, and may be
             changed at once.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is a new array.
 
     Raises:
-        TypeError: This cannot be reduced (objects, complex numbers); convert it.
+        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
     """
     return _begin_reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor),
@@ -372,25 +372,25 @@ def allreduce_async_(
 ) -> Handle:
     """Begin `allreduce_`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
         x: A writable array, of the same shape and dtype on every rank. It is changed in
-            place. Leave it alone until it is synchronized.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+            place. Do not use it until it is synchronized.
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is `x`.
@@ -424,32 +424,32 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Begin `grouped_allreduce`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
-        xs: Arrays, as many on every rank, of the same shapes and dtypes there. They are
+        xs: Arrays; their number, shapes and dtypes are the same on every rank. They are
             copied.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         names: Names of the arrays for messages; the same on every rank.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is a list of new arrays.
 
     Raises:
-        TypeError: This cannot be reduced (objects, complex numbers); convert it.
+        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
     """
     return _begin_reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
@@ -475,27 +475,27 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Begin `grouped_allreduce_`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
-        xs: Writable arrays, as many on every rank, of the same shapes and dtypes there. No
-            two of them share memory. They are changed in place. Leave them alone until the
+        xs: Writable arrays; their number, shapes and dtypes are the same on every rank, and
+            no two share memory. They are changed in place. Do not use them until the
             handle is synchronized.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
         names: Names of the arrays for messages; the same on every rank.
         weight: This rank's number of samples, given on every rank or on none, with op
-            Average only: the average is then that over all samples.
-        group: The ranks that take part; all of the world by default.
+            Average only: the result is then the average over all samples.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is `xs` as a list.
@@ -532,26 +532,26 @@ def reducescatter(
 
     Args:
         x: An array of at least one dimension, of the same shape and dtype on every rank.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What messages and the timeline call the operation; the same on every rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
-        group: The ranks that take part; all of the world by default.
+        group: The ranks that take part; by default all.
 
     Returns:
-        A new array: this rank's rows of what `allreduce(x)` gives. On CPUs nothing else
-        travels. With fp16, whose blocks begin at each rank's first row then, small numbers
-        may survive that an all-reduce loses beside large ones.
+        A new array: this rank's rows of `allreduce(x)`. On CPUs only these rows travel. With
+        fp16, the blocks begin at each rank's first row, so small numbers may be preserved
+        that an all-reduce loses next to large ones.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
         ValueError: `x` has no dimension to be divided.
     """
     ranks = ranks_of(group)
@@ -576,23 +576,23 @@ def reducescatter_async(
 ) -> Handle:
     """Begin `reducescatter`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
         x: An array of at least one dimension, of the same shape and dtype on every rank. It
-            is copied: it may be changed at once.
-        op: How the ranks' values become one: `Average`, `Sum`, `Min`, `Max` or `Product`.
-            Averages of integers are cut towards zero.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        compression: What travels: `Compression.none`, `.fp16` or `.bf16`; it narrows
-            float32 and float64 only.
-        prescale_factor: Multiplies what this rank contributes, in float32 (float64 for
+            is copied, and may be changed at once.
+        op: How the ranks' values are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+            Averages of integers are truncated towards zero.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        compression: The wire format: `Compression.none`, `.fp16` or `.bf16`; narrows only
+            float32 and float64.
+        prescale_factor: Multiplies this rank's contribution, in float32 (float64 for
             float64).
         postscale_factor: Multiplies the result before it is rounded to the dtype of the
             array.
-        group: The ranks that take part; all of the world by default.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is this rank's rows.
@@ -608,7 +608,7 @@ def reducescatter_async(
 
 
 def allgather(x: Array, *, name: str | None = None, group: Group | None = None) -> Array:
-    """Put all ranks' arrays one after the other.
+    """Concatenate all ranks' arrays along the first dimension.
 
     Every rank calls it, in the same order as its other direct calls.
 
@@ -616,16 +616,16 @@ def allgather(x: Array, *, name: str | None = None, group: Group | None = None) 
         x: An array; only its first dimension may differ between ranks. A Python number (of
             the same type on every rank: ints become int64) or a zero-dimensional array is
             one row.
-        name: What messages and the timeline call the operation; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        group: The ranks that take part; by default all.
 
     Returns:
         A new array of all rows, in rank order.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
     """
     ranks, call = ranks_of(group), AllGather(name)
     rows = ranks.rows(x)
@@ -635,15 +635,15 @@ def allgather(x: Array, *, name: str | None = None, group: Group | None = None) 
 def allgather_async(x: Array, *, name: str | None = None, group: Group | None = None) -> Handle:
     """Begin `allgather`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
-        x: An array; only its first dimension may differ between ranks. Leave it alone until
+        x: An array; only its first dimension may differ between ranks. Do not use it until
             it is synchronized.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        group: The ranks that take part; all of the world by default.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is all rows, in rank order.
@@ -664,16 +664,16 @@ def broadcast(
         x: An array of the same shape and dtype on every rank, or a number of the same type:
             a bool, an int of up to 64 bits or a float.
         root_rank: The rank whose values all receive, 0 to size - 1.
-        name: What messages and the timeline call the operation; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        group: The ranks that take part; by default all.
 
     Returns:
-        A new array of what `x` is on rank `root_rank`; for a number, a number of that type.
+        A new array with the values of rank `root_rank`; for a number, a number of that type.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
     """
     ranks = ranks_of(group)
     call = Broadcast(name, _root(root_rank, ranks))
@@ -693,16 +693,16 @@ def broadcast_(
         x: A writable array, of the same shape and dtype on every rank. It is changed in
             place.
         root_rank: The rank whose values all receive, 0 to size - 1.
-        name: What messages and the timeline call the operation; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        group: The ranks that take part; by default all.
 
     Returns:
         `x` itself.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
         TypeError: `x` is a number or a list: use the call without the underscore.
         ValueError: The memory is read-only or shares elements: pass a writable copy, or use
             the call without the underscore.
@@ -718,16 +718,16 @@ def broadcast_async(
 ) -> Handle:
     """Begin `broadcast`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
-        x: An array of the same shape and dtype on every rank, or a number. It is copied: it
+        x: An array of the same shape and dtype on every rank, or a number. It is copied, and
             may be changed at once.
         root_rank: The rank whose values all receive, 0 to size - 1.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        group: The ranks that take part; all of the world by default.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is a new array.
@@ -743,16 +743,16 @@ def broadcast_async_(
 ) -> Handle:
     """Begin `broadcast_`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
         x: A writable array, of the same shape and dtype on every rank. It is changed in
-            place. Leave it alone until it is synchronized.
+            place. Do not use it until it is synchronized.
         root_rank: The rank whose values all receive, 0 to size - 1.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        group: The ranks that take part; all of the world by default.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is `x`.
@@ -775,24 +775,24 @@ def grouped_broadcast_(
     names: Sequence[str] = (),
     group: Group | None = None,
 ) -> list[Array]:
-    """Send several arrays of one rank to all, into the arrays that these pass.
+    """Copy several arrays of one rank to all ranks, in one operation, in place.
 
     Every rank calls it, in the same order as its other direct calls.
 
     Args:
-        xs: Writable arrays, as many on every rank, of the same shapes and dtypes there. Some may
-            share memory (tied weights), if they do so alike on all ranks.
+        xs: Writable arrays; their number, shapes and dtypes are the same on every rank. Some may
+            share memory (tied weights), if they do so in the same way on all ranks.
         root_rank: The rank whose values all receive, 0 to size - 1.
         names: Names of the arrays for messages; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+        group: The ranks that take part; by default all.
 
     Returns:
         The arrays that were passed, in a list.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
         TypeError: An item is a number or a list: use the call without the underscore.
         ValueError: Memory is read-only: pass a writable copy, or use the call without the
             underscore.
@@ -811,23 +811,23 @@ def grouped_broadcast(
     names: Sequence[str] = (),
     group: Group | None = None,
 ) -> list[Array]:
-    """Send several arrays of one rank to all, into new ones.
+    """Copy several arrays of one rank to all ranks, in one operation, into new ones.
 
     Every rank calls it, in the same order as its other direct calls.
 
     Args:
-        xs: Arrays, as many on every rank, of the same shapes and dtypes there.
+        xs: Arrays; their number, shapes and dtypes are the same on every rank.
         root_rank: The rank whose values all receive, 0 to size - 1.
         names: Names of the arrays for messages; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+        group: The ranks that take part; by default all.
 
     Returns:
         New arrays, like `xs`.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
     """
     xs, ranks = arguments.several(xs), ranks_of(group)
     call = Broadcast(None, _root(root_rank, ranks), names)
@@ -843,26 +843,26 @@ def alltoall(
     name: str | None = None,
     group: Group | None = None,
 ) -> Any:
-    """Send some rows to each rank.
+    """Send some rows to each rank, and receive rows from each.
 
     Every rank calls it, in the same order as its other direct calls.
 
     Args:
-        x: An array whose dtype and shape but for the first dimension are the same on every
+        x: An array whose dtype and shape, except the first dimension, are the same on every
             rank.
         splits: How many rows of `x`, in order, go to each rank: `size` numbers that add up
-            to `len(x)`. Without it each gets as many.
-        name: What messages and the timeline call the operation; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+            to `len(x)`. By default each gets the same number.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        group: The ranks that take part; by default all.
 
     Returns:
-        The rows that all ranks had for this one, in rank order; with `splits`, also how
+        The rows that all ranks sent to this one, in rank order; with `splits`, also how
         many came from each rank.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
         ValueError: `splits` does not fit `x`.
     """
     ranks, call = ranks_of(group), AllToAll(name)
@@ -882,17 +882,17 @@ def alltoall_async(
 ) -> Handle:
     """Begin `alltoall`.
 
-    Return at once; every rank submits it, in any order, and synchronizes it. synchronize()
-    raises what the direct call would.
+    Return at once. Every rank submits it, in any order, and synchronizes it; synchronize()
+    raises the errors of the direct call.
 
     Args:
-        x: An array whose dtype and shape but for the first dimension are the same on every
-            rank. Leave it alone until it is synchronized.
+        x: An array whose dtype and shape, except the first dimension, are the same on every
+            rank. Do not use it until it is synchronized.
         splits: How many rows of `x`, in order, go to each rank: `size` numbers that add up
-            to `len(x)`. Without it each gets as many.
-        name: What the operation is matched by; the same on every rank. Without one, it is
-            matched by its number among the unnamed ones of this rank.
-        group: The ranks that take part; all of the world by default.
+            to `len(x)`. By default each gets the same number.
+        name: The name by which the operation is matched; the same on every rank. By default
+            it is matched by its number among this rank's unnamed operations.
+        group: The ranks that take part; by default all.
 
     Returns:
         A handle for `synchronize` and `poll`. The result is that of `alltoall`.
@@ -918,12 +918,12 @@ def barrier(*, group: Group | None = None) -> None:
     Every rank calls it, in the same order as its other direct calls.
 
     Args:
-        group: The ranks that take part; all of the world by default.
+        group: The ranks that take part; by default all.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
     """
     ranks_of(group).run(Barrier(), Part())
 
@@ -933,23 +933,23 @@ def broadcast_object(
 ) -> T:
     """Copy one rank's Python object to all ranks.
 
-    Every rank calls it, in the same order as its other direct calls. It is pickled: receive
-    from ranks that you trust.
+    Every rank calls it, in the same order as its other direct calls. Objects are pickled: receive
+    only from ranks that you trust.
 
     Args:
-        obj: Any picklable object; what other ranks give is ignored.
+        obj: Any picklable object; ignored on ranks other than the root.
         root_rank: The rank whose values all receive, 0 to size - 1.
-        name: What messages and the timeline call the operation; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        group: The ranks that take part; by default all.
 
     Returns:
-        The object of rank `root_rank`: there itself, elsewhere a copy.
+        The object of rank `root_rank`: on that rank itself, on others a copy.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
-        TypeError: It cannot be pickled.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
+        TypeError: The object cannot be pickled.
     """
     ranks = ranks_of(group)
     call = BroadcastBytes(name, _root(root_rank, ranks))
@@ -962,21 +962,21 @@ def broadcast_object(
 def allgather_object(obj: T, *, name: str | None = None, group: Group | None = None) -> list[T]:
     """Gather all ranks' Python objects.
 
-    Every rank calls it, in the same order as its other direct calls. They are pickled.
+    Every rank calls it, in the same order as its other direct calls. Objects are pickled.
 
     Args:
         obj: Any picklable object.
-        name: What messages and the timeline call the operation; the same on every rank.
-        group: The ranks that take part; all of the world by default.
+        name: The operation's name in messages and the timeline; the same on every rank.
+        group: The ranks that take part; by default all.
 
     Returns:
-        A list of them in rank order.
+        A list of the objects in rank order.
 
     Raises:
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
-            rank, and the next call may be made.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
-        TypeError: It cannot be pickled.
+            rank; further calls are possible.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
+        TypeError: The object cannot be pickled.
     """
     ranks, call = ranks_of(group), AllGatherBytes(name)
     everyone = ranks.run(call, Part(data=pickled(obj, call.label)))
@@ -986,37 +986,37 @@ def allgather_object(obj: T, *, name: str | None = None, group: Group | None = N
 def synchronize(handle: Handle, *, beside: bool = False, group: Group | None = None) -> Any:
     """Wait for an asynchronous operation.
 
-    Every rank synchronizes what it has submitted; the order does not matter.
+    Every rank synchronizes all operations that it submitted, in any order.
 
     Args:
         handle: What the `…_async` call returned. It may be synchronized again.
-        beside: Whether this thread is another than the one that trains, which goes on
-            meanwhile. On every rank one such thread at a time waits, for the same
-            operations in the same order.
-        group: The ranks that take part; all of the world by default.
+        beside: Whether this is not the training thread, which continues meanwhile. On every
+            rank at most one such thread waits at a time, for the same operations in the
+            same order.
+        group: The ranks that take part; by default all.
 
     Returns:
         The operation's result.
 
     Raises:
-        MismatchError: The ranks differ, or some did not submit the operation.
-        PeerLostError: A rank died, left or failed. The group is of no more use.
-        TypeError: `handle` is something else, such as the result of a direct call.
+        MismatchError: The ranks' calls differ, or some ranks did not submit the operation.
+        PeerLostError: A rank died, left or failed. The group can no longer be used.
+        TypeError: `handle` is not a handle but, for example, the result of a direct call.
     """
     return ranks_of(group).synchronize(_handle(handle), beside=beside)
 
 
 def poll(handle: Handle, *, group: Group | None = None) -> bool:
-    """Tell whether an operation is over.
+    """Return whether an operation has ended.
 
-    Local: it waits for nobody.
+    Local: it waits for no other rank.
 
     Args:
         handle: What the `…_async` call returned.
-        group: The ranks that take part; all of the world by default.
+        group: The ranks that take part; by default all.
 
     Returns:
-        True where `synchronize(handle)` would return or raise at once.
+        True if `synchronize(handle)` would return or raise at once.
     """
     return ranks_of(group).poll(_handle(handle))
 
@@ -1081,39 +1081,40 @@ def _changed(xs: Sequence[Array], result: T) -> T:
 
 
 def join() -> int:
-    """Wait until all ranks have called this, taking part in what the others do meanwhile.
+    """Wait until all ranks have called this, taking part in the others' operations meanwhile.
 
-    For uneven numbers of batches: a rank that has no more calls it, and until all have, it takes
-    part in the others' operations without changing their results. In sums and averages it counts as
-    zeros, and averages are still divided by the number of all ranks, as in Horovod; one that is
-    weighted by numbers of samples, only by the samples that there are. In allgathers it has no
-    rows, and it ignores broadcasts from others.
+    For uneven numbers of batches: a rank without further batches calls it and, until all have done
+    so, takes part in the others' operations without changing their results. In sums and averages it
+    contributes zeros, and averages are still divided by the number of all ranks, as in Horovod;
+    averages weighted by numbers of samples are divided only by the actual samples. In allgathers it
+    has no rows, and it ignores broadcasts from others.
 
-    Its own parameters stay behind meanwhile; those of the last rank have seen every step:
+    Its own parameters are not updated meanwhile; those of the last rank have seen every step:
 
         for batch in batches:
             ...
         last = hvd.join()
         hvd.broadcast_parameters(model, root_rank=last)
 
-    Broadcast the optimizer's state, and what else a step changes, likewise. Afterwards everything
-    is as before, and a next epoch may end in another join(). It is also a barrier.
+    Broadcast the optimizer's state, and anything else that a step changes, in the same way.
+    Afterwards everything is as before, and the next epoch may end in another join(). It is also a
+    barrier.
 
     Returns:
-        The number of the last rank that called it, alike on all of them.
+        The last rank that called it, the same on all ranks.
 
     Raises:
-        MismatchError: On the ranks that call what needs every rank (a broadcast from one that has
-            joined, alltoall, reducescatter, objects, a new process set, arrays on a GPU); the rank
-            in join() goes on waiting.
+        MismatchError: On ranks that call an operation that needs every rank (a broadcast from one
+            that has joined, alltoall, reducescatter, objects, a new process set, arrays on a GPU);
+            the rank in join() keeps waiting.
         PeerLostError: A rank ended or failed meanwhile.
         HoroLiteError: There are process sets, and MPI was initialised without THREAD_MULTIPLE.
     """
     everyone, *parts = context.groups()
     if parts and not context.world().thread_multiple:
         raise HoroLiteError(
-            "join() waits in every group of ranks at once, and MPI was initialised without "
-            "THREAD_MULTIPLE: let horo_lite.init() initialise it, or do without process sets"
+            "join() waits in every group of ranks at once, but MPI was initialised without "
+            "THREAD_MULTIPLE: let horo_lite.init() initialise it, or do not use process sets"
         )
     errors: list[BaseException] = []
 
@@ -1123,7 +1124,7 @@ def join() -> int:
         except BaseException as error:
             errors.append(error)
 
-    # The others may operate among part of the ranks at any time, and wait for this one there.
+    # The others may call operations of a subgroup at any time, and wait for this rank there.
     threads = [
         threading.Thread(target=join_part, args=(part,), name="horo_lite join", daemon=True)
         for part in parts
@@ -1144,43 +1145,44 @@ def join() -> int:
 def send(x: Array, dst: int, *, tag: int = 0) -> None:
     """Send `x` to rank `dst`; `x` may be changed on return.
 
-    Only that rank takes part, in `recv`. Arrays above 3 KB wait until the receiver has them, so two
-    ranks that first send such to each other and then receive wait for ever: one must use `isend`.
-    Messages between two ranks with one `tag` are received in the order in which they were sent.
+    Only that rank takes part, with `recv`. With arrays above 3 KB it waits until the receiver has
+    them, so two ranks that first send such arrays to each other, and then receive, deadlock: one of
+    them must use `isend`. Messages between two ranks with the same `tag` are received in the order
+    in which they were sent.
 
     Args:
-        x: An array in the host's memory, or a number.
+        x: An array in host memory, or a number.
         dst: The rank that receives it.
-        tag: Tells messages between the same two ranks apart.
+        tag: Distinguishes messages between the same two ranks.
 
     Raises:
-        MismatchError: The receiver's array has another dtype or number of elements. Of small
-            messages only the receiver knows.
+        MismatchError: The receiver's array has another dtype or number of elements. For small
+            messages, only the receiver raises it.
         PeerLostError: `dst` has ended.
-        ValueError: `x` is on a GPU: send a copy in the host's memory. Or `dst` is no other rank.
+        ValueError: `x` is on a GPU: send a copy in host memory. Or `dst` is not another rank.
     """
     isend(x, dst, tag=tag).wait()
 
 
 def recv(x: Array, src: int | None = None, *, tag: int = 0) -> int:
-    """Receive into `x` what rank `src` has sent with this `tag`.
+    """Receive into `x` a message that rank `src` has sent with this `tag`.
 
-    Elements count in C order; shapes may differ.
+    Elements are in C order; shapes may differ.
 
     Args:
-        x: A writable array in the host's memory, which is changed, with the dtype and number of
-            elements of what was sent.
+        x: A writable array in host memory, which is changed; its dtype and number of elements must
+            be those of the array that was sent.
         src: The rank that sends it; None for any.
-        tag: Tells messages between the same two ranks apart.
+        tag: Distinguishes messages between the same two ranks.
 
     Returns:
         The rank that sent it.
 
     Raises:
-        MismatchError: What was sent has another dtype or number of elements; `x` is as before. If
+        MismatchError: The message has another dtype or number of elements; `x` is not changed. If
             the message is large, the sender raises it, too.
         PeerLostError: `src` has ended without sending it.
-        ValueError: `x` is on a GPU or read-only, or `src` is no other rank.
+        ValueError: `x` is on a GPU or read-only, or `src` is not another rank.
     """
     source = irecv(x, src, tag=tag).wait()
     assert source is not None
@@ -1190,12 +1192,12 @@ def recv(x: Array, src: int | None = None, *, tag: int = 0) -> int:
 def isend(x: Array, dst: int, *, tag: int = 0) -> Message:
     """Begin to send `x` to rank `dst`; do not change `x` until `wait()` on the result has returned.
 
-    As `send`. Every such message must be waited for, at the latest at the end of the program.
+    Like `send`. Every such message must be waited for, at the latest at the end of the program.
 
     Args:
-        x: An array in the host's memory, or a number.
+        x: An array in host memory, or a number.
         dst: The rank that receives it.
-        tag: Tells messages between the same two ranks apart.
+        tag: Distinguishes messages between the same two ranks.
 
     Returns:
         A message to wait for.
@@ -1206,12 +1208,12 @@ def isend(x: Array, dst: int, *, tag: int = 0) -> Message:
 def irecv(x: Array, src: int | None = None, *, tag: int = 0) -> Message:
     """Begin to receive into `x`; `wait()` on the result returns the rank that sent it.
 
-    As `recv`. Of several receives that accept a message, the one begun first gets it.
+    Like `recv`. If several receives accept a message, the one begun first gets it.
 
     Args:
-        x: A writable array in the host's memory, to be left alone until it is received.
+        x: A writable array in host memory. Do not use it until the message is received.
         src: The rank that sends it; None for any.
-        tag: Tells messages between the same two ranks apart.
+        tag: Distinguishes messages between the same two ranks.
 
     Returns:
         A message to wait for.
@@ -1225,8 +1227,8 @@ def irecv(x: Array, src: int | None = None, *, tag: int = 0) -> Message:
 def _handle(handle: Any) -> Handle:
     if not isinstance(handle, Handle):
         raise TypeError(
-            f"handle must be what an …_async call returned, not a {type(handle).__name__}: only "
-            "those are synchronized"
+            f"handle must be what an …_async call returned, not a {type(handle).__name__}: other "
+            "calls need no synchronize()"
         )
     return handle
 
@@ -1236,14 +1238,14 @@ def _root(root_rank: Any, group: Group) -> int:
 
 
 def pickled(obj: object, label: str, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
-    """`obj` as other ranks can load it; TypeError where that cannot be."""
+    """Return `obj` pickled; raise TypeError if that is impossible."""
     file = io.BytesIO()
     try:
         pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
     except Exception as error:
         raise TypeError(
             f"{label}: a {type(obj).__name__} cannot be sent to other processes ({error}): send "
-            "what it is made of, such as numbers, arrays, lists or dicts"
+            "its contents as numbers, arrays, lists or dicts"
         ) from error
     return file.getvalue()
 
@@ -1258,7 +1260,7 @@ def _splits(rows: int, splits: Sequence[int] | NDArray[Any] | None, size: int) -
     numbers = [arguments.integer("splits", n) for n in np.asarray(splits).reshape(-1).tolist()]
     if np.shape(splits) != (size,) or min(numbers) < 0 or sum(numbers) != rows:
         raise ValueError(
-            f"splits must be {size} numbers of rows, none negative, that add up to {rows}; "
-            f"they are {np.asarray(splits).tolist()}"
+            f"splits must be {size} non-negative numbers of rows that add up to {rows}, not "
+            f"{np.asarray(splits).tolist()}"
         )
     return np.array(numbers, np.int64)

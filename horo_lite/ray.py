@@ -1,7 +1,7 @@
 """Ray Train's workers as ranks: `DataParallelTrainer(train, backend_config=HoroLiteConfig())`.
 
 The training function calls `init()`, and its ranks are those of Ray Train. They find each other
-without MPI, for which PyTorch must be installed. `hvd.run(fn, np=4, on="ray")` needs none of this.
+without MPI, which needs PyTorch. `hvd.run(fn, np=4, on="ray")` does not need this module.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from horo_lite.start.launcher import JOB_TOKEN
 class HoroLiteConfig(BackendConfig):
     """The backend of a `DataParallelTrainer` whose function trains with horo_lite.
 
-    There is nothing to set: the number of ranks is that of the trainer's `ScalingConfig`, and
-    everything else are variables `HORO_LITE_…` or arguments of `init()`.
+    It has no settings: the number of ranks is that of the trainer's `ScalingConfig`, and everything
+    else is set by variables `HORO_LITE_…` or arguments of `init()`.
 
         trainer = DataParallelTrainer(
             train, backend_config=HoroLiteConfig(), scaling_config=ScalingConfig(num_workers=4)
@@ -33,7 +33,7 @@ class HoroLiteConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray Train starts."""
+        """The class that Ray Train instantiates."""
         return _Backend
 
 

@@ -1,7 +1,7 @@
-"""What can be set: the arguments of `init()`, and every variable HORO_LITE_….
+"""The settings: the arguments of `init()`, and every variable HORO_LITE_….
 
-`VARIABLES` is the one table of the variables; docs/environment.md is compared with it by a test.
-`Settings` holds those that a world is made with; the functions below it read the others.
+`VARIABLES` is the only table of the variables; a test compares docs/environment.md with it.
+`Settings` holds those from which a world is made; the functions below it read the others.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Settings:
-    """What a world is made with: read once by `init()`, from its arguments and the environment.
+    """The settings of a world, read once by `init()` from its arguments and the environment.
 
     Attributes:
-        rank: This rank's number, where neither MPI nor torchrun started it.
+        rank: This rank's number, if neither MPI nor torchrun started it.
         size: The number of ranks, likewise.
-        address: "host:port" of the store where such ranks find each other.
-        start_timeout_s: Seconds within which such ranks must have come.
-        device: "cpu", "cuda" or like "cuda:1"; None for a GPU where there is one.
+        address: "host:port" of the store through which such ranks find each other.
+        start_timeout_s: Seconds within which such ranks must call `init()`.
+        device: "cpu", "cuda" or like "cuda:1"; None for a GPU if there is one.
         threads: Threads of BLAS and OpenMP; None for this rank's share of the host's cores.
         binding: "auto" or "keep".
         slot_stores: "auto", "cached" or "streaming".
         overlap: "auto", "always" or "never".
         test_hosts: Sizes of simulated hosts; None for the real ones.
         stall_warn_s: Seconds after which a wait is reported; 0 for never.
-        stall_abort_s: Seconds after which a wait is a StallError; 0 for never.
+        stall_abort_s: Seconds after which a wait raises StallError; 0 for never.
         timeline: The file for a trace of the ranks' operations.
-        problem: Why a value makes no sense; "" where all do. It is raised on every rank, once they
-            have found each other.
+        problem: Why a value is invalid; "" if all are valid. It is raised on every rank, after
+            these have found each other.
     """
 
     rank: int | None = None
@@ -55,7 +55,7 @@ class Settings:
 
     @staticmethod
     def read(arguments: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
-        """Return the settings that arguments and variables ask for.
+        """Return the settings from arguments and variables.
 
         Args:
             arguments: Those of `init()` by name. One that is not None takes precedence over its
@@ -63,8 +63,8 @@ class Settings:
             environ: The environment.
 
         Raises:
-            ValueError: `rank` or `size` makes no sense; without these a rank cannot report to
-                the others what is wrong. Of other values `problem` says it.
+            ValueError: `rank` or `size` is invalid; without these a rank cannot report a problem
+                to the others. For other values, the result's `problem` says so.
         """
         values: dict[str, Any] = {}
         problems = []
@@ -93,13 +93,13 @@ class Settings:
 
 
 _PREFIX = "HORO_LITE_"
-# Of the repository's own tests.
+# Variables of the repository's own tests.
 _OF_TESTS = ("HORO_LITE_TEST_", "HORO_LITE_FAKE_")
 _ARGUMENTS = [each.name for each in fields(Settings) if each.name not in ("timeline", "problem")]
 
 SLOT_STORES = ("auto", "cached", "streaming")
 
-# As `fits` takes it, for settings that another rank has written.
+# The form of settings that another rank has written, for `fits`.
 FORM = {
     "rank": [None, int],
     "size": [None, int],
@@ -119,7 +119,7 @@ FORM = {
 
 
 def _read(name: str, given: object) -> object:
-    """Return a setting's value, given as an argument or as a text."""
+    """Return a setting's value, given as an argument or as text."""
     if name in ("rank", "size"):
         return whole_number(name, given, {"rank": 0, "size": 1}[name])
     if name.endswith("_s"):
@@ -151,7 +151,7 @@ def _test_hosts(given: Any) -> tuple[int, ...]:
 
 
 def whole_number(name: str, value: object, least: int) -> int | None:
-    """Return a whole number that may be given as a text; None for None.
+    """Return a whole number that may be given as text; None for None.
 
     Raises:
         ValueError: It is not a number, or below the least.
@@ -164,7 +164,7 @@ def whole_number(name: str, value: object, least: int) -> int | None:
 
 
 def seconds(name: str, given: object) -> float:
-    """Return a number of seconds, 0 for never, that may be given as a text.
+    """Return a number of seconds, 0 for never, that may be given as text.
 
     Raises:
         ValueError: It is not a number, or negative, or infinite.
@@ -181,7 +181,7 @@ def seconds(name: str, given: object) -> float:
 def bucket_bytes(given: int | None = None) -> int | None:
     """Return the bytes of gradients per bucket: the argument's, or HORO_LITE_BUCKET_BYTES.
 
-    None where neither is given: optimizers and NCCL have defaults of their own.
+    None if neither is given: optimizers and NCCL have different defaults.
 
     Raises:
         ValueError: It is not a whole number of at least 1.
@@ -205,23 +205,23 @@ def nccl_timeout_s() -> float:
 
 
 def flight_record_folder() -> Path | None:
-    """Return where the ranks record their last operations, if a job that fails is to leave them."""
+    """Return the folder for the ranks' last operations, if a failed job is to leave a record."""
     folder = os.environ.get("HORO_LITE_FLIGHT_RECORD")
     return Path(folder).absolute() if folder else None
 
 
 def registers_with_nccl() -> bool:
-    """Tell whether the fusion buffer is registered with NCCL."""
+    """Return whether the fusion buffer is registered with NCCL."""
     return os.environ.get("HORO_LITE_NCCL_REGISTER", "1") != "0"
 
 
 def shares_gpus_with_nccl() -> bool:
-    """Tell whether NCCL is used even if ranks share a GPU, for tests."""
+    """Return whether NCCL is used even if ranks share a GPU, for tests."""
     return os.environ.get("HORO_LITE_NCCL_SHARED_GPU") == "1"
 
 
 def _whole(argument: str, given: int | None, least: int, form: str) -> int | None:
-    """Return a whole number given as an argument, or else by its variable; None for neither."""
+    """Return a whole number, given as an argument or by its variable; None if by neither."""
     name = _PREFIX + argument.upper()
     text = os.environ.get(name, "")
     if given is None and not text:
@@ -237,11 +237,11 @@ def _whole(argument: str, given: int | None, least: int, form: str) -> int | Non
 
 
 class Variable(NamedTuple):
-    """Variables of the environment that belong together: one row of docs/environment.md."""
+    """Environment variables that belong together: one row of docs/environment.md."""
 
     names: tuple[str, ...]
     argument: str
-    """The arguments that take precedence, where there are any."""
+    """The arguments that take precedence, if there are any."""
     meaning: str
     default: str
 
@@ -429,7 +429,7 @@ VARIABLES = (
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable HORO_LITE_… that is set and that nothing reads."""
+    """Return a sentence for each variable HORO_LITE_… that is set but not known."""
     known = {name.removeprefix(_PREFIX) for variable in VARIABLES for name in variable.names}
     sentences = []
     for variable in sorted(environ):

@@ -127,9 +127,9 @@ def test_a_commit_follows_no_link_of_another_user(suffix: str, tmp_path: Path) -
             assert checkpoint.load(folder / "run.ckpt") == commit
         else:
             for call in (checkpoint.load, checkpoint.saved_at, checkpoint.remove):
-                with pytest.raises(CheckpointError, match=f"a link that user {STRANGER} has made"):
+                with pytest.raises(CheckpointError, match=f"a link made by user {STRANGER}"):
                     call(folder / "run.ckpt")
-            with pytest.raises(CheckpointError, match=f"a link that user {STRANGER} has made"):
+            with pytest.raises(CheckpointError, match=f"a link made by user {STRANGER}"):
                 checkpoint.save(folder / "run.ckpt", commit)
     if suffix:
         checkpoint.remove(folder / "run.ckpt")

@@ -23,7 +23,7 @@ namespace {
 
 using Unlocked = nb::call_guard<WithoutGil>;
 
-// Those that a test wants in place of this machine's (HORO_LITE_TEST_GPUS), or null.
+// The fake GPUs that a test uses in place of this machine's (HORO_LITE_TEST_GPUS), or null.
 const FakeGpus* fake_gpus() {
   static std::atomic<const FakeGpus*> known{nullptr};
   if (const FakeGpus* gpus = known) return gpus;
@@ -34,7 +34,7 @@ const FakeGpus* fake_gpus() {
     const nb::object gpus = nb::module_::import_("horo_lite._testing").attr("fake_gpus")();
     known = static_cast<const FakeGpus*>(nb::cast<nb::capsule>(gpus).data());
   } catch (const nb::python_error& error) {
-    throw DeviceError(std::string("HORO_LITE_TEST_GPUS is set, but there are no fake GPUs here: they are part of "
+    throw DeviceError(std::string("HORO_LITE_TEST_GPUS is set, but this build has no fake GPUs: they are part of "
                                   "development builds only (pip install --editable). ") +
                       error.what());
   }
@@ -67,7 +67,7 @@ class Staging {
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
-  // Tensors [first, last) of `from`, in host memory that the next call uses again, holding what they hold.
+  // Copies tensors [first, last) of `from` into host memory, which the next call reuses.
   std::unique_ptr<Tensors> download(const Tensors& from, size_t first, size_t last) {
     auto host = std::make_unique<Tensors>(from, first, last);
     const WithoutGil release;
@@ -85,7 +85,7 @@ class Staging {
   void upload(const Tensors& host, const Tensors& to, size_t first) {
     const WithoutGil release;
     for (size_t i = 0; i < host.refs().size(); ++i) copy(to.refs()[first + i], host.refs()[i]);
-    queue_->synchronize();  // the memory is used again
+    queue_->synchronize();  // the memory is reused
   }
 
  private:
@@ -125,8 +125,9 @@ nb::dlpack::dtype dlpack_dtype(const std::string& name) {
 
 void bind_device(nb::module_& m) {
   m.def("gpus", &gpus, Unlocked(),
-        "The driver's version (13000 is CUDA 13.0, 0 none), the GPUs this process may use by unique names, why none.");
-  m.def("cuda_runtime_version", &cuda_runtime_version, "Of the CUDA runtime that was built in; 0 where none was.");
+        "The driver's version (13000 is CUDA 13.0, 0: none), the unique names of the GPUs, and why there are none.");
+  m.def("cuda_runtime_version", &cuda_runtime_version,
+        "The version of the CUDA runtime in this build; 0 if there is none.");
   m.def(
       "dlpack_capsule",
       [](uintptr_t address, const std::vector<size_t>& shape, const std::string& dtype, int index, nb::object owner,
@@ -137,18 +138,18 @@ void bind_device(nb::module_& m) {
         return nb::cast(array);
       },
       "address"_a, "shape"_a, "dtype"_a, "index"_a, "owner"_a, "strides"_a = nb::none(),
-      "GPU memory for others to import; `owner` lives as long as they need it. Strides count elements.");
+      "Export GPU memory; `owner` is kept alive as long as it is in use. Strides count elements.");
 
-  nb::class_<DeviceQueue>(m, "DeviceQueue", "A stream on one GPU, and its order with everybody else's.")
+  nb::class_<DeviceQueue>(m, "DeviceQueue", "A stream on one GPU, and its order with other streams.")
       .def(nb::new_([](int index) { return unlocked(new DeviceQueue(device(), index)); }), "index"_a)
       .def_prop_ro("index", &DeviceQueue::index)
       .def_prop_ro("stream", [](const DeviceQueue& queue) { return reinterpret_cast<uintptr_t>(queue.stream()); })
       .def(
           "follow", [](DeviceQueue& queue, uintptr_t producer) { queue.follow(reinterpret_cast<Stream>(producer)); },
-          "producer"_a, "What is queued here from now on comes after what the producer's stream was given so far.")
+          "producer"_a, "Order work queued here from now on after the current work of the producer's stream.")
       .def(
           "lead", [](DeviceQueue& queue, uintptr_t consumer) { queue.lead(reinterpret_cast<Stream>(consumer)); },
-          "consumer"_a, "What the consumer's stream is given from now on comes after what is queued here.")
+          "consumer"_a, "Order future work of the consumer's stream after the work queued here.")
       .def("synchronize", &DeviceQueue::synchronize, Unlocked())
       .def(
           "hold",
@@ -156,7 +157,7 @@ void bind_device(nb::module_& m) {
             queue.hold(shared(object), stream ? reinterpret_cast<Stream>(*stream) : queue.stream());
           },
           "object"_a, "stream"_a = nb::none(),
-          "Keeps it until what is queued here, or was given to that stream, is done.")
+          "Keep an object alive until the work queued here, or in that stream, is done.")
       .def(
           "copy",
           [](DeviceQueue& queue, const Tensors& from, const Tensors& to) {

@@ -23,7 +23,7 @@ using namespace nb::literals;
 namespace horo {
 namespace {
 
-// Whether every rank's part of one operation raises this, at one place, so that the next operation can follow.
+// Whether every rank raises this error in an operation, at the same point, so that the next operation can follow.
 bool is_raised_by_all(const nb::python_error& error) {
   return error.matches(PyExc_ValueError) || error.matches(error_class("RAISED_ALIKE"));
 }
@@ -128,7 +128,7 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("name", [](const PyJob& job) { return job.job->entry.name; })
       .def_prop_ro(
           "position", [](const PyJob& job) { return job.job->position(); },
-          "All ranks know it by this number; 0: they do not know of it yet.")
+          "The job's number, the same on all ranks; 0: not announced yet.")
       .def("done",
            [](PyJob& job) {
              if (job.job->done()) return true;
@@ -137,11 +137,11 @@ void bind_engine(nb::module_& m) {
            })
       .def(
           "begin_wait", [](PyJob& job) { job.engine->begin_wait(job.job); },
-          "The stall detector counts this as waiting from now on, until wait() returns.")
+          "Count this thread as waiting for the job from now on, until wait() returns.")
       .def("withdraw", &PyJob::withdraw, "beside"_a = false,
-           "True where it was not run and never will be; False where it is done. Waits for no other rank's program. "
-           "`beside` the thread that may call MPI, which then has to let the engine go on.")
-      .def("wait", &PyJob::wait, "beside"_a = false, "`beside` the training thread, which may go on meanwhile.")
+           "Return True if it was not run and never will be; False if it is done. Does not wait for other ranks' "
+           "programs. `beside`: not the thread that may call MPI, which must let the engine continue.")
+      .def("wait", &PyJob::wait, "beside"_a = false, "`beside`: not the training thread, which may continue meanwhile.")
       .def_prop_ro(
           "times",
           [](const PyJob& job) {
@@ -149,8 +149,8 @@ void bind_engine(nb::module_& m) {
             return std::make_tuple(one.submitted_ns.load(), one.begun_ns.load(), one.done() ? one.done_ns.load() : 0,
                                    one.failed());
           },
-          "When it was submitted, all ranks had submitted it, and it was done, by CLOCK_MONOTONIC in ns (0: not yet); "
-          "whether it failed.")
+          "When this rank and when all ranks had submitted it, and when it was done, by CLOCK_MONOTONIC in ns (0: not "
+          "yet); whether it failed.")
       .def(
           "record",
           [](const PyJob& job, uint32_t channel, uint32_t kind, uint32_t names, const Tensors* tensors) {
@@ -158,7 +158,7 @@ void bind_engine(nb::module_& m) {
             what.submitted_ns = job.job->submitted_ns;
             job.job->record_as(Recorder::of_process().submit(job.job->entry.name, what));
           },
-          "channel"_a, "kind"_a, "names"_a, "tensors"_a, "The recorder follows it.")
+          "channel"_a, "kind"_a, "names"_a, "tensors"_a, "Record this operation.")
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
@@ -176,14 +176,15 @@ void bind_engine(nb::module_& m) {
             return engine;
           },
           "group"_a, "direct"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(),
-          "`direct` are the same ranks in direct calls. `serve(timeout_s)`, where MPI allows one thread only: runs "
-          "what the group asks of it.")
+          "`direct` is the group of the same ranks for direct calls. `serve(timeout_s)`, if MPI allows one thread "
+          "only, "
+          "runs the MPI calls of the group.")
       .def(
           "watched_by",
           [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },
-          "detector"_a, "To be called at once, if at all.")
-      .def_prop_ro("n_failed", &Engine::n_failed, "How often everything that lacked a match has failed.")
-      .def_prop_ro("busy_s", &Engine::busy_s, "How long its thread has had a core, in seconds.")
+          "detector"_a, "Must be called immediately, if at all.")
+      .def_prop_ro("n_failed", &Engine::n_failed, "How often all operations without a match have failed.")
+      .def_prop_ro("busy_s", &Engine::busy_s, "The CPU time of its thread, in seconds.")
       .def("drain", &Engine::drain, nb::call_guard<WithoutGil>())
       .def(
           "submit_allreduce",
@@ -204,7 +205,7 @@ void bind_engine(nb::module_& m) {
           },
           "group"_a, "name"_a, "digest"_a, "tensors"_a, "op"_a, "wire"_a, "prescale"_a, "scale"_a, "weight"_a,
           "describe"_a, "participation"_a, "distances"_a = std::vector<ptrdiff_t>(), "changes"_a = nb::none(),
-          "With `distances`, as reduce_in_place. `changes`: the caller's memory that it changes, and that no other "
+          "With `distances`, like reduce_in_place. `changes`: the caller's memory that it changes, which no other "
           "operation in flight may change.")
       .def(
           "submit_call",
@@ -248,7 +249,7 @@ void bind_engine(nb::module_& m) {
             return job;
           },
           "stand_in"_a,
-          "Until all ranks have, `stand_in(participation)` submits this rank's part in what the others do.");
+          "Until all ranks have joined, `stand_in(participation)` submits this rank's part in the others' operations.");
 }
 
 }  // namespace horo

@@ -51,7 +51,7 @@ std::vector<Message> messages(const std::vector<MessageTuple>& tuples) {
 
 class PythonTransfer : public Transfer {
  public:
-  // `wait`, if any, is how a thread waits that has other things to do meanwhile.
+  // `wait`, if any, is how to wait in a thread that has other work to do meanwhile.
   PythonTransfer(Shared done, Shared wait) : done_(std::move(done)), wait_(std::move(wait)) {}
   bool done() override {
     return in_python([&] { return nb::cast<bool>(nb::handle(done_.get())()); });
@@ -162,8 +162,8 @@ std::vector<uint8_t> contents(const nb::bytes& bytes) {
 
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-// For calls with the GIL in hand: to have it back takes longer where Python is busy. It is given up only for a thread
-// that is in MPI, which may need it: mpi4py's reductions may be functions of Python's.
+// For calls that hold the GIL: getting it back takes long if Python is busy. It is released only while another thread
+// is in MPI, which may need it: mpi4py's reductions may be Python functions.
 std::unique_lock<std::recursive_mutex> wait_for_mpi_turn() {
   std::unique_lock turn(mpi_turn, std::defer_lock);
   while (!turn.try_lock()) {
@@ -173,7 +173,7 @@ std::unique_lock<std::recursive_mutex> wait_for_mpi_turn() {
   return turn;
 }
 
-// Both keep what they work on.
+// Both keep the objects that they work on.
 struct PyTransfer {
   std::shared_ptr<PointToPoint> messages;
   Shared owner;
@@ -208,7 +208,7 @@ struct PyHostsBroadcast {
         hosts(group->shm, std::move(messages), {std::move(ranks), here}, static_cast<uint8_t*>(pointer(memory))) {}
 };
 
-// A group of ranks of several hosts, and what it works on.
+// A group of ranks on several hosts, and the objects that it works on.
 struct PyHostsGroup : EngineGroup {
   std::shared_ptr<PyShmGroup> host;
   std::shared_ptr<Carrier> carrier;
@@ -228,7 +228,7 @@ struct PyHostsGroup : EngineGroup {
   }
 
   std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override {
-    host->shm.on_idle = hosts.on_idle = nullptr;  // signals are seen by the training thread
+    host->shm.on_idle = hosts.on_idle = nullptr;  // the training thread handles signals
     const auto stop = [held = on_stop] {
       if (held != nullptr) in_python([&] { nb::handle(held.get())(); });
     };
@@ -248,14 +248,14 @@ struct PyHostsGroup : EngineGroup {
 }  // namespace
 
 void bind_hosts(nb::module_& m) {
-  nb::class_<PyTransfer>(m, "Transfer", "What is under way to and from other hosts.")
+  nb::class_<PyTransfer>(m, "Transfer", "Messages in flight to and from other hosts.")
       .def(
           "__call__",
           [](PyTransfer& self) {
             const auto turn = wait_for_mpi_turn();
             return self.transfer->done();
           },
-          "Whether all of it is complete. Never waits; bytes may move only in these calls.");
+          "Return whether all of it is complete, without waiting; bytes may move only in these calls.");
 
   nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
       .def_static(
@@ -266,7 +266,7 @@ void bind_hosts(nb::module_& m) {
           },
           "start"_a, "largest_message"_a = nb::none());
 
-  nb::class_<Carrier, PointToPoint>(m, "Carrier", "What carries bytes between ranks of different hosts.")
+  nb::class_<Carrier, PointToPoint>(m, "Carrier", "Carries bytes between ranks of different hosts.")
       .def_static(
           "made_of",
           [](nb::callable start, nb::callable allgather, nb::object wait, std::optional<size_t> largest_message) {
@@ -424,7 +424,7 @@ void bind_hosts(nb::module_& m) {
           },
           "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
           "weights"_a = std::vector<double>(),
-          "The reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
+          "Leave the reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
       .def(
           "broadcast",
           [](PyHostsGroup& g, const Tensors& tensors, int root) {
@@ -440,7 +440,7 @@ void bind_hosts(nb::module_& m) {
             const WithoutGil release;
             g.hosts.exchange_on_host(out, stream_bytes, parts);
           },
-          "stream"_a, "stream_bytes"_a, "wanted"_a, "As ShmGroup.exchange, among the ranks of this host.")
+          "stream"_a, "stream_bytes"_a, "wanted"_a, "Like ShmGroup.exchange, between the ranks of this host.")
       .def(
           "wait",
           [](PyHostsGroup& g, nb::object transfer) {

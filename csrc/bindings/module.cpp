@@ -1,4 +1,4 @@
-// The module: how the core's errors reach Python, and what belongs to no class.
+// The module: how the core's errors reach Python, and functions that belong to no class.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -21,7 +21,7 @@ using namespace nb::literals;
 using namespace horo;
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // at exit, what the last world held is the system's to take back
+  nb::set_leak_warnings(false);  // at exit, the system frees what the last world held
 
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
@@ -43,7 +43,7 @@ NB_MODULE(_native, m) {
     }
   });
 
-  m.def("instruction_set", &instruction_set, "Which build of the host kernels runs: avx512, avx2 or portable.");
+  m.def("instruction_set", &instruction_set, "The build of the host kernels in use: avx512, avx2 or portable.");
   m.def("use_instruction_set", [](const std::string& name) { use_instruction_set(name.c_str()); }, "name"_a);
   m.def(
       "hash64",
@@ -65,7 +65,7 @@ NB_MODULE(_native, m) {
         Weighting result = weighting(op_of(op), weights);
         return std::pair(std::move(result.weights), result.divisor);
       },
-      "op"_a, "weights"_a, "What multiplies each rank's contribution, if anything, and what divides the sum.");
+      "op"_a, "weights"_a, "The factors of the ranks' contributions, if there are any, and the divisor of the sum.");
 
   bind_tensors(m);
   bind_recorder(m);

@@ -37,7 +37,7 @@ void bind_nccl(nb::module_& m) {
         const NcclLibrary& nccl = nccl_library(candidates);
         return std::make_tuple(nccl.path, nccl.version);
       },
-      "candidates"_a, "Path and version (22105 is 2.21.5) of the NCCL that is used. DeviceError where there is none.");
+      "candidates"_a, "Path and version (22105 is 2.21.5) of the NCCL in use. Raises DeviceError if there is none.");
   m.def(
       "nccl_unique_id",
       [] {
@@ -47,13 +47,13 @@ void bind_nccl(nb::module_& m) {
         }
         return nb::bytes(id.bytes, sizeof(id.bytes));
       },
-      "What rank 0 gives the others, so that they find each other.");
+      "A unique ID, which rank 0 sends to the others so that they find each other.");
 
-  nb::class_<NcclGroup>(m, "NcclGroup", "The ranks of a world, each with a GPU of its own, and NCCL between them.")
+  nb::class_<NcclGroup>(m, "NcclGroup", "The ranks of a world, each with its own GPU, connected by NCCL.")
       .def(nb::new_([](std::shared_ptr<DeviceQueue> queue, nb::bytes id, int rank, int size, size_t bucket_bytes,
                        double timeout_s) {
              NcclUniqueId unique{};
-             if (id.size() != sizeof(unique.bytes)) throw std::invalid_argument("a unique id has 128 bytes");
+             if (id.size() != sizeof(unique.bytes)) throw std::invalid_argument("a unique ID has 128 bytes");
              std::memcpy(unique.bytes, id.data(), sizeof(unique.bytes));
              const WithoutGil release;  // while all ranks connect
              return unlocked(

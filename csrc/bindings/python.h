@@ -1,4 +1,4 @@
-// What the files of the bindings share.
+// Shared by the files of the bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,7 +15,7 @@
 
 namespace horo {
 
-// While Python shuts down, it ends a thread that wants the GIL by unwinding its stack, which neither destructors nor
+// While Python shuts down, it ends a thread that requests the GIL by unwinding its stack, which neither destructors nor
 // nanobind survive. So such a (daemon) thread sleeps until the process has ended, as it does from Python 3.14 on.
 template <class Call>
 auto or_sleep_at_exit(Call call) noexcept {
@@ -26,7 +26,7 @@ auto or_sleep_at_exit(Call call) noexcept {
   }
 }
 
-// As nanobind's gil_scoped_release.
+// Like nanobind's gil_scoped_release.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -40,7 +40,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// As nanobind's gil_scoped_acquire.
+// Like nanobind's gil_scoped_acquire.
 class WithGil {
  public:
   WithGil() : state_(or_sleep_at_exit([] { return PyGILState_Ensure(); })) {}
@@ -52,8 +52,8 @@ class WithGil {
   PyGILState_STATE state_;
 };
 
-// Python drops its objects with the GIL in hand, and what waits for a stream's end must not have it: the stream may be
-// the fake device's, in the middle of a Python call.
+// Python destroys objects while it holds the GIL, but waiting for a stream must not hold it: the stream may be the fake
+// device's, in the middle of a Python call.
 template <class T>
 std::shared_ptr<T> unlocked(T* object) {
   return std::shared_ptr<T>(object, [](T* dropped) {
@@ -89,17 +89,17 @@ inline Shared shared(nanobind::handle object) {
   });
 }
 
-// What Python raised, for any thread to copy, keep, drop and throw again as often as it likes: nanobind's own exception
-// is empty once it has been translated, and its reference counts need the GIL.
+// An exception raised by Python that any thread can copy, keep, drop and throw again as often as needed: nanobind's own
+// exception is empty once it has been translated, and its reference counts need the GIL.
 class PythonError : public std::runtime_error {
  public:
-  // With the GIL.
+  // Needs the GIL.
   explicit PythonError(const nanobind::python_error& error)
       : std::runtime_error(text_of(error)),
         error_(shared(error.value())),
         traceback_(error.traceback().is_valid() ? shared(error.traceback()) : nullptr) {}
-  // The same exception object is raised in this thread, as it was raised first: each `raise` adds its frames to the
-  // traceback, and those of earlier ones do not belong there. With the GIL.
+  // Raises the same exception object in this thread, with its first traceback: each `raise` adds its frames to the
+  // traceback, and those of earlier ones do not belong there. Needs the GIL.
   void restore() const {
     PyException_SetTraceback(error_.get(), traceback_ ? traceback_.get() : Py_None);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error_.get())), error_.get());
@@ -109,7 +109,7 @@ class PythonError : public std::runtime_error {
   static std::string text_of(const nanobind::python_error& error) {
     const auto type = nanobind::cast<std::string>(error.type().attr("__name__"));
     PyObject* text = PyObject_Str(error.value().ptr());
-    if (text == nullptr) {  // a broken __str__ is no reason to fail here
+    if (text == nullptr) {  // a broken __str__ must not cause a failure here
       PyErr_Clear();
       return type;
     }
@@ -128,7 +128,7 @@ inline nanobind::object error_class(const char* name) {
   return nanobind::module_::import_("horo_lite.errors").attr(name);
 }
 
-// What `call` returns, with the GIL; what it raises can be thrown again on any thread.
+// Returns the result of `call`, with the GIL; errors that it raises can be thrown again on any thread.
 template <class Call>
 auto in_python(Call call) {
   const WithGil gil;
@@ -142,7 +142,7 @@ auto in_python(Call call) {
   }
 }
 
-// What multiplies the contributions of `n`: their weights, if they have any, and a factor that is common to all.
+// The factors of the contributions of `n` ranks: their weights, if they have any, times a common factor.
 inline std::vector<double> multiplied(std::vector<double> weights, double prescale, size_t n) {
   if (weights.empty() && prescale != 1.0) weights.assign(n, 1.0);
   for (double& weight : weights) weight *= prescale;

@@ -1,4 +1,4 @@
-// The recorder for Python: functions of the one that the process has.
+// The recorder for Python: functions of the process's only one.
 #include "bindings/recorder.h"
 
 #include <nanobind/nanobind.h>
@@ -47,28 +47,30 @@ void bind_recorder(nb::module_& m) {
             Recorder::of_process().use(static_cast<uint8_t*>(view->buf), static_cast<size_t>(view->len), view, anew);
           },
           "memory"_a, "anew"_a = false,
-          "From now on they are in this zeroed memory. Those so far are forgotten if all begin `anew` to count.")
+          "Record in this zeroed memory from now on. Earlier operations are dropped if all ranks restart counting "
+          "(`anew`).")
       .def_static(
-          "n_operations", [] { return Recorder::of_process().n_operations(); }, "Recorded so far.")
+          "n_operations", [] { return Recorder::of_process().n_operations(); },
+          "The number of operations recorded so far.")
       .def_static(
           "text", [](std::string_view text) { return Recorder::of_process().add_text(text); }, "text"_a,
-          "The place of a text in the memory; 0 where it is full.")
+          "Return the position of a text in the memory; 0 if it is full.")
       .def_static(
           "time_phases", [](bool on) { PhaseClock::is_on = on; }, "on"_a)
       .def_static(
-          "step", [] { Recorder::of_process().step(); }, "An optimizer has made a step.")
+          "step", [] { Recorder::of_process().step(); }, "Count an optimizer's step.")
       .def_static(
           "enter", [](uint32_t channel) { Recorder::of_process().enter(channel); }, "channel"_a,
-          "This thread makes a direct call.")
+          "Record that this thread makes a direct call.")
       .def_static(
           "operation",
           [](std::string_view label, uint32_t kind, uint32_t names, const Tensors* tensors) {
             Recorder::of_process().operation(label, operation_of(0, kind, names, tensors));
           },
           "label"_a, "kind"_a = 0, "names"_a = 0, "tensors"_a = nb::none(),
-          "What the direct call is; of kind 0 what its label begins with.")
+          "Describe the direct call; with kind 0, its kind is the beginning of its label.")
       .def_static(
-          "begin", [] { Recorder::of_process().begin(); }, "All ranks have come to it.")
+          "begin", [] { Recorder::of_process().begin(); }, "Record that all ranks have reached the direct call.")
       .def_static("leave", [](bool failed) { Recorder::of_process().leave(failed); }, "failed"_a);
 }
 

@@ -1,4 +1,4 @@
-// What the recorder is told of an operation on Python's arrays.
+// Describes an operation on Python arrays to the recorder.
 #pragma once
 
 #include "bindings/tensors.h"
@@ -6,7 +6,7 @@
 
 namespace horo {
 
-// With what is known of its first tensor, if it has any.
+// Includes the first tensor's properties, if there is one.
 Operation operation_of(uint32_t channel, uint32_t kind, uint32_t names, const Tensors* tensors);
 
 }  // namespace horo

@@ -1,4 +1,4 @@
-// Memory for results that a framework takes over, used again once all that referred to it is gone.
+// Memory for results that a framework takes over, reused when nothing refers to it any more.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -26,16 +26,16 @@ using namespace nb::literals;
 namespace horo {
 namespace {
 
-// XLA copies what is aligned to less.
+// XLA copies arrays with a smaller alignment.
 constexpr size_t kAlignment = 64;
-// Memory of this size on comes from the kernel, which clears each of its pages when it is first written: for gradients
-// that takes longer than to exchange them.
+// Memory of this size or more comes from the kernel, which clears each page when it is first written: for gradients,
+// this takes longer than their exchange.
 constexpr size_t kSmallestReused = 64 << 10;
-// Calls after which it is forgotten how much memory was in use.
+// The number of calls after which the peak of memory in use is reset.
 constexpr size_t kRemembered = 1000;
 
-// Holds no more than what was in use at one time, lately: what it keeps beyond that is freed, the oldest first. So is
-// what it keeps beyond `most_kept` bytes.
+// Holds no more memory than the recent peak of memory in use, and keeps no more than `most_kept` bytes for reuse; what
+// exceeds this is freed, the oldest first.
 class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
  public:
   using Array = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
@@ -60,14 +60,14 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
     peak_ = peak_before_ = in_use_;
   }
 
-  // Bytes that arrays refer to, and bytes that none does.
+  // Bytes that arrays refer to, and bytes that are unused.
   std::pair<size_t, size_t> bytes() {
     const std::lock_guard lock(mutex_);
     return {in_use_, kept_bytes_};
   }
 
  private:
-  // What arrays refer to.
+  // Memory that arrays refer to.
   struct Block {
     Block(std::shared_ptr<ReusedMemory> owner, size_t n_bytes)
         : owner(std::move(owner)), n_bytes(n_bytes), memory(this->owner->take(n_bytes)) {}
@@ -92,7 +92,7 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
     const bool is_reused = n_bytes >= kSmallestReused;
     void* memory = is_reused ? take_kept(n_bytes) : nullptr;
     if (memory == nullptr) {
-      // Of what is kept, so much makes room that no more is held than was in use at one time.
+      // Free unused memory, so that no more is held than the peak in use.
       if (is_reused) keep_beside(in_use_ + n_bytes);
       memory = std::aligned_alloc(kAlignment, n_bytes);
     }
@@ -102,7 +102,7 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
   }
 
   void* take_kept(size_t n_bytes) {
-    // The latest of that size: of it the most may still be in the cache.
+    // The most recently used of that size, which is most likely to be in the cache.
     const auto next = kept_.lower_bound({n_bytes + 1, 0});
     if (next == kept_.begin() || std::prev(next)->first.first != n_bytes) return nullptr;
     const auto found = std::prev(next);
@@ -125,7 +125,7 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
     }
   }
 
-  // So much is in use, or about to be.
+  // `in_use` bytes are in use, or about to be.
   void keep_beside(size_t in_use) {
     const size_t limit = std::max(peak_, peak_before_);
     free_down_to(limit - std::min(limit, in_use));
@@ -143,7 +143,7 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
 
   const size_t most_kept_;
   std::mutex mutex_;
-  std::map<std::pair<size_t, size_t>, void*> kept_;  // by size, and when it was given back
+  std::map<std::pair<size_t, size_t>, void*> kept_;  // by size, and by when it was returned
   size_t kept_bytes_ = 0;
   size_t in_use_ = 0;
   size_t peak_ = 0;  // of what was in use, since the last forgetting, and
@@ -155,14 +155,15 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
 }  // namespace
 
 void bind_reused_memory(nb::module_& m) {
-  nb::class_<ReusedMemory>(m, "ReusedMemory", "Memory that is used again once no array refers to it.")
+  nb::class_<ReusedMemory>(m, "ReusedMemory", "Memory that is reused when no array refers to it any more.")
       .def(nb::new_([](std::optional<size_t> most_kept) {
              return std::make_shared<ReusedMemory>(most_kept.value_or(std::numeric_limits<size_t>::max()));
            }),
            "most_kept"_a = nb::none())
-      .def("arrays", &ReusedMemory::arrays, "sizes"_a, "Arrays of so many bytes each, aligned as XLA has it.")
-      .def("clear", &ReusedMemory::clear, "Frees what no array refers to.")
-      .def_prop_ro("bytes", &ReusedMemory::bytes, "Bytes that arrays refer to, and bytes that are kept for others.");
+      .def("arrays", &ReusedMemory::arrays, "sizes"_a,
+           "Return arrays of these sizes in bytes, aligned as XLA requires.")
+      .def("clear", &ReusedMemory::clear, "Free memory that no array refers to.")
+      .def_prop_ro("bytes", &ReusedMemory::bytes, "Bytes that arrays refer to, and bytes that are kept for reuse.");
 }
 
 }  // namespace horo

@@ -28,7 +28,7 @@ SlotStores slot_stores_of(const std::string& how) {
   for (int i = 0; i < 3; ++i) {
     if (how == kSlotStores[i]) return static_cast<SlotStores>(i);
   }
-  throw std::invalid_argument("slot stores are 'auto', 'cached' or 'streaming', not '" + how + "'");
+  throw std::invalid_argument("slot stores must be 'auto', 'cached' or 'streaming', not '" + how + "'");
 }
 
 size_t total_bytes(const std::vector<TensorRef>& refs) {
@@ -61,7 +61,7 @@ void reduce_in_place(ShmGroup& group, const std::vector<TensorRef>& refs, Op op,
 }  // namespace
 
 std::unique_ptr<Channel> PyShmGroup::engine_channel(const std::shared_ptr<EngineGroup>& self) {
-  shm.on_idle = nullptr;  // signals are seen by the training thread
+  shm.on_idle = nullptr;  // the training thread handles signals
   return std::make_unique<ShmChannel>(std::shared_ptr<ShmGroup>(self, &shm));
 }
 
@@ -90,7 +90,7 @@ std::vector<Wanted> wanted_of(nb::list wanted) {
 }
 
 void bind_shm_group(nb::module_& m) {
-  nb::class_<EngineGroup>(m, "EngineGroup", "What an engine needs of a group of ranks.");
+  nb::class_<EngineGroup>(m, "EngineGroup", "What an engine needs from a group of ranks.");
   nb::class_<PyShmGroup, EngineGroup>(m, "ShmGroup", "The ranks of one host, in shared memory.")
       .def(nb::init<std::shared_ptr<Segment>, size_t, int, int, std::vector<int>, std::vector<std::string>>(),
            "segment"_a, "offset"_a, "rank"_a, "size"_a, "pids"_a, "names"_a)
@@ -110,7 +110,7 @@ void bind_shm_group(nb::module_& m) {
           [](PyShmGroup& g, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks, bool direct) {
             g.shm.watched_by(std::move(detector), std::move(ranks), direct);
           },
-          "detector"_a, "ranks"_a, "direct"_a, "`ranks` are the numbers of the group's ranks in the world.")
+          "detector"_a, "ranks"_a, "direct"_a, "`ranks` are the group's ranks in the world.")
       .def(
           "agree",
           [](PyShmGroup& g, const std::string& label, uint64_t digest, int64_t count, double weight) {
@@ -143,7 +143,7 @@ void bind_shm_group(nb::module_& m) {
             reduce_in_place(g.shm, tensors.refs(), op_of(op), {scale, divisor}, distances);
           },
           "tensors"_a, "op"_a, "scale"_a, "divisor"_a, "distances"_a,
-          "Tensors in memory that all ranks see, rank r's at distances[r] bytes from these.")
+          "Reduce tensors in memory that all ranks share, rank r's at distances[r] bytes from these.")
       .def(
           "reduce_scatter",
           [](PyShmGroup& g, nb::list parts, const Tensors& result, const std::string& op, const std::string& wire,
@@ -155,7 +155,7 @@ void bind_shm_group(nb::module_& m) {
           },
           "parts"_a, "result"_a, "op"_a, "wire"_a, "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0,
           "weights"_a = std::vector<double>(),
-          "The reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
+          "Leave the reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
       .def(
           "exchange",
           [](PyShmGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
@@ -177,16 +177,16 @@ void bind_shm_group(nb::module_& m) {
           "leave", [](PyShmGroup& g, const std::string& reason) { g.shm.leave(reason); }, "reason"_a)
       .def(
           "peer_pids", [](const PyShmGroup& g, bool silent) { return g.shm.peer_pids(silent); }, "silent"_a,
-          "Those of peers that have not left; with `silent`, nor given up.")
+          "The process IDs of peers that have not left; with `silent`, also have not given up.")
       .def(
           "claim_report", [](PyShmGroup& g) { return g.shm.claim_report(); },
-          "True for one rank of the host, the first that asks.")
+          "Return True on one rank of the host, the first that calls it.")
       .def(
           "peer_reports", [](PyShmGroup& g) { return g.shm.peer_reports(); },
-          "Whether another rank has claimed the report, and lives.")
+          "Return whether another rank has claimed the report, and is alive.")
       .def(
           "report_at_sigterm", [](PyShmGroup& g) { g.shm.report_at_sigterm(); },
-          "If SIGTERM ends this process while a peer has been killed, it reports which one.");
+          "If SIGTERM ends this process after a peer was killed, report which peer.");
 
   m.def(
       "thread_group",
@@ -200,7 +200,7 @@ void bind_shm_group(nb::module_& m) {
         }
         return groups;
       },
-      "size"_a, "Ranks as threads of this process, for tests.");
+      "size"_a, "Return ranks as threads of this process, for tests.");
 }
 
 }  // namespace horo

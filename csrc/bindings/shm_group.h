@@ -1,4 +1,4 @@
-// The ranks of one host as Python has them: a group that keeps the memory it lies in.
+// The ranks of one host for Python: a group that keeps its memory alive.
 #pragma once
 
 #include <memory>
@@ -33,9 +33,9 @@ struct PyShmGroup : EngineGroup {
               const std::vector<double>& weights, Factor factor, const std::vector<ptrdiff_t>& distances) override;
 };
 
-// Of a list of Tensors, one after the other.
+// The buffers of a list of Tensors, one after the other.
 std::vector<Buffer> buffers_of(nanobind::list stream);
-// Of tuples of a rank, a place in its stream, and the Tensors that are to hold what is there.
+// From tuples of a rank, a position in its stream, and the Tensors to receive the bytes there.
 std::vector<Wanted> wanted_of(nanobind::list wanted);
 
 }  // namespace horo

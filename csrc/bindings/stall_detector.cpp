@@ -1,4 +1,4 @@
-// Who waits for whom, for Python.
+// The stall detector for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -32,7 +32,7 @@ void bind_stall_detector(nb::module_& m) {
             const WithoutGil release;
             self.wait.value().report_if_due(what, arrived, late);
           },
-          "what"_a, "arrived"_a, "late"_a, "To be called a few times a second. Raises StallError.")
+          "what"_a, "arrived"_a, "late"_a, "Must be called a few times per second. Raises StallError.")
       .def(
           "close",
           [](PyWait& self, bool went_well) {
@@ -41,7 +41,7 @@ void bind_stall_detector(nb::module_& m) {
           },
           "went_well"_a);
 
-  nb::class_<PyStallDetector>(m, "StallDetector", "Who waits for whom among the ranks of a host, and who is late.")
+  nb::class_<PyStallDetector>(m, "StallDetector", "Tracks which ranks of a host wait for which, and which are late.")
       .def(nb::init<std::shared_ptr<Segment>, size_t, int, std::vector<int>, std::vector<int>,
                     std::vector<std::string>>(),
            "segment"_a, "offset"_a, "rank"_a, "hosts"_a, "pids"_a, "names"_a)
@@ -78,10 +78,10 @@ void bind_stall_detector(nb::module_& m) {
             for (const Lateness& each : l.lateness()) all.emplace_back(each.n_last, each.waited_s);
             return all;
           },
-          "Of every rank: how often it came last, and how long each of the others waited for it on average.")
+          "For every rank: how often it was last, and how long each of the others waited for it on average.")
       .def(
           "stall", [](PyStallDetector& l, const std::string& reason) { l.stall(reason); }, "reason"_a,
-          "All ranks of this host raise StallError, now or in their next call.")
+          "Make all ranks of this host raise StallError, now or in their next call.")
       .def("check", [](const PyStallDetector& l) { l.check(); });
 }
 

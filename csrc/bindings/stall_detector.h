@@ -1,4 +1,4 @@
-// The stall detector as Python has it: it keeps the memory that its board lies in.
+// The stall detector for Python, which keeps the memory of its board alive.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Lists of arrays for Python, and what is computed from the bits of their elements.
+// Lists of arrays for Python, and functions of the bits of their elements.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -23,14 +23,14 @@ namespace {
 
 void check_in_host_memory(const Tensors& tensors, bool in_c_order) {
   if (tensors.device() != kCpu || !tensors.strided().empty() || (in_c_order && tensors.layout() != 0)) {
-    throw std::invalid_argument("arrays that are looked at lie in the host's memory, dense and in C order");
+    throw std::invalid_argument("arrays must be in host memory, dense and in C order, to be inspected");
   }
 }
 
 }  // namespace
 
 void bind_tensors(nb::module_& m) {
-  nb::class_<Tensors>(m, "Tensors", "Addresses of a list of arrays, which are kept alive until this is dropped.")
+  nb::class_<Tensors>(m, "Tensors", "Addresses of a list of arrays, which are kept alive by this object.")
       .def(nb::init<nb::sequence, bool, std::optional<intptr_t>>(), "arrays"_a, "writable"_a = true,
            "stream"_a = nb::none())
       .def_prop_ro("device", &Tensors::device)
@@ -39,7 +39,7 @@ void bind_tensors(nb::module_& m) {
           [](nb::object self, const std::vector<std::pair<int64_t, int64_t>>& ranges) {
             return new Tensors(nb::cast<const Tensors&>(self), self, ranges);
           },
-          "ranges"_a, nb::rv_policy::take_ownership, "Of each array the rows from `begin` to `end` that it is given.")
+          "ranges"_a, nb::rv_policy::take_ownership, "Return the rows from `begin` to `end` of each array.")
       .def("__len__", [](const Tensors& t) { return t.refs().size(); })
       .def_prop_ro("nbytes", &Tensors::n_bytes)
       .def_prop_ro("signature", &Tensors::signature)
@@ -54,7 +54,7 @@ void bind_tensors(nb::module_& m) {
               buffers.emplace_back(reinterpret_cast<uintptr_t>(b.data), b.n_bytes);
             return buffers;
           },
-          "Address and size in bytes of each.")
+          "The address and size in bytes of each array.")
       .def(
           "overlaps",
           [](const Tensors& tensors, const Tensors* other) {
@@ -63,12 +63,12 @@ void bind_tensors(nb::module_& m) {
             return found;
           },
           "other"_a = nb::none(),
-          "(first, second, distance in bytes, whether they are one tensor) of each pair with elements in common: of "
-          "these, or of these and `other`. Twice the same index: its own elements share memory.")
+          "Return (first, second, distance in bytes, whether they are one tensor) for each pair with common elements: "
+          "among these, or of these and `other`. With the same index twice, its own elements share memory.")
       .def("describe", &Tensors::describe, "index"_a)
       .def(
           "outline", [](const Tensors& t) { return std::make_unique<Tensors>(t, 0, t.refs().size()); },
-          "The same without the memory, which it does not keep alive: to be described.")
+          "Return a copy for descriptions only, which does not keep the memory alive.")
       .def(
           "shape",
           [](const Tensors& t, size_t index) {
@@ -81,7 +81,7 @@ void bind_tensors(nb::module_& m) {
       .def(
           "read_from", [](Tensors& t, const Tensors& sources) { t.read_from(sources); }, "sources"_a,
           nb::keep_alive<1, 2>(),
-          "An all-reduce of these reads what they contribute there, and leaves its result here.")
+          "Let an all-reduce of these read the contributions from `sources`, and write the results here.")
       .def(
           "copy_to",
           [](const Tensors& from, const Tensors& to, bool streaming) {
@@ -91,12 +91,12 @@ void bind_tensors(nb::module_& m) {
             const std::vector<Buffer> target = to.buffers();
             for (size_t i = 0; i < source.size(); ++i) {
               if (source[i].n_bytes != target.at(i).n_bytes) throw std::invalid_argument("the sizes differ");
-              if (target[i].data == source[i].data) continue;  // a part of the result, as FSDP's gathers have it
+              if (target[i].data == source[i].data) continue;  // a part of the result, as in FSDP's gathers
               copy_bytes(target[i].data, source[i].data, source[i].n_bytes, stores);
             }
             finish_stores(stores);
           },
-          "other"_a, "streaming"_a = false, "The host's memory only. Streaming, past the caches.");
+          "other"_a, "streaming"_a = false, "For host memory only. With `streaming`, bypass the caches.");
 
   m.def(
       "check_reducible",
@@ -104,7 +104,7 @@ void bind_tensors(nb::module_& m) {
         const Op wanted = op_of(op);
         for (const TensorRef& ref : tensors.refs()) select_kernels(ref.dtype, Wire::kNone, wanted);
       },
-      "tensors"_a, "op"_a, "Raises ValueError for a dtype for which the op has no meaning.");
+      "tensors"_a, "op"_a, "Raise ValueError for a dtype for which the op has no meaning.");
 
   m.def(
       "fingerprints",
@@ -115,7 +115,7 @@ void bind_tensors(nb::module_& m) {
         for (const TensorRef& ref : tensors.refs()) hashes.push_back(fingerprint(ref));
         return hashes;
       },
-      "tensors"_a, "64 bits of each, equal where all bits are. In C order.");
+      "tensors"_a, "Return a 64-bit hash of the bits of each array, which must be in C order.");
 
   m.def(
       "count_non_finite",
@@ -129,14 +129,14 @@ void bind_tensors(nb::module_& m) {
         }
         return counts;
       },
-      "tensors"_a, "How many elements of each are NaN, and how many infinite.");
+      "tensors"_a, "Return how many elements of each array are NaN, and how many are infinite.");
 
   m.def(
       "difference",
       [](const Tensors& mine, const Tensors& theirs) {
         check_in_host_memory(mine, true);
         if (mine.refs().size() != 1 || theirs.refs().size() != 1 || mine.n_bytes() != theirs.n_bytes()) {
-          throw std::invalid_argument("the difference is between two arrays of one size");
+          throw std::invalid_argument("a difference needs two arrays of the same size");
         }
         const WithoutGil release;
         const Difference found = difference(mine.refs()[0], theirs.refs()[0]);

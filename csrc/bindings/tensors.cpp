@@ -91,14 +91,14 @@ Tensors::Tensors(nb::sequence arrays, bool writable, std::optional<intptr_t> str
   try {
     for (nb::handle array : arrays) {
       if (add_buffer(index, array, writable, nullptr)) {
-        // NumPy, and whatever else lies in the host's memory.
+        // NumPy, and other arrays in host memory.
       } else if (add_exchanged(index, array, stream.has_value())) {
         objects_.push_back(nb::borrow(array));
       } else if (nb::hasattr(array, "__dlpack__")) {
         add_dlpack(index, array, writable, stream);
       } else {
         throw nb::type_error((at(index) + "a " + type_of(array) +
-                              " gives access to its memory neither through the buffer protocol nor through DLPack")
+                              " exports its memory neither through the buffer protocol nor through DLPack")
                                  .c_str());
       }
       ++index;
@@ -123,15 +123,15 @@ Tensors::~Tensors() {
 
 namespace {
 
-constexpr int kManaged = 13;  // memory that moves between the host and its GPU
+constexpr int kManaged = 13;  // memory that migrates between host and GPU
 bool is_gpu(int device_type) { return device_type == nb::device::cuda::value || device_type == kManaged; }
 
-// The array's capsule, whose owner has been asked to make `stream` wait.
+// Returns the array's capsule, after asking its owner to make `stream` wait.
 nb::object exported_to(nb::handle array, intptr_t stream) {
   try {
     return array.attr("__dlpack__")("stream"_a = stream);
   } catch (nb::python_error& error) {
-    // Some of XLA's clients have no such order to give; without a stream they wait until the memory is ready.
+    // Some of XLA's clients do not support this; without a stream they wait until the memory is ready.
     if (std::string(error.what()).find("UNIMPLEMENTED") == std::string::npos) throw;
     return array.attr("__dlpack__")();
   }
@@ -143,10 +143,10 @@ nb::object exported_to(nb::handle array, intptr_t stream) {
 void Tensors::set_device(size_t index, int device) {
   if (device_.value_or(device) != device) {
     const auto place = [](int where) {
-      return where == kCpu ? std::string("the CPU's memory") : "the memory of cuda:" + std::to_string(where);
+      return where == kCpu ? std::string("host memory") : "the memory of cuda:" + std::to_string(where);
     };
-    throw nb::value_error((at(index) + "it lies in " + place(device) + ", and array 0 in " + place(*device_) +
-                           ": what is reduced or sent in one call lies in one memory")
+    throw nb::value_error((at(index) + "it is in " + place(device) + ", but array 0 is in " + place(*device_) +
+                           ": all arrays of one call must be on the same device")
                               .c_str());
   }
   device_ = device;
@@ -157,7 +157,7 @@ bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
   Py_buffer view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
     PyErr_Clear();
-    // CuPy, from 14 on: meant for memory that host and GPU share, and refused for all other.
+    // CuPy, from 14 on: buffers are meant for memory that host and GPU share, and refused for other memory.
     if (lies_on_gpu(array)) {
       bufferless_type_ = Py_TYPE(array.ptr());
       return false;
@@ -207,8 +207,8 @@ bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
   return true;
 }
 
-// DLPack's table of C functions, which newer frameworks (torch) hang on their array types: no Python call per array,
-// and no order between streams, which is then the caller's to make.
+// DLPack's table of C functions, which newer frameworks (torch) attach to their array types: no Python call per array.
+// It does not order streams, which the caller must do.
 bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_device) {
   struct Table {
     uint32_t major, minor;
@@ -234,12 +234,12 @@ bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_devic
   nb::object negated = nb::steal(PyObject_CallMethodObjArgs(array.ptr(), is_neg, nullptr));
   if (!negated.is_valid()) {
     PyErr_Clear();
-  } else if (negated.ptr() == Py_True) {  // DLPack does not tell
-    throw nb::value_error((at(index) + "a tensor that is yet to be negated: pass x.resolve_neg()").c_str());
+  } else if (negated.ptr() == Py_True) {  // DLPack does not say so
+    throw nb::value_error((at(index) + "its negation is still pending: pass x.resolve_neg()").c_str());
   }
   nb::dlpack::dltensor tensor{};
   if (exchange_(array.ptr(), &tensor) != 0) {
-    PyErr_Clear();  // __dlpack__ will say it better
+    PyErr_Clear();  // __dlpack__ raises a better error
     return false;
   }
   add_tensor(index, tensor, may_be_on_device);
@@ -254,7 +254,7 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::opt
     if (is_gpu(place.first)) {
       if (!stream) {
         throw nb::type_error(
-            (at(index) + "it lies in the memory of cuda:" + std::to_string(place.second) + ", not in the CPU's")
+            (at(index) + "it is in the memory of cuda:" + std::to_string(place.second) + ", not in host memory")
                 .c_str());
       }
       exported = exported_to(array, *stream);
@@ -292,7 +292,7 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::opt
 
 void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool may_be_on_device) {
   const int type = tensor.device.device_type;
-  constexpr int kPinned = 3;  // the host's memory, for our purposes
+  constexpr int kPinned = 3;  // host memory, for our purposes
   if (is_gpu(type) && may_be_on_device) {
     set_device(index, tensor.device.device_id);
   } else if (type == nb::device::cpu::value || type == kPinned) {
@@ -300,8 +300,8 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
   } else {
     const std::string where =
         is_gpu(type) ? "cuda:" + std::to_string(tensor.device.device_id) : "another kind of device";
-    throw nb::type_error((at(index) + "it lies in the memory of " + where +
-                          ", not in the CPU's: bring it to the CPU, or start with a GPU that this world uses")
+    throw nb::type_error((at(index) + "it is in the memory of " + where +
+                          ", not in host memory: copy it to the CPU, or use a GPU of this world from the start")
                              .c_str());
   }
   DType dtype;
@@ -320,8 +320,8 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
     strides[d] = tensor.strides == nullptr ? dense : tensor.strides[d] * item;
   }
   if (tensor.data == nullptr && std::find(dims.begin(), dims.end(), 0) == dims.end()) {
-    throw nb::type_error((at(index) + "it has no memory of its own, as wrappers around tensors have none (DTensor): "
-                                      "pass what is inside, x.to_local()")
+    throw nb::type_error((at(index) + "it has no memory of its own, because it wraps other tensors (DTensor): pass the "
+                                      "tensor inside, x.to_local()")
                              .c_str());
   }
   add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, dims, strides);
@@ -344,7 +344,7 @@ std::vector<std::vector<TensorRef>> parts_with_result(nb::list parts, int size, 
     return a.n_elements == b.n_elements && a.dtype == b.dtype;
   };
   if (!std::equal(mine.begin(), mine.end(), result.refs().begin(), result.refs().end(), alike)) {
-    throw std::invalid_argument("the result is not as large as this rank's part, or of another dtype");
+    throw std::invalid_argument("the result differs from this rank's part in size or dtype");
   }
   for (size_t i = 0; i < mine.size(); ++i) {
     if (mine[i].source == nullptr) mine[i].source = mine[i].address;

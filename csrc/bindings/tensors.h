@@ -1,4 +1,4 @@
-// A list of Python arrays as the core sees it. Part of the bindings.
+// A list of Python arrays, for the core. Part of the bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,13 +15,13 @@ namespace horo {
 
 class Tensors : public TensorList {
  public:
-  // Each array comes through the buffer protocol or DLPack and is kept alive until this is dropped. Errors name the
-  // index. Arrays in a GPU's memory (all, then, and of one GPU) are taken only where a `stream` is given: it is what
-  // their owners are asked to order their work with, as DLPack has it; -1 asks for no order.
+  // Each array is read through the buffer protocol or DLPack and kept alive by this object. Errors name the index.
+  // Arrays in a GPU's memory (then all of them, and of one GPU) are accepted only if a `stream` is given: their owners
+  // are asked to order their work before that stream, as in DLPack; -1 asks for no order.
   Tensors(nanobind::sequence arrays, bool writable, std::optional<intptr_t> stream = {});
-  // What tensors [first, last) of `like` would be in the CPU's memory, once they have some: see move_to().
+  // Tensors [first, last) of `like` in host memory, which they get later: see move_to().
   Tensors(const Tensors& like, size_t first, size_t last);
-  // Of each array of `whole`, which stays alive with `owner`, the rows [begin, end) given for it.
+  // The rows [begin, end) of each array of `whole`, which `owner` keeps alive.
   Tensors(const Tensors& whole, nanobind::object owner, const std::vector<std::pair<int64_t, int64_t>>& rows);
   ~Tensors();
   Tensors(const Tensors&) = delete;
@@ -37,14 +37,14 @@ class Tensors : public TensorList {
   std::vector<Py_buffer> views_;
   std::vector<nanobind::object> objects_;
   std::vector<nanobind::ndarray<>> dlpacks_;
-  PyTypeObject* bufferless_type_ = nullptr;  // its arrays have the buffer protocol, but no buffers
-  PyTypeObject* exchange_type_ = nullptr;    // whose table `exchange_` is
+  PyTypeObject* bufferless_type_ = nullptr;  // a type with the buffer protocol, but without buffers
+  PyTypeObject* exchange_type_ = nullptr;    // the type whose table is `exchange_`
   int (*exchange_)(void* array, nanobind::dlpack::dltensor* tensor) = nullptr;
 };
 
-// Of a list of Tensors, each's.
+// The references of each of a list of Tensors.
 std::vector<std::vector<TensorRef>> refs_of(nanobind::list parts);
-// Those of a reduce-scatter, one for each of `size` ranks, of which that of `rank` is to be left in `result`.
+// The parts of a reduce-scatter, one for each of `size` ranks; the reduction of `rank`'s is left in `result`.
 std::vector<std::vector<TensorRef>> parts_with_result(nanobind::list parts, int size, int rank, const Tensors& result);
 
 }  // namespace horo

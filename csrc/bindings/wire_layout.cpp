@@ -1,4 +1,4 @@
-// Where tensors lie on the wire, for transports that move the bytes themselves.
+// The layout of tensors on the wire, for transports that move the bytes themselves.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -17,7 +17,7 @@ namespace horo {
 
 void bind_wire_layout(nb::module_& m) {
   nb::class_<Layout>(m, "WireLayout",
-                     "Where a list of tensors lies on the wire, for transports that move the bytes themselves.")
+                     "The layout of a list of tensors on the wire, for transports that move the bytes themselves.")
       .def(
           "__init__",
           [](Layout* self, const Tensors& tensors, const std::string& op, const std::string& wire, size_t chunk_bytes,

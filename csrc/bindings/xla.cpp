@@ -1,4 +1,4 @@
-// What XLA calls on its own threads when a compiled program gets to an operation among ranks.
+// The handler that XLA calls, on its own threads, when a compiled program reaches an operation between ranks.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 
@@ -18,7 +18,7 @@ using namespace nb::literals;
 namespace horo {
 namespace {
 
-PyObject* run_call = nullptr;  // of Python's; kept for ever
+PyObject* run_call = nullptr;  // a Python function, never released
 int minor_version = kXlaNewestMinor;
 
 XlaError* failed(const XlaApi* api, const char* message) {
@@ -44,7 +44,7 @@ struct Memory {
   size_t n_bytes;
 };
 
-// Those that have any: XLA's tokens are left out.
+// Only operands with memory: XLA's tokens are left out.
 std::vector<Memory> buffers(const XlaOperands& operands) {
   std::vector<Memory> found;
   for (int64_t i = 0; i < operands.size; ++i) {
@@ -69,11 +69,11 @@ nb::list views(const std::vector<Memory>& buffers, int access) {
   return list;
 }
 
-// The first so many results hold what the arguments hold, where XLA did not give both one memory.
+// Copies the first n_copies arguments to the results, unless XLA has given both the same memory.
 void copy(const std::vector<Memory>& arguments, const std::vector<Memory>& results, int64_t n_copies) {
   for (size_t i = 0; i < static_cast<size_t>(n_copies); ++i) {
     const Memory &from = arguments.at(i), &to = results.at(i);
-    if (from.n_bytes != to.n_bytes) throw std::runtime_error("a result is of another size than its argument");
+    if (from.n_bytes != to.n_bytes) throw std::runtime_error("a result differs in size from its argument");
     if (from.data != to.data) std::memcpy(to.data, from.data, from.n_bytes);
   }
 }
@@ -97,7 +97,7 @@ XlaError* call(XlaCallFrame* frame) {
   } catch (nb::python_error& error) {
     const WithGil gil;
     if (!error.matches(PyExc_KeyboardInterrupt)) return failed(frame->api, error.what());
-    PyErr_SetInterrupt();  // once more, since XLA makes another exception of this one
+    PyErr_SetInterrupt();  // again, since XLA replaces this exception by another one
     return failed(frame->api, "KeyboardInterrupt");
   } catch (const std::exception& error) {
     return failed(frame->api, error.what());
@@ -118,9 +118,9 @@ void bind_xla(nb::module_& m) {
         return nb::steal(PyCapsule_New(reinterpret_cast<void*>(&call), nullptr, nullptr));
       },
       "run"_a, "version"_a,
-      "For an XLA of that version to be registered, or None if it is not known: calls `run(call, arguments, results)` "
-      "with its attribute `call` and views of memory. Results hold what the first `copies` arguments hold. What `run` "
-      "returns is None, or what went wrong.");
+      "Return a handler for that version of XLA, or None if the version is unknown: it calls `run(call, arguments, "
+      "results)` with its attribute `call` and views of memory. The first `copies` arguments have been copied to the "
+      "results. `run` returns None or an error message.");
 }
 
 }  // namespace horo

@@ -1,9 +1,9 @@
-// What XLA calls inside a compiled program, and what that may look at: the part of XLA's FFI that a handler of custom
-// calls needs. Nothing is linked and no header of jaxlib's is needed, so one build serves every jaxlib, or none.
+// The part of XLA's FFI that a handler of custom calls needs. Nothing is linked and no header of jaxlib is needed, so
+// one build works with every jaxlib, or none.
 //
-// What follows is XLA's binary interface, written down from the c_api.h of jaxlib 0.6.2, 0.8.2 and 0.10.2 (versions
-// 0.1, 0.2 and 0.3), which agree in all that is used here. XLA promises to support a version for a year at least, and
-// tests compare this with the header of the jaxlib that they run with.
+// This is XLA's binary interface, transcribed from the c_api.h of jaxlib 0.6.2, 0.8.2 and 0.10.2 (versions 0.1, 0.2 and
+// 0.3), which agree in everything used here. XLA promises to support a version for at least a year, and tests compare
+// this file with the header of the installed jaxlib.
 #pragma once
 
 #include <cstddef>
@@ -28,11 +28,11 @@ struct XlaVersion {
   int minor;
 };
 
-// What XLA asks a handler about itself when it is registered.
+// What XLA asks a handler when it is registered.
 inline constexpr int kXlaMetadata = 1;  // in XlaExtension::type
 struct XlaMetadata {
   size_t struct_size;
-  XlaVersion version;  // to be filled in
+  XlaVersion version;  // filled in by the handler
   uint32_t traits;
 };
 struct XlaMetadataExtension {
@@ -52,7 +52,7 @@ struct XlaErrorCreateArgs {
 // XlaBuffer::dtype
 inline constexpr int kXlaInt64 = 5;
 inline constexpr int kXlaToken = 17;  // orders calls, and has no memory
-// Of each dtype; 0 for what is no whole number of bytes, or not known here.
+// Item sizes of the dtypes; 0 if it is not a whole number of bytes, or unknown here.
 inline constexpr unsigned char kXlaItemBytes[] = {0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0, 0, 8, 2, 0, 16};
 struct XlaBuffer {
   size_t struct_size;

@@ -20,16 +20,16 @@ namespace {
 // How long the training thread waits before its engine announces it, and how often the engine repeats that.
 constexpr double kBlockedSeconds = 0.05;
 constexpr double kForeverSeconds = 3600.0;
-// What `top -H`, gdb and py-spy call the engine's thread; the kernel takes 15 characters.
+// The name of the engine's thread in `top -H`, gdb and py-spy; the kernel allows 15 characters.
 constexpr const char* kThreadName = "horo_lite async";
-// Without THREAD_MULTIPLE: how soon the engine is back with its next call of MPI, unless it waits for a peer, and how
-// many of those one poll() serves at most.
+// Without THREAD_MULTIPLE: how soon the engine makes its next MPI call, unless it waits for a peer, and how many of
+// these calls one poll() executes at most.
 constexpr double kNextCallSeconds = 100e-6;
 constexpr int kCallsPerPoll = 100;
 
 int this_thread() { return static_cast<int>(syscall(SYS_gettid)); }
 
-// A rank's part of a round: which waits it is in, then its announcements.
+// A rank's message of a round: which waits it is in, then its announcements.
 class Writer {
  public:
   void number(uint64_t value) { text_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
@@ -142,7 +142,7 @@ Engine::Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain
       direct_waits_(std::move(direct_waits)),
       pid_(getpid()),
       owner_(this_thread()) {
-  // Signals are the training thread's business.
+  // Signals are handled by the training thread.
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -159,7 +159,7 @@ double Engine::busy_s() const {
 
 Engine::~Engine() {
   if (!thread_.joinable()) return;
-  if (getpid() != pid_) {  // a forked child has no such thread, and whoever held the mutex then holds it for ever
+  if (getpid() != pid_) {  // a forked child has no such thread, and the mutex may have been locked at the fork
     thread_.detach();
     return;
   }
@@ -169,7 +169,7 @@ Engine::~Engine() {
   }
   try {
     channel_->stop();
-  } catch (...) {  // Python is ending; the thread wakes up by itself in a while
+  } catch (...) {  // Python is shutting down; the thread wakes up by itself after a while
   }
   thread_.join();
 }
@@ -182,7 +182,7 @@ void Engine::submit(std::shared_ptr<Job> job) {
     if (stopping_) throw std::invalid_argument("'" + job->entry.name + "' was submitted after shutdown()");
     if (jobs_.contains(job->entry.name)) {
       throw std::invalid_argument("an operation named '" + job->entry.name +
-                                  "' is in flight already on this rank: synchronize() it first, or give this one "
+                                  "' is already in flight on this rank: synchronize() it first, or give this one "
                                   "another name=");
     }
     check_apart(*job);
@@ -197,11 +197,10 @@ void Engine::submit(std::shared_ptr<Job> job) {
 
 void Engine::check_apart(const Job& job) const {
   for (const auto& [begin, end] : job.changes) {
-    auto found = changing_.lower_bound(end);  // of those that begin before the end, the last reaches farthest
+    auto found = changing_.lower_bound(end);  // of the extents that begin before the end, the last reaches farthest
     if (found == changing_.begin() || (--found)->second.first <= begin) continue;
-    throw std::invalid_argument(
-        job.entry.name + " would change memory that " + found->second.second +
-        ", in flight, changes, too: synchronize() that one first, or use the out-of-place call");
+    throw std::invalid_argument(job.entry.name + " would change memory that " + found->second.second +
+                                " in flight changes, too: synchronize() that one first, or use the out-of-place call");
   }
 }
 
@@ -241,11 +240,11 @@ const Engine::Await* Engine::awaited() const {
   return nullptr;
 }
 
-// Which waits this rank has been in for some time; one that is over does not count, even if its thread has not woken up
-// yet. The training thread's is odd where it waits for an asynchronous operation.
+// Returns which waits this rank has been in for some time; a wait that is over does not count, even if its thread has
+// not woken up yet. The training thread's number is odd if it waits for an asynchronous operation.
 Engine::Waits Engine::waiting() {
   const DirectWait direct = direct_waits_ ? direct_waits_() : DirectWait{};
-  // Where that thread has ended, any may be the one that trains.
+  // If that thread has ended, any thread may be the training thread.
   const bool is_anyones = syscall(SYS_tgkill, pid_, owner_, 0) != 0;
   const auto counts = [&](int thread) { return is_anyones || thread == owner_; };
   uint64_t wait = 0, beside = 0;
@@ -265,7 +264,7 @@ Engine::Waits Engine::waiting() {
     wait_ = wait;
     wait_began_ = now;
   }
-  // Over MPI, whether a direct call is over is known only once its thread runs again.
+  // Over MPI, the end of a direct call is known only when its thread runs again.
   const double patience_s = wait % 2 == 1 ? kBlockedSeconds : 6 * kBlockedSeconds;
   return {std::chrono::duration<double>(now - wait_began_).count() < patience_s ? 0 : wait, beside};
 }
@@ -326,8 +325,8 @@ void Engine::pump(double timeout_s) {
       channel_->wait(known_.empty() ? timeout_s : std::min(timeout_s, kBlockedSeconds));
       report_wait();
       check_peers();
-      // This rank waits while some name lacks its match: announce that to the others, which may be waiting as well.
-      // Twice, since only then it is certain that all waited at one moment.
+      // This rank waits while some name lacks its match: announce that to the others, which may be waiting, too.
+      // Twice, since only then is it certain that all waited at the same time.
       const bool stuck = !known_.empty() && waiting() != Waits{} && n_stuck_rounds_ < 2;
       if (!stuck && !round_is_due()) return;
     }
@@ -388,13 +387,13 @@ void Engine::announced(int rank, Entry entry) {
   if (const auto job = jobs_.find(name); job != jobs_.end()) job->second->place(known.position);
 }
 
-// Runs what all ranks have submitted; whether there was any.
+// Runs the operations that all ranks have submitted; returns whether there were any.
 bool Engine::run_ready() {
   std::vector<std::string> ready;
   const auto is_due = [this](const std::string& name) { return is_ready(name); };
   std::copy_if(order_.begin(), order_.end(), std::back_inserter(ready), is_due);
   order_.erase(std::remove_if(order_.begin(), order_.end(), is_due), order_.end());
-  // Whoever has joined takes part in all that comes before the end of that.
+  // Ranks that have joined take part in all operations before the end of join().
   std::stable_partition(ready.begin(), ready.end(), [](const std::string& name) { return name != kJoin; });
   for (const std::string& name : ready) {
     record_last_rank(name, known_.at(name));
@@ -406,13 +405,13 @@ bool Engine::run_ready() {
   return !ready.empty();
 }
 
-// Whether no rank can go on by itself: all of them wait, as they did in the last round, and nothing has `moved` in this
-// one (another thread's operation, while one waits).
+// Whether no rank can continue by itself: all of them wait, as in the last round, and nothing has `moved` in this one
+// (another thread's operation, while one waits).
 bool Engine::are_stuck(const std::vector<Waits>& waits, bool moved) {
-  // Direct calls that all ranks wait in will end by themselves.
+  // If all ranks wait in direct calls, these will end by themselves.
   bool all_wait = true, some_wait_here = false, all_wait_beside = true;
   for (int r = 0; r < channel_->size(); ++r) {
-    if (has_joined(r)) continue;  // it does what the others do
+    if (has_joined(r)) continue;  // it takes part in the others' operations
     all_wait = all_wait && waits[r].training != 0;
     some_wait_here = some_wait_here || waits[r].training % 2 == 1;
     all_wait_beside = all_wait_beside && waits[r].beside != 0;
@@ -425,7 +424,7 @@ bool Engine::are_stuck(const std::vector<Waits>& waits, bool moved) {
   return nothing_moved && ((all_wait && some_wait_here) || all_wait_beside);
 }
 
-// What `rank` has submitted under this name, if it was not run in an earlier round, it has not submitted.
+// Treats what `rank` has submitted under this name as not submitted, unless it was run in an earlier round.
 void Engine::withdrawn(int rank, const std::string& name) {
   const auto found = known_.find(name);
   if (found == known_.end() || !found->second.has[rank]) return;
@@ -437,7 +436,7 @@ void Engine::withdrawn(int rank, const std::string& name) {
   if (rank != channel_->rank()) return;
   if (const std::shared_ptr<Job> job = take(name)) {
     job->is_withdrawn = true;
-    // Nobody waits for its result.
+    // Its result is not waited for.
     job->finish(std::make_exception_ptr(Mismatch(name + " was withdrawn on this rank")));
   }
 }
@@ -470,7 +469,7 @@ std::shared_ptr<Job> Engine::take(const std::string& name) {
   const std::shared_ptr<Job> job = found->second;
   jobs_.erase(found);
   for (const auto& [begin, end] : job->changes) changing_.erase(begin);
-  // A withdrawal that came while it ran would be news of nothing, for peers that may have ended by then.
+  // A withdrawal that came while it ran is obsolete, and peers may have ended by the time it is announced.
   std::erase_if(unannounced_, [&](const Entry& entry) { return entry.name == name; });
   return job;
 }
@@ -505,20 +504,20 @@ void Engine::run(const std::string& name, Known known) {
     error = std::current_exception();
   } catch (const Recoverable& recoverable) {
     error = recoverable.error;
-  } catch (const std::invalid_argument&) {  // what all ranks have compared makes no sense: none has moved anything
+  } catch (const std::invalid_argument&) {  // arguments that all ranks have compared are invalid: nothing was moved
     error = std::current_exception();
   } catch (...) {
-    // Whatever this was, the other ranks may be in the middle of it still.
+    // Whatever the error is, other ranks may still be in the middle of the operation.
     failed_in_ = name;
     take(name);
     if (job != nullptr) finish(*job, std::current_exception());
     throw;
   }
   take(name);
-  if (job != nullptr) finish(*job, error);  // one that has joined goes on waiting for what it can take part in
+  if (job != nullptr) finish(*job, error);  // a rank that has joined waits for the next operation
 }
 
-// This rank's job for an operation that ranks which have joined lack, and their entries.
+// Returns this rank's job for an operation, and fills in the entries of ranks that have joined.
 std::shared_ptr<Job> Engine::stand_in(const std::string& name, std::shared_ptr<Job> job, Known* known) {
   Writer mine;
   if (job != nullptr) {
@@ -579,14 +578,14 @@ std::vector<std::string> Engine::exchange(const std::string& mine) {
 
 void Engine::check_peers() {
   for (const auto& [name, known] : known_) {
-    if (!known.has[channel_->rank()]) continue;  // not this rank's loss
+    if (!known.has[channel_->rank()]) continue;  // does not affect this rank
     for (int r = 0; r < channel_->size(); ++r) {
       if (!known.has[r]) channel_->check(r, name);
     }
   }
 }
 
-// What the program waits for while some ranks have not submitted it.
+// Reports to the stall detector that the program waits for an operation that some ranks have not submitted.
 void Engine::report_wait() {
   auto found = known_.end();
   int64_t since = 0;
@@ -603,7 +602,7 @@ void Engine::report_wait() {
     }
   }
   const bool waits = found != known_.end();
-  // Who has joined waits for as long as the others do nothing.
+  // A rank that has joined waits only while the others do nothing.
   if (waits && found->first == kJoin) since = std::max(since, moved_ns_);
   if (unmatched_wait_ && (!waits || since != unmatched_since_ns_)) {
     unmatched_wait_->over();
@@ -618,7 +617,7 @@ void Engine::report_wait() {
                                  numbers(is_late));
 }
 
-// The program waits for this, which one rank has submitted later than all others.
+// Records which rank was the last to submit an operation that the program waits for.
 void Engine::record_last_rank(const std::string& name, const Known& known) {
   const std::lock_guard lock(mutex_);
   if (detector_ == nullptr || known.latest < 0 || known.latest == channel_->rank()) return;
@@ -629,9 +628,9 @@ void Engine::record_last_rank(const std::string& name, const Known& known) {
   }
 }
 
-// All ranks wait, none for an operation that all have submitted: every name in flight is somebody's alone.
+// All ranks wait, none of them for an operation that all have submitted: every name in flight lacks some rank.
 void Engine::fail_unmatched() {
-  // As soon as the first job is failed, its thread may submit again, under any of these names.
+  // As soon as the first job has failed, its thread may submit again, under any of these names.
   std::map<std::string, Known> unmatched;
   unmatched.swap(known_);
   order_.clear();
@@ -657,7 +656,7 @@ void Engine::fail_unmatched() {
     }
     failed.emplace_back(take(name), name + " was submitted by rank " + have + " but not by rank " +
                                         list(numbers(lacks)) + ", and every rank is waiting" + elsewhere +
-                                        ": nothing can go on. Look for a call that some ranks do not make, such as "
+                                        ": none can continue. Look for a call that some ranks do not make, such as "
                                         "one inside `if rank == 0`, or make in another order. Asynchronous operations "
                                         "are matched by name.");
   }
@@ -665,7 +664,7 @@ void Engine::fail_unmatched() {
 }
 
 void Engine::fail_all(std::exception_ptr error) {
-  // What one operation raised belongs to its own handle; all others, and later ones, raise why the engine stopped.
+  // An operation's own error is raised by its handle; all other handles, and later ones, raise why the engine stopped.
   std::string reason = "asynchronous operations stopped";
   bool is_loss = true;
   std::optional<PeerLost> lost_peer;
@@ -698,7 +697,7 @@ void Engine::fail_all(std::exception_ptr error) {
   try {
     if (lost_peer) channel_->pass_on(*lost_peer);
     else channel_->abandon(reason);
-  } catch (...) {  // peers will have to find out by themselves
+  } catch (...) {  // peers must detect it themselves
   }
   for (auto& [name, job] : jobs) finish(*job, error);
 }

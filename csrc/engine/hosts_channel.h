@@ -1,4 +1,4 @@
-// The engines of several hosts' ranks.
+// The channel between engines on several hosts.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +19,11 @@
 
 namespace horo {
 
-// A rank that enters a round wakes all others, so that engines need not exchange all the time. Nothing wakes a thread
-// that waits for a message: an engine with nothing to do looks for one now and then.
+// A rank that enters a round wakes all others, so engines need not exchange messages all the time. Nothing can wake a
+// thread that waits for a message, so an idle engine checks for one now and then.
 class HostsChannel : public Channel {
  public:
-  // `on_stop` ends what other threads were to do for this one, if they were.
+  // `on_stop` ends the work of other threads for this channel, if there is any.
   HostsChannel(std::shared_ptr<HostsGroup> group, std::shared_ptr<ControlChannel> wake_ups,
                std::function<void()> on_stop = nullptr)
       : group_(std::move(group)), wake_ups_(std::move(wake_ups)), on_stop_(std::move(on_stop)) {}
@@ -44,7 +44,7 @@ class HostsChannel : public Channel {
     for (const ShortMessage& message : wake_ups_->receive()) {
       uint64_t round = 0;
       std::memcpy(&round, message.text.data(), std::min(sizeof(round), message.text.size()));
-      // Wake-ups for rounds that this rank has entered by itself arrive late.
+      // Wake-ups for rounds that this rank has already entered are late.
       is_behind_ = is_behind_ || round >= round_;
     }
     return is_behind_;
@@ -82,7 +82,7 @@ class HostsChannel : public Channel {
   uint64_t round_ = 0;
   bool is_behind_ = false;  // a peer has entered a round that this rank has not
   std::atomic<uint32_t> n_wake_ups_{0};
-  uint32_t n_seen_ = 0;  // of them, by the engine's thread
+  uint32_t n_seen_ = 0;  // how many of them the engine's thread has seen
 };
 
 }  // namespace horo

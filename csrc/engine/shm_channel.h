@@ -1,4 +1,4 @@
-// The engines of one host's ranks.
+// The channel between engines of one host.
 #pragma once
 
 #include <memory>

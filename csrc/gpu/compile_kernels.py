@@ -1,10 +1,10 @@
-"""Compiles kernels.cu without nvcc, which PyPI has not got for CUDA 12: with NVRTC and nvFatbin.
+"""Compiles kernels.cu with NVRTC and nvFatbin, since PyPI has no nvcc for CUDA 12.
 
 Usage: compile_kernels.py WHEELS OUTPUT ARCHITECTURE...
 
-WHEELS is the folder `nvidia` that pip makes of nvidia-cuda-nvrtc-cu12, nvidia-nvfatbin-cu12 and
-nvidia-cuda-runtime-cu12. OUTPUT has machine code for every architecture (75, 80, …) afterwards, and
-PTX of the last one for GPUs still to come. What the compiler has to say goes to stderr.
+WHEELS is the folder `nvidia` in which pip installs nvidia-cuda-nvrtc-cu12, nvidia-nvfatbin-cu12 and
+nvidia-cuda-runtime-cu12. OUTPUT gets machine code for every architecture (75, 80, …), and PTX of
+the last one for future GPUs. Messages of the compiler go to stderr.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPTIONS = ["--std=c++17", "--fmad=false", f"--include-path={Path(__file__).resol
 
 
 def load(wheels: Path, folder: str, name: str) -> ctypes.CDLL:
-    """The only library of that name there."""
+    """Load the only library of that name in the folder."""
     (found,) = (wheels / folder / "lib").glob(f"lib{name}.so.*")
     return ctypes.CDLL(str(found))
 
@@ -33,7 +33,7 @@ class Nvrtc:
             raise SystemExit(f"{log}NVRTC could not compile horo_lite's kernels: {why}")
 
     def got(self, program: ctypes.c_void_p, what: str) -> bytes:
-        """What the compilation left: its `ProgramLog`, `CUBIN` or `PTX`."""
+        """Return an output of the compilation: its `ProgramLog`, `CUBIN` or `PTX`."""
         size = ctypes.c_size_t()
         self.check(getattr(self.nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
         data = ctypes.create_string_buffer(size.value)
@@ -41,7 +41,7 @@ class Nvrtc:
         return data.raw
 
     def compile(self, source: Path, what: str, architecture: str, *options: str) -> bytes:
-        """Machine code (`CUBIN` for sm_90) or `PTX` (for compute_90)."""
+        """Compile to machine code (`CUBIN` for sm_90) or to `PTX` (for compute_90)."""
         program = ctypes.c_void_p()
         text, name = source.read_bytes(), source.name.encode()
         create = self.nvrtc.nvrtcCreateProgram
@@ -58,7 +58,7 @@ class Nvrtc:
 
 
 class Fatbin:
-    """Code for several architectures in one piece, compressed so that every driver can read it."""
+    """Code for several architectures in one file, compressed so that every driver can read it."""
 
     def __init__(self, wheels: Path) -> None:
         self.nvfatbin = load(wheels, "nvfatbin", "nvfatbin")

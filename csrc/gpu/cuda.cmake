@@ -1,12 +1,12 @@
-# How the GPU's part is built: with a toolkit's nvcc, with the compilers on PyPI, or not at all.
+# How the GPU part is built: with a toolkit's nvcc, with the compilers on PyPI, or not at all.
 #
 # Sets HORO_LITE_CUDA_FROM (nvcc, wheels or none); horo_lite_add_cuda(target) adds the sources.
 
-# Turing and every later generation for which the compiler of this version can make code. One cubin
-# serves all later GPUs of its generation; PTX of the last serves GPUs that are not there yet.
+# Turing and every later generation that the compiler of this version supports. One cubin serves all
+# later GPUs of its generation; PTX of the last generation serves future GPUs.
 #
-# They take minutes. So where no GPU is, and nobody asked for more, there is PTX of the first alone, which the driver of
-# any GPU compiles when it is first used.
+# They take minutes to compile. So without a GPU, and unless more is requested, only PTX of the first is
+# built, which the driver of any GPU compiles at its first use.
 function(horo_lite_architectures version)
   set(known 75 80 90)
   if(version VERSION_GREATER_EQUAL 12.8)
@@ -33,8 +33,8 @@ function(horo_lite_architectures version)
   set(CMAKE_CUDA_ARCHITECTURES ${real} PARENT_SCOPE)
 endfunction()
 
-# nvcc itself: what is on PATH may be a script that calls one elsewhere, from whose own place no
-# toolkit can be found. Empty where there is none.
+# The real nvcc: the one on PATH may be a script that calls one elsewhere, and the script's own
+# location does not lead to the toolkit. Empty if there is none.
 function(horo_lite_find_nvcc result)
   set(${result} "" PARENT_SCOPE)
   unset(HORO_LITE_NVCC CACHE)
@@ -62,8 +62,8 @@ elseif(HORO_LITE_CUDA_WHEELS)
 else()
   horo_lite_find_nvcc(nvcc)
   if(nvcc AND CMAKE_CUDA_COMPILER AND DEFINED ENV{CUDA_HOME} AND NOT nvcc STREQUAL CMAKE_CUDA_COMPILER)
-    message(FATAL_ERROR "CUDA: ${CMAKE_BINARY_DIR} was made with ${CMAKE_CUDA_COMPILER}; CUDA_HOME now leads to "
-      "${nvcc}. Delete that directory.")
+    message(FATAL_ERROR "CUDA: ${CMAKE_BINARY_DIR} was configured with ${CMAKE_CUDA_COMPILER}, but CUDA_HOME now "
+      "leads to ${nvcc}. Delete that directory.")
   endif()
   if(CMAKE_CUDA_COMPILER)
     set(nvcc ${CMAKE_CUDA_COMPILER})
@@ -82,11 +82,11 @@ else()
       horo_lite_architectures("${release}")
       set(HORO_LITE_CUDA_FROM nvcc)
       if(HORO_LITE_PTX_ONLY)
-        message(STATUS "CUDA ${release} for any GPU: ${nvcc}. No GPU is here, so this is PTX, which a GPU's driver "
-          "compiles at the first use; HORO_LITE_CUDA_ARCHITECTURES=all (or 90) makes machine code, in minutes")
+        message(STATUS "CUDA ${release} for any GPU: ${nvcc}. This machine has no GPU, so this is PTX, which a GPU's "
+          "driver compiles at the first use; HORO_LITE_CUDA_ARCHITECTURES=all (or 90) builds machine code, in minutes")
       else()
         message(STATUS "CUDA ${release} for ${HORO_LITE_GENERATIONS}: ${nvcc}. All architectures take minutes; "
-          "HORO_LITE_CUDA_ARCHITECTURES=90 (or native) builds for one, HORO_LITE_CUDA=0 without GPUs")
+          "HORO_LITE_CUDA_ARCHITECTURES=90 (or native) builds for one, HORO_LITE_CUDA=0 without CUDA")
       endif()
       set(CMAKE_CUDA_STANDARD 17)
       set(CMAKE_CUDA_STANDARD_REQUIRED ON)
@@ -114,15 +114,15 @@ function(horo_lite_add_cuda target)
   target_sources(${target} PRIVATE gpu/device_cuda.cpp gpu/kernels_cuda.cpp)
   if(HORO_LITE_CUDA_FROM STREQUAL "nvcc")
     add_library(kernels STATIC gpu/kernels.cu)
-    # No contraction: the kernels on the host round after every operation. Compressed in the way that every
-    # driver can read. Architectures are compiled side by side.
+    # No contraction: the host kernels round after every operation. Compressed in the format that every
+    # driver can read. Architectures are compiled in parallel.
     target_include_directories(kernels PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
     target_compile_options(kernels PRIVATE --fmad=false -Xfatbin=-compress-all --threads=0)
     target_link_libraries(${target} PRIVATE kernels CUDA::cudart_static)
   else()
-    # nvcc 12 is not on PyPI; NVRTC, the same compiler as a library, is. What it makes is embedded and
-    # handed to the runtime when the first kernel is launched. Any Python will do: with the one that the
-    # module is for, each would compile it anew.
+    # nvcc 12 is not on PyPI; NVRTC, the same compiler as a library, is. Its output is embedded and passed
+    # to the runtime when the first kernel is launched. Any Python will do: with the one that the module is
+    # built for, each version would compile the kernels again.
     set(fatbin ${CMAKE_CURRENT_BINARY_DIR}/kernels.fatbin)
     add_custom_command(OUTPUT ${fatbin}
       COMMAND python3 ${CMAKE_CURRENT_SOURCE_DIR}/gpu/compile_kernels.py

@@ -8,17 +8,17 @@ CudaDriver cuda_driver() {
   CudaDriver found;
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    found.problem = "there is no NVIDIA driver here (libcuda.so.1 was not found)";
+    found.problem = "this machine has no NVIDIA driver (libcuda.so.1 was not found)";
     return found;
   }
   const auto initialise = reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
   const auto version = reinterpret_cast<int (*)(int*)>(dlsym(library, "cuDriverGetVersion"));
   const auto count = reinterpret_cast<int (*)(int*)>(dlsym(library, "cuDeviceGetCount"));
-  // The second version tells the parts of a GPU that MIG has divided apart.
+  // The second version distinguishes the parts of a GPU divided by MIG.
   const auto uuid = reinterpret_cast<int (*)(unsigned char*, int)>(dlsym(library, "cuDeviceGetUuid_v2"));
   const auto describe = reinterpret_cast<int (*)(int, const char**)>(dlsym(library, "cuGetErrorString"));
   if (initialise == nullptr || version == nullptr || count == nullptr || uuid == nullptr || describe == nullptr) {
-    found.problem = "libcuda.so.1 is not NVIDIA's driver, or one that is too old";
+    found.problem = "libcuda.so.1 is not NVIDIA's driver, or is too old";
     return found;
   }
   version(&found.version);
@@ -41,7 +41,7 @@ CudaDriver cuda_driver() {
     found.uuids.clear();
     found.problem = std::string("the NVIDIA driver found no GPU to use (") + (text != nullptr ? text : "?") + ")";
   } else if (found.uuids.empty()) {
-    found.problem = "the NVIDIA driver is there, but shows no GPU";
+    found.problem = "the NVIDIA driver is installed, but shows no GPU";
   }
   return found;
 }

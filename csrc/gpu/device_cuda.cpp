@@ -1,4 +1,4 @@
-// The CUDA runtime behind the seam.
+// Device implemented with the CUDA runtime.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -9,12 +9,12 @@ namespace {
 
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // it has been reported; the next call must not find it again
+  cudaGetLastError();  // clears it: the next call must not report it again
   throw DeviceError(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
                     cudaGetErrorName(result) + ")");
 }
 
-// The kernels' files know nothing of devices.
+// The files of the kernels do not use DeviceError.
 template <class Call>
 void with_kernels(const Call& call) {
   try {
@@ -51,7 +51,7 @@ class CudaDevice : public Device {
     const Current current(*this, index);
     int lowest = 0;
     int highest = 0;
-    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "tell the priorities of streams");
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "query the priorities of streams");
     cudaStream_t stream = nullptr;
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "create a stream");
     return stream;
@@ -63,7 +63,7 @@ class CudaDevice : public Device {
   bool is_capturing(int index, Stream stream) override {
     const Current current(*this, index);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(of(stream), &status), "tell whether a graph is being captured");
+    check(cudaStreamIsCapturing(of(stream), &status), "query whether a graph is being captured");
     return status != cudaStreamCaptureStatusNone;
   }
 
@@ -92,16 +92,16 @@ class CudaDevice : public Device {
       cudaGetLastError();
       return false;
     }
-    check(result, "finish the work before an event");
+    check(result, "complete the work before an event");
     return true;
   }
   void synchronize(int index, Event event) override {
     const Current current(*this, index);
-    check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "finish the work before an event");
+    check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "complete the work before an event");
   }
 
   void copy(int index, void* to, const void* from, size_t n_bytes, Stream stream) override {
-    if (n_bytes == 0) return;  // perhaps without an address
+    if (n_bytes == 0) return;  // the address may be null
     const Current current(*this, index);
     check(cudaMemcpyAsync(to, from, n_bytes, cudaMemcpyDefault, of(stream)), "copy memory");
   }
@@ -121,23 +121,23 @@ class CudaDevice : public Device {
  protected:
   int exchange_current(int index) override {
     int previous = 0;
-    check(cudaGetDevice(&previous), "tell the current GPU");
-    if (previous != index) check(cudaSetDevice(index), "use the GPU");
+    check(cudaGetDevice(&previous), "query the current GPU");
+    if (previous != index) check(cudaSetDevice(index), "select the GPU");
     return previous;
   }
-  // To be on a GPU is to have a context there, of hundreds of MiB (from CUDA 12 on), and a thread that never chose a
-  // GPU says it is on the first: all ranks of a host would take memory there. Such a thread stays where it was sent.
+  // Selecting a GPU creates a context there, of hundreds of MiB (from CUDA 12 on), and a thread that never selected one
+  // reports the first: all ranks of a host would take memory there. Such a thread stays on the GPU used here.
   void restore_current(int previous) override {
     using GetState = int (*)(int device, unsigned* flags, int* active);
     static const auto get_state =
         reinterpret_cast<GetState>(dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), "cuDevicePrimaryCtxGetState"));
     int current = 0;
-    check(cudaGetDevice(&current), "tell the current GPU");
+    check(cudaGetDevice(&current), "query the current GPU");
     if (previous == current) return;
     unsigned flags = 0;
     int active = 0;
     if (get_state == nullptr || get_state(previous, &flags, &active) != 0 || active != 0) {
-      check(cudaSetDevice(previous), "use the GPU");
+      check(cudaSetDevice(previous), "select the GPU");
     }
   }
 

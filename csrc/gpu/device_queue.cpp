@@ -24,7 +24,7 @@ DeviceQueue::~DeviceQueue() {
   }
 }
 
-// An event may be recorded anew at once: a wait means the recording that was the latest when it was queued.
+// An event may be recorded again at once: a wait refers to the recording that was the latest when the wait was queued.
 void DeviceQueue::follow(Stream producer) {
   const std::lock_guard lock(mutex_);
   device_.record(index_, followed_, producer);
@@ -51,7 +51,7 @@ void DeviceQueue::synchronize() {
 
 void DeviceQueue::hold(std::shared_ptr<void> object, Stream stream) {
   if (device_.is_capturing(index_, stream)) return;
-  // What is dropped may be Python's, whose end may hand the GIL to a thread that wants the mutex.
+  // These may be Python objects, whose destructors may release the GIL to a thread that waits for the mutex.
   std::vector<std::shared_ptr<void>> dropped;
   const std::lock_guard lock(mutex_);
   while (!held_.empty() && device_.is_done(index_, held_.front().first)) {

@@ -1,4 +1,4 @@
-// A stream of our own on one GPU, and its order with everybody else's.
+// A stream of horo_lite's own on one GPU, and its order with other streams.
 #pragma once
 
 #include <deque>
@@ -11,7 +11,7 @@
 
 namespace horo {
 
-// Any thread may call; what they queue runs in the order of their calls.
+// Any thread may call it; the work runs in the order of the calls.
 class DeviceQueue {
  public:
   DeviceQueue(Device& device, int index);
@@ -23,21 +23,21 @@ class DeviceQueue {
   int index() const { return index_; }
   Stream stream() const { return stream_; }
 
-  // What is queued here from now on comes after what `producer` has been given so far.
+  // Work queued here from now on runs after the work queued on `producer` so far.
   void follow(Stream producer);
-  // What `consumer` is given from now on comes after what is queued here.
+  // Work queued on `consumer` from now on runs after the work queued here so far.
   void lead(Stream consumer);
-  // All that is queued here is done.
+  // Waits until all work queued here is done.
   void synchronize();
-  // Keeps `object` until what `stream` has been given so far is done, and drops earlier ones that need no longer be
-  // kept. Inside a graph capture nothing is kept: there, memory belongs to the graph.
+  // Keeps `object` until the work queued on `stream` so far is done, and drops earlier ones that need no longer be
+  // kept. During a graph capture nothing is kept: there, memory belongs to the graph.
   void hold(std::shared_ptr<void> object, Stream stream);
 
  private:
   Device& device_;
   int index_;
   Stream stream_;
-  std::mutex mutex_;  // an event is recorded and waited for in one go
+  std::mutex mutex_;  // held from the recording of an event to the wait for it
   Event followed_;
   Event led_;
   std::deque<std::pair<Event, std::shared_ptr<void>>> held_;

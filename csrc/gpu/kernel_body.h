@@ -1,14 +1,14 @@
 // What one thread of a kernel does, for the GPU and for the host.
 //
-// A block of 256 threads works on a stretch of one piece, 16 KiB of the tensor. A warp moves a tile at a time: 32
+// A block of 256 threads works on a stretch of one piece, 16 KiB of the tensor. A warp moves one tile at a time: 32
 // vectors of 16 bytes on the wire, and `kRatio` times as many in the tensor, read or written in `kRatio` turns. In
-// every turn consecutive lanes touch consecutive vectors. Where the tensor's items are wider than the wire's, what a
-// lane loaded belongs into several wire vectors: kRatio neighbouring lanes exchange their parts. What is left after
-// the last whole tile, and tensors that do not begin at a multiple of 16 bytes, go element by element, again with
+// every turn, consecutive lanes access consecutive vectors. If the tensor's items are wider than the wire's, a lane's
+// loads belong to several wire vectors: kRatio neighbouring lanes exchange their parts. The rest after the last whole
+// tile, and tensors that do not begin at a multiple of 16 bytes, are processed element by element, again with
 // consecutive lanes on consecutive elements.
 //
-// The functions of the steps do the work of kTogether threads that exchange with each other: of one on the GPU, where
-// all run at once and exchange by shuffles; of kRatio on the host.
+// The functions of the steps do the work of kTogether threads that exchange with each other: of one thread on the GPU,
+// where all run at once and exchange by shuffles; of kRatio threads on the host.
 #pragma once
 
 #include "gpu/pieces.h"
@@ -31,7 +31,7 @@
 namespace horo {
 namespace body {
 
-// --- formats: how elements lie in memory, and the number each of them is ---
+// --- formats: how elements are stored, and the number that each represents ---
 
 #ifdef __CUDA_ARCH__
 HORO_BOTH float value_of_f16(uint16_t bits) {
@@ -81,7 +81,7 @@ HORO_BOTH uint32_t bf16_pair(float low, float high) {
 }
 #endif
 
-// kInfinity: the bits of inf. Magnitudes (bits without the sign) below it are finite, and larger where the number is.
+// kInfinity: the bits of inf. Magnitudes (bits without the sign) below it are finite, and ordered as the numbers are.
 struct F16 {
   using Bits = uint16_t;
   using Value = float;
@@ -114,7 +114,7 @@ struct F64 {
     return value != value ? 0x7fffffffffffffffu : __builtin_bit_cast(Bits, value);
   }
 };
-// Copied, whatever they are.
+// Elements that are copied, whatever they are.
 template <class T>
 struct Raw {
   using Bits = T;
@@ -124,7 +124,7 @@ using Raw16 = Raw<uint16_t>;
 using Raw32 = Raw<uint32_t>;
 using Raw64 = Raw<uint64_t>;
 
-// What a tensor's elements are computed in.
+// The type in which a tensor's elements are computed.
 template <class G>
 struct RealOf {
   using Type = float;
@@ -140,11 +140,11 @@ using Real = typename RealOf<G>::Type;
 
 // --- arithmetic ---
 //
-// Nowhere here is a product added to anything, so there is nothing to contract to fmaf. That comparisons and casts are
-// the only other operations keeps the two compilers' results equal.
+// No product is ever added to anything here, so there is nothing to contract to fmaf. The only other operations are
+// comparisons and casts, so the results of the two compilers are equal.
 
-// x * 2^k, in the two factors that it takes when 2^k itself is no normal number. With the rest first, what the first
-// product rounds off is too small to be seen after the second.
+// x * 2^k, in two factors, which are needed if 2^k itself is not a normal number. With the rest first, the rounding
+// error of the first product is too small to matter after the second.
 template <class R>
 struct PowerOfTwo {
   R rest, most;
@@ -164,7 +164,7 @@ HORO_BOTH PowerOfTwo<Real<G>> power_of_two(int k) {
   return {normal(k - most), normal(most)};
 }
 
-// x / divisor. By a power of two it is a multiplication, as exact as the division.
+// x / divisor. For a power of two it is a multiplication, as exact as the division.
 template <class R>
 struct Quotient {
   R divisor, reciprocal;
@@ -177,14 +177,14 @@ HORO_BOTH Quotient<Real<G>> divided_by(double divisor) {
   using Format = typename RealOf<G>::Format;
   using Bits = typename Format::Bits;
   const auto d = static_cast<Real<G>>(divisor);
-  // Subnormal powers of two have such bits as well, and are divided by.
+  // Subnormal powers of two have such bits as well: for them, this divides.
   const bool divide = (__builtin_bit_cast(Bits, d) & ((Bits{1} << Format::kMantissa) - 1)) != 0;
   return {d, 1 / d, divide};
 }
 
 // --- arguments ---
 
-// A launch's arguments other than its pieces; as in KernelCall.
+// A launch's arguments except its pieces; as in KernelCall.
 struct Arguments {
   uint8_t* wire;
   int32_t* exponents;
@@ -223,7 +223,7 @@ HORO_BOTH void store_item(void* to, uint32_t i, Bits bits) {
   static_cast<Bits*>(to)[i] = bits;
 }
 #else
-// Where a GPU would stop with an error.
+// Throws where a GPU would stop with an error.
 HORO_BOTH void check_alignment(const void* address) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) throw std::logic_error("16 bytes accessed at an odd address");
 }
@@ -249,7 +249,7 @@ HORO_BOTH void store_item(void* to, uint32_t i, Bits bits) {
 }
 #endif
 
-// Element i of those that begin at words[0].
+// Element i of the elements that begin at words[0].
 template <class F>
 HORO_BOTH typename F::Bits item(const uint32_t* words, int i) {
   using Bits = typename F::Bits;
@@ -258,7 +258,7 @@ HORO_BOTH typename F::Bits item(const uint32_t* words, int i) {
   else return words[2 * i] | static_cast<Bits>(words[2 * i + 1]) << 32;
 }
 
-// Puts n numbers into words, n a multiple of 2.
+// Stores n numbers in words; n is a multiple of 2.
 template <class F, class R, int n>
 HORO_BOTH void put_items(uint32_t* words, const R (&x)[n]) {
   using Value = typename F::Value;
@@ -292,7 +292,7 @@ inline constexpr int kThreads = 256;
 inline constexpr int kWarp = 32;
 inline constexpr uint32_t kWireUnit = 64;  // of GpuPiece::wire_offset: kWireAlignment
 
-// For a tensor of format G and a wire of format W, no wider.
+// For a tensor of format G and a wire of format W, which is not wider.
 template <class G, class W>
 struct Geometry {
   static constexpr int kRatio = sizeof(typename G::Bits) / sizeof(typename W::Bits);
@@ -310,7 +310,7 @@ struct Stretch {
   uint8_t* tensor;
   uint8_t* wire;
   uint32_t n_items;
-  uint32_t n_tiles;  // whole ones, for tensors with the right address
+  uint32_t n_tiles;  // whole ones, for tensors with an aligned address
 
   HORO_BOTH Stretch(const Arguments& a, const GpuPiece& piece, uint32_t block) {
     using Shape = Geometry<G, W>;
@@ -329,7 +329,7 @@ struct Stretch {
   HORO_BOTH uint8_t* tensor_vector(uint32_t tile, int turn, int lane) const {
     return tensor + (tile * Geometry<G, W>::kRatio * kWarp + turn * kWarp + lane) * 16;
   }
-  // The wire vector that is `lane`'s after the exchange.
+  // The wire vector that `lane` has after the exchange.
   HORO_BOTH uint8_t* wire_vector(uint32_t tile, int lane) const {
     constexpr int kRatio = Geometry<G, W>::kRatio;
     return wire + (tile * kWarp + lane % kRatio * (kWarp / kRatio) + lane / kRatio) * 16;
@@ -338,8 +338,8 @@ struct Stretch {
 
 // --- exchange between neighbouring lanes ---
 //
-// Lane s of kRatio neighbours has a slot for each r; afterwards its slot r is what was in slot s of lane r. Twice is as
-// before, so that it serves both directions.
+// Lane s of kRatio neighbours has a slot for each r; afterwards its slot r holds what was in slot s of lane r. It is
+// its own inverse, so it serves both directions.
 
 #ifdef __CUDA_ARCH__
 template <int kRatio>
@@ -387,10 +387,10 @@ HORO_BOTH void exchange(Vector (&v)[kRatio]) {
 }
 #endif
 
-// --- what was seen: the largest finite magnitude, and how many elements are not finite
+// --- statistics: the largest finite magnitude, and how many elements are not finite
 // -------------------------------------
 
-// Of what is only copied.
+// For elements that are only copied.
 struct Nothing {
   template <class Bits>
   HORO_BOTH void add(Bits) {}
@@ -514,7 +514,7 @@ struct FromWire<Raw<T>, Raw<T>> : Copy {
 
 // --- the steps ---
 
-// Elements in flight per thread where they go one by one.
+// Elements in flight per thread if they are processed one by one.
 inline constexpr int kBatch = 8;
 
 template <class G, class = G>
@@ -581,7 +581,7 @@ struct Pack {
         }
       }
     }
-    const ToWire<G, W> cast(a, piece.tensor);  // after the loads have gone out: it may have to wait for an exponent
+    const ToWire<G, W> cast(a, piece.tensor);  // after the loads were issued: it may have to wait for an exponent
     HORO_UNROLL
     for (int turn = 0; turn < Shape::kTurns; ++turn) {
       const uint32_t tile = turn * Shape::kStride + warp;
@@ -681,8 +681,8 @@ struct Unpack {
 
 // --- the launch ---
 
-// What a launch is given, in the kernel's own parameters: they reach the GPU with the launch, so that no copy has to be
-// ordered before it. CUDA 12.1 allows 32,764 bytes; most launches need few of them, and each costs time.
+// What a launch gets, as the kernel's own parameters: they reach the GPU with the launch, so no copy must be ordered
+// before it. CUDA 12.1 allows 32,764 bytes; most launches need few of them, and each costs time.
 template <int kPieces>
 struct Table {
   Arguments arguments;
@@ -692,8 +692,8 @@ inline constexpr int kFew = 64;
 inline constexpr int kMany = 1360;
 static_assert(sizeof(Table<kMany>) <= 32764);
 
-// The piece that a block of a launch works on. Every piece has a block at least: so many pieces, each of one block, are
-// found at the first look.
+// The piece that a block of a launch works on. Every piece has at least one block: with many pieces of one block each,
+// the first guess finds it.
 HORO_BOTH uint32_t find_piece(const GpuPiece* pieces, uint32_t n_pieces, uint32_t block, uint32_t n_blocks) {
   const uint32_t blocks_after = n_blocks - 1 - block;
   uint32_t low = n_pieces - 1 > blocks_after ? n_pieces - 1 - blocks_after : 0;

@@ -1,6 +1,7 @@
-// The kernels as a GPU runs them: each finds its piece, does kernel_body.h's work and adds up what a block has seen.
+// The kernels as a GPU runs them: each finds its piece, does the work of kernel_body.h and adds up a block's
+// statistics.
 //
-// Compiled by nvcc or by NVRTC (compile_kernels.py), so nothing is included but kernel_body.h.
+// Compiled by nvcc or by NVRTC (compile_kernels.py), so only kernel_body.h is included.
 #include "gpu/kernel_body.h"
 
 namespace horo {
@@ -27,14 +28,14 @@ __device__ void reduce_block(T& largest, uint32_t& sum) {
   }
   __syncthreads();
   if (threadIdx.x < kWarp) {
-    const int warp = threadIdx.x % (kThreads / kWarp);  // four times over: as good for the largest
+    const int warp = threadIdx.x % (kThreads / kWarp);  // each value four times, which does not change the largest
     largest = largest_of[warp];
     sum = threadIdx.x < kThreads / kWarp ? sum_of[warp] : 0;
     reduce_warp();
   }
 }
 
-// What a block has seen goes to its tensor: a maximum and a sum of integers, so that no order of blocks matters.
+// Adds a block's statistics to its tensor's: a maximum and a sum of integers, so the order of blocks does not matter.
 template <class G, class W>
 __device__ void report(Measure<G, W>, const Arguments& a, uint32_t tensor, const typename Measure<G, W>::Result& seen) {
   int32_t exponent = seen.exponent();

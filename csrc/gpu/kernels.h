@@ -1,12 +1,12 @@
-// The GPU kernels: packing many tensors into a wire buffer and back, in one launch.
+// The GPU kernels: they pack many tensors into a wire buffer and unpack them, in one launch.
 //
 // What a thread does is written once, in kernel_body.h; kernels.cu compiles it for GPUs,
 // testing/kernels_host.cpp runs it thread by thread on the CPU, with the same bits.
 //
-// Numbers. Arithmetic is float32 (float64 where grad_dtype is), every operation rounds to nearest even, and their order
-// is the one written at each step below. 2^k is exact: only a result too small for a normal number is rounded. A factor
-// whose value as float32 (float64) is 1 changes nothing. What is narrowed to 16 bits is rounded to float32 first, if it
-// was float64. A NaN comes out as the one NaN with all bits but the sign set, whichever went in.
+// Numbers. Arithmetic is float32 (float64 if grad_dtype is), every operation rounds to nearest even, and their order is
+// the one written at each step below. 2^k is exact: only a result too small for a normal number is rounded. A factor
+// whose value as float32 (float64) is 1 changes nothing. A float64 that is narrowed to 16 bits is rounded to float32
+// first. Every NaN becomes the NaN with all bits but the sign set.
 //
 // Integers and bool are copied as they are: `prescale` 1 (or 0), no other factor, divisor or exponents.
 #pragma once
@@ -34,17 +34,17 @@ struct KernelCall {
   uint8_t* wire = nullptr;  // device memory, aligned to kWireAlignment
   double prescale = 1.0;    // 0: the elements count as zeros, whatever they are
   Factor factor{};
-  const double* divisor = nullptr;  // device memory; where given, it takes the place of factor.divisor (0 counts as 1)
+  const double* divisor = nullptr;  // device memory; if given, it replaces factor.divisor (0 counts as 1)
   // Device memory, one per tensor. Null: k is 0. Otherwise k = 15 - headroom - exponent, 0 for kNoExponent.
   int32_t* exponents = nullptr;
-  int headroom = 0;            // so many more bits must be free: ceil(log2(ranks))
+  int headroom = 0;            // how many more bits must be free: ceil(log2(ranks))
   WireStats* stats = nullptr;  // device memory, one per tensor, or null; kPack only
 };
 
-// Queued on a CUDA stream of the current device. Throws std::invalid_argument for a pair of dtypes that has no kernel
-// and for a factor that integers cannot have, std::runtime_error if CUDA refuses.
+// Queues the launches on a CUDA stream of the current device. Throws std::invalid_argument for a pair of dtypes that
+// has no kernel and for a factor that integers cannot have, std::runtime_error if CUDA fails.
 void launch_kernels(const KernelCall& call, void* stream);
-// All of them are on the current device.
+// Loads all kernels on the current device.
 void load_kernels();
 
 }  // namespace horo

@@ -1,4 +1,4 @@
-// The kernels on a GPU.
+// Launches the kernels on a GPU.
 #include "gpu/launches.h"
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ namespace {
 
 void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
-  cudaGetLastError();  // it has been reported; the next call must not find it again
+  cudaGetLastError();  // clears it: the next call must not report it again
   throw std::runtime_error(std::string("CUDA could not ") + what + ": " + cudaGetErrorString(result) + " (" +
                            cudaGetErrorName(result) + ")");
 }

@@ -1,4 +1,4 @@
-// The kernels' machine code where NVRTC made it: bytes in this library, handed to CUDA when the first is launched.
+// The kernels' machine code compiled by NVRTC: bytes in this library, passed to CUDA at the first launch.
 #include <cuda_runtime_api.h>
 
 #include <array>
@@ -7,7 +7,7 @@
 
 #include "gpu/launches.h"
 
-// Where cuobjdump looks.
+// The section in which cuobjdump looks.
 asm(R"(
   .pushsection .nv_fatbin, "a", @progbits
   .balign 64
@@ -35,7 +35,7 @@ void check(cudaError_t result) {
 }  // namespace
 
 const void* kernel_symbol(size_t index) {
-  // Handles of a library serve every device.
+  // The handles of a library are valid on every device.
   static const auto symbols = [] {
     cudaLibrary_t library;
     check(cudaLibraryLoadData(&library, horo_fatbin, nullptr, nullptr, 0, nullptr, nullptr, 0));

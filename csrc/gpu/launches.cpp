@@ -11,7 +11,7 @@ using namespace body;
 
 [[noreturn]] void refuse(const KernelCall& call, const std::string& why) {
   static const char* const steps[] = {"measure", "pack", "unpack", "scale"};
-  throw std::invalid_argument(std::string("no GPU kernel to ") + steps[call.step] + " " + dtype_name(call.grad_dtype) +
+  throw std::invalid_argument(std::string("no GPU kernel can ") + steps[call.step] + " " + dtype_name(call.grad_dtype) +
                               " as " + dtype_name(call.wire_dtype) + why);
 }
 
@@ -61,7 +61,7 @@ void for_each_launch(const KernelCall& call, const std::function<void(const Laun
   const Kernel kernel = kernel_of(call);
   const uint32_t block_items = kBlockItems[static_cast<size_t>(kernel)];
   const bool scales = call.step == KernelCall::kScale;
-  Table<kMany> table;  // of which only the pieces that there are get written
+  Table<kMany> table;  // only as many pieces as there are get written
   table.arguments = {.wire = call.wire,
                      .exponents = scales ? nullptr : call.exponents,
                      .stats = call.stats,

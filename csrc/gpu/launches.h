@@ -1,4 +1,4 @@
-// How a call becomes launches; the same for the GPU and for the host.
+// Divides a call into launches; the same for the GPU and for the host.
 #pragma once
 
 #include <functional>
@@ -26,8 +26,8 @@ struct Launch {
 // pair of dtypes that has no kernel, and for a factor that integers cannot have.
 void for_each_launch(const KernelCall& call, const std::function<void(const Launch&)>& launch);
 
-// The handle that CUDA launches kernel `index` by: every Kernel has two in a row, for few pieces and for many.
-// kernels.cu or kernels_embedded.cpp.
+// The handle with which CUDA launches kernel `index`: every Kernel has two in a row, for few pieces and for many.
+// Defined in kernels.cu or kernels_embedded.cpp.
 const void* kernel_symbol(size_t index);
 
 }  // namespace horo

@@ -13,18 +13,18 @@ namespace horo {
 namespace {
 
 std::string version_text(int version) {
-  // 2.8.x and before were written with one digit less.
+  // Versions up to 2.8.x have one digit less.
   const int major = version < 10000 ? version / 1000 : version / 10000;
   const int minor = version < 10000 ? version % 1000 / 100 : version % 10000 / 100;
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(version % 100);
 }
 
-// Why a library that was found will not do.
+// Why a library that was found cannot be used.
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The address of a symbol; null, or Refused, where there is none.
+// The address of a symbol. Without one: null if it is optional, else throws Refused.
 template <class Function>
 void find(void* library, const char* name, Function*& function, bool optional = false) {
   function = reinterpret_cast<Function*>(dlsym(library, name));
@@ -35,10 +35,10 @@ NcclLibrary take(void* library) {
   NcclLibrary nccl{};
   NcclResult (*get_version)(int*);
   find(library, "ncclGetVersion", get_version);
-  if (get_version(&nccl.version) != kNcclSuccess) throw Refused("does not tell its version");
+  if (get_version(&nccl.version) != kNcclSuccess) throw Refused("does not report its version");
   if (nccl.version < kNcclOldest) {
-    throw Refused("is NCCL " + version_text(nccl.version) + ", and " + version_text(kNcclOldest) +
-                  " is the oldest that will do");
+    throw Refused("is NCCL " + version_text(nccl.version) + ", but the oldest supported version is " +
+                  version_text(kNcclOldest));
   }
   Dl_info info;
   if (dladdr(reinterpret_cast<void*>(get_version), &info) != 0) nccl.path = info.dli_fname;
@@ -68,7 +68,7 @@ NcclLibrary take(void* library) {
   return nccl;
 }
 
-// The copies of libnccl that this process has open, as the dynamic linker calls them.
+// The copies of libnccl that this process has loaded, by the dynamic linker's names.
 std::vector<std::string> loaded() {
   std::vector<std::string> paths;
   dl_iterate_phdr(
@@ -84,15 +84,15 @@ std::vector<std::string> loaded() {
   return paths;
 }
 
-// One place after the other; what was refused is remembered for the message.
+// Tries one place after the other, and collects the refusals for the message.
 class Search {
  public:
-  // Returns whether it is the one. `origin` says in the message where the path comes from.
+  // Returns whether the library can be used. `origin` says in the message where the path comes from.
   bool try_path(const std::string& path, const std::string& origin, int flags) {
     std::string refusal;
     void* library = nullptr;
     if (path.find('/') != std::string::npos && access(path.c_str(), F_OK) != 0) {
-      refusal = "not there";
+      refusal = "no such file";
     } else if (library = dlopen(path.c_str(), flags); library == nullptr) {
       const char* error = dlerror();
       refusal = "cannot be loaded: " + std::string(error == nullptr ? "no reason given" : error);
@@ -124,8 +124,8 @@ class Search {
       if (try_path("libnccl.so.2", "the system's", RTLD_NOW | RTLD_LOCAL)) return std::move(result_);
     }
     throw NcclMissing("no NCCL of version " + version_text(kNcclOldest) + " or newer was found. Tried:" + refused_ +
-                      "\nInstall one with pip install 'horo_lite[cuda12]' or 'horo_lite[cuda13]', as the CUDA version "
-                      "asks, or set HORO_LITE_NCCL_LIB to the path of a libnccl.so.2.");
+                      "\nInstall one with pip install 'horo_lite[cuda12]' or 'horo_lite[cuda13]', depending on the "
+                      "CUDA version, or set HORO_LITE_NCCL_LIB to the path of a libnccl.so.2.");
   }
 
  private:
@@ -136,7 +136,7 @@ class Search {
 }  // namespace
 
 const NcclLibrary& nccl_library(const std::vector<std::string>& candidates) {
-  // Never closed: its threads may outlive main().
+  // The library is never closed: its threads may outlive main().
   static std::mutex mutex;
   static const NcclLibrary* opened = nullptr;
   const std::lock_guard lock(mutex);

@@ -1,17 +1,17 @@
 // NCCL, opened at run time: nothing is linked and no nccl.h is needed, so one build serves machines with any NCCL from
 // 2.18 on, and machines without.
 //
-// What follows is NCCL's binary interface, written down from the headers of 2.18.3, 2.19.3, 2.27.7 and 2.32.3, which
-// agree in all that is used here.
+// The declarations are NCCL's binary interface, copied from the headers of 2.18.3, 2.19.3, 2.27.7 and 2.32.3, which
+// agree in everything used here.
 //
-// What the headers do not say about communicators with `blocking = 0`, and whoever calls must know:
-// - A call on one that is in progress is kNcclInvalidArgument. After every call: poll CommGetAsyncError.
-// - From about 2.22 on, *every* operation (or outermost GroupEnd) among several ranks returns kNcclInProgress, and a
-//   thread of NCCL's puts it on the stream. An event recorded before CommGetAsyncError says kNcclSuccess may come
-//   before the operation, and stream capture may miss it. With `blocking = 1` it is on the stream when the call
-//   returns; the first one of each kind waits there for the peers to connect.
-// - CommSplit makes the parent be in progress, and writes *new_comm when the parent is ready again, not before.
-// - CommAbort invalidates the handle, and may return before operations on streams have come to their early end.
+// What the headers do not say about communicators with `blocking = 0`, and callers must know:
+// - A call on one that is in progress returns kNcclInvalidArgument. Poll CommGetAsyncError after every call.
+// - From about 2.22 on, *every* operation (or outermost GroupEnd) among several ranks returns kNcclInProgress, and one
+//   of NCCL's threads puts it on the stream. An event recorded before CommGetAsyncError returns kNcclSuccess may come
+//   before the operation, and stream capture may miss it. With `blocking = 1`, it is on the stream when the call
+//   returns; the first operation of each kind waits in the call for the peers to connect.
+// - After CommSplit the parent is in progress, and *new_comm is only written when the parent is ready again.
+// - CommAbort invalidates the handle, and may return before the operations on streams have been aborted.
 #pragma once
 
 #include <climits>
@@ -22,7 +22,7 @@
 
 namespace horo {
 
-// No NCCL that can be used; the message lists what was tried, why each was refused, and what to install.
+// There is no usable NCCL; the message lists what was tried, why each was refused, and what to install.
 struct NcclMissing : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -44,7 +44,7 @@ enum NcclResult : int {
   kNcclInvalidUsage = 5,
   kNcclRemoteError = 6,
   kNcclInProgress = 7,
-  kNcclTimeout = 8,  // 2.32
+  kNcclTimeout = 8,  // from 2.32
 };
 
 enum NcclType : int {
@@ -68,8 +68,8 @@ inline constexpr int kNcclWindowDefault = 0x00;        // CommWindowRegister's f
 inline constexpr int kNcclWindowCollSymmetric = 0x01;  // all ranks register the same offset of memory from MemAlloc
 inline constexpr int kNcclOldest = 21800;
 
-// The layout of 2.17 and 2.18. Newer libraries only appended; they copy `size` bytes and give what this `version` did
-// not know its default.
+// The layout of 2.17 and 2.18. Newer libraries only appended fields; they copy `size` bytes and give the fields that
+// this `version` did not have their defaults.
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;
@@ -80,12 +80,12 @@ struct NcclConfig {
   int max_ctas = kNcclUndefined;
   const char* net_name = nullptr;
   int split_share = kNcclUndefined;
-  int padding = kNcclUndefined;  // newer libraries have a field here, which this value leaves alone
+  int padding = kNcclUndefined;  // newer libraries have a field here, which this value leaves at its default
 };
 static_assert(sizeof(NcclConfig) == 48 && offsetof(NcclConfig, net_name) == 32);
 
 struct NcclLibrary {
-  std::string path;  // as the dynamic linker knows it
+  std::string path;  // by the dynamic linker's name
   int version;       // 21803 is 2.18.3
 
   NcclResult (*GetUniqueId)(NcclUniqueId* id);
@@ -96,7 +96,7 @@ struct NcclLibrary {
   NcclResult (*CommAbort)(NcclComm comm);
   NcclResult (*CommGetAsyncError)(NcclComm comm, NcclResult* error);
   const char* (*GetErrorString)(NcclResult result);
-  const char* (*GetLastError)(NcclComm comm);  // the argument is not looked at: the last one of this process
+  const char* (*GetLastError)(NcclComm comm);  // ignores its argument: the last error of this process
   NcclResult (*AllReduce)(const void* from, void* to, size_t n_elements, NcclType type, NcclOp op, NcclComm comm,
                           NcclStream stream);
   NcclResult (*Broadcast)(const void* from, void* to, size_t n_elements, NcclType type, int root, NcclComm comm,
@@ -106,20 +106,20 @@ struct NcclLibrary {
   NcclResult (*GroupStart)();
   NcclResult (*GroupEnd)();
 
-  // From 2.19; null in older ones.
+  // From 2.19 on; null in older libraries.
   NcclResult (*MemAlloc)(void** memory, size_t n_bytes);
   NcclResult (*MemFree)(void* memory);
   NcclResult (*CommRegister)(NcclComm comm, void* memory, size_t n_bytes, void** handle);
   NcclResult (*CommDeregister)(NcclComm comm, void* handle);
 
-  // From 2.27; null in older ones.
+  // From 2.27 on; null in older libraries.
   NcclResult (*CommWindowRegister)(NcclComm comm, void* memory, size_t n_bytes, NcclWindow* window, int flags);
   NcclResult (*CommWindowDeregister)(NcclComm comm, NcclWindow window);
 };
 
-// The library, opened at the first call of the process that succeeds; later calls ignore the argument. `candidates` are
-// paths that Python knows (the nvidia-nccl wheel's). HORO_LITE_NCCL_LIB names the only one that is tried, if set; else
-// a copy that is already in the process (torch's, CuPy's), then the candidates, then the system's. Throws NcclMissing.
+// The library, opened by the first successful call of the process; later calls ignore the argument. `candidates` are
+// paths that Python found (the nvidia-nccl wheel's). If HORO_LITE_NCCL_LIB is set, only that path is tried; else a copy
+// that the process has loaded (torch's, CuPy's), then the candidates, then the system's. Throws NcclMissing.
 const NcclLibrary& nccl_library(const std::vector<std::string>& candidates);
 
 }  // namespace horo

@@ -8,9 +8,9 @@ namespace horo {
 namespace {
 
 constexpr double kGoodbyeSeconds = 5.0;            // for ranks that end at different times
-constexpr std::chrono::seconds kLetGo{2};          // for whoever has the communicator, once it has failed
-constexpr double kBusySeconds = 0.001;             // of asking without a pause: the shortest sleep takes 0.1 ms
-constexpr size_t kExponents = 4096;                // room for so many tensors from the start
+constexpr std::chrono::seconds kLetGo{2};          // for the thread that holds the communicator, once it has failed
+constexpr double kBusySeconds = 0.001;             // of polling without a pause: the shortest sleep takes 0.1 ms
+constexpr size_t kExponents = 4096;                // for how many tensors there is room from the start
 constexpr size_t kLargestPiece = size_t{1} << 30;  // elements; the kernels count in 32 bits
 
 bool is_float(DType dtype) {
@@ -71,7 +71,7 @@ NcclOp nccl_op(Op op, DType dtype) {
 
 size_t aligned(size_t n_bytes) { return (n_bytes + kWireAlignment - 1) / kWireAlignment * kWireAlignment; }
 
-// Leaves null behind, also for a thread that is not in turn.
+// Leaves null behind, also for threads that do not hold the mutex.
 NcclComm taken(NcclComm& comm) { return std::atomic_ref<NcclComm>(comm).exchange(nullptr); }
 
 int bits_for(int size) {
@@ -82,12 +82,12 @@ int bits_for(int size) {
 
 }  // namespace
 
-// How one tensor travels.
+// How one tensor is sent.
 struct NcclGroup::Traffic {
   DType grad;
   DType wire;
   NcclOp op;
-  bool scaled;  // by a power of two of its own, common to all ranks
+  bool scaled;  // by the tensor's own power of two, the same on all ranks
 
   Traffic(DType dtype, Op how, Wire asked) : grad(dtype), wire(dtype), op(nccl_op(how, dtype)) {
     const bool sums = how == Op::kSum || how == Op::kAverage || how == Op::kWeightedAverage;
@@ -147,7 +147,7 @@ void NcclGroup::start() {
 }
 
 NcclGroup::~NcclGroup() {
-  if (captured_) return;  // graphs that hold operations may live as long as the program: all of it stays
+  if (captured_) return;  // graphs that hold operations may live as long as the program: everything stays
   close();
   try {
     queue_->synchronize();
@@ -160,16 +160,16 @@ NcclGroup::~NcclGroup() {
   }
 }
 
-// Destroying waits for the other ranks; what has failed is aborted already. With a graph that holds an operation,
-// CommFinalize and CommAbort would wait for that graph's end: for ever, where it lives as long as the program.
+// Destroying waits for the other ranks; a failed communicator is already aborted. With a graph that holds an operation,
+// CommFinalize and CommAbort would wait for that graph's end: forever, if it lives as long as the program.
 void NcclGroup::close() {
   const std::lock_guard lock(mutex_);
   if (captured_ || comm_ == nullptr || failed_) return;
   timeout_s_ = std::min(timeout_s_, kGoodbyeSeconds);
   try {
     const Device::Current current(device_, index_);
-    // What the communicator knows must not be taken from under its kernels.
-    if (!is_idle_within(timeout_s_)) fail("the last operations did not end");
+    // The communicator's memory must not be freed while its kernels use it.
+    if (!is_idle_within(timeout_s_)) fail("the last operations did not complete");
     throw_if_failed();
     if (registration_ != nullptr) {
       if (registered_ == "window") nccl_.CommWindowDeregister(comm_, registration_);
@@ -216,19 +216,19 @@ void NcclGroup::register_bucket(bool windows) {
   }
 }
 
-// Success, or an error that ends the group. A communicator that does not block may need a while, to connect to peers it
-// has not spoken to before or to give an operation to the stream; nothing may be given to it, nor queued behind it,
-// until it is ready. CommSplit and CommWindowRegister say kNcclSuccess nevertheless.
+// Returns on success; an error ends the group. A non-blocking communicator may need a while to connect to new peers or
+// to put an operation on the stream; it may get no other call, and nothing may be queued behind the operation, until it
+// is ready. CommSplit and CommWindowRegister return kNcclSuccess nevertheless.
 void NcclGroup::done(NcclResult result, const char* what) {
   if (result == kNcclSuccess || result == kNcclInProgress) wait_until_ready(what);
   else give_up(result, what);
 }
 
 void NcclGroup::give_up(NcclResult error, const char* what) {
-  throw_if_failed();  // then the call has ended because of that
+  throw_if_failed();  // then the call failed because of that
   const char* detail = nccl_.GetLastError != nullptr ? nccl_.GetLastError(comm_) : "";
   fail(std::string("NCCL could not ") + what + ": " + nccl_.GetErrorString(error) +
-       (detail != nullptr && *detail != 0 ? std::string(" (") + detail + ")" : "") + "; NCCL_DEBUG=INFO tells more");
+       (detail != nullptr && *detail != 0 ? std::string(" (") + detail + ")" : "") + "; NCCL_DEBUG=INFO logs more");
   throw_if_failed();
 }
 
@@ -245,8 +245,8 @@ void NcclGroup::wait_until_ready(const char* what) {
     const Seconds waited = std::chrono::steady_clock::now() - start;
     if (waited.count() > timeout_s_) {
       fail(std::string("NCCL could not ") + what + " within " + std::to_string(static_cast<int>(timeout_s_)) +
-           " s: some rank did not come, or cannot be reached. NCCL_DEBUG=INFO shows how far it got, "
-           "NCCL_SOCKET_IFNAME names the network interface to use");
+           " s: a rank did not make this call, or cannot be reached. NCCL_DEBUG=INFO shows how far it got, "
+           "NCCL_SOCKET_IFNAME sets the network interface to use");
       throw_if_failed();
     }
     if (waited.count() < kBusySeconds) {
@@ -258,7 +258,7 @@ void NcclGroup::wait_until_ready(const char* what) {
   }
 }
 
-// Whether all that is queued is done, or will be by then.
+// Whether all queued work is done within so many seconds.
 bool NcclGroup::is_idle_within(double seconds) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   const Event event = device_.new_event(index_);
@@ -280,7 +280,7 @@ void NcclGroup::throw_if_failed() {
   throw DeviceError(reason_);
 }
 
-// Of an operation that queues work.
+// Begins an operation that queues work.
 void NcclGroup::begin() {
   throw_if_failed();
   captured_ = captured_ || device_.is_capturing(index_, queue_->stream());
@@ -289,12 +289,12 @@ void NcclGroup::begin() {
 void NcclGroup::check() {
   throw_if_failed();
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) return;  // whoever has it looks, too
+  if (!lock) return;  // the thread that has it checks, too
   throw_if_failed();
   const Device::Current current(device_, index_);
   NcclResult state = kNcclSuccess;
   nccl_.CommGetAsyncError(comm_, &state);
-  if (state != kNcclSuccess && state != kNcclInProgress) give_up(state, "go on");
+  if (state != kNcclSuccess && state != kNcclInProgress) give_up(state, "continue");
 }
 
 bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double prescale, Factor factor) {
@@ -327,7 +327,7 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
   for (const TensorRef& tensor : tensors) traffic.emplace_back(tensor.dtype, op, wire);
   measure(tensors, traffic, prescale);
 
-  // One bucket a kind of traffic is being filled; tensors come in order, and go when theirs is full.
+  // One bucket per kind of traffic is being filled; tensors are added in order, and sent when their bucket is full.
   std::vector<Bucket> open;
   for (size_t t = 0; t < tensors.size(); ++t) {
     auto bucket = std::find_if(open.begin(), open.end(), [&](const Bucket& b) { return b.traffic == traffic[t]; });
@@ -336,7 +336,7 @@ void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wir
     const size_t wire_item = item_bytes(traffic[t].wire);
     for (size_t first = 0; first < tensors[t].n_elements;) {
       const size_t remaining = std::min(tensors[t].n_elements - first, kLargestPiece);
-      // A tensor is not cut for the rest of a bucket, only where it is larger than any.
+      // A tensor is not cut to fill up a bucket, only if it is larger than an empty one.
       if (bucket->n_bytes != 0 && bucket->n_bytes + remaining * wire_item > bucket_bytes_) {
         send(*bucket, prescale, factor, divisor);
       }
@@ -357,10 +357,10 @@ void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector
   if (n_exponents_ < tensors.size()) {
     if (device_.is_capturing(index_, queue_->stream())) {
       throw DeviceError(
-          "the memory for the scales of " + std::to_string(tensors.size()) +
+          "memory for the scales of " + std::to_string(tensors.size()) +
           " tensors cannot be allocated while a graph is being captured: run one step before the capture");
     }
-    queue_->synchronize();  // once, when there are more tensors than ever before
+    queue_->synchronize();  // once, if there are more tensors than ever before
     if (exponents_ != nullptr && !captured_) device_.release(index_, exponents_);
     exponents_ = nullptr;
     n_exponents_ = 0;
@@ -385,10 +385,10 @@ void NcclGroup::measure(const std::vector<TensorRef>& tensors, const std::vector
     device_.run(index_, call, queue_->stream());
   }
   done(nccl_.AllReduce(exponents_, exponents_, tensors.size(), kNcclInt32, kNcclMax, comm_, queue_->stream()),
-       "find the largest magnitudes");
+       "reduce the largest magnitudes");
 }
 
-// Packs the bucket, reduces it and unpacks it; leaves it empty.
+// Packs, reduces and unpacks the bucket, and empties it.
 void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const double* divisor) {
   if (bucket.pieces.empty()) return;
   const Traffic& traffic = bucket.traffic;
@@ -403,7 +403,7 @@ void NcclGroup::send(Bucket& bucket, double prescale, Factor factor, const doubl
     call.exponents = exponents_;
     call.headroom = traffic.op == kNcclSum ? bits_for(size_) : 0;
   }
-  // Decided alike on every rank, whatever their weights are.
+  // Every rank decides the same, whatever their weights are.
   const bool travels_as_it_is = bucket.pieces.size() == 1 && traffic.wire == traffic.grad && !traffic.scaled &&
                                 prescale == 1.0 && divisor == nullptr;
   if (travels_as_it_is) {
@@ -482,17 +482,17 @@ void NcclGroup::fail(const std::string& reason) {
     const std::lock_guard lock(reason_mutex_);
     if (failed_) return;
     reason_ = reason;
-    failed_ = true;  // whoever waits with the communicator in hand lets go of it
+    failed_ = true;  // a thread that holds the communicator while it waits releases it
   }
-  // Who is inside a call of NCCL's that does not return gets out of it by the abort, and by nothing else.
+  // Only the abort makes a thread return from a call of NCCL that does not return otherwise.
   const std::unique_lock lock(mutex_, kLetGo);
   const NcclComm comm = taken(comm_);
   if (comm == nullptr) return;
-  if (captured_) std::thread([this, comm] { abort(comm); }).detach();  // it may never return; this stays, too
+  if (captured_) std::thread([this, comm] { abort(comm); }).detach();  // it may never return; this object stays, too
   else abort(comm);
 }
 
-// Kernels that wait for peers end, and with them whoever waits for this GPU.
+// Ends kernels that wait for peers, and so every wait for this GPU.
 void NcclGroup::abort(NcclComm comm) {
   try {
     const Device::Current current(device_, index_);

@@ -8,16 +8,16 @@
 namespace horo {
 namespace {
 
-// While one window is summed and sent, the one before is received and the one before that is gathered.
+// While one window is summed and sent, the previous one is received and the one before that is gathered.
 constexpr size_t kSumsUnderWay = 1;
 constexpr size_t kResultsUnderWay = 1;
-// A window's memory is free again one window after that in which it is decoded.
+// A window's memory is free again one window after the step in which it is decoded.
 constexpr size_t kSlots = kSumsUnderWay + kResultsUnderWay + 2;
 
 constexpr size_t kSmallestWindow = 1 << 20;
 constexpr size_t kLargestWindow = 4 << 20;
 constexpr size_t kShareBytes = 256 << 10;
-// Of a host with many ranks, unless the smallest windows take more.
+// For a host with many ranks, unless the smallest windows need more.
 constexpr size_t kLargestMemory = 128 << 20;
 
 }  // namespace
@@ -49,7 +49,7 @@ std::vector<std::vector<TensorRef>> Hosts::shares(const std::vector<std::vector<
 }
 
 size_t Hosts::window_bytes() const {
-  // All hosts have to come to the same, however many ranks they have.
+  // All hosts must compute the same result, however many ranks they have.
   const size_t n_images = kSlots * (static_cast<size_t>(n_parts()) + 2);
   const size_t room = kLargestMemory / n_images / kWireAlignment * kWireAlignment;
   const size_t wanted = std::max(kShareBytes * n_shares(), least_window);
@@ -57,7 +57,7 @@ size_t Hosts::window_bytes() const {
 }
 
 size_t Hosts::memory_bytes() const {
-  return kSlots * (ranks[here].size() + 2) * window_bytes();  // each rank's image, their sum, and that of all hosts
+  return kSlots * (ranks[here].size() + 2) * window_bytes();  // each rank's image, their sum, and the sum of all hosts
 }
 
 HostsAllreduce::HostsAllreduce(ShmGroup& group, std::shared_ptr<PointToPoint> messages, Hosts hosts, uint8_t* memory)
@@ -73,7 +73,7 @@ uint8_t* HostsAllreduce::slot(size_t window) const {
   return memory_ + window % kSlots * (group_.size() + 2) * window_bytes_;
 }
 
-// One all-reduce, step by step; or, unless it `gathers`, one reduce-scatter.
+// The steps of one all-reduce; or, unless it `gathers`, of one reduce-scatter.
 struct HostsAllreduce::Exchange {
   HostsAllreduce& all;
   const Layout& layout;
@@ -81,11 +81,11 @@ struct HostsAllreduce::Exchange {
   Factor factor;
   const std::string& label;
   bool gathers;
-  size_t room = 0;  // for what is received of one share
-  // By the window's slot.
+  size_t room = 0;  // bytes received of one share
+  // Indexed by the window's slot.
   std::array<std::unique_ptr<Transfer>, kSlots> sums = {}, received_results = {}, sent_results = {};
 
-  // The contribution of a single rank is its host's sum.
+  // With a single rank on a host, its contribution is the host's sum.
   uint8_t* sum(size_t window) const {
     return all.group_.size() == 1 && weights.empty() ? all.image(window, 0) : all.sum(window);
   }
@@ -98,7 +98,7 @@ struct HostsAllreduce::Exchange {
     add_in_pieces(messages, {all.hosts_.owner(host, part), tag, data, n_bytes}, all.messages_->largest_message());
   }
 
-  // Part of a window's wire image.
+  // Adds a part of a window's wire image.
   void add(std::vector<Message>& messages, size_t window, int to, int owner, int part, int tag, uint8_t* image) const {
     const size_t begin = layout.share_begin(window, all.hosts_.share(owner, part));
     const size_t end = layout.share_end(window, all.hosts_.share(owner, part));
@@ -109,7 +109,7 @@ struct HostsAllreduce::Exchange {
     for (int s = 0; s < layout.n_shares(); ++s) layout.encode(window, s, all.image(window, all.group_.rank()));
   }
 
-  // Once all ranks of the host have encoded it.
+  // Called when all ranks of the host have encoded the window.
   void send_sums(size_t window) {
     std::vector<const uint8_t*> images;
     for (int r = 0; r < all.group_.size(); ++r) images.push_back(all.image(window, r));
@@ -132,16 +132,16 @@ struct HostsAllreduce::Exchange {
     if (gathers) received_results[window % kSlots] = all.messages_->start(receive_results, {});
   }
 
-  // Once all hosts' sums of it have come.
+  // Called when all hosts' sums of the window have arrived.
   void add_up(size_t window) {
     std::vector<Message> send;
     for (size_t i = 0; i < all.parts_.size(); ++i) {
       const int part = all.parts_[i];
       const int own = all.hosts_.share(all.hosts_.here, part);
       const size_t begin = layout.share_begin(window, own);
-      std::vector<const uint8_t*> images;  // where each host's image of the whole window would begin
+      std::vector<const uint8_t*> images;  // where each host's image of the complete window would begin
       for (int host = 0; host < all.hosts_.size(); ++host) {
-        // As a number: where nothing is received there may be no memory.
+        // As a number, since there may be no memory if nothing is received.
         const auto at = reinterpret_cast<uintptr_t>(received(window, host, i)) - begin;
         images.push_back(host == all.hosts_.here ? sum(window) : reinterpret_cast<const uint8_t*>(at));
       }
@@ -169,11 +169,11 @@ struct HostsAllreduce::Exchange {
     PhaseClock clock;
     const size_t n_steps = n + kSumsUnderWay + (gathers ? kResultsUnderWay + 1 : 0);
     for (size_t step = 0; step < n_steps; ++step) {
-      // In turn the windows that are one step further: `at(k)` is the one that was encoded k steps ago, if any.
+      // Windows in the order of their progress: `at(k)` says whether one was encoded k steps ago.
       const auto at = [&](size_t k) { return step >= k && step - k < n; };
       if (at(0)) encode(step);
       clock.ends(Phase::kPack);
-      // All ranks of the host have encoded this window, and received the results of the one to be decoded.
+      // After this, all ranks of the host have encoded this window, and received the results of the one to decode.
       if (all.group_.size() > 1) all.group_.agree(label, {});
       clock.ends(Phase::kWait);
       if (at(0)) send_sums(step);

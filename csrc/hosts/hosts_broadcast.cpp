@@ -6,11 +6,11 @@
 namespace horo {
 namespace {
 
-// While one window is sent to its owners, they pass on the one before; and when a host has all of the one before that,
-// its ranks copy it.
+// While a window is sent to its owners, they pass on the previous one; when a host has all of the one before that, its
+// ranks copy it.
 constexpr size_t kStepsToCopy = 3;
 constexpr size_t kSlots = kStepsToCopy + 1;
-// What a share consists of: little is one message to a host, rather than one to each of its ranks.
+// Shares consist of such blocks: few bytes are one message to a host, rather than one to each of its ranks.
 constexpr size_t kBlockBytes = 1024;
 
 }  // namespace
@@ -24,18 +24,18 @@ HostsBroadcast::HostsBroadcast(ShmGroup& group, std::shared_ptr<PointToPoint> me
       parts_(hosts_.parts_of(group_.rank())),
       others_(hosts_.other_hosts()) {}
 
-// What one broadcast sends and receives.
+// The messages of one broadcast.
 struct HostsBroadcast::Exchange {
   HostsBroadcast& all;
   size_t total_bytes;
   int from;  // the root's host
-  // By the window's slot.
+  // Indexed by the window's slot.
   std::array<std::unique_ptr<Transfer>, kSlots> shares = {}, copies = {}, passed_on = {};
 
   uint8_t* slot(size_t window) const { return all.memory_ + window % kSlots * all.window_bytes_; }
   size_t n_bytes(size_t window) const { return std::min(all.window_bytes_, total_bytes - window * all.window_bytes_); }
 
-  // To or from that host, a part of the share of host `owner`.
+  // Adds a part of the share of host `owner`, to or from that host.
   void add(std::vector<Message>& messages, size_t window, int host, int owner, int part, Tag tag) const {
     const int n_hosts = all.hosts_.size(), n_parts = all.hosts_.n_parts();
     const size_t place = static_cast<size_t>((owner - from - 1 + n_hosts) % n_hosts * n_parts + part);
@@ -47,7 +47,8 @@ struct HostsBroadcast::Exchange {
                   all.messages_->largest_message());
   }
 
-  // Once the ranks of the root's host see it, and those of other hosts have copied what lay in its slot.
+  // Called when the ranks of the root's host see the window, and those of other hosts have copied its slot's previous
+  // contents.
   void start(size_t window) {
     std::vector<Message> receive, send, receive_copies;
     for (const int part : all.parts_) {
@@ -61,7 +62,7 @@ struct HostsBroadcast::Exchange {
     copies[window % kSlots] = all.messages_->start(receive_copies, {});
   }
 
-  // Once this rank's part of it has come.
+  // Called when this rank's part of the window has arrived.
   void pass_on(size_t window) {
     std::vector<Message> send;
     for (const int part : all.parts_) {
@@ -88,9 +89,9 @@ void HostsBroadcast::broadcast(const std::vector<Buffer>& buffers, int root, con
   const auto wait_for_host = [&] {
     if (group_.size() > 1) group_.agree(label, {});
   };
-  wait_for_host();  // nobody reads what the operation before has left in this memory
+  wait_for_host();  // no rank reads data of the previous operation in this memory any more
   for (size_t step = 0; step < n + kStepsToCopy; ++step) {
-    // In turn the windows that are one step further: `at(k)` is the one that came in k steps ago, if any.
+    // Windows in the order of their progress: `at(k)` says whether one was started k steps ago.
     const auto at = [&](size_t k) { return step >= k && step - k < n; };
     if (is_root && at(0)) {
       uint8_t* slot = exchange.slot(step);
@@ -98,7 +99,7 @@ void HostsBroadcast::broadcast(const std::vector<Buffer>& buffers, int root, con
         copy_bytes(slot + i, data, n_bytes, Stores::kCached);
       });
     }
-    // The root's host sees this window, and all ranks have received what they are to copy.
+    // After this, the root's host sees this window, and all ranks have received the one to copy.
     wait_for_host();
     if (at(0)) exchange.start(step);
     if (!is_root && at(steps_to_copy)) {
@@ -116,7 +117,7 @@ void HostsBroadcast::broadcast(const std::vector<Buffer>& buffers, int root, con
       exchange.passed_on[(step - 2) % kSlots]->wait(on_idle);
     }
   }
-  wait_for_host();  // all have copied everything: what follows need not begin with a handshake
+  wait_for_host();  // all have copied everything: the next operation need not begin with a handshake
 }
 
 }  // namespace horo

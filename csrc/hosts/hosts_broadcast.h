@@ -1,11 +1,10 @@
-// The bytes of one rank for all ranks of several hosts: shared memory inside each, messages between them, pipelined in
-// windows.
+// The broadcast between several hosts: shared memory inside each, messages between them, pipelined in windows.
 //
-// A window is cut into shares: every host but the root's owns one, and every rank of the host a part of it. The root
-// copies a window into shared memory, from which the ranks of its host send each host its share. Who owns a part passes
-// it on to the other hosts, where all ranks copy the window out of shared memory. So no link carries a byte twice,
-// however many hosts there are, and each pair of hosts has several flows. (In a chain of hosts no link would either,
-// but each host would add a window's time.)
+// A window is divided into shares: every host except the root's owns one, and every rank of the host a part of it. The
+// root copies a window into shared memory, from which the ranks of its host send each host its share. The owner of a
+// part passes it on to the other hosts, where all ranks copy the window from shared memory. So no link carries a byte
+// twice, however many hosts there are, and each pair of hosts has several flows. (The same holds for a chain of hosts,
+// but there each host adds the time of a window.)
 #pragma once
 
 #include <cstddef>
@@ -24,12 +23,12 @@ namespace horo {
 
 class HostsBroadcast {
  public:
-  // As of a HostsAllreduce.
+  // Like HostsAllreduce.
   HostsBroadcast(ShmGroup& group, std::shared_ptr<PointToPoint> messages, Hosts hosts, uint8_t* memory);
 
-  // Leaves in the buffers, which hold as many bytes on every rank, what those of rank `root` do. `label` is what
-  // messages call it, `on_idle` as in Transfer::wait(). After an exception messages may still be under way: nothing
-  // here may be used any more, nor freed before they have ended.
+  // Copies the buffers of rank `root` to those of all ranks, which have the same total size. `label` is the operation's
+  // name in messages, `on_idle` as in Transfer::wait(). After an exception, messages may still be in flight: the object
+  // must no longer be used, and not be freed before they have ended.
   void broadcast(const std::vector<Buffer>& buffers, int root, const std::string& label,
                  const std::function<void()>& on_idle);
 
@@ -41,7 +40,7 @@ class HostsBroadcast {
   Hosts hosts_;
   uint8_t* memory_;
   size_t window_bytes_;
-  std::vector<int> parts_;   // those of this rank
+  std::vector<int> parts_;   // of this rank
   std::vector<int> others_;  // the other hosts
 };
 

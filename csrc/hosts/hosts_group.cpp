@@ -38,7 +38,7 @@ std::vector<Header> HostsGroup::agree(const std::string& label, Header mine) {
     const std::lock_guard lock(mutex_);
     if (!broken_.empty()) {
       throw PeerLost("an operation failed, and this group of ranks can no longer be used (" + broken_ +
-                     "): to go on, call shutdown() and then init() on every rank");
+                     "): to continue, call shutdown() and then init() on every rank");
     }
   }
   detector_->check();
@@ -56,7 +56,7 @@ std::vector<Header> HostsGroup::agree(const std::string& label, Header mine) {
   return headers;
 }
 
-// Hosts have clocks of their own: last in the handshake before this one was who waited least.
+// Hosts have different clocks: the last rank of the previous handshake is the one that waited least in it.
 void HostsGroup::record_last_rank() {
   const auto last = std::min_element(arrivals_.begin(), arrivals_.end(), [](const Arrival& one, const Arrival& other) {
     return one.waited_s < other.waited_s;
@@ -71,7 +71,7 @@ std::vector<std::string> HostsGroup::gather(const std::string& mine, const std::
   std::vector<Message> receive, send;
   outgoing_ = mine;
   for (int i = 1; i < size(); ++i) {
-    const int peer = (rank_ + i) % size();  // not all to 0 first
+    const int peer = (rank_ + i) % size();  // so that not all send to 0 first
     incoming_[peer].resize(static_cast<size_t>(headers[peer].count));
     add_in_pieces(receive, message(peer, incoming_[peer]), largest);
     add_in_pieces(send, message(peer, outgoing_), largest);
@@ -148,7 +148,7 @@ void HostsGroup::idle(StallDetector::Wait& wait) {
   if (on_idle) on_idle();
 }
 
-// Whatever ends an operation early leaves the group unusable, and the others learn of that.
+// An operation that ends early leaves the group unusable, which is reported to the others.
 template <class Operation>
 void HostsGroup::giving_up_on_error(Operation operation) {
   try {
@@ -163,7 +163,7 @@ void HostsGroup::giving_up_on_error(Operation operation) {
     const std::string why = in_one_line(error);
     fail("this rank was interrupted in the middle of an operation: " + why, "it was interrupted: " + why);
     throw;
-  } catch (...) {  // Python ends threads so that ask for the GIL when the program has ended
+  } catch (...) {  // Python ends threads in this way if they request the GIL after the program has ended
     fail("this rank was interrupted in the middle of an operation", "it was interrupted");
     throw;
   }

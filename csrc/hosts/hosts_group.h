@@ -1,8 +1,8 @@
-// The ranks of several hosts: shared memory inside each, and whatever carries bytes between them.
+// The ranks of several hosts: shared memory inside each, and a carrier of bytes between them.
 //
-// As ShmGroup for one host: every call is made by all ranks of the group in the same order, agree() is the handshake,
-// and what follows needs no further checks. After an exception the group is of no more use, and its memory may be
-// written to until what carries the bytes has ended.
+// As with ShmGroup for one host, all ranks of the group make every call in the same order, agree() is the handshake,
+// and the calls that follow need no further checks. After an exception the group can no longer be used, and its memory
+// may be written to until the carrier has ended.
 #pragma once
 
 #include <atomic>
@@ -24,9 +24,9 @@ namespace horo {
 
 class HostsGroup {
  public:
-  // `host` are the ranks of this host, in the order of `hosts`, and `memory` what they share, hosts.memory_bytes() of
-  // it. `ranks` and `names` are what messages call the ranks of the group. If the calls are `direct`, they show what
-  // the training thread does, and whom it waits for.
+  // `host` contains the ranks of this host, in the order of `hosts`; they share `memory`, of hosts.memory_bytes().
+  // `ranks` and `names` are the ranks' numbers and names in messages. If the calls are `direct`, the group reports what
+  // the training thread does, and for which ranks it waits.
   HostsGroup(ShmGroup& host, std::shared_ptr<Carrier> carrier, std::shared_ptr<ControlChannel> control, Hosts hosts,
              uint8_t* memory, std::shared_ptr<StallDetector> detector, std::vector<int> ranks,
              std::vector<std::string> names, bool direct);
@@ -34,45 +34,46 @@ class HostsGroup {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(ranks_.size()); }
 
-  // The handshake: returns every rank's header, in rank order, once all have entered. `label` is what messages call it.
+  // The handshake: returns every rank's header, in rank order, when all have entered. `label` is its name in messages.
   std::vector<Header> agree(const std::string& label, Header mine);
-  // After an agree() in which every rank's count was how many bytes it has: everyone's, in rank order.
+  // Returns every rank's bytes, in rank order, after an agree() with their numbers as counts.
   std::vector<std::string> gather(const std::string& mine, const std::vector<Header>& headers);
-  // In place over these tensors. There is a weight for every rank, or none.
+  // Reduces these tensors in place. There is a weight for every rank, or none.
   void allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, const std::vector<double>& weights,
                  Factor factor);
-  // The same of parts[r] for every rank r, which gets only its own: that is read and written, the others are read.
+  // The same for parts[r] of every rank r, which gets only its own: that part is read and written, others are only
+  // read.
   void reduce_scatter(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire,
                       const std::vector<double>& weights, Factor factor);
-  // Leaves in the buffers, which hold as many bytes on every rank, what the root's do.
+  // Copies the root's buffers to those of all ranks, which have the same total size.
   void broadcast(const std::vector<Buffer>& buffers, int root);
-  // As of a ShmGroup, among the ranks of this host.
+  // Like ShmGroup::exchange, between the ranks of this host.
   void exchange_on_host(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                         const std::vector<Wanted>& wanted);
-  // Returns when the transfer is done, which is one of the carrier's.
+  // Waits for a transfer of the carrier.
   void wait(Transfer& transfer);
 
   PeerStatus& peers() { return peers_; }
   const PeerStatus& peers() const { return peers_; }
-  // Nothing can be done any more: whoever waits for this rank, now or later, throws PeerLost. Never blocks.
+  // Gives up on this rank: ranks that wait for it, now or later, throw PeerLost. Never blocks.
   void abandon(const std::string& reason);
-  // The same, because of what became of another rank: peers are told of that.
+  // The same, because another rank was lost, which is reported to the peers.
   void pass_on(const PeerLost& lost);
   bool given_up() const;
 
-  // A number that changes whenever this rank begins or stops to wait for others, odd while it does; and the thread that
-  // waits, or did last, as the kernel numbers it. For any thread.
+  // A number that changes whenever this rank begins or ends a wait for others, odd during the wait; and the kernel's ID
+  // of the thread that waits, or waited last. For any thread.
   uint64_t n_waits() const { return n_waits_; }
   int waiting_thread() const { return waiting_thread_; }
 
-  // Called while waiting, a few times a second, so that signals are seen; throws to stop waiting.
+  // Called a few times per second while waiting, to handle signals; throws to stop waiting.
   std::function<void()> on_idle;
 
  private:
-  // What travels with a handshake.
+  // Data that travels with a handshake.
   struct Arrival {
     Header header;
-    double waited_s;  // in the one before
+    double waited_s;  // in the previous one
   };
 
   void reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights, Factor factor);
@@ -99,7 +100,7 @@ class HostsGroup {
   mutable std::mutex mutex_;
   std::string broken_;  // why this group can no longer be used; under the mutex
 
-  // Only for the thread that makes the calls. The carrier may read and write these after an exception.
+  // Only for the thread that makes the calls. The carrier may access these after an exception.
   double waited_s_ = 0.0;  // in the last handshake
   Arrival arrival_{};
   std::vector<Arrival> arrivals_;

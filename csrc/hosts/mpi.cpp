@@ -71,7 +71,7 @@ class MpiTransfer : public Transfer {
   bool done() override {
     int flag = 0;
     const std::lock_guard turn(mpi_turn);
-    // What is complete becomes MPI_REQUEST_NULL, and to ask again is allowed.
+    // Completed requests become MPI_REQUEST_NULL, and may be tested again.
     mpi_.check(mpi_.testall(static_cast<int>(requests_.size()), requests_.data(), &flag, statuses_.data()));
     return flag != 0;
   }
@@ -102,7 +102,7 @@ class Control : public MpiControlChannel {
 
   std::vector<ShortMessage> receive() override {
     const std::lock_guard lock(mutex_);
-    // An engine that nobody has ended may ask until the process has.
+    // An engine that was not stopped may call this until the process ends.
     return is_over() ? std::vector<ShortMessage>() : received();
   }
 
@@ -131,7 +131,7 @@ class Control : public MpiControlChannel {
  private:
   struct Sent {
     std::string text;
-    std::unique_ptr<Transfer> transfer;  // none where it could not be started
+    std::unique_ptr<Transfer> transfer;  // null if it could not be started
   };
 
   void forget_sent() {
@@ -161,7 +161,7 @@ class Control : public MpiControlChannel {
         ++n_received_[message.peer];
         received.push_back(std::move(message));
       }
-    } catch (const PeerLost&) {  // of MPI with fault tolerance
+    } catch (const PeerLost&) {  // from MPI with fault tolerance
       if (received.empty()) throw;
     }
     return received;
@@ -169,7 +169,7 @@ class Control : public MpiControlChannel {
 
   Mpi<Handle> mpi_;
   const int tag_;
-  mutable std::mutex mutex_;  // from a probe to what was probed, and for what follows
+  mutable std::mutex mutex_;  // held from a probe to its receive, and for the members below
   std::list<Sent> under_way_;
   std::map<int, int> n_sent_, n_received_;  // by peer
 };
@@ -225,7 +225,7 @@ std::unique_ptr<MpiPointToPoint> mpi_point_to_point(const MpiFunctions& function
   if (handles.byte.size() == size && size == sizeof(void*)) {
     return std::make_unique<WithHandles<void*>>(functions, handles, largest_message);
   }
-  throw std::invalid_argument("handles of " + std::to_string(size) + " bytes are of no MPI that is known");
+  throw std::invalid_argument("handles of " + std::to_string(size) + " bytes do not belong to a known MPI");
 }
 
 }  // namespace horo

@@ -10,14 +10,14 @@ namespace {
 enum Tag : int { kLeft = 1, kGaveUp = 2, kStalled = 3, kArrived = 4, kAnnounced = 5 };
 
 constexpr size_t kTextBytes = 480;
-// MPI moves messages only in calls, and a probe may look before it does: so often is looked for what peers may have
-// sent long ago.
+// MPI moves messages only in calls, and a probe may check before it does: so check this often for messages that peers
+// may have sent long ago.
 constexpr int kLooks = 10;
-// A rank that waits for longer reports that it has arrived; repeatedly, since it may be stopped.
+// A rank that waits longer reports that it has arrived; repeatedly, since it may be stopped.
 constexpr int64_t kArrivedNs = 250'000'000, kAgainNs = 10'000'000'000;
 constexpr int64_t kFreshNs = 25'000'000'000;
 
-// As much of the text as fits in so many bytes, by default those of a message, cut between two characters.
+// Truncates a text to n_bytes, by default those of a message, between two characters.
 std::string fitting(const std::string& text, size_t n_bytes = kTextBytes) {
   size_t n = std::min(text.size(), n_bytes);
   while (n > 0 && n < text.size() && (static_cast<uint8_t>(text[n]) & 0xC0) == 0x80) --n;
@@ -30,7 +30,7 @@ std::string text_of(Number number) {
   return {digits, std::to_chars(digits, digits + sizeof(digits), number).ptr};
 }
 
-// The number that `text` begins with, which is taken away with the space that follows.
+// Removes the number at the beginning of `text`, and the space after it, and returns the number.
 template <class Number>
 Number take(std::string& text) {
   Number number{};
@@ -69,22 +69,22 @@ int64_t PeerStatus::began_ns() const {
   return began_ns_;
 }
 
-// What this rank does, for error messages; under the mutex.
+// Describes what this rank does, for error messages; under the mutex.
 std::string PeerStatus::doing() const {
   return names_[rank_] + " waited in " + (label_.empty() ? "an operation" : label_);
 }
 
 // --- from the peers ---
 
-// Notes what peers have sent since the last call.
+// Processes what peers have sent since the last call.
 void PeerStatus::update() {
-  // One thread at a time, so that nobody takes a peer for dead whose last words another thread has at hand.
+  // One thread at a time, so that none takes a peer for dead while another thread holds its last message.
   if (!is_receiving_.exchange(true)) {
     struct Over {
       std::atomic<bool>& is_receiving;
       ~Over() { is_receiving = false; }
     } over{is_receiving_};
-    const std::vector<int> ended = control_->ended();  // before what they have sent is received
+    const std::vector<int> ended = control_->ended();  // must precede receive(), which returns their last messages
     const std::vector<ShortMessage> messages = control_->receive();
     const std::lock_guard lock(mutex_);
     for (const ShortMessage& message : messages) note(message);
@@ -97,7 +97,7 @@ void PeerStatus::update() {
 void PeerStatus::receive() {
   {
     const std::lock_guard lock(mutex_);
-    if (said_.contains(kLeft)) {  // another thread has ended the world, or the program
+    if (said_.contains(kLeft)) {  // another thread has ended the world or the program
       throw PeerLost(names_[rank_] + " has left while " + doing());
     }
   }
@@ -143,7 +143,7 @@ void PeerStatus::check_all() {
     const std::lock_guard lock(mutex_);
     check_lost();
     for (const auto& [peer, left] : left_) {
-      // Who has been in this operation had done its part when it left, and what it has sent is on its way.
+      // A peer that was in this operation had completed its part when it left, and its messages are on their way.
       if (left.n_begun < n_begun_) throw PeerLost(names_[peer] + " has left (" + left.reason + ")", doing());
     }
     label = label_;
@@ -162,7 +162,7 @@ void PeerStatus::check_one(int peer, const std::string& name) {
     }
   }
   host_.check_peers(-1, name);
-  send_arrived();  // and continued: others may still wait in that operation
+  send_arrived();  // others may still wait in that operation
 }
 
 bool PeerStatus::has_left(int peer, int64_t n_records) {
@@ -193,7 +193,7 @@ void PeerStatus::report_wait(StallDetector::Wait& wait) {
   else wait.report_if_due(label + scope_, here, late);
 }
 
-// Tells peers which operation this rank is in, if it has been for a while.
+// Tells peers which operation this rank is in, if it has been in it for a while.
 void PeerStatus::send_arrived() {
   uint64_t n_begun;
   {
@@ -242,9 +242,9 @@ void PeerStatus::leave(const std::string& reason) {
   }
   {
     const std::lock_guard lock(mutex_);
-    // Who has left waits for nobody, and would not receive it: UCX warns of such messages when MPI ends.
+    // Peers that have left would not receive it, and UCX warns of such messages when MPI ends.
     for (const auto& [peer, _] : left_) texts.erase(peer);
-    // Who waits for this rank, and was not told yet what made it leave, learns of that here.
+    // Tells peers that wait for this rank why it leaves, if they have not been told yet.
     const std::string why = lost_.empty() ? reason : reason + " after " + lost_;
     for (auto& [peer, text] : texts) text = fitting(text_of(n_begun_) + " " + text_of(n_records_[peer]) + " " + why);
   }

@@ -1,4 +1,4 @@
-// The state of the other ranks of several hosts, and what this one reports to them.
+// The state of the other ranks on several hosts, and what this one reports to them.
 #pragma once
 
 #include <atomic>
@@ -17,38 +17,38 @@
 
 namespace horo {
 
-// Who has left, given up or arrived, as received from the control channel. An operation begins with a handshake, in
-// which all ranks take part: begin() counts them. For any thread; none may have the GIL.
+// Which peers have left, given up or arrived, as received from the control channel. An operation begins with a
+// handshake, in which all ranks take part: begin() counts operations. For any thread; none may hold the GIL.
 class PeerStatus {
  public:
-  // `ranks` and `names` are what messages call the ranks, of which this is number `rank`; `host` are those of its host.
+  // `ranks` and `names` are the ranks' numbers and names in messages; `rank` is this one, `host` has those of its host.
   PeerStatus(std::shared_ptr<ControlChannel> control, ShmGroup& host, std::shared_ptr<StallDetector> detector, int rank,
              std::vector<int> ranks, std::vector<std::string> names);
 
-  // This rank begins another operation.
+  // Begins another operation on this rank.
   void begin(const std::string& label);
-  // The operation that began last, and when it did, by StallDetector::clock_ns().
+  // The last operation, and when it began, by StallDetector::clock_ns().
   std::string label() const;
   int64_t began_ns() const;
 
-  // Throws PeerLost if the operation that began last cannot be completed, or Stalled.
+  // Throws PeerLost if the last operation cannot be completed, or Stalled.
   void check_all();
-  // Throws PeerLost if `peer`, needed for `name`, has left, or any died or gave up; -1 for no peer in particular.
+  // Throws PeerLost if `peer`, which `name` needs, has left, or if any died or gave up; -1 for no peer in particular.
   void check_one(int peer, const std::string& name);
-  // Whether that rank has left, having sent this one at most so many records of messages.
+  // Whether that rank has left after sending this one at most n_records records of messages.
   bool has_left(int peer, int64_t n_records);
 
-  // Shows the ranks of this host, and those that wait on others, that this one waits.
+  // Shows the ranks of this host, and ranks that wait on other hosts, that this one waits.
   void report_wait(StallDetector::Wait& wait);
-  // Tells peers that this rank will be late by so much; "": it is over.
+  // Tells peers how late this rank will be; "": no longer.
   void announce(const std::string& what, double expect_s);
-  // This rank has sent that one another record of messages: peers learn their number when it leaves.
+  // Counts a record of messages that this rank has sent to a peer, which learns their number when this rank leaves.
   void count_record(int peer);
-  // Peers that wait for this rank throw PeerLost, or Stalled if that is why.
+  // Makes peers that wait for this rank throw PeerLost, or Stalled if that is the reason.
   void abandon(const std::string& reason);
-  // The same, because of what became of another rank: `cause` is what peers throw.
+  // The same, because another rank was lost: peers throw `cause`.
   void pass_on(const std::string& cause);
-  // Peers that wait for this rank in an operation it is not in throw PeerLost.
+  // Makes peers throw PeerLost if they wait for this rank in an operation that it is not in.
   void leave(const std::string& reason);
 
  private:
@@ -80,17 +80,17 @@ class PeerStatus {
   const std::string scope_;
   std::atomic<bool> is_receiving_{false};
 
-  // Guards what follows. Never held in a call of the control channel, which may need another thread.
+  // Guards the following members. Never held in a call of the control channel, which may need another thread.
   mutable std::mutex mutex_;
   std::string label_;
   int64_t began_ns_ = 0;
   uint64_t n_begun_ = 0;
-  std::vector<int64_t> n_records_;  // of messages, that this rank has sent to each
+  std::vector<int64_t> n_records_;  // of messages that this rank has sent to each peer
   std::map<int, Left> left_;
-  std::string lost_;    // who gave up, and why, or what another rank gave up for
-  std::set<int> said_;  // tags, of this rank's end
+  std::string lost_;    // which rank gave up, and why, or why another rank gave up
+  std::set<int> said_;  // tags that this rank has sent about its end
   std::map<int, Arrival> arrivals_;
-  Arrival arrival_;  // of this rank, as its peers know it
+  Arrival arrival_;  // of this rank, as reported to its peers
 };
 
 }  // namespace horo

@@ -15,13 +15,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// MPI and its like move a socket's bytes while they are polled, some 64 KiB at a time. So a wait begins with polls
-// alone, and then sleeps for a fraction of the time it has lasted: what a fast link brings soon is not slowed down, and
-// a slow one, or a late rank, takes little of a core.
+// MPI and similar libraries move a socket's bytes while they are polled, some 64 KiB at a time. So a wait begins with
+// polls only, and then sleeps for a fraction of the time it has lasted: messages over a fast link are not delayed, and
+// waiting for a slow link, or a late rank, uses little of a core.
 constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr int kPauseFraction = 16;
 constexpr auto kLongestPause = std::chrono::microseconds(100);
-// Who has waited for longer than any window takes waits for a late rank.
+// A wait longer than any window takes is a wait for a late rank.
 constexpr int kLongFraction = 1000;
 constexpr auto kLongestOfAll = std::chrono::milliseconds(1);
 constexpr auto kIdle = std::chrono::milliseconds(50);
@@ -32,7 +32,7 @@ void sleep_for(Clock::duration duration) {
   nanosleep(&pause, nullptr);
 }
 
-// Sleeps of this thread that are shorter than the 50 us by which the kernel may prolong them.
+// Allows sleeps of this thread that are shorter than the 50 us by which the kernel may prolong them.
 class ShortSleeps {
  public:
   ShortSleeps() : slack_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, 1000UL); }

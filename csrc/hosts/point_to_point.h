@@ -1,4 +1,4 @@
-// Messages between ranks of different hosts, whatever carries them.
+// Messages between ranks of different hosts, over any carrier.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +9,10 @@
 
 namespace horo {
 
-// What messages are for; those that Python sends have 0.
+// The purpose of messages; those that Python sends have 0.
 enum Tag : int { kSumTag = 1, kResultTag, kGatherTag, kShareTag, kCopyTag };
 
-// Messages from one rank to another with one tag arrive in the order in which they were sent.
+// Messages from one rank to another with the same tag arrive in the order in which they were sent.
 struct Message {
   int peer;
   int tag;
@@ -20,26 +20,26 @@ struct Message {
   size_t n_bytes;
 };
 
-// Adds a message, in pieces of at most so many bytes: none if it has none.
+// Adds a message, in pieces of at most `largest` bytes; adds nothing if it is empty.
 void add_in_pieces(std::vector<Message>& messages, Message message, size_t largest);
 
-// Messages under way.
+// Messages in flight.
 class Transfer {
  public:
   virtual ~Transfer() = default;
-  // Whether all have been sent and received. Never waits; what carries them may make progress only in here.
+  // Returns whether all have been sent and received. Never waits; the carrier may make progress only in this call.
   virtual bool done() = 0;
-  // Returns when all have been. Calls `on_idle`, if any, some 20 times a second; it throws to stop waiting. What it
-  // says about a peer that is lost does not count where that peer has done its part.
+  // Waits until all have been. Calls `on_idle`, if any, some 20 times per second; it throws to stop waiting. If it
+  // reports a lost peer, this is ignored if that peer has completed its part.
   virtual void wait(const std::function<void()>& on_idle);
 };
 
 class PointToPoint {
  public:
   virtual ~PointToPoint() = default;
-  // Longer messages are better sent in pieces.
+  // Longer messages should be sent in pieces.
   virtual size_t largest_message() const { return SIZE_MAX; }
-  // Never waits. The messages' memory may be used until the transfer is done, also if it is dropped before.
+  // Never waits. The messages' memory may be accessed until the transfer is done, even if it is dropped before.
   virtual std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) = 0;
 };
 

@@ -28,7 +28,7 @@ enum class DType : uint8_t {
   kLongDouble,
 };
 
-// The two formats C++ has no type for; only ever converted, never computed with.
+// The two formats that C++ has no type for; they are only converted, never computed with.
 struct Half {
   uint16_t bits;
 };
@@ -36,8 +36,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// An element of a caller's array, which may lie at any address (a field of a packed record in NumPy): read and written
-// through this, the compiler takes no alignment for granted. Vector loads and stores do not either, so it costs
+// An element of a caller's array, which may be at any address (a field of a packed record in NumPy): in accesses
+// through this type, the compiler assumes no alignment. Vector loads and stores assume none either, so it costs
 // nothing.
 template <class T>
 struct [[gnu::packed, gnu::may_alias]] Packed {
@@ -83,8 +83,8 @@ static inline To bit_cast(const From& from) {
   return to;
 }
 
-// IEEE 754 binary16, round to nearest even, NaNs kept quiet with their upper payload: what F16C does, so that
-// every instruction set gives the same bits.
+// IEEE 754 binary16, rounded to nearest even; NaNs become quiet and keep the upper bits of their payload. F16C does the
+// same, so every instruction set gives the same bits.
 static inline uint16_t half_bits(float value) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);

@@ -23,7 +23,7 @@ inline uint64_t word_at(const uint8_t* bytes) {
   return word;
 }
 
-// Four hashes side by side, word k going to hash k % 4: a product would wait for the one before.
+// Four hashes side by side, word k going to hash k % 4: with one hash, each product would wait for the one before.
 struct Hashes {
   uint64_t a = kFactor, b = 2 * kFactor, c = 3 * kFactor, d = 4 * kFactor;
 };
@@ -53,7 +53,7 @@ uint64_t hash_of(const uint8_t* bytes, size_t n_bytes) {
   return hash;
 }
 
-// x86's long double is 10 bytes, and 6 that hold anything.
+// x86's long double is 10 bytes, followed by 6 bytes of padding with any content.
 uint64_t hash_of_long_doubles(const uint8_t* bytes, size_t n_elements) {
   constexpr size_t kItem = sizeof(long double);
   constexpr size_t kMeant = std::numeric_limits<long double>::digits == 64 ? 10 : kItem;
@@ -66,7 +66,7 @@ uint64_t hash_of_long_doubles(const uint8_t* bytes, size_t n_elements) {
   return hash;
 }
 
-// The floats whose exponent has all bits set are those that are not finite.
+// The floats that are not finite are those whose exponent has all bits set.
 template <class Bits, int kMantissaBits>
 NonFinite non_finite(const void* memory, size_t n_elements) {
   constexpr Bits kSign = Bits{1} << (8 * sizeof(Bits) - 1);
@@ -74,7 +74,7 @@ NonFinite non_finite(const void* memory, size_t n_elements) {
   constexpr Bits kExponent = kSign - kOne;
   const auto* bits = static_cast<const Packed<Bits>*>(memory);
   Bits carried = 0;
-  // One more than the largest exponent carries into the sign.
+  // Adding one to the largest exponent carries into the sign bit.
   for (size_t i = 0; i < n_elements; ++i) carried |= static_cast<Bits>((bits[i].value & kExponent) + kOne);
   NonFinite found;
   if ((carried & kSign) == 0) return found;

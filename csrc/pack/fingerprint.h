@@ -1,5 +1,5 @@
-// Whether two replicas hold the same bits, what is not finite in one of them, and how far apart they are. Memory of the
-// host, in C order.
+// Whether two replicas hold the same bits, how many values of one are not finite, and how far apart the two are. All
+// tensors are in host memory, in C order.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace horo {
 
-// 64 bits in which every bit and its position count: a change is missed once in 2^64 times. The same on every machine
-// of one byte order.
+// A 64-bit hash to which every bit and its position count: a change is missed once in 2^64 times. It is the same on all
+// machines of the same byte order.
 uint64_t fingerprint(const TensorRef& tensor);
 
 struct NonFinite {
@@ -18,7 +18,7 @@ struct NonFinite {
   size_t n_inf = 0;
 };
 
-// Nothing but a read of the memory where all is finite. Integers are.
+// Only reads the memory once if all values are finite. Integers always are.
 NonFinite count_non_finite(const TensorRef& tensor);
 
 struct Difference {

@@ -1,4 +1,4 @@
-// Where every element of a list of tensors lies on the wire: chunks that fit in cache, each divided into shares.
+// The position of every element of a list of tensors on the wire: chunks that fit in cache, each divided into shares.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct TensorRef {
   void* address;
   size_t n_elements;
   DType dtype;
-  // Where a reduction reads this rank's contribution, as it leaves the result at `address`; nullptr: there, too.
+  // Where a reduction reads this rank's contribution; it writes the result to `address`. nullptr: it reads there, too.
   const void* source = nullptr;
 };
 
@@ -40,8 +40,8 @@ class Layout {
         [&](const std::vector<Piece>& runs, size_t n_bytes) { divide(runs, n_bytes); });
   }
 
-  // Share s is parts[s] and nothing else. A chunk has as much of every part as there is room for; where a block of each
-  // does not fit into one, the parts take turns.
+  // Share s consists of parts[s] only. A chunk holds as much of every part as there is room for; if one block of each
+  // part does not fit into a chunk, the parts take turns.
   Layout(const std::vector<std::vector<TensorRef>>& parts, Op op, Wire wire, size_t chunk_bytes)
       : n_shares_(static_cast<int>(parts.size())) {
     for (const std::vector<TensorRef>& part : parts) tensors_.insert(tensors_.end(), part.begin(), part.end());
@@ -71,7 +71,7 @@ class Layout {
     return chunk_sizes_.empty() ? 0 : *std::max_element(chunk_sizes_.begin(), chunk_sizes_.end());
   }
 
-  // Bytes [begin, end) of the chunk's wire image that share `share` covers.
+  // Share `share` covers bytes [begin, end) of the chunk's wire image.
   size_t share_begin(size_t chunk, int share) const { return share_offsets_[chunk * (n_shares_ + 1) + share]; }
   size_t share_end(size_t chunk, int share) const { return share_offsets_[chunk * (n_shares_ + 1) + share + 1]; }
 
@@ -89,8 +89,9 @@ class Layout {
     }
   }
 
-  // The contributors' images in rank order -> the result's, and into the tensors where `to_tensors`. The contribution
-  // of `own` (or of nobody: -1) is taken from the tensors themselves. There are as many weights, or none.
+  // Reduces the contributors' images, in rank order, to the result's image, and to the tensors if `to_tensors`. The
+  // contribution of rank `own` (-1: of no rank) is taken from the tensors themselves. There is one weight for each
+  // image, or there are none.
   void reduce(size_t chunk, int share, const std::vector<const uint8_t*>& images, int own,
               const std::vector<double>& weights, Factor factor, uint8_t* image, bool to_tensors,
               Stores stores = Stores::kCached) const {
@@ -110,20 +111,21 @@ class Layout {
     finish_stores(stores);
   }
 
-  // The same where every rank's tensors lie alike in memory that all see: `distances[r]` is how far rank r's are from
-  // these. The result goes into all of them. Only for kernels whose wire is the tensor's own format.
+  // The same for tensors in memory that all ranks have mapped, with the same layout on every rank: `distances[r]` is
+  // how far rank r's tensors are from these. The result goes into all of them. Only for kernels whose wire is the
+  // tensor's own format.
   void reduce_in_place(size_t chunk, int share, const std::vector<ptrdiff_t>& distances, Factor factor) const {
     const size_t n_ranks = distances.size();
     for (size_t t = 0; t < tensors_.size(); ++t) {
       if (kernels_[t]->block_bytes != kBlockElements * kernels_[t]->item_bytes) {
         throw std::invalid_argument(std::string("tensors of ") + dtype_name(tensors_[t].dtype) +
-                                    " do not travel as they are");
+                                    " are converted on the wire: they cannot be reduced in place");
       }
     }
     std::vector<uint8_t*> ranks(n_ranks);
     for (const Piece& piece : pieces(chunk, share)) {
       const Kernels& kernels = *kernels_[piece.tensor];
-      // Block by block: what the other ranks get is still in the nearest cache.
+      // Block by block: what is copied to the other ranks' tensors is still in the nearest cache.
       for (size_t first = 0; first < piece.n_elements; first += kBlockElements) {
         const size_t n = std::min(kBlockElements, piece.n_elements - first);
         uint8_t* own = static_cast<uint8_t*>(to(piece)) + first * kernels.item_bytes;
@@ -158,7 +160,7 @@ class Layout {
     return static_cast<uint8_t*>(tensors_[piece.tensor].address) + piece.first * kernels_[piece.tensor]->item_bytes;
   }
 
-  // What a chunk has of some tensors.
+  // The part of some tensors that is in one chunk.
   struct Run {
     std::vector<Piece> pieces;
     size_t n_bytes;
@@ -225,7 +227,7 @@ class Layout {
     end_chunk(chunk_size);
   }
 
-  // Adds a chunk of which each share is what it has of a part: runs[share][chunk], if that is there.
+  // Adds a chunk whose shares are its parts' runs: runs[share][chunk], if there is one.
   void join(const std::vector<std::vector<Run>>& runs, size_t chunk) {
     size_t begin = 0;
     for (const std::vector<Run>& part : runs) {
@@ -259,8 +261,8 @@ class Layout {
   std::vector<const Kernels*> kernels_;
   std::vector<Piece> pieces_;
   std::vector<size_t> chunk_sizes_;
-  std::vector<size_t> piece_offsets_;  // n_shares + 1 a chunk
-  std::vector<size_t> share_offsets_;  // n_shares + 1 a chunk
+  std::vector<size_t> piece_offsets_;  // n_shares + 1 per chunk
+  std::vector<size_t> share_offsets_;  // n_shares + 1 per chunk
 };
 
 }  // namespace horo

@@ -20,8 +20,8 @@ struct Features {
   bool avx2, avx512;
 };
 
-// What the processor can do and the system allows, which is to say whose registers it saves. Not from
-// __builtin_cpu_supports(): zig's Clang, which builds the wheels, comes without the library behind it.
+// What the processor has and the system allows, that is, the registers of which it saves. This does not call
+// __builtin_cpu_supports(): zig's Clang, which builds the wheels, comes without the library it needs.
 Features features() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, saved = 0;
   const auto has = [](unsigned value, unsigned bits) { return (value & bits) == bits; };

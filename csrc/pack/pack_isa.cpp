@@ -1,7 +1,7 @@
 // The host kernels. Compiled once per instruction set, each time into the namespace HORO_LITE_ISA.
 //
 // Arithmetic on floats narrower than 64 bits is float32, never contracted to FMA, so that all builds agree to the
-// bit. What changes between builds is only how many elements an instruction handles.
+// bit. Builds differ only in how many elements an instruction handles.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -32,8 +32,8 @@ constexpr size_t kVectorBytes = 16;
 template <class A>
 constexpr bool kHasVectors = std::is_arithmetic_v<A> && !std::is_same_v<A, long double>;
 
-// Of as many elements of type A as an instruction handles; one, where instructions handle one. Unaligned<A> is the same
-// at any address.
+// A vector of as many elements of type A as an instruction handles, which may be one. Unaligned<A> is the same at any
+// address.
 template <class A, bool = kHasVectors<A>>
 struct VectorOf {
   typedef A Type;
@@ -51,7 +51,7 @@ using Unaligned = typename VectorOf<A>::Unaligned;
 template <class A>
 constexpr size_t kLanes = sizeof(Vector<A>) / sizeof(A);
 
-// As many 16-bit elements as a vector has of 32 bits.
+// As many 16-bit elements as a vector has 32-bit elements.
 typedef uint16_t NarrowVector __attribute__((vector_size(kVectorBytes / 2), aligned(1), may_alias));
 
 #if defined(__AVX512F__)
@@ -84,7 +84,7 @@ inline Vector<float> load_bfloat16s(const Packed<BFloat16>* from) {
   return reinterpret_cast<Vector<float>>(__builtin_convertvector(bits, Vector<uint32_t>) << 16);
 }
 
-// float_of_bfloat16() of bfloat16_bits(): what is left of x, in its upper halves.
+// float_of_bfloat16() of bfloat16_bits(): x rounded to bfloat16, in the upper halves.
 inline Vector<uint32_t> bfloat16_rounded(Vector<float> x) {
   const auto bits = reinterpret_cast<Vector<uint32_t>>(x);
   const Vector<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
@@ -97,7 +97,7 @@ inline void store_bfloat16s(Packed<BFloat16>* to, Vector<uint32_t> rounded) {
 }
 
 #if defined(__x86_64__)
-// Past the caches. `to` is aligned to the vector.
+// Bypasses the caches. `to` is aligned to the vector.
 template <class V>
 inline void stream(void* to, V x) {
   static_assert(sizeof(V) == kVectorBytes);
@@ -113,12 +113,12 @@ inline void stream(void* to, V x) {
 
 // --- scalars ---
 
-// 128 bits are for sums of 64-bit integers on their way to an average.
+// 128 bits are for sums of 64-bit integers in an average.
 template <class A>
 constexpr bool kIsInteger =
     std::is_integral_v<A> || std::is_same_v<A, __int128> || std::is_same_v<A, unsigned __int128>;
 
-// Where integers wrap round, as NumPy's do, without undefined behaviour.
+// The type in which integers wrap round, as NumPy's do, without undefined behaviour.
 template <class A>
 using Wrapping = std::conditional_t<(sizeof(A) > 8), unsigned __int128, uint64_t>;
 
@@ -144,19 +144,19 @@ inline T narrow(A value) {
   }
 }
 
-// Cut towards zero, and wrapped round as all integers here are; NaN and infinities give 0, as do the multiples of 2^75
-// from 2^127 on. The plain cast of a number that does not fit is undefined, and instruction sets differ in it.
+// Truncates towards zero, and wraps round as all integers here do; NaN and infinities give 0, as do the multiples of
+// 2^75 from 2^127 on. A plain cast of a number that does not fit is undefined, and instruction sets differ in it.
 template <class A>
 inline A cut(double x) {
   return std::fabs(x) < 0x1p127 ? static_cast<A>(static_cast<__int128>(x)) : A{0};
 }
 
-// Weighted averages of integers are exact where numbers of samples are: weights below 1 count in units of 2^-30, for
-// which the sum has room.
+// Weighted averages of integers are exact if the weights are numbers of samples: weights below 1 count in units of
+// 2^-30, for which the sum has room.
 constexpr double kFixedPoint = 1 << 30;
 
-// What multiplies a contribution of numbers computed in A. Only 0 makes nothing of it: inf stays inf, however little it
-// weighs.
+// What a contribution is multiplied by, if it is computed in A. Only a weight of 0 turns it into zeros: inf stays inf,
+// however small its weight is.
 template <Op op, class A>
 inline auto multiplier(double weight) {
   if constexpr (!kIsInteger<A>) {
@@ -169,7 +169,7 @@ inline auto multiplier(double weight) {
   }
 }
 
-// The product: of integers with a user's factor it is cut towards zero.
+// The product. That of integers and a user's factor is truncated towards zero.
 template <class A, class M>
 inline A multiplied(A value, M multiplier) {
   if constexpr (kIsInteger<A> && std::is_same_v<M, double>) {
@@ -186,14 +186,14 @@ bool is_power_of_two(double x) {
   return std::frexp(std::fabs(x), &exponent) == 0.5;
 }
 
-// Divisions by powers of two are exact multiplications, of floats.
+// For floats, divisions by powers of two are exact multiplications.
 template <class A>
 Factor simplified(Factor factor) {
   if (!kIsInteger<A> && is_power_of_two(factor.divisor)) return {factor.scale / factor.divisor, 1.0};
   return factor;
 }
 
-// An integer times the scale and over the divisor, exactly where there is no scale.
+// An integer times the scale, over the divisor; exact if there is no scale.
 template <class A>
 inline A finished(A value, const Factor& factor) {
   if (factor.scale == 1.0) {
@@ -207,12 +207,12 @@ constexpr size_t rounded_up(size_t n, size_t unit) { return (n + unit - 1) / uni
 
 // --- tiles: what a loop reads before it writes ---
 //
-// A processor compares a load with the stores before it by the lowest 12 bits of their addresses, and where these
-// overlap without being equal it waits for the store ("4K aliasing"). NumPy's large arrays begin 16 bytes into a page,
-// slots at a page: loops that read one vector and write one would wait at every step. These read eight before they
-// write the first.
+// A processor compares a load with the stores before it by the lowest 12 bits of their addresses, and if these overlap
+// without being equal, the load waits for the store ("4K aliasing"). NumPy's large arrays begin 16 bytes into a page,
+// slots at the start of a page: loops that read one vector and write one would wait at every step. These loops read
+// eight vectors before they write the first.
 
-// Tiles live in registers: left to itself the compiler calls functions that pass them through memory.
+// Tiles must stay in registers: without this, the compiler calls functions that pass them through memory.
 #define HORO_INLINE [[gnu::always_inline]] inline
 
 constexpr size_t kTileVectors = kVectorBytes == 64 ? 4 : 8;  // with AVX2 and AVX-512 256 bytes: measured best
@@ -224,7 +224,7 @@ struct Tile {
 template <class A>
 constexpr size_t kTileElements = kTileVectors * kLanes<A>;
 
-// How many elements of a tile there are: all, which the compiler knows, or at the end of an array fewer.
+// How many elements a tile has: all, which the compiler knows, or fewer at the end of an array.
 struct Whole {};
 struct Part {
   size_t n;
@@ -284,7 +284,7 @@ HORO_INLINE void store(Packed<T>* to, const Tile<A>& tile, Part part) {
   std::memcpy(to, padded, part.n * sizeof(T));
 }
 
-// What is left of values that travel as W.
+// Values after a conversion to W and back.
 template <class W, class A>
 HORO_INLINE void round_to(Tile<A>& tile) {
   if constexpr (std::is_same_v<W, BFloat16>) {
@@ -316,8 +316,8 @@ HORO_INLINE void combine(Tile<A>& sum, const Tile<A>& next) {
   }
 }
 
-// For what instructions do to one element at a time. These loops are long and seldom run, so that each is one function
-// for all kernels: inlined, they were half of all code, and of the time to compile it.
+// For operations that instructions do on one element at a time. These loops are long and seldom run, so each is one
+// function for all kernels: inlined, they were half of all code, and of the time to compile it.
 template <class A, class F>
 [[gnu::noinline]] void for_each(A* values, F f) {
   for (size_t i = 0; i < kTileElements<A>; ++i) values[i] = f(values[i]);
@@ -348,8 +348,8 @@ HORO_INLINE void divide(Tile<A>& tile, A divisor) {
   for (auto& x : tile.vectors) x /= divisor;
 }
 
-// The first access to a page looks it up, and starts the prefetcher anew: done two pages ahead, both are ready in time.
-// For every tile of n_bytes; one in a page does something.
+// The first access to a page looks it up in the TLB and restarts the prefetcher: done two pages ahead, both are ready
+// in time. Called for every tile of n_bytes; one call per page has an effect.
 constexpr size_t kPageBytes = 4096;
 
 HORO_INLINE void touch_ahead(const void* tile, size_t n_bytes) {
@@ -375,7 +375,7 @@ void copy(void* to, const void* from, size_t n) {
 
 #if defined(__x86_64__)
 
-// The same with stores that go past the caches, except for the bytes before and after lines of 16.
+// The same with stores that bypass the caches, except for the bytes before and after lines of 16.
 void copy_streaming(void* to, const void* from, size_t n) {
   auto* target = static_cast<Bytes*>(to);
   const auto* source = static_cast<const Bytes*>(from);
@@ -499,7 +499,7 @@ struct Plain : PlainFormat<T, W, A> {
 
   HORO_INLINE static void finish(Tile<A>& tile, const Factor& factor) {
     if constexpr (kIsInteger<A>) {
-      if (factor.scale == 1.0 && factor.divisor == 1.0) return;  // this is not the last hop
+      if (factor.scale == 1.0 && factor.divisor == 1.0) return;  // not the last hop
       const bool weighted = op == Op::kWeightedAverage;
       finish_integers(tile, {factor.scale, weighted ? std::nearbyint(factor.divisor * kFixedPoint) : factor.divisor});
     } else {
@@ -511,10 +511,11 @@ struct Plain : PlainFormat<T, W, A> {
 
 // --- ScaledHalf: float16 with a power-of-two scale per block ---
 //
-// A block travels as a header holding k, then round(x * 2^k) in binary16, with k chosen so that the largest finite
-// magnitude lands in [2^14, 2^15]. Elements down to 2^-28 of it keep all 11 bits; below, the error stays under 2^-39
-// of it. Sums are formed in units of the smallest k of all contributors, weights included, so nothing can overflow, and
-// the largest possible result decides the scale on the way back: nobody reads the sums a second time to find it.
+// On the wire, a block is a header that holds k, then round(x * 2^k) in binary16, with k chosen so that the largest
+// finite magnitude is in [2^14, 2^15]. Elements down to 2^-28 of it keep all 11 bits; below, the error stays under
+// 2^-39 of it. Sums are formed in units of the smallest k of all contributors, weights included, so nothing can
+// overflow, and the largest possible result decides the scale on the way back: the sums are not read a second time to
+// find it.
 
 struct BlockHeader {
   int32_t exponent;  // k
@@ -556,11 +557,11 @@ struct ScaledHalfFormat {
     const auto magnitude = [raw](size_t i) { return raw[i].value & std::numeric_limits<Integer>::max(); };
     Integer largest = 0;
     for (size_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(i));
-    if (largest >= kInfinity) {  // again, without what is not finite
+    if (largest >= kInfinity) {  // again, without the values that are not finite
       largest = 0;
       for (size_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(i) < kInfinity ? magnitude(i) : 0);
     }
-    if (largest == 0) return kMaxScale;  // zeros fit any scale: let the other ranks' decide
+    if (largest == 0) return kMaxScale;  // zeros fit any scale: the other ranks' values decide
     return std::min(kMaxScale, kTopExponent - (static_cast<int>(largest >> kMantissa) - kBias));
   }
 
@@ -589,7 +590,7 @@ struct ScaledHalfFormat {
     const int k = exponent(block);
     const Packed<Half>* in = elements(block);
     if (std::is_same_v<Real, double> || k > 126 || k < -127) {
-      // Two factors, each a normal number, reach every scale there is.
+      // Two factors, each a normal number, reach every possible scale.
       const double half_way = std::ldexp(1.0, -k / 2);
       const double rest = std::ldexp(1.0, -k - (-k / 2));
       for_tiles<double>(n, [&](size_t first, auto extent) __attribute__((always_inline)) {
@@ -649,7 +650,7 @@ struct ScaledHalf : ScaledHalfFormat<T> {
           unit = std::min(unit, exponent(block(r)) - std::ilogb(weight));
         }
       }
-      double largest = 0.0;  // that a result may be before `factor`, where the largest of a block is 1
+      double largest = 0.0;  // bound of a result before `factor`, in units of the largest element of a block
       for (int r = 0; r < args.n_contributors; ++r) {
         const double weight = std::ldexp(weight_of(r), unit - exponent(block(r)));
         largest = op == Op::kSum ? largest + std::fabs(weight) : std::max(largest, std::fabs(weight));
@@ -657,14 +658,14 @@ struct ScaledHalf : ScaledHalfFormat<T> {
                                                : Contribution{elements(block(r)), multiplier<op, float>(weight)};
       }
       const double growth = largest * std::fabs(args.factor.scale / args.factor.divisor);
-      int shift = 0;  // ceil(log2(growth)): by how much the result may be larger than the largest contribution
+      int shift = 0;  // ceil(log2(growth)): how much larger than the largest contribution the result may be
       if (growth > 0.0 && std::isfinite(growth)) {
         if (std::frexp(growth, &shift) == 0.5) --shift;
       }
       Format::set_exponent(result, unit - shift);
       add_up(contributions, n, simplified<float>({std::ldexp(args.factor.scale, -shift), args.factor.divisor}),
              elements(result));
-      // From the nearest cache: the wire may be a line that another core holds.
+      // From the nearest cache: the lines of the wire may be in another core's cache.
       if (args.destination != nullptr)
         Format::decode_block(result, n, static_cast<Packed<T>*>(args.destination) + first);
       write(args.wire + offset, result, sizeof(BlockHeader) + n * sizeof(Half), args.stores);
@@ -699,7 +700,7 @@ const Kernels* kernels_of() {
   return &kernels;
 }
 
-// For `op`, which is one of `ops`: what nobody asks for is not compiled.
+// For `op`, which is one of `ops`: combinations that are never selected are not compiled.
 template <class T, class W, class A, Op... ops>
 const Kernels* plain(Op op) {
   const Kernels* found = nullptr;
@@ -719,7 +720,7 @@ const Kernels* scaled_half(Op op) {
   }
 }
 
-// Averages are divided once, at the last hop: on the way there the sum needs more room than the type may have.
+// Averages are divided once, at the last hop: until then, the sum needs more room than the type may have.
 template <class T>
 const Kernels* integer(Op op) {
   using Wide = std::conditional_t<(sizeof(T) > 4), __int128, int64_t>;
@@ -728,7 +729,7 @@ const Kernels* integer(Op op) {
   return plain<T, T, T, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(op);
 }
 
-// Until the last hop averages of floats are sums, with weights or without.
+// Until the last hop, averages of floats are sums, with or without weights.
 Op summed(Op op) { return op == Op::kAverage || op == Op::kWeightedAverage ? Op::kSum : op; }
 
 template <class T, class A>
@@ -772,7 +773,7 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
     case DType::kUInt64:
       return integer<uint64_t>(op);
     case DType::kFloat16:
-      // Between hosts travel sums, which may be larger than binary16 can hold.
+      // What is sent between hosts are sums, which may be larger than binary16 can hold.
       return wire == Wire::kNone || op == Op::kProduct ? uncompressed<Half, float>(op) : scaled_half<Half>(op);
     case DType::kBFloat16:
       return uncompressed<BFloat16, float>(op);

@@ -17,8 +17,8 @@ bool in_order(Axes dims, Axes strides, size_t item) {
   return true;
 }
 
-// Whether it is dense in some order of the axes, each stride being the product of the extents within. Tells two such
-// orders apart by a number that is not 0.
+// Whether the memory is dense in some order of the axes, each stride being the product of the inner extents. `order`
+// becomes a number other than 0 that tells two such orders apart.
 bool find_order(Axes dims, Axes strides, size_t item, uint64_t* order) {
   std::vector<size_t> axes;
   for (size_t axis = dims.size(); axis-- > 0;) {
@@ -65,14 +65,14 @@ void TensorList::move_to(uint8_t* memory) {
 }
 
 void TensorList::keep_rows(const std::vector<std::pair<int64_t, int64_t>>& rows) {
-  if (rows.size() != refs_.size()) throw std::invalid_argument("rows are given for each of the arrays");
+  if (rows.size() != refs_.size()) throw std::invalid_argument("rows must be given for each of the arrays");
   for (size_t i = 0; i < refs_.size(); ++i) {
     if (shapes_[i].n_axes == 0 || shapes_[i].order != 0) {
-      throw std::invalid_argument("rows are of arrays in C order, with at least one dimension");
+      throw std::invalid_argument("rows need arrays in C order with at least one dimension");
     }
     const auto [begin, end] = rows[i];
     int64_t& n_rows = axes_[shapes_[i].first_axis];
-    if (begin < 0 || end < begin || end > n_rows) throw std::out_of_range("no such rows");
+    if (begin < 0 || end < begin || end > n_rows) throw std::out_of_range("the array has no such rows");
     TensorRef& ref = refs_[i];
     const size_t row = n_rows == 0 ? 0 : ref.n_elements / static_cast<size_t>(n_rows);
     const size_t offset = static_cast<size_t>(begin) * row * item_bytes(ref.dtype);
@@ -87,7 +87,7 @@ void TensorList::add(void* address, DType dtype, Axes dims, Axes strides) {
   const size_t item = item_bytes(dtype);
   size_t n_elements = 1;
   for (int64_t dim : dims) n_elements *= static_cast<size_t>(dim);
-  // Most are in C order, and steps with a thousand small arrays should not pay for the others.
+  // Most arrays are in C order, and steps with a thousand small ones should not pay for the others.
   bool dense = reinterpret_cast<uintptr_t>(address) % std::min<size_t>(item, 8) == 0;
   uint64_t order = 0;
   if (n_elements == 0) {
@@ -134,12 +134,12 @@ uint64_t TensorList::signature() const {
 void TensorList::read_from(const TensorList& sources) {
   const bool is_here = device() == kCpu && sources.device() == kCpu;
   if (!is_here || sources.refs_.size() != refs_.size() || layout() != 0 || sources.layout() != 0) {
-    throw std::invalid_argument("sources lie in the host's memory in C order, one for each tensor");
+    throw std::invalid_argument("sources must be in host memory, in C order, one for each tensor");
   }
   for (size_t i = 0; i < refs_.size(); ++i) {
     const TensorRef& from = sources.refs_[i];
     if (from.n_elements != refs_[i].n_elements || from.dtype != refs_[i].dtype) {
-      throw std::invalid_argument("source " + std::to_string(i) + " is of another size or dtype");
+      throw std::invalid_argument("source " + std::to_string(i) + " has another size or dtype");
     }
     refs_[i].source = from.address;
   }
@@ -166,11 +166,11 @@ std::vector<uintptr_t> TensorList::addresses() const {
   return addresses;
 }
 
-// --- memory in common ---
+// --- shared memory of tensors ---
 
 namespace {
 
-// visit(offset) for each element, in C order, with its distance in bytes from the first.
+// Calls visit(offset) for each element, in C order, with its distance in bytes from the first.
 template <class Visit>
 void each_element(Axes dims, Axes strides, size_t axis, int64_t offset, const Visit& visit) {
   if (axis == dims.size()) return visit(offset);
@@ -181,7 +181,7 @@ void each_element(Axes dims, Axes strides, size_t axis, int64_t offset, const Vi
 
 void TensorList::add_extents(std::vector<Extent>& extents, bool is_other) const {
   for (size_t i = 0; i < refs_.size(); ++i) {
-    if (refs_[i].n_elements == 0) continue;  // the address of nothing means nothing
+    if (refs_[i].n_elements == 0) continue;  // the address of an empty tensor means nothing
     const auto item = static_cast<int64_t>(item_bytes(refs_[i].dtype));
     const auto begin = reinterpret_cast<intptr_t>(refs_[i].address);
     Extent extent{begin, begin + item, this, static_cast<uint32_t>(i), is_other};
@@ -195,7 +195,7 @@ void TensorList::add_extents(std::vector<Extent>& extents, bool is_other) const 
   }
 }
 
-// Of two whose extents overlap. Views with gaps may lie between each other, as x[::2] and x[1::2] do.
+// For two tensors whose extents overlap. Views with gaps may be interleaved, as x[::2] and x[1::2] are.
 bool TensorList::have_common_elements(const Extent& a, const Extent& b) {
   if (a.strides().empty() && b.strides().empty()) return true;
   const intptr_t begin = std::max(a.begin, b.begin), end = std::min(a.end, b.end);
@@ -217,7 +217,7 @@ bool TensorList::have_common_elements(const Extent& a, const Extent& b) {
   return found;
 }
 
-// Whether elements follow each other at the same distances. An axis of extent 1 takes no step, whatever its stride is.
+// Whether the elements of both are at the same distances. An axis of extent 1 has no steps, whatever its stride is.
 bool TensorList::same_steps(const Extent& a, const Extent& b) {
   const Axes dims = a.dims(), a_strides = a.strides(), b_strides = b.strides();
   if (!std::ranges::equal(dims, b.dims()) || a.order() != b.order() || a_strides.size() != b_strides.size()) {
@@ -237,7 +237,7 @@ bool TensorList::overlaps_itself(const Extent& extent) {
     if (dims[axis] > 1) axes.emplace_back(std::abs(strides[axis]), dims[axis]);
   }
   std::sort(axes.begin(), axes.end());
-  auto inside = static_cast<int64_t>(item_bytes(extent.ref().dtype));  // bytes that what is within an axis spans
+  auto inside = static_cast<int64_t>(item_bytes(extent.ref().dtype));  // bytes that the inner axes span
   bool apart = true;
   for (const auto& [stride, n] : axes) {
     apart = apart && stride >= inside;
@@ -268,7 +268,7 @@ std::vector<Overlap> TensorList::overlaps(const TensorList* other) const {
   }
   const auto by_begin = [](const Extent& a, const Extent& b) { return a.begin < b.begin; };
   if (!std::is_sorted(extents.begin(), extents.end(), by_begin)) std::sort(extents.begin(), extents.end(), by_begin);
-  std::vector<const Extent*> open;  // those that reach beyond the begin of the next
+  std::vector<const Extent*> open;  // those that reach beyond the start of the next
   for (const Extent& next : extents) {
     std::erase_if(open, [&](const Extent* e) { return e->end <= next.begin; });
     for (const Extent* earlier : open) {

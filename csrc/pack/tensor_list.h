@@ -1,4 +1,4 @@
-// Tensors by address, dtype, shape and strides: what ranks compare of them, and which have elements in common.
+// Tensors by address, dtype, shape and strides: what ranks compare of them, and which of them share elements.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline constexpr uint64_t kHashSeed = 0x9e3779b97f4a7c15u;
 
 // Mixes a value into a hash that is the same in every process (splitmix64's finaliser).
 uint64_t mixed(uint64_t hash, uint64_t value);
-// Digests go through Python and MPI as signed 64-bit integers: 63 bits are portable.
+// Digests pass through Python and MPI as signed 64-bit integers: 63 bits are portable.
 uint64_t digest_of(uint64_t hash);
 
 inline constexpr int kCpu = -1;
@@ -26,23 +26,23 @@ inline constexpr int kCpu = -1;
 // A number for each axis of an array.
 using Axes = std::span<const int64_t>;
 
-// Two tensors with elements in common, by their indices; twice the same index is one whose own elements share memory.
+// The indices of two tensors that share elements; equal indices are one tensor whose own elements share memory.
 struct Overlap {
   size_t first;
   size_t second;
   ptrdiff_t distance;  // in bytes, from where the first begins to where the second does
-  bool same;           // the same elements in the same order: one tensor under two names
+  bool same;           // the same elements in the same order: one tensor with two names
 };
 
 class TensorList {
  public:
-  // The GPU whose memory they lie in, or kCpu.
+  // The GPU whose memory they are in, or kCpu.
   int device() const { return device_.value_or(kCpu); }
-  // One after the other, each aligned to kWireAlignment.
+  // Size of all, one after the other, each aligned to kWireAlignment.
   size_t n_bytes_aligned() const;
   void move_to(uint8_t* memory);
   const std::vector<TensorRef>& refs() const { return refs_; }
-  // A reduction of these reads `sources`, which are like these, and in C order, and must outlive this.
+  // A reduction of these tensors reads `sources`, which match them, are in C order, and must outlive this list.
   void read_from(const TensorList& sources);
   std::vector<Buffer> buffers() const;
   size_t n_bytes() const;
@@ -50,7 +50,7 @@ class TensorList {
   uint64_t layout() const;
   std::vector<size_t> strided() const;
   std::vector<uintptr_t> addresses() const;
-  // All pairs with elements in common, in order. With `other`, the first of a pair is of these and the second of those.
+  // All pairs that share elements, in order. With `other`, a pair's first is of this list and its second of `other`.
   std::vector<Overlap> overlaps(const TensorList* other = nullptr) const;
   std::string describe(size_t index) const;
   Axes shape(size_t index) const {
@@ -68,19 +68,19 @@ class TensorList {
 
   TensorList() = default;
   TensorList(const TensorList&) = default;
-  // What tensors [first, last) of `like` would be in the CPU's memory, once they have some: see move_to().
+  // Tensors [first, last) of `like` in host memory, which they get later: see move_to().
   TensorList(const TensorList& like, size_t first, size_t last);
-  // Leaves of each tensor the rows [begin, end) given for it.
+  // Keeps of each tensor only the rows [begin, end) given for it.
   void keep_rows(const std::vector<std::pair<int64_t, int64_t>>& rows);
   void add(void* address, DType dtype, Axes dims, Axes strides_bytes);
 
   std::vector<TensorRef> refs_;
   std::vector<Shape> shapes_;
-  std::vector<int64_t> axes_;  // every tensor's extents, and its strides if it is not dense: one allocation for all
+  std::vector<int64_t> axes_;  // every tensor's extents, and strides if it is not dense: one allocation for all
   std::optional<int> device_;
 
  private:
-  // Where a tensor lies: its elements are in [begin, end), and fill it where it is dense.
+  // Where a tensor is: its elements are in [begin, end), and fill it if the tensor is dense.
   struct Extent {
     intptr_t begin, end;
     const TensorList* tensors;
@@ -104,7 +104,7 @@ class TensorList {
 
 // The buffer of a list of one array.
 inline const Buffer& only(const std::vector<Buffer>& buffers) {
-  if (buffers.size() != 1) throw std::invalid_argument("one array is meant");
+  if (buffers.size() != 1) throw std::invalid_argument("pass exactly one array");
   return buffers[0];
 }
 

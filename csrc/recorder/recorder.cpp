@@ -12,12 +12,12 @@ namespace {
 
 constexpr char kMagic[16] = "horo_lite ops 1";
 constexpr size_t kTextBytes = 256 << 10;
-// Before init() has given it more.
+// Before init() provides more memory.
 constexpr size_t kFirstCapacity = 64;
 
 size_t copy_text(char* to, size_t room, std::string_view text) {
   size_t n = std::min(room, text.size());
-  // No half of a character.
+  // Do not split a character.
   while (n != 0 && n < text.size() && (static_cast<uint8_t>(text[n]) & 0xC0) == 0x80) --n;
   std::memcpy(to, text.data(), n);
   if (n < room) to[n] = 0;
@@ -49,13 +49,13 @@ size_t Recorder::memory_bytes(size_t capacity) {
 }
 
 void Recorder::use(uint8_t* memory, size_t n_bytes, std::shared_ptr<void> owner, bool anew) {
-  if (n_bytes < memory_bytes(1)) throw std::invalid_argument("that is too little memory for a recorder");
+  if (n_bytes < memory_bytes(1)) throw std::invalid_argument("too little memory for a recorder");
   const std::lock_guard lock(mutex_);
   uint8_t* const former = memory_;
   auto& made = *reinterpret_cast<RecordHeader*>(memory);
   made.capacity = static_cast<uint32_t>((n_bytes - memory_bytes(0)) / sizeof(Operation));
   made.text_bytes = kTextBytes;
-  made.n_text_bytes = 1;  // no text has the place 0
+  made.n_text_bytes = 1;  // position 0 is not used for texts
   if (former != nullptr) {
     const RecordHeader& before = header();
     std::memcpy(memory + RecordHeader::kBytes, texts(), before.n_text_bytes);
@@ -76,7 +76,7 @@ void Recorder::use(uint8_t* memory, size_t n_bytes, std::shared_ptr<void> owner,
   if (anew) positions_.clear();
   memory_ = memory;
   std::memcpy(made.magic, kMagic, sizeof(kMagic));
-  owner_.swap(owner);  // the former one is dropped when the lock is
+  owner_.swap(owner);  // the previous one is dropped after the lock
 }
 
 Operation& Recorder::at(uint64_t number) const {

@@ -1,7 +1,7 @@
-// What this process has done last: its operations, in a ring of memory.
+// This process's last operations, in a ring buffer.
 //
-// The memory may be a file's, which then holds them after any end of the process, and which others can read while it
-// runs. So everything has its place there, and nothing is a pointer. horo_lite/recording/records.py reads it.
+// The memory may be a mapped file, which keeps them after any end of the process, and which others can read while it
+// runs. So everything has a fixed position there, and there are no pointers. horo_lite/recording/records.py reads it.
 #pragma once
 
 #include <array>
@@ -16,16 +16,16 @@
 
 namespace horo {
 
-// What an all-reduce spends its time on.
+// The phases of an all-reduce.
 enum class Phase : uint8_t { kPack, kWait, kReduce, kUnpack };
 inline constexpr size_t kPhases = 4;
 using PhaseTimes = std::array<int64_t, kPhases>;  // in ns
 
-// Where the time of the all-reduce that this thread is in goes. Free of cost unless phases are recorded.
+// Measures the phases of this thread's all-reduce. Costs nothing unless phases are recorded.
 class PhaseClock {
  public:
   PhaseClock() : at_ns_(is_on.load(std::memory_order_relaxed) ? now_ns() : 0) {}
-  // What came since the last of these was that.
+  // Adds the time since the last call to that phase.
   void ends(Phase phase) {
     if (at_ns_ == 0) return;
     const int64_t now = now_ns();
@@ -41,13 +41,13 @@ class PhaseClock {
   int64_t at_ns_;
 };
 
-// One operation as it lies in memory. Texts are given by their places; 0: none.
+// One operation, as in memory. Texts are given by their positions; 0: none.
 struct Operation {
   static constexpr uint8_t kAsynchronous = 1, kFailed = 2;
   static constexpr size_t kAxes = 6, kLabelBytes = 104;
 
-  uint64_t number;                          // of all that this process has recorded, from 1; 0: there is none here
-  uint64_t position;                        // alike on all ranks of the channel; 0: not known yet
+  uint64_t number;                          // among all that this process has recorded, from 1; 0: unused entry
+  uint64_t position;                        // the same on all ranks of the channel; 0: not known yet
   int64_t submitted_ns, begun_ns, done_ns;  // as in Job; 0: not yet
   uint64_t n_bytes;
   int64_t shape[kAxes];  // of its first tensor
@@ -60,13 +60,13 @@ struct Operation {
   uint8_t flags;
   uint8_t reserved[5];
   PhaseTimes phases;
-  char label[kLabelBytes];  // ends with a 0, unless it fills this
+  char label[kLabelBytes];  // zero-terminated, unless it fills the array
 };
 static_assert(sizeof(Operation) == 256);
 
-// What the memory begins with.
+// The beginning of the memory.
 struct RecordHeader {
-  static constexpr size_t kBytes = 4096;  // Python describes the process behind this struct
+  static constexpr size_t kBytes = 4096;  // Python describes the process after this struct
 
   char magic[16];
   uint32_t capacity;  // operations
@@ -75,8 +75,8 @@ struct RecordHeader {
   uint32_t reserved;
   std::atomic<uint64_t> n_operations;  // recorded so far
   std::atomic<uint64_t> n_done;
-  std::atomic<uint64_t> n_bytes;  // of those that are done
-  // Of the program, in direct calls and for asynchronous operations: for other ranks to come, and after that.
+  std::atomic<uint64_t> n_bytes;  // of operations that are done
+  // The program's time in direct calls and for asynchronous operations: waiting for other ranks, and after that.
   std::atomic<uint64_t> waited_ns, exchanged_ns;
   std::atomic<uint64_t> n_steps;  // of optimizers
 };
@@ -84,34 +84,35 @@ static_assert(sizeof(RecordHeader) <= 1024);
 
 class Recorder {
  public:
-  // This process's. It is never destroyed: threads may outlive the program's end.
+  // This process's recorder. It is never destroyed: threads may outlive the program's end.
   static Recorder& of_process();
 
-  // How much memory so many operations take.
+  // The memory for `capacity` operations.
   static size_t memory_bytes(size_t capacity);
-  // How many have been recorded so far.
+  // How many operations have been recorded so far.
   uint64_t n_operations() const { return header().n_operations; }
-  // From now on the operations are in this zeroed memory; `owner` keeps it alive. Those so far are copied, except
-  // `anew`, in a new world, whose ranks begin to count together.
+  // Records in this zeroed memory from now on; `owner` keeps it alive. Earlier operations are copied, unless `anew`: in
+  // a new world, whose ranks restart their counts together.
   void use(uint8_t* memory, size_t n_bytes, std::shared_ptr<void> owner, bool anew);
 
-  // The place of a text, which is written there; 0 where there is no room for more.
+  // Writes a text, and returns its position; 0 if there is no more room.
   uint32_t add_text(std::string_view text);
 
-  // This thread makes a direct call on a channel, which may turn out to be an operation.
+  // Records that this thread makes a direct call on a channel, which may turn out to be an operation.
   void enter(uint32_t channel);
-  // It does, unless it has been told before: a second handshake is part of it. `what` has what is known of it.
+  // Records that the direct call is an operation, unless already recorded: a second handshake is part of it. `what`
+  // contains what is known of it.
   void operation(std::string_view label, Operation what);
-  // All ranks are there.
+  // Records that all ranks have reached it.
   void begin();
   void leave(bool failed);
 
-  // The program has waited for an asynchronous operation, which all ranks had submitted by `begun_ns`.
+  // Records that the program has waited for an asynchronous operation, which all ranks had submitted by `begun_ns`.
   void waited(int64_t since_ns, int64_t begun_ns, int64_t until_ns);
-  // An optimizer has made a step.
+  // Counts an optimizer's step.
   void step() { header().n_steps += 1; }
 
-  // An asynchronous one: its number.
+  // Records an asynchronous operation, and returns its number.
   uint64_t submit(std::string_view label, Operation what);
   void place(uint64_t number, uint64_t position);
   void begin(uint64_t number, int64_t now_ns);
@@ -128,12 +129,12 @@ class Recorder {
   Recorder();
   RecordHeader& header() const { return *reinterpret_cast<RecordHeader*>(memory_); }
   Operation& at(uint64_t number) const;
-  Operation* find(uint64_t number) const;  // nullptr: others have taken its place
+  Operation* find(uint64_t number) const;  // nullptr: overwritten by later ones
   char* texts() const;
-  uint64_t add(std::string_view label, Operation& what);  // the following under the mutex
+  uint64_t add(std::string_view label, Operation& what);  // this and the following: under the mutex
   void finish(Operation& operation, int64_t now_ns, bool failed);
 
-  static thread_local std::vector<DirectCall> calls_;  // that this thread is in
+  static thread_local std::vector<DirectCall> calls_;  // that this thread is making
 
   std::mutex mutex_;
   uint8_t* memory_;

@@ -9,9 +9,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kExchanges = 8;
-constexpr uint32_t kFewest = 3;  // that tell something: the first one may have waited for the peer
+constexpr uint32_t kFewest = 3;  // exchanges for a valid result: the first may have waited for the peer
 constexpr auto kPatience = std::chrono::microseconds(20);
-// Cores that share an L3 need 120 to 220 ns, others 320 to 620, mostly above 500 (EPYC).
+// Cores that share an L3 cache need 120 to 220 ns, others 320 to 620, mostly above 500 (EPYC).
 constexpr double kFarNs = 320.0;
 
 }  // namespace
@@ -23,7 +23,7 @@ void Distance::measure() {
   Shared& own = *ranks_[static_cast<size_t>(rank_)];
   const Shared& next = *ranks_[static_cast<size_t>((rank_ + 1) % size)];
   const Shared& previous = *ranks_[static_cast<size_t>((rank_ + size - 1) % size)];
-  // Numbers are never used twice: what a rank that came too late still sends is not taken for an answer.
+  // Numbers are never used twice, so a flag from a rank that is too late is not taken for an answer.
   uint32_t number = n_measurements_++ * kExchanges;
   const uint32_t last = number + kExchanges;
   uint32_t echoed = own.echo.load(std::memory_order_relaxed);

@@ -1,8 +1,8 @@
-// How far the cores of a host's ranks are from each other, and so how memory is written that the others read.
+// How far the cores of a host's ranks are from each other, which decides how to write memory that others read.
 //
-// A line in the cache of a core that shares an L3 with this one is here in about 100 ns, from another L3 in three times
-// that. Virtual CPUs move between the two within seconds, and no table says so: it is measured, by sending a flag to
-// and fro.
+// Fetching a cache line from a core that shares an L3 cache with this one takes about 100 ns, from another L3 three
+// times as long. Virtual CPUs move between the two within seconds, and no table shows it, so it is measured by sending
+// a flag back and forth.
 #pragma once
 
 #include <atomic>
@@ -13,29 +13,29 @@
 
 namespace horo {
 
-// What the user wants of the stores into memory that other ranks read.
+// The user's choice of stores into memory that other ranks read.
 enum class SlotStores : uint8_t { kAuto, kCached, kStreaming };
 
 class Distance {
  public:
-  // One rank's, in memory that all see; zeroed when it is created.
+  // One rank's flags, in memory that all ranks share; zeroed when it is created.
   struct Shared {
     alignas(64) std::atomic<uint32_t> ping;  // for the next rank
-    alignas(64) std::atomic<uint32_t> echo;  // of the previous rank's
+    alignas(64) std::atomic<uint32_t> echo;  // of the previous rank's ping
     alignas(64) std::atomic<uint32_t> is_far;
   };
 
   Distance(std::vector<Shared*> ranks, int rank);
 
-  // Exchanges a flag with the next rank a few times, and with the previous one. To be called by all ranks at about the
-  // same time and equally often. Takes 20 µs at most: a rank that has no answer by then, since another does not run
-  // just now, keeps what it knew.
+  // Exchanges a flag with the next rank a few times, and with the previous one. All ranks must call it at about the
+  // same time, and the same number of times. Takes 20 µs at most: a rank without an answer by then, because another is
+  // not running at the moment, keeps its previous result.
   void measure();
 
-  // The fastest exchange when last there was an answer; 0 before.
+  // The fastest exchange of the last measurement with an answer; 0 before.
   double round_trip_ns() const { return round_trip_ns_; }
-  // How to write, given the last measurements: past the caches where some neighbours are far from each other, since
-  // what a rank writes is read by all.
+  // How to write, given the last measurements: bypassing the caches if some neighbours are far from each other, since
+  // all ranks read what a rank writes.
   Stores stores(SlotStores wanted) const;
 
  private:

@@ -1,5 +1,5 @@
-// Threads and processes that wait for a word of memory to change. There is nothing to destroy: a forked child can drop
-// what a thread of its parent waits for, where pthread_cond_destroy() would wait for that thread for ever.
+// Threads and processes that wait for a word of memory to change. There is nothing to destroy: a forked child can free
+// memory for which a thread of its parent waits, while pthread_cond_destroy() would wait for that thread forever.
 #pragma once
 
 #include <linux/futex.h>
@@ -12,7 +12,7 @@
 
 namespace horo {
 
-// Returns at once where the value is another one.
+// Returns at once if the value differs from `expected`.
 inline void futex_wait(std::atomic<uint32_t>& value, uint32_t expected, double timeout_s) {
   timespec timeout;
   timeout.tv_sec = static_cast<time_t>(timeout_s);

@@ -25,12 +25,12 @@ uint64_t random_token() {
   return token;
 }
 
-// Of a file that is open, and so one of its kind.
+// Identifies an open file.
 uint64_t number_of_file(const struct stat& status) {
   return static_cast<uint64_t>(status.st_ino) ^ static_cast<uint64_t>(status.st_dev) << 40;
 }
 
-// What `fd` refers to is memory, and not a file that somebody can find: where it is came from another process.
+// Checks that `fd` refers to memory and not to a file with a name, since it was received from another process.
 struct stat memory_of(int fd, const std::string& name, size_t n_bytes) {
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");

@@ -28,17 +28,17 @@
 namespace horo {
 namespace {
 
-// A chunk of every rank under way should stay in cache; measured best between 64 KiB and 1 MiB with 2 ranks on 2
-// cores, and half of it with 4 ranks on them.
+// The chunks in progress, one of every rank, should stay in cache; measured best between 64 KiB and 1 MiB with 2 ranks
+// on 2 cores, and half of that with 4 ranks on them.
 constexpr size_t kSlotBytes = 256 * 1024;
 constexpr size_t kSmallestChunk = 32 * 1024;
-// Ranks pack this many chunks ahead of the one being reduced, so that nobody waits for the slowest at every step.
+// Ranks pack this many chunks ahead of the one being reduced, so that none waits for the slowest at every step.
 constexpr size_t kAhead = 2;
-// Enough that nobody overwrites what a peer may still read: see allreduce().
+// Enough that no rank overwrites what a peer may still read: see allreduce().
 constexpr size_t kSlots = kAhead + 4;
 
-// From so many chunks on it is worth a few microseconds to measure how far the ranks are from each other; where they
-// share cores an answer may not come, and those are lost.
+// From this many chunks on, it is worth a few microseconds to measure how far the ranks are from each other; if they
+// share cores there may be no answer, and that time is lost.
 constexpr size_t kSomeChunks = 4;
 constexpr size_t kManyChunks = 64;
 
@@ -57,13 +57,13 @@ void pause_briefly() {
 #endif
 }
 
-// Counted from 1; where the kernel does not say, 0 or less.
+// Counted from 1; 0 or less if the kernel does not say.
 int this_cpu() { return sched_getcpu() + 1; }
 
-// Counters wrap round: "a has reached b".
+// Whether a has reached b; counters wrap around.
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
 
-// How often the kernel has killed a process of this host for want of memory.
+// How often the kernel has killed a process of this host because memory was exhausted.
 long oom_kills() {
   std::ifstream counters("/proc/vmstat");
   std::string name;
@@ -74,8 +74,8 @@ long oom_kills() {
   return 0;
 }
 
-// The status of a process that has ended and whose parent knows it, as wait() would give it; -1 where the kernel does
-// not say, as before Linux 6.15. Calls the kernel and nothing else.
+// The status, as returned by wait(), of a process that has ended and been reaped by its parent; -1 if the kernel does
+// not provide it, as before Linux 6.15. Makes only system calls.
 int exit_status(int pidfd) {
   struct {                   // pidfd_info of <linux/pidfd.h>, which is newer than many systems
     uint64_t mask = 1 << 3;  // PIDFD_INFO_EXIT
@@ -87,11 +87,11 @@ int exit_status(int pidfd) {
   return known ? info.status : -1;
 }
 
-// Also while its parent has not asked for it: then /proc shows it.
+// The same, also before its parent has reaped it: then it is in /proc.
 int exit_status(int pid, int pidfd) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::ostringstream all;
-  all << file.rdbuf();  // an iterator would throw where the process vanishes meanwhile
+  all << file.rdbuf();  // an iterator would throw if the process vanishes meanwhile
   const std::string text = all.str();
   const size_t name_end = text.rfind(')');
   if (name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0) {
@@ -100,21 +100,21 @@ int exit_status(int pid, int pidfd) {
   return exit_status(pidfd);
 }
 
-// In words.
+// Describes a status.
 std::string how_it_died(int status, long n_oom_kills_before) {
   std::string how = "died (killed, out of memory, or os._exit)";
   if (status >= 0 && WIFSIGNALED(status)) {
     how = "was killed by signal " + std::to_string(WTERMSIG(status)) + " (" + strsignal(WTERMSIG(status)) + ")";
   } else if (status >= 0) {
-    how = "ended with os._exit(" + std::to_string(WEXITSTATUS(status)) + ") or the like";
+    how = "ended with os._exit(" + std::to_string(WEXITSTATUS(status)) + ") or similar";
   }
   if (oom_kills() > n_oom_kills_before) {
-    how += " (and the kernel has killed some process of this host for want of memory)";
+    how += " (and the kernel has killed a process of this host because memory was exhausted)";
   }
   return how;
 }
 
-// A line made without memory from the heap.
+// A line of text that uses no memory from the heap.
 class Line {
  public:
   Line& operator<<(const char* text) {
@@ -138,11 +138,11 @@ class Line {
   size_t size_ = 0;
 };
 
-// The group that reports a killed peer at SIGTERM, and in which process (not in those forked from it).
+// The group that reports a killed peer at SIGTERM, and the process in which it does so (not in forked children).
 std::atomic<ShmGroup*> reporter{nullptr};
 std::atomic<pid_t> reporter_pid{0};
 
-// Odd while somebody waits.
+// Makes a counter odd during a wait.
 class Waiting {
  public:
   explicit Waiting(std::atomic<uint64_t>& counter) : counter_(counter) { counter_.fetch_add(1); }
@@ -154,11 +154,11 @@ class Waiting {
 
 }  // namespace
 
-// A counter that one rank advances and all may wait for.
+// A counter that one rank advances and for which all may wait.
 struct alignas(64) ShmGroup::Flag {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> n_sleepers;
-  std::atomic<int> cpu;  // where the rank ran when it advanced this last, as this_cpu() says
+  std::atomic<int> cpu;  // the CPU on which the rank last advanced it, by this_cpu()
 };
 
 struct alignas(4096) ShmGroup::RankBlock {
@@ -167,10 +167,10 @@ struct alignas(4096) ShmGroup::RankBlock {
   Flag reduced;
   Flag wake_up;
   std::atomic<uint32_t> state;
-  SharedText<kTextBytes> label;   // what this rank does or did last
+  SharedText<kTextBytes> label;   // this rank's current or last operation
   SharedText<kTextBytes> reason;  // why it gave up or left
   std::atomic<int32_t> reporter;  // rank 0's: which rank of the host reports why the job ends, counted from 1
-  bool oversubscribed;            // as this rank sees the host's CPUs
+  bool oversubscribed;            // according to the CPUs that this rank sees
   Distance::Shared distance;
   // Two, because a fast rank may enter the next handshake while a slow one still reads this one's headers.
   Header headers[2];
@@ -237,9 +237,9 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
   Flag& flag = block(rank).*which;
   const auto is_there = [&] { return reached(flag.value.load(std::memory_order_acquire), value); };
   if (is_there()) return;
-  // Going to sleep and being woken takes longer than a chunk, and makes the others sleep, too: spin a while. But a
-  // waiter that spins where there are more ranks than cores keeps the rank it waits for from running, and on that
-  // rank's own core it waits for nothing.
+  // Going to sleep and waking up takes longer than a chunk, and makes the others sleep, too: so spin for a while. But
+  // with more ranks than cores, a spinning waiter may keep the rank it waits for from running, and on that rank's own
+  // core it always does.
   const auto until = std::chrono::steady_clock::now() + (oversubscribed_ ? kShortSpin : kSpin);
   const auto may_run = [&] {
     const int cpu = this_cpu();
@@ -267,13 +267,13 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
       report_wait(wait, which, value);
       cause = why_lost(rank);
     }
-    // Again: a rank that has arrived since may have left, while this one wrote the report of a stall.
+    // Again: while this rank wrote a stall report, the other may have arrived, and then left.
     if (is_there()) {
       wait.over();
       return;
     }
     if (!cause.empty()) lost(cause);
-    if (block(rank_).state.load() == kLeft) {  // another thread has ended the world, or the program
+    if (block(rank_).state.load() == kLeft) {  // another thread has ended the world or the program
       throw PeerLost(name(rank_) + " has left (" + block(rank_).reason.get() + ") while it waited in " +
                      block(rank_).label.get());
     }
@@ -286,7 +286,7 @@ void ShmGroup::wait_for(int rank, Flag RankBlock::* which, uint32_t value) {
     } catch (const std::exception& error) {
       interrupted(": " + in_one_line(error));
       throw;
-    } catch (...) {  // Python ends threads so that ask for the GIL when the program has ended
+    } catch (...) {  // Python ends threads in this way if they request the GIL after the program has ended
       interrupted("");
       throw;
     }
@@ -297,11 +297,11 @@ uint64_t ShmGroup::n_waits() const {
   const uint64_t n = n_waits_;
   if (n % 2 == 0) return n;
   const bool is_there = reached(awaited_.load()->value.load(std::memory_order_acquire), awaited_value_);
-  return is_there || n_waits_ != n ? n + 1 : n;  // if that has changed, another wait's were read, and this one is over
+  return is_there || n_waits_ != n ? n + 1 : n;  // if it has changed, this wait has ended, and another one was read
 }
 
 void ShmGroup::wait_for_all(Flag RankBlock::* flag, uint32_t value) {
-  // Starting with the next rank spreads the ranks over the flags, and ends with the most likely latecomers.
+  // Starting with the next rank spreads the ranks over the flags, and ends with the ranks most likely to be late.
   for (int i = 1; i < size_; ++i) wait_for((rank_ + i) % size_, flag, value);
 }
 
@@ -424,7 +424,7 @@ void ShmGroup::report_at_sigterm() {
   if (sigaction(SIGTERM, nullptr, &action) != 0 || (action.sa_flags & SA_SIGINFO) != 0) return;
   if (action.sa_handler != SIG_DFL) return;
   action.sa_handler = on_sigterm;
-  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_NODEFER);  // so that it ends the process when raised again
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_NODEFER);  // so that raising it again ends the process
   sigaction(SIGTERM, &action, nullptr);
 }
 
@@ -434,17 +434,17 @@ void ShmGroup::on_sigterm(int signal) {
   raise(signal);
 }
 
-// In a signal handler: no lock, no memory from the heap.
+// Runs in a signal handler: no locks, no memory from the heap.
 void ShmGroup::report_killed_peer() noexcept {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || pidfds_[r] < 0 || block(r).state.load() != kTakingPart) continue;
-    // Who dies of SIGTERM has got it from the same launcher.
+    // Peers that die from SIGTERM were sent it by the same launcher.
     const int status = exit_status(pidfds_[r]);
     if (status < 0 || !WIFSIGNALED(status) || WTERMSIG(status) == SIGTERM) continue;
     if (!claim_report()) return;
     Line line;
     line << "[horo_lite] " << names_[r].c_str() << " was killed by signal " << WTERMSIG(status) << ", and "
-         << names_[rank_].c_str() << " is ended by its launcher\n";
+         << names_[rank_].c_str() << " was ended by its launcher\n";
     line.print();
     return;
   }
@@ -454,7 +454,7 @@ void ShmGroup::report_killed_peer() noexcept {
 
 static std::string unusable(const std::string& why) {
   return "an operation failed, and this group of ranks can no longer be used (" + why +
-         "): to go on, call shutdown() and then init() on every rank";
+         "): to continue, call shutdown() and then init() on every rank";
 }
 
 std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool wake_others) {
@@ -477,7 +477,7 @@ std::vector<Header> ShmGroup::agree(const std::string& label, Header mine, bool 
     if (r != rank_) wake(r);
   }
   wait_for_all(&RankBlock::entered, entered_);
-  if (entered_ == 1) {  // ranks may be shown other CPUs, and chunks must be alike
+  if (entered_ == 1) {  // ranks may see different CPUs, but chunks must be the same
     for (int r = 0; r < size_; ++r) oversubscribed_ = oversubscribed_ || block(r).oversubscribed;
   }
   std::vector<Header> headers(size_);
@@ -522,19 +522,19 @@ size_t ShmGroup::chunk_bytes(size_t total_bytes) const {
 }
 
 Stores ShmGroup::stores_for(size_t n_chunks) {
-  // Whatever this rank's own setting is: the others need its answers.
+  // Regardless of this rank's own setting, since the others need its answers.
   if (size_ > 1 && n_chunks >= (oversubscribed_ ? kManyChunks : kSomeChunks)) distance_.measure();
   return stores();
 }
 
-// Per chunk: everyone packs what the others own into its slot; the owner of a share sums it over all slots in rank
-// order, its own contribution read where it lies, and leaves the result in its tensors and in its slot; everyone
-// unpacks what the others own. Three chunks are under way at any time.
+// For each chunk: every rank packs the shares of the others into its slot; the owner of a share sums it over all slots
+// in rank order, reading its own contribution from its tensors, and writes the result into its tensors and its slot;
+// then every rank unpacks the shares of the others. Three chunks are in progress at any time.
 //
-// When this rank packs chunk p = c + kAhead at the start of step c, it has seen everyone's reduction of chunk c - 2,
-// which a peer signals in its own step c - 2, after it unpacked chunk c - 4 = p - kSlots and all before it. So nobody
-// reads what the slot held. (Shares of different chunks may overlap in a slot: it matters that the whole of it is
-// free.) The next operation begins with a handshake, when everyone is done with this one.
+// When this rank packs chunk p = c + kAhead at the start of step c, it has seen every rank's reduction of chunk c - 2,
+// which a peer signals in its own step c - 2, after it unpacked chunk c - 4 = p - kSlots and all before it. So no rank
+// still reads the previous contents of the slot. (Shares of different chunks may overlap in a slot, so all of it must
+// be free.) The next operation begins with a handshake, when every rank is done with this one.
 void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor) {
   RankBlock& own = block(rank_);
   const size_t n_chunks = layout.n_chunks();
@@ -574,10 +574,10 @@ void ShmGroup::allreduce(const Layout& layout, const std::vector<double>& weight
   }
 }
 
-// Per chunk: everyone packs what the others own into its slot; the owner of a share sums it over all slots in rank
-// order, its own contribution read where it lies, and leaves the result in its tensors. Nobody needs the others'
-// results, so the second half of an all-reduce falls away. What follows begins with a handshake, when everyone has read
-// what it needs.
+// For each chunk: every rank packs the shares of the others into its slot; the owner of a share sums it over all slots
+// in rank order, reading its own contribution from its tensors, and writes the result into its tensors. No rank needs
+// the others' results, so there is no second half as in an all-reduce. The next operation begins with a handshake, when
+// every rank has read what it needs.
 void ShmGroup::reduce_scatter(const Layout& layout, const std::vector<double>& weights, Factor factor) {
   RankBlock& own = block(rank_);
   const size_t n_chunks = layout.n_chunks();
@@ -588,7 +588,7 @@ void ShmGroup::reduce_scatter(const Layout& layout, const std::vector<double>& w
   size_t next = 0;
   for (size_t chunk = 0; chunk < n_chunks; ++chunk) {
     for (; next < std::min(n_chunks, chunk + kAhead + 1); ++next) {
-      // What lay in this slot must have been read by everyone.
+      // All ranks must have read the previous contents of this slot.
       if (next >= kSlots) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(next - kSlots) + 1);
       for (int i = 1; i < size_; ++i) layout.encode(next, (rank_ + i) % size_, slot(rank_, next), stores);
       signal(own.packed, ++packed_);
@@ -596,14 +596,13 @@ void ShmGroup::reduce_scatter(const Layout& layout, const std::vector<double>& w
     wait_for_all(&RankBlock::packed, packed + static_cast<uint32_t>(chunk) + 1);
     if (chunk == 0) stores = stores_for(n_chunks);  // now that all are here
     for (int r = 0; r < size_; ++r) images[r] = slot(r, chunk);
-    // Nobody reads the image of the result.
+    // The image of the result is not read.
     layout.reduce(chunk, rank_, images, rank_, weights, factor, slot(rank_, chunk), true);
     signal(own.reduced, ++reduced_);
   }
 }
 
-// Every element is read and written by the owner of its share only, so ranks need to wait for each other but once,
-// when all are done.
+// Every element is read and written by the owner of its share only, so ranks wait for each other only once, at the end.
 void ShmGroup::reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor) {
   PhaseClock clock;
   for (size_t chunk = 0; chunk < layout.n_chunks(); ++chunk) layout.reduce_in_place(chunk, rank_, distances, factor);
@@ -635,7 +634,7 @@ void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<siz
   size_t next = 0;
   for (size_t round = 0; round < n_rounds; ++round) {
     for (; next < std::min(n_rounds, round + kAhead + 1); ++next) {
-      // What lay in this slot must have been taken by everyone.
+      // All ranks must have taken the previous contents of this slot.
       if (next >= kSlots) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(next - kSlots) + 1);
       const size_t begin = std::min(stream_bytes[rank_], next * kSlotBytes);
       const size_t end = std::min(stream_bytes[rank_], begin + kSlotBytes);
@@ -656,7 +655,7 @@ void ShmGroup::exchange(const std::vector<Buffer>& stream, const std::vector<siz
     }
     signal(own.reduced, ++reduced_);
   }
-  // Nobody reads a slot any more: what follows need not begin with a handshake.
+  // No rank reads a slot any more: the next operation need not begin with a handshake.
   if (n_rounds != 0) wait_for_all(&RankBlock::reduced, reduced + static_cast<uint32_t>(n_rounds));
 }
 

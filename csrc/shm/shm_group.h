@@ -1,7 +1,7 @@
 // The ranks of one host, in shared memory.
 //
-// Every call is made by all ranks of the group in the same order. agree() is the handshake, in which they find out
-// whether they are about to do the same thing; what follows needs no further checks.
+// All ranks of the group make every call, in the same order. agree() is the handshake, which determines whether they
+// are about to do the same; the calls that follow need no further checks.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ struct Header {
   double weight;
 };
 
-// What one rank wants of another's stream: from byte `begin` on, into `buffers`.
+// A part of another rank's stream that this rank needs: from byte `begin` on, into `buffers`.
 struct Wanted {
   int source;
   size_t begin;
@@ -36,8 +36,8 @@ class ShmGroup {
  public:
   static size_t memory_bytes(int size);
 
-  // `memory` is zeroed when it is created and shared by all ranks. `pids[r]` is what to watch for rank r's death;
-  // 0: nothing (a thread of this process). `names[r]` is how messages call it.
+  // `memory` is shared by all ranks, and was zeroed when it was created. `pids[r]` is the process to watch for rank r's
+  // death; 0: none (a thread of this process). `names[r]` is its name in messages.
   ShmGroup(uint8_t* memory, int rank, int size, std::vector<int> pids, std::vector<std::string> names);
   ~ShmGroup();
   ShmGroup(const ShmGroup&) = delete;
@@ -45,73 +45,74 @@ class ShmGroup {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // What this rank's latest operation is called.
+  // The name of this rank's latest operation.
   std::string label() const;
 
-  // The handshake: returns every rank's header, in rank order, once all have entered. `label` is what messages call
-  // it. With `wake_others`, the others' engines are woken once they can see that this rank is ahead of them.
+  // The handshake: returns every rank's header, in rank order, when all have entered. `label` is its name in messages.
+  // With `wake_others`, wakes the others' engines as soon as they can see that this rank is ahead of them.
   std::vector<Header> agree(const std::string& label, Header mine, bool wake_others = false);
 
-  // Over the layout's tensors, in place or from their sources; `layout` is one of chunk_bytes(…) and size() shares.
+  // Reduces the layout's tensors, in place or from their sources; `layout` has chunk_bytes(…) and size() shares.
   void allreduce(const Layout& layout, const std::vector<double>& weights, Factor factor);
-  // The same for tensors that lie in memory which all ranks see, rank r's at `distances[r]` bytes from this one's:
-  // every rank reduces its share of all of them where they lie. `layout` is one of a single chunk and size() shares.
+  // The same for tensors in memory that all ranks share, rank r's at `distances[r]` bytes from this one's: every rank
+  // reduces its share of all of them in place. `layout` has a single chunk and size() shares.
   void reduce_in_place(const Layout& layout, const std::vector<ptrdiff_t>& distances, Factor factor);
-  // Rank r gets share r alone, reduced; of the others' nothing changes. `layout` is one of size() parts and
-  // chunk_bytes(…).
+  // Rank r gets only share r, reduced; the others' shares do not change. `layout` has size() parts and chunk_bytes(…).
   void reduce_scatter(const Layout& layout, const std::vector<double>& weights, Factor factor);
-  // How large chunks should be for this many bytes in all.
+  // The best chunk size for this many bytes in total.
   size_t chunk_bytes(size_t total_bytes) const;
-  // How slots are written; each rank decides for itself, and results do not depend on it.
+  // How slots are written; it may differ between ranks, and results do not depend on it.
   std::atomic<SlotStores> slot_stores{SlotStores::kAuto};
-  // How the next operation writes slots, and the round trip that the latest large one measured: see Distance.
+  // How the next operation writes slots, and the round trip measured in the last large one: see Distance.
   Stores stores() const { return distance_.stores(slot_stores); }
   double round_trip_ns() const { return distance_.round_trip_ns(); }
 
-  // Every rank puts out a stream of bytes (stream_bytes[r] long, known to all) and takes what it wants of the others'.
+  // Every rank offers a stream of bytes (stream_bytes[r] long, known to all) and takes the parts of others that it
+  // needs.
   void exchange(const std::vector<Buffer>& stream, const std::vector<size_t>& stream_bytes,
                 const std::vector<Wanted>& wanted);
 
-  // Throws PeerLost if some peer has died or given up, or if `awaited` has left. `label` is what messages call this
-  // moment.
+  // Throws PeerLost if a peer has died or given up, or if `awaited` has left. `label` names the current activity in
+  // messages.
   void check_peers(int awaited, const std::string& label);
 
-  // This rank gives up: whoever waits, now or later, raises PeerLost with this reason. Never blocks.
+  // Gives up on this rank: ranks that wait for it, now or later, throw PeerLost with this reason. Never blocks.
   void abandon(const std::string& reason);
-  // The same, because of what became of another rank: `cause` is what the others raise.
+  // The same, because another rank was lost: the others throw PeerLost with `cause`.
   void pass_on(const std::string& cause);
-  // This rank takes part in nothing any more; who waits for it raises PeerLost with this reason.
+  // Leaves the group: ranks that wait for this one throw PeerLost with this reason.
   void leave(const std::string& reason);
-  // Process ids of peers that have not left, alive or dead. With `silent`, without those that have given up.
+  // Process IDs of peers that have not left, alive or dead. With `silent`, without those that have given up.
   std::vector<int> peer_pids(bool silent) const;
-  // This one will do nothing more.
+  // Whether that rank has left.
   bool has_left(int rank) const;
-  // True for one rank of the host, the first that asks: what several could report is to be reported once.
+  // Returns true on one rank of the host, the first that calls it, so that an error is reported only once.
   bool claim_report();
-  // Whether another rank has claimed it, and lives.
+  // Whether another rank has claimed the report, and is alive.
   bool peer_reports();
-  // If SIGTERM ends this process while a peer has been killed, it reports which one, unless another rank has: a
-  // launcher that has seen a death ends the others a moment later, also those that are busy and have not seen it. Only
-  // where nobody handles SIGTERM; who sets a handler later has it instead.
+  // If SIGTERM ends this process after a peer was killed, reports which peer, unless another rank has done so: a
+  // launcher that sees a death ends the others a moment later, even those that are busy and have not noticed it. Has no
+  // effect if SIGTERM has a handler; a handler that is set later replaces this one.
   void report_at_sigterm();
 
-  // For the engine: wakes a rank's; and whether some peer has entered a handshake that this rank has not.
+  // For the engine: wakes that of a rank; and whether a peer has entered a handshake that this rank has not.
   void wake(int rank);
   bool peer_is_ahead() const;
   // Returns when woken, when a peer is ahead, or after the time-out.
   void wait_for_wake_up(double timeout_s);
 
-  // A number that changes whenever this rank begins or stops to wait for others, odd while it does. It stops when what
-  // it waits for is there, even if its thread has yet to wake. For any thread.
+  // A number that changes whenever this rank begins or ends a wait for others, odd during the wait. A wait ends when
+  // its condition is met, even if the thread has not woken up yet. For any thread.
   uint64_t n_waits() const;
-  // The thread that waits, or did last, as the kernel numbers it.
+  // The kernel's ID of the thread that waits, or waited last.
   int waiting_thread() const { return waiting_thread_; }
 
-  // Waits are seen by the stall detector of the world, in which the group's ranks have these numbers. If the calls are
-  // `direct`, they show what the training thread does, and whom it waits for. To be called at once or not at all.
+  // Reports waits to the stall detector of the world, in which the group's ranks have these numbers. If the calls are
+  // `direct`, also reports what the training thread does, and for which ranks it waits. Must be called immediately or
+  // not at all.
   void watched_by(std::shared_ptr<StallDetector> detector, std::vector<int> ranks, bool direct);
 
-  // Called while waiting, a few times a second, so that signals are seen; throws to stop waiting.
+  // Called a few times per second while waiting, to handle signals; throws to stop waiting.
   std::function<void()> on_idle;
 
  private:
@@ -121,12 +122,12 @@ class ShmGroup {
   static std::vector<Distance::Shared*> shared_distances(uint8_t* memory, int size);
   RankBlock& block(int rank) const;
   uint8_t* slot(int rank, size_t chunk) const;
-  // For an operation of so many chunks: measures the distance if that is little beside them.
+  // For an operation with n_chunks: measures the distance if that takes little time in comparison.
   Stores stores_for(size_t n_chunks);
   void signal(Flag& flag, uint32_t value);
   void wait_for(int rank, Flag RankBlock::* flag, uint32_t value);
   void wait_for_all(Flag RankBlock::* flag, uint32_t value);
-  // Who has died or given up, or that `awaited` has left, in words; "" if all is well.
+  // Says which rank has died or given up, or that `awaited` has left; "" if there is no problem.
   std::string why_lost(int awaited);
   void set_label(const std::string& label);
   void report_wait(StallDetector::Wait& wait, Flag RankBlock::* flag, uint32_t value);
@@ -146,14 +147,14 @@ class ShmGroup {
   Distance distance_;
   std::string broken_;  // why this group can no longer be used
   bool oversubscribed_;
-  long n_oom_kills_;  // when this began
+  long n_oom_kills_;  // when this group was created
   std::shared_ptr<StallDetector> detector_;
-  std::vector<int> ranks_;  // as the stall detector numbers them
+  std::vector<int> ranks_;  // their numbers in the stall detector
   std::string scope_;
   bool direct_ = false;
   std::atomic<uint64_t> n_waits_{0};
   std::atomic<int> waiting_thread_{0};
-  std::atomic<const Flag*> awaited_{nullptr};  // in the wait under way, to be this:
+  std::atomic<const Flag*> awaited_{nullptr};  // of the current wait, until it has this value:
   std::atomic<uint32_t> awaited_value_{0};
   uint32_t entered_ = 0;
   uint32_t packed_ = 0;

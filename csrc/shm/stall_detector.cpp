@@ -25,14 +25,14 @@ namespace {
 
 constexpr size_t kTextBytes = 240;
 constexpr size_t kReasonBytes = 1000;
-constexpr int kSlots = 8;  // waits of one rank at a time: its direct call and its engine, in the world and its parts
+constexpr int kSlots = 8;  // simultaneous waits of a rank: its direct call and its engine, in the world and subgroups
 constexpr int kLate = 32;
-// A rank that has waited for less is as good as running.
+// A rank that has waited for less counts as running.
 constexpr int64_t kWaitingNs = 500'000'000;
 constexpr int64_t kOthersNs = 2'000'000'000;
-// A rank that waits looks many times a second. After a longer pause it was stopped itself, as a suspended job is.
+// A waiting rank checks many times per second. After a longer pause, it was itself stopped, as a suspended job is.
 constexpr int64_t kStoppedNs = 2'000'000'000;
-// Stacks come from so many late ranks, each within this time and so many bytes long.
+// Stacks are requested from at most this many late ranks, with limits of time and size for each.
 constexpr size_t kStacks = 4;
 constexpr int kStackMilliseconds = 1000;
 constexpr size_t kStackBytes = 16 * 1024;
@@ -76,7 +76,7 @@ std::string file_text(const std::string& path) {
   return text.str();
 }
 
-// R, S, D, T and so on, as /proc has it; '?' if it is not known.
+// R, S, D, T and so on, as in /proc; '?' if it is not known.
 char state_of(int pid) {
   const std::string stat = file_text("/proc/" + std::to_string(pid) + "/stat");
   const size_t after_name = stat.rfind(')');
@@ -90,7 +90,7 @@ bool catches(int pid, int signal) {
   return std::strtoull(status.c_str() + at + 7, nullptr, 16) >> (signal - 1) & 1;
 }
 
-// One thread a block; first the one that ran the signal's handler, which is the main thread if that is possible at all.
+// One thread per block; first the one that ran the signal handler, which is the main thread if possible.
 std::string arranged(const std::string& dump) {
   std::vector<std::string> blocks;
   for (size_t begin = 0; begin < dump.size();) {
@@ -123,16 +123,16 @@ void print(const std::string& text) {
 }  // namespace
 
 struct alignas(64) StallDetector::Board {
-  std::atomic<int64_t> reported_ns;  // when there was a report last
-  std::atomic<int64_t> pause_ns;     // until the next one, if nothing moves
-  std::atomic<int32_t> is_open;      // a stall was reported, and its end was not
+  std::atomic<int64_t> reported_ns;  // when the last report was made
+  std::atomic<int64_t> pause_ns;     // until the next one, without progress
+  std::atomic<int32_t> is_open;      // a stall was reported, but not its end
   std::atomic<int32_t> n_reporting;
-  std::atomic<int32_t> stalled;  // 1: being written; 2: the reason stands there
+  std::atomic<int32_t> stalled;  // 1: the reason is being written; 2: it is complete
   SharedText<kReasonBytes> reason;
 };
 
 struct StallDetector::Slot {
-  std::atomic<int64_t> since_ns;  // 0: nobody's
+  std::atomic<int64_t> since_ns;  // 0: unused
   std::atomic<int32_t> n_late;
   std::atomic<int32_t> late[kLate];
   SharedText<kTextBytes> what;
@@ -144,7 +144,7 @@ struct alignas(64) StallDetector::Row {
   std::atomic<int64_t> announced_ns;
   std::atomic<int64_t> expected_ns;
   SharedText<kTextBytes> announced;
-  std::atomic<int32_t> stack_signal;  // 0: it gives none
+  std::atomic<int32_t> stack_signal;  // 0: it provides no stacks
   std::atomic<int32_t> stack_fd;
   Slot slots[kSlots];
 };
@@ -204,7 +204,7 @@ void StallDetector::announce(int rank, const std::string& what, double expect_s)
   const int64_t now = clock_ns();
   theirs.announced.set(what);
   theirs.announced_ns = now;
-  // After that, the rank has as much time as if everybody had begun to wait only now.
+  // After that, the rank has as much time as if all had begun to wait only now.
   theirs.expected_ns = now + (what.empty() ? warn_ns_.load() : ns_of(expect_s));
 }
 
@@ -229,7 +229,7 @@ int64_t StallDetector::running_ns(int64_t since_ns, int64_t until_ns) const {
   return ns;
 }
 
-// Several waits may notice one stop.
+// Several waits may notice the same stop.
 void StallDetector::was_stopped(int64_t since_ns, int64_t until_ns) {
   const std::lock_guard lock(mutex_);
   if (!stops_.empty()) since_ns = std::max(since_ns, stops_.back().second);
@@ -273,7 +273,7 @@ void StallDetector::Wait::look() {
 void StallDetector::Wait::over() {
   look();
   if (slot_ < 0 || detector_->board().reported_ns < since_ns_ || detector_->board().is_open.exchange(0) == 0) return;
-  print("[horo_lite] rank " + std::to_string(detector_->rank_) + " goes on, after waiting for " +
+  print("[horo_lite] rank " + std::to_string(detector_->rank_) + " continues after waiting for " +
         duration(clock_ns() - since_ns_) + "\n");
 }
 
@@ -298,10 +298,10 @@ void StallDetector::Wait::report_if_due(const std::string& what, const std::vect
   for (size_t i = 0; i < n; ++i) slot.late[i].store(late[i], std::memory_order_relaxed);
   slot.n_late.store(static_cast<int32_t>(n), std::memory_order_release);
   detector_->report_or_stall(since_ns_, detector_->is_reporter(arrived, late));
-  seen_ns_ = clock_ns();  // a report may take seconds
+  seen_ns_ = clock_ns();  // a report may have taken seconds
 }
 
-// One host reports: that of a late rank, where its stacks can be had; if nobody waits there, that of the first to wait.
+// One host reports: that of a late rank, which can get its stacks; if no rank waits there, that of the first to wait.
 bool StallDetector::is_reporter(const std::vector<int>& arrived, const std::vector<int>& late) const {
   if (std::any_of(late.begin(), late.end(), [&](int r) { return is_here(r); })) return true;
   if (arrived.empty() || *std::min_element(arrived.begin(), arrived.end()) != rank_) return false;
@@ -323,7 +323,7 @@ std::vector<StallDetector::Waiting> StallDetector::waiting() const {
   return waits;
 }
 
-// Whom others wait for and who does not wait.
+// The ranks that others wait for and that do not wait.
 std::vector<int> StallDetector::late(const std::vector<Waiting>& waits) const {
   const int64_t now = clock_ns();
   std::set<int> awaited, still;
@@ -331,7 +331,7 @@ std::vector<int> StallDetector::late(const std::vector<Waiting>& waits) const {
     awaited.insert(wait.late.begin(), wait.late.end());
     if (now - wait.since_ns > std::min(kWaitingNs, warn_ns_.load() / 2)) still.insert(wait.rank);
   }
-  // One that was stopped while it waited does not see that its wait is over.
+  // A rank that was stopped while it waited does not notice that its wait has ended.
   std::erase_if(still, [&](int r) { return awaited.contains(r) && is_stopped(r); });
   std::vector<int> late;
   std::set_difference(awaited.begin(), awaited.end(), still.begin(), still.end(), std::back_inserter(late));
@@ -351,7 +351,7 @@ bool StallDetector::all_excused(const std::vector<int>& late, int64_t now) const
 
 void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
   const int64_t now = clock_ns(), warn_ns = warn_ns_, abort_ns = abort_ns_;
-  // A host that cannot report much leaves it to another to end the job, for a while.
+  // A host that cannot report much lets another one end the job, for a while.
   const bool over = abort_ns != 0 && now - since_ns > abort_ns + (is_reporter ? 0 : kOthersNs);
   const bool noticed = warn_ns != 0 && now - since_ns > warn_ns;
   if (!over && !noticed) return;
@@ -362,9 +362,9 @@ void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
   Board& board = this->board();
   board.n_reporting.fetch_add(1);
   int64_t reported = board.reported_ns;
-  const bool known = reported >= since_ns;  // somebody has reported this wait
+  const bool known = reported >= since_ns;  // this wait has been reported
   const bool due = known ? noticed && now > reported + board.pause_ns : true;
-  // Of those for whom it is time, one gets through.
+  // Of those for which it is time, only one reports.
   if (due && is_reporter && board.reported_ns.compare_exchange_strong(reported, now)) {
     board.pause_ns = known ? 2 * board.pause_ns : std::max(warn_ns, int64_t{1'000'000'000});
     board.is_open = 1;
@@ -373,10 +373,10 @@ void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
   board.n_reporting.fetch_sub(1);
   if (!over) return;
 
-  // The end of the job must not overtake a report.
+  // The job must not end before a report is complete.
   for (int i = 0; board.n_reporting != 0 && i < 5000; ++i) sleep_ms(1);
   std::string reason = "nothing has moved for " + duration(abort_ns) + " (stall_abort_s): ";
-  reason += late.empty() ? "the ranks wait for each other" : ranks_text(late) + " did not come";
+  reason += late.empty() ? "the ranks wait for each other" : ranks_text(late) + " did not arrive";
   size_t n_elsewhere = 0;
   for (const int r : late) {
     if (is_here(r)) {
@@ -422,7 +422,7 @@ std::string StallDetector::last_call(int rank, int64_t now) const {
   const Row& theirs = row(rank);
   const int64_t at = theirs.doing_ns.load(std::memory_order_acquire);
   if (at == 0) return is_here(rank) ? " has made no call yet" : "";
-  return " was last in " + theirs.doing.get() + ", which it came to " + duration(now - at) + " ago";
+  return " was last in " + theirs.doing.get() + ", which it reached " + duration(now - at) + " ago";
 }
 
 std::string StallDetector::report(int64_t since_ns) const {
@@ -435,7 +435,7 @@ std::string StallDetector::report(int64_t since_ns) const {
   std::string lines = who_waits(waits, now);
   for (size_t at = 0; (at = lines.find("; ", at)) != std::string::npos;) lines.replace(at, 2, "\n  ");
   text += "\n  " + lines + "\n";
-  // Where all wait, it matters from where.
+  // If all wait, show where.
   std::set<int> shown(late.begin(), late.end());
   for (const Waiting& wait : waits) {
     if (late.empty()) shown.insert(wait.rank);
@@ -450,22 +450,23 @@ std::string StallDetector::report(int64_t since_ns) const {
     }
     text += (n_stacks++ < kStacks ? stacks(r) : "") + "\n";
   }
-  if (abort_ns_ == 0) text += "  The job goes on waiting; HORO_LITE_STALL_ABORT_S=600 would end it after 600 s.\n";
+  if (abort_ns_ == 0) text += "  The job keeps waiting; HORO_LITE_STALL_ABORT_S=600 would end it after 600 s.\n";
   return text;
 }
 
-// The rest of a sentence about the rank, and lines of their own.
+// Returns the rest of a sentence about the rank, followed by separate lines.
 std::string StallDetector::stacks(int rank) const {
   const int pid = pids_[rank];
   if (!is_here(rank)) {
-    return " is on another host, where nobody waits who could look, or which cannot be reached; py-spy dump --pid " +
+    return " is on another host, where no rank waits and could get its stacks, or which cannot be reached; py-spy dump "
+           "--pid " +
            std::to_string(pid) + " shows its stacks there";
   }
   if (pid == 0) return "";
   const std::string proc = "/proc/" + std::to_string(pid);
   switch (state_of(pid)) {
     case 'T':
-      return "; it is stopped (SIGSTOP or Ctrl-Z), and kill -CONT " + std::to_string(pid) + " lets it go on";
+      return "; it is stopped (SIGSTOP or Ctrl-Z), and kill -CONT " + std::to_string(pid) + " resumes it";
     case 't':
       return "; it is stopped by a debugger";
     case 'Z':
@@ -474,13 +475,13 @@ std::string StallDetector::stacks(int rank) const {
   const int signal = row(rank).stack_signal;
   const std::string path = proc + "/fd/" + std::to_string(row(rank).stack_fd);
   char target[64] = {};
-  // Whoever does not catch the signal would be killed by it.
+  // A process that does not catch the signal would be killed by it.
   if (signal == 0 || !catches(pid, signal) || readlink(path.c_str(), target, sizeof(target) - 1) < 0 ||
       std::strncmp(target, "/memfd:", 7) != 0) {
-    return "; it does not give its stacks";
+    return "; it does not provide its stacks";
   }
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) return "; it does not let others read its stacks";
+  if (fd < 0) return "; its stacks cannot be read by this process";
   std::string dump;
   struct stat status{};
   if (ftruncate(fd, 0) == 0 && kill(pid, signal) == 0) {

@@ -1,9 +1,9 @@
-// Who waits for whom, and who is late.
+// Which ranks wait for which, and which are late.
 //
-// A rank that waits has nothing else to do: it watches the others. What each thread waits for stands on a board
-// that the ranks of a host share; a rank that has waited for too long reports all of it, with the Python stacks of
-// those that are late. A late rank need not do anything for that, and could not: its peers send it a signal, whose
-// handler (Python's faulthandler, which wants no GIL) writes the stacks into a file that its peers can read.
+// A waiting rank has nothing else to do, so it watches the others. Each thread writes what it waits for on a board that
+// the ranks of a host share; a rank that has waited for too long reports all of it, with the Python stacks of late
+// ranks. A late rank need not do anything for that, and could not: its peers send it a signal, whose handler (Python's
+// faulthandler, which does not need the GIL) writes the stacks into a file that its peers can read.
 #pragma once
 
 #include <atomic>
@@ -21,55 +21,55 @@ namespace horo {
 
 // How long the others have waited for one rank.
 struct Lateness {
-  int64_t n_last = 0;     // how often it came last
-  double waited_s = 0.0;  // by each of the others, on average
+  int64_t n_last = 0;     // how often it was last
+  double waited_s = 0.0;  // time waited by each of the others, on average
 };
 
-// Who has joined waits in two places, and only its engine knows whether the others move in either.
+// A rank that has joined waits in two places, and only its engine knows whether the others make progress.
 inline constexpr const char* kJoin = "join()";
 
 class StallDetector {
  public:
   static size_t memory_bytes(int size);
 
-  // Ranks are numbered as in the world, and `names[r]` is how messages call them. `memory` is zeroed when it is created
-  // and shared by the ranks of this host, which are those with the same number in `hosts`. `pids[r]` is 0 for threads
-  // of this process.
+  // Ranks are numbered as in the world, and `names[r]` is their name in messages. `memory` is shared by the ranks of
+  // this host, which are those with the same number in `hosts`, and was zeroed when it was created. `pids[r]` is 0 for
+  // threads of this process.
   StallDetector(uint8_t* memory, int rank, std::vector<int> hosts, std::vector<int> pids,
                 std::vector<std::string> names);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(names_.size()); }
 
-  // How long one rank may wait before there is a report, and before every rank raises Stalled. 0: for ever.
+  // How long a rank may wait before a report is made, and before every rank throws Stalled. 0: without limit.
   void set_limits(double warn_s, double abort_s);
   double warn_s() const { return 1e-9 * static_cast<double>(warn_ns_); }
   double abort_s() const { return 1e-9 * static_cast<double>(abort_ns_); }
-  // On `signal`, this process writes its stacks to the end of its file `fd`, an anonymous one.
+  // Declares that on `signal`, this process appends its stacks to its file `fd`, an anonymous one.
   void give_stacks(int fd, int signal);
-  // For so long, this rank is not reported as late. "": that is over.
+  // Does not report that rank as late for expect_s. "": ends that.
   void announce(int rank, const std::string& what, double expect_s);
 
-  // Nanoseconds, on one clock for all processes of a host.
+  // Nanoseconds, by a clock that all processes of a host share.
   static int64_t clock_ns();
-  // What this rank does now; a store, and no more.
+  // Records what this rank does now; this is only a store.
   void doing(const std::string& what, int64_t now_ns);
   // " of ranks 0, 2", for a part of the world.
   std::string scope(const std::vector<int>& ranks) const;
 
-  // This rank has waited so long for `rank`, which came last.
+  // Records how long this rank has waited for `rank`, which was last.
   void waited_for(int rank, int64_t ns);
-  // For how much of this time this process was not stopped, as far as its waits have noticed.
+  // How much of this time the process was not stopped, as far as its waits have noticed.
   int64_t running_ns(int64_t since_ns, int64_t until_ns) const;
-  // Of every rank, as the ranks of this host have seen it.
+  // The lateness of every rank, as observed by the ranks of this host.
   std::vector<Lateness> lateness() const;
 
   // Throws if the ranks have stalled.
   void check() const;
-  // From now on, check() throws this on every rank of this host.
+  // Makes check() throw this on every rank of this host from now on.
   void stall(const std::string& reason);
 
-  // What one thread waits for: on the board from the first report_if_due() on, for as long as this lives.
+  // What a thread waits for: on the board from the first report_if_due() until this object is destroyed.
   class Wait {
    public:
     explicit Wait(std::shared_ptr<StallDetector> detector, int64_t since_ns = clock_ns());
@@ -77,18 +77,18 @@ class StallDetector {
     Wait(const Wait&) = delete;
     Wait& operator=(const Wait&) = delete;
 
-    // To be called a few times a second. Some ranks are `late`, the others, of which this one knows some, have
-    // `arrived`. Reports where it is time for that, and somebody else will not. Throws Stalled.
+    // Must be called a few times per second. Some ranks are `late`; others, some of which this rank knows, have
+    // `arrived`. Reports if it is time to, and no other rank does. Throws Stalled.
     void report_if_due(const std::string& what, const std::vector<int>& arrived, const std::vector<int>& late);
-    // It has ended well: if the stall was reported, so is its end.
+    // Records that the wait has succeeded: if the stall was reported, so is its end.
     void over();
-    // Notices whether this rank was stopped since it looked last.
+    // Detects whether this rank was stopped since the last call.
     void look();
 
    private:
     std::shared_ptr<StallDetector> detector_;
     int64_t since_ns_;
-    int64_t seen_ns_;  // when this rank looked last
+    int64_t seen_ns_;  // the time of the last call
     int slot_ = -1;
   };
 
@@ -100,7 +100,7 @@ class StallDetector {
 
   Board& board() const;
   Row& row(int rank) const;
-  // For each other rank: how often this one waited for it, and how long.
+  // For each other rank: how often this rank waited for it, and how long.
   std::atomic<int64_t>* waits_of(int rank) const;
   std::vector<Waiting> waiting() const;
   std::vector<int> late(const std::vector<Waiting>& waits) const;
@@ -123,7 +123,7 @@ class StallDetector {
   std::atomic<int64_t> warn_ns_{0};
   std::atomic<int64_t> abort_ns_{0};
   mutable std::mutex mutex_;
-  std::vector<std::pair<int64_t, int64_t>> stops_;  // of this process, one after the other
+  std::vector<std::pair<int64_t, int64_t>> stops_;  // of this process, in order
 };
 
 }  // namespace horo

@@ -1,5 +1,5 @@
-// Text of a limited size in memory that several processes share, for messages: whoever reads it while it changes may
-// get something garbled, and always gets valid UTF-8.
+// Text of limited size in memory that several processes share, for messages: a reader may get garbled text while it
+// changes, but always valid UTF-8.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ namespace horo {
 template <size_t N>
 class SharedText {
  public:
-  // Cut between two characters where it does not fit. The last word always has a 0, so that whoever reads it while it
-  // changes finds an end.
+  // Truncates between two characters if it does not fit. The last word always contains a 0, so that a reader always
+  // finds an end.
   void set(const std::string& text) {
     size_t n = std::min(text.size(), N - 1);
     while (n > 0 && n < text.size() && (static_cast<uint8_t>(text[n]) & 0xC0) == 0x80) --n;

@@ -54,7 +54,7 @@ struct FakeStream : FakeStreamHead {
       {
         std::unique_lock lock(mutex);
         changed.wait(lock, [this] { return stopping || !queue.empty(); });
-        if (queue.empty()) return;  // what was queued is done first
+        if (queue.empty()) return;  // only after all queued work
         work = std::move(queue.front());
         queue.pop_front();
       }
@@ -63,7 +63,7 @@ struct FakeStream : FakeStreamHead {
   }
 };
 
-// Work that waits for an event waits for the latest recording at the time of the call, as CUDA has it.
+// Work that waits for an event waits for the latest recording at the time of the call, as in CUDA.
 struct FakeEvent {
   std::mutex mutex;
   std::condition_variable changed;
@@ -146,7 +146,7 @@ class FakeDevice : public Device {
     std::unique_lock lock(event.mutex);
     event.changed.wait(lock, [&] { return event.reached >= number; });
   }
-  // CUDA's numbers for the legacy default stream are 0 and 1, for the thread's own 2.
+  // CUDA's handles of the legacy default stream are 0 and 1, of the per-thread one 2.
   FakeStream* of(Stream stream) {
     if (reinterpret_cast<uintptr_t>(stream) > 2) return static_cast<FakeStream*>(static_cast<FakeStreamHead*>(stream));
     static FakeStream* const legacy = new FakeStream;

@@ -9,7 +9,7 @@ namespace {
 
 using namespace body;
 
-// Of one thread what kernels.cu adds up for a block.
+// For one thread, what kernels.cu adds up for a block.
 template <class G, class W>
 void report(Measure<G, W>, const Arguments& a, uint32_t tensor, const typename Measure<G, W>::Result& seen) {
   a.exponents[tensor] = std::max(a.exponents[tensor], seen.exponent());

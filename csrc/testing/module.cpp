@@ -45,7 +45,7 @@ void run_kernel(DeviceQueue* queue, const std::string& step, const std::string& 
                 uintptr_t stats) {
   std::vector<GpuPiece> pieces;
   for (const auto& [address, n_elements, wire_offset, tensor] : tuples) {
-    if (n_elements == 0) throw std::invalid_argument("a piece has an element at least");
+    if (n_elements == 0) throw std::invalid_argument("a piece must have at least one element");
     pieces.push_back({reinterpret_cast<void*>(address), n_elements, 0, wire_offset, tensor});
   }
   KernelCall call{step_of(step), dtype_of(grad_dtype), dtype_of(wire_dtype), pieces.data(), pieces.size()};
@@ -63,7 +63,7 @@ void run_kernel(DeviceQueue* queue, const std::string& step, const std::string& 
 
 Device& device() { return *fake_gpus().device; }
 
-// What a framework's stream would be.
+// Stands in for a framework's stream.
 struct FakeStream {
   Stream stream = device().new_stream(0);
   ~FakeStream() { device().delete_stream(0, stream); }
@@ -75,18 +75,17 @@ struct FakeStream {
 using namespace horo;
 
 NB_MODULE(_testing, m) {
-  nb::module_::import_("horo_lite._native");  // whose classes the signatures have
+  nb::module_::import_("horo_lite._native");  // for the classes in the signatures
 
   m.def("run_kernel", &run_kernel, "queue"_a.none(), "step"_a, "grad_dtype"_a, "wire_dtype"_a, "pieces"_a, "wire"_a = 0,
         "prescale"_a = 1.0, "scale"_a = 1.0, "divisor"_a = 1.0, "divisor_at"_a = 0, "exponents"_a = 0, "headroom"_a = 0,
         "stats"_a = 0,
-        "Queues it on a GPU, whose memory all addresses are of; None: runs it on the CPU. A piece is (address, "
-        "n_elements, "
-        "wire offset in units of 64 bytes, tensor).");
+        "Queues the step on a GPU, in whose memory all addresses are; None: runs it on the CPU. A piece is (address, "
+        "n_elements, wire offset in units of 64 bytes, tensor).");
 
   m.def(
       "fake_gpus", [] { return nb::capsule(&fake_gpus()); },
-      "For _native: GPUs in host memory, of the names in HORO_LITE_TEST_GPUS, whose streams are threads.");
+      "Returns GPUs in host memory, for _native, with the names in HORO_LITE_TEST_GPUS. Their streams are threads.");
 
   nb::class_<FakeStream>(m, "FakeStream", "A stream of the fake GPUs.")
       .def(nb::new_([] { return unlocked(new FakeStream); }))
@@ -114,5 +113,5 @@ NB_MODULE(_testing, m) {
             device().wait(0, reinterpret_cast<Stream>(consumer), event);
             device().delete_event(0, event);
           },
-          "consumer"_a, "Its later work comes after what is queued here.");
+          "consumer"_a, "Later work of the consumer runs after the work queued here.");
 }

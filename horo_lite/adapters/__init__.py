@@ -1,4 +1,4 @@
-"""Which adapter reads and writes an object: decided by what is imported, importing nothing."""
+"""Choose the adapter for an object by what `sys.modules` holds, without importing a framework."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from horo_lite.errors import warn
 
 __all__ = ["Adapter", "adapter_of", "changed", "from_numpy", "register_adapter", "to_host"]
 
-# The frameworks' modules, as they stand in sys.modules; a file of that name here knows each. NumPy
-# comes last: it looks at the shape of an object, the others at its type first. Keras' models are
-# torch's or TensorFlow's modules as well.
+# The frameworks' names in sys.modules; each has an adapter in the file of that name here. The order
+# matters: Keras' models are also modules of torch or TensorFlow. NumPy comes last, since its
+# adapter recognizes objects by their attributes, the others by their type.
 _BUILT_IN = (
     "keras", "tf_keras", "torch", "tensorflow", "jax", "cupy", "singa", "needle", "nnabla",
     "tinygrad", "mlx", "paddle", "numpy",
@@ -28,10 +28,10 @@ _generic = Adapter()
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """From now on `adapter` is asked first about every optimizer, module and parameter.
+    """Support a framework of your own: `adapter` is tried before all others from now on.
 
-    For a framework of one's own. Its optimizer here keeps arrays in `weight.w` and gradients in
-    `weight.dw`, and applies them in `apply()`:
+    The optimizer in this example keeps arrays in `weight.w` and gradients in `weight.dw`, and
+    applies them in `apply()`:
 
         import horo_lite as hvd
         from horo_lite.adapters import Adapter
@@ -42,42 +42,42 @@ def register_adapter(adapter: Adapter) -> None:
             def matches(self, obj):                 # what this adapter understands
                 return isinstance(obj, (tiny.Trainer, tiny.Weight))
 
-            def parameters(self, owner):            # named; a weight has none
+            def parameters(self, owner):            # (name, weight) pairs; a weight has none
                 return [(weight.name, weight) for weight in getattr(owner, "weights", ())]
 
             def gradient(self, weight):             # NumPy, DLPack or buffer protocol; or None
                 return weight.dw
 
-            def set_gradient(self, weight, array):  # where there was none, or it was read-only
+            def set_gradient(self, weight, array):  # if there was none, or it was read-only
                 weight.dw = array
 
             def value(self, weight):
                 return weight.w
 
-            def set_value(self, weight, array):     # only where value() cannot be written
+            def set_value(self, weight, array):     # only if value() cannot be written
                 weight.w = array
 
         hvd.register_adapter(TinyAdapter())
         trainer = hvd.DistributedOptimizer(tiny.Trainer(net))
 
-    `Adapter` has defaults for the rest, which a framework may need to override:
+    `Adapter` has defaults for the rest, which some frameworks need to override:
 
         before_step = ("clip",)                     # methods that need the averages before a step
-        takes_closure = False                       # a callable given to a step is no closure
+        takes_closure = False                       # a callable passed to a step is not a closure
         is_filled_later = True                      # optimizers may be wrapped without parameters
         array_types = (tiny.Array,)                 # arrays with neither DLPack nor a buffer
-        from_numpy(array, like)                     # an array of the framework's, like that one
-        compute(parameters)                         # lazy gradients are computed, all at once
-        flattened(tree)                             # models that cannot be changed, only made anew
+        from_numpy(array, like)                     # an array of the framework, like `like`
+        compute(parameters)                         # evaluate lazy gradients, all at once
+        flattened(tree)                             # models that cannot be changed, only rebuilt
         state(optimizer), set_state(optimizer, s)   # for broadcast_optimizer_state
-        face = "tiny.distributed"                   # where a DistributedOptimizer of its own is
+        face = "tiny.distributed"                   # the module of its own DistributedOptimizer
 
     and, for arrays in a GPU's memory, `copy`, `empty`, `stream` and others.
 
-    An adapter registered later is asked before earlier ones. Every rank registers the same.
+    Adapters are tried in the reverse order of registration. Every rank must register the same ones.
 
     Args:
-        adapter: An instance of a class derived from `Adapter`, or with its methods.
+        adapter: An instance of a class that is derived from `Adapter` or has its methods.
     """
     for method in ("matches", "parameters", "gradient", "set_gradient", "value", "set_value"):
         if not callable(getattr(adapter, method, None)) or isinstance(adapter, type):
@@ -90,9 +90,9 @@ def register_adapter(adapter: Adapter) -> None:
 
 
 def adapter_of(obj: object) -> Adapter:
-    """The adapter for an optimizer, module, parameter or array; the generic one if none fits.
+    """Return the adapter for an optimizer, module, parameter or array; by default the generic one.
 
-    Never imports a framework: an object of a framework that is not in `sys.modules` cannot exist.
+    Never imports a framework: if it is not in `sys.modules`, none of its objects can exist.
     """
     for adapter in reversed(_registered):
         if adapter.matches(obj):
@@ -108,17 +108,17 @@ def adapter_of(obj: object) -> Adapter:
 
 
 def _load(name: str) -> Adapter | None:
-    """The adapter for a framework; None, and a warning, for one that is not what it was.
+    """Return the adapter for a framework, or None with a warning if its API has changed.
 
-    It may be here by accident, while another one trains.
+    No error: the framework may be imported by accident, while another one trains.
     """
     try:
         adapter: Adapter = import_module(f"{__name__}.{name}").ADAPTER
     except (ImportError, AttributeError) as error:
         version = getattr(sys.modules[name], "__version__", "of unknown version")
         warn(
-            f"the arrays of {name} {version}, which is imported here, cannot be read "
-            f"({type(error).__name__}: {error}): docs/frameworks.md says with which version it was "
+            f"the arrays of {name} {version}, which this program has imported, cannot be read "
+            f"({type(error).__name__}: {error}): docs/frameworks.md lists the version that was "
             "tested. Other frameworks are not affected"
         )
         return None
@@ -126,10 +126,10 @@ def _load(name: str) -> Adapter | None:
 
 
 def from_numpy(array: np.ndarray[Any, Any], like: object) -> Any:
-    """`array` as the kind of array that `like` is: what a caller who gave `like` expects back.
+    """Convert `array` to the kind of array that `like` is, as a caller who passed `like` expects.
 
-    NumPy array for NumPy and for anything unknown, torch.Tensor for torch, jax.Array for JAX, a
-    number for a number. Shares the memory of `array` where the framework can.
+    That is a torch.Tensor for torch, a jax.Array for JAX, a number for a number, and a NumPy array
+    for NumPy and anything unknown. The result shares the memory of `array` if the framework can.
     """
     if type(like) is np.ndarray:
         return array
@@ -137,7 +137,7 @@ def from_numpy(array: np.ndarray[Any, Any], like: object) -> Any:
 
 
 def to_host(x: object) -> Any:
-    """`x` as something whose memory the core can read: itself for NumPy, detached for torch.
+    """Return `x` as an object whose memory the core can read: itself for NumPy, detached for torch.
 
     Lists and numbers become NumPy arrays. Nothing else is copied.
     """
@@ -156,16 +156,20 @@ def to_host(x: object) -> Any:
 
 
 def changed(arrays: Iterable[object]) -> None:
-    """Their frameworks know that an operation has changed the arrays in place."""
+    """Tell the arrays' frameworks that an operation has changed them in place."""
     for x in arrays:
         if type(x) is not np.ndarray:
             adapter_of(x).changed(x)
 
 
 def exact(array: np.ndarray[Any, Any], x: object) -> np.ndarray[Any, Any]:
-    """`array`, which NumPy has made of a number or list: ValueError where an integer was rounded.
+    """Return `array`, which NumPy made from a number or list `x`.
 
-    It makes float64 of integers beside floats, and of those that no one integer dtype can hold.
+    NumPy converts integers to float64 if there are floats among them, or if no single integer dtype
+    can hold them all.
+
+    Raises:
+        ValueError: The conversion rounded an integer.
     """
     if array.dtype == np.float64 and np.any(np.abs(array) >= 2**53):
         numbers: list[Any] = np.asarray(x, np.object_).ravel().tolist()

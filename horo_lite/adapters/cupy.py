@@ -26,11 +26,11 @@ class CupyAdapter(NumpyAdapter):
 
     @contextmanager
     def on_stream(self, x: Any, stream: int) -> Iterator[None]:
-        # CuPy wants the stream's GPU to be current, and a thread of ours has chosen none.
+        # CuPy requires that the stream's GPU is current, and our threads have not selected one.
         with x.device, cupy.cuda.ExternalStream(stream, x.device.id):
             yield
 
-    # New arrays lie on the current GPU, which a thread may not have chosen: on that of `x` instead.
+    # CuPy allocates on the current GPU, which this thread may not have set: use that of `x`.
 
     def copy(self, x: Any) -> Array:
         with x.device:

@@ -1,4 +1,4 @@
-"""JAX: arrays and trees of them, which cannot be written, so results come back as new ones."""
+"""JAX: arrays and pytrees, which are immutable, so results are returned as new ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Array = Any
 
 
 class JaxAdapter(Adapter):
-    """Arrays, what was registered as a pytree (modules, states), and optax's transformations.
+    """Arrays, objects registered as pytrees (modules, states), and optax's transformations.
 
-    JAX alone knows its streams: it makes others wait when it exports an array, and waits itself
-    when it imports one, so a result on a GPU is exported in its name and imported again.
+    JAX does not expose its streams. It makes consumers wait when it exports an array, and waits
+    itself when it imports one: so a result on a GPU is exported on its behalf and imported again.
     """
 
     mutable = False
@@ -39,7 +39,7 @@ class JaxAdapter(Adapter):
     def value(self, parameter: Any) -> Any:
         if isinstance(parameter, jax.core.Tracer):
             raise TypeError(
-                "inside jax.jit or another transformation there are no values yet: use the "
+                "arrays have no values yet inside jax.jit or another transformation: use the "
                 "functions of horo_lite.jax there"
             )
         # NumPy's view is read-only; JAX's DLPack capsule would let the core write into it.
@@ -68,14 +68,15 @@ class JaxAdapter(Adapter):
         ]
 
     def from_results(self, results: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
-        # One call for all takes a third of the time; XLA takes the memory as it is, since it is
-        # aligned, and holds the NumPy arrays for as long as it needs it.
+        # One call for all takes a third of the time. XLA uses the memory without a copy, since it
+        # is aligned, and holds references to the NumPy arrays as long as it needs it.
         arrays: list[Any] = jax.device_put(list(results), may_alias=True)
         return arrays
 
 
 MEMORY = _native.ReusedMemory()
-"""For results: new memory, cleared page by page by the kernel, costs more than the exchange."""
+"""For results: clearing new memory, which the kernel does page by page, costs more than the
+exchange."""
 
 
 def _is_transformation(obj: object) -> bool:
@@ -83,16 +84,17 @@ def _is_transformation(obj: object) -> bool:
 
 
 def _is_registered(obj: object) -> bool:
-    """Whether it is a node of pytrees that only JAX knows."""
+    """Return whether `obj` is a pytree node of a type that was registered with JAX."""
     if obj is None or isinstance(obj, (list, tuple, dict, np.ndarray, np.generic)):
         return False
     return not jax.tree_util.all_leaves([obj])
 
 
 def named_arrays(tree: Tree) -> tuple[list[tuple[str, Array]], Callable[[Iterable[Array]], Tree]]:
-    """The arrays of a pytree with names that say where they are, and the tree with others in place.
+    """Return the arrays of a pytree, named by their paths, and a function that replaces them.
 
-    Numbers count as arrays. Other leaves, such as the functions in an equinox module, stay.
+    The function takes new arrays in the same order and returns the tree with them. Numbers count as
+    arrays; other leaves, such as the functions in an equinox module, are kept.
     """
     paths, structure = tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in paths]
@@ -114,7 +116,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 class GpuView:
-    """GPU memory for a framework to import through DLPack, in stream order after a queue's work."""
+    """Export GPU memory through DLPack, ordered after the work that a queue holds."""
 
     def __init__(self, x: Array, queue: _native.DeviceQueue) -> None:
         self._queue = queue
@@ -125,7 +127,7 @@ class GpuView:
         return 2, self._queue.index
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        if stream is None:  # so says JAX where it has no stream that could wait
+        if stream is None:  # what JAX passes if it has no stream that could wait
             self._queue.synchronize()
         elif stream != NO_ORDER:
             self._queue.lead(stream)

@@ -1,4 +1,4 @@
-"""Keras 3: layers, models, optimizers and their variables, on whichever backend."""
+"""Keras 3: layers, models, optimizers and their variables, on any backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = (keras.Variable, keras.layers.Layer, keras.optimizers.Optimizer)
 
 
 class KerasAdapter(VariablesAdapter):
-    """What Keras keeps is in variables; gradients are never there, but given to `apply()`."""
+    """Keras' values are in variables; gradients are not stored, but passed to `apply()`."""
 
     face = "horo_lite.keras"
 
@@ -21,8 +21,7 @@ class KerasAdapter(VariablesAdapter):
         return isinstance(obj, KINDS)
 
     def parameters(self, owner: Any) -> Named:
-        # Not the seeds that `variables` of a model has beside its weights: each rank has noise of
-        # its own.
+        # Not `variables`, which also contains seeds: each rank must have noise of its own.
         if isinstance(owner, keras.layers.Layer):
             return [(variable.path, variable) for variable in owner.weights]
         if isinstance(owner, keras.optimizers.Optimizer):

@@ -1,4 +1,4 @@
-"""MLX: arrays that are computed late and never written; optimizers that are given gradients."""
+"""MLX: lazy, immutable arrays, and optimizers that receive gradients as arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horo_lite.adapters.object import Adapter, Array, Named
 
 
 class MlxAdapter(Adapter):
-    """mlx.core arrays, mlx.nn modules (they keep the new arrays) and mlx.optimizers."""
+    """mlx.core arrays, mlx.nn modules (which are updated with new arrays) and mlx.optimizers."""
 
     mutable = False
     face = "horo_lite.mlx"
@@ -24,7 +24,7 @@ class MlxAdapter(Adapter):
         return isinstance(obj, (mx.array, Module, Optimizer))
 
     def parameters(self, owner: Any) -> Named:
-        return []  # optimizers are given them, too
+        return []  # optimizers receive parameters as arguments, too
 
     def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
         if not isinstance(tree, Module):
@@ -38,7 +38,7 @@ class MlxAdapter(Adapter):
 
     def value(self, parameter: Any) -> Array:
         if isinstance(parameter, Optimizer):
-            raise TypeError("an optimizer of MLX has no parameters: give the model, or its .state")
+            raise TypeError("an MLX optimizer has no parameters: pass the model, or its .state")
         _compute([parameter])
         if parameter.dtype == mx.bfloat16:
             import ml_dtypes
@@ -46,7 +46,7 @@ class MlxAdapter(Adapter):
             memory = np.asarray(parameter.view(mx.uint16)).view(ml_dtypes.bfloat16)
         else:
             memory = np.asarray(parameter)
-        # It could be written, but what is still to be computed from it would change.
+        # Writing is possible, but would change lazy arrays that are still to be computed from it.
         memory.flags.writeable = False
         return memory
 
@@ -63,7 +63,8 @@ def _compute(arrays: list[mx.array]) -> None:
     except ValueError as error:
         raise RuntimeError(
             "this exchange is inside mx.compile or mx.vmap, where arrays have no values: compile "
-            "what computes the gradients and what applies them, and exchange in between"
+            "the function that computes gradients and the one that applies them separately, and "
+            "exchange in between"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Needle, the framework that students of CMU 10-414/714 write: tensors that are read by copying."""
+"""Needle, the framework that students of CMU 10-414/714 write: tensors are read by copying."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from horo_lite.adapters.object import Adapter, Array, Named, join
 
-# The first homework has no modules yet, and other packages have that name, too.
+# The first homework has no modules yet, and other packages are called needle, too.
 TENSOR: Any = getattr(needle, "Tensor", ())
 MODULE: Any = getattr(getattr(needle, "nn", None), "Module", ())
 OPTIMIZER: Any = getattr(getattr(needle, "optim", None), "Optimizer", ())
@@ -18,9 +18,9 @@ OPTIMIZER: Any = getattr(getattr(needle, "optim", None), "Optimizer", ())
 class NeedleAdapter(Adapter):
     """needle.optim optimizers, needle.nn modules and tensors, on any of its devices.
 
-    A gradient may share memory with anything (a + b gives both of them one tensor), or lie in it in
-    any order: so it is copied, and what comes back is a tensor of its own, given as Needle's rules
-    say, by `.data`. The optimizers keep their state by parameter: no parameter is ever replaced.
+    A gradient may share its memory (a + b gives both operands the same tensor) and have any layout:
+    so it is copied, and the result is a tensor of its own, assigned to `.data` as Needle requires.
+    Optimizers key their state by parameter, so parameters are never replaced.
     """
 
     steps = ("step",)
@@ -31,7 +31,7 @@ class NeedleAdapter(Adapter):
         return isinstance(obj, (TENSOR, MODULE, OPTIMIZER))
 
     def parameters(self, owner: Any) -> Named:
-        """A module's are all its tensors, running means too, by the names of its attributes."""
+        """Return all tensors of a module, including running means, named by its attributes."""
         if isinstance(owner, OPTIMIZER):
             return [(f"params[{i}]", parameter) for i, parameter in enumerate(owner.params)]
         return [] if isinstance(owner, TENSOR) else _tensors(owner, "")
@@ -60,11 +60,11 @@ class NeedleAdapter(Adapter):
 
 
 def _gradient(parameter: Any) -> Any:
-    return getattr(parameter, "grad", None)  # before the first backward(), there is no attribute
+    return getattr(parameter, "grad", None)  # the attribute is missing before the first backward()
 
 
 def _tensors(value: Any, path: str) -> Named:
-    """The tensors of a module, in the order in which its parameters() has them."""
+    """Return the named tensors of a module, in the order of its parameters()."""
     if isinstance(value, TENSOR):
         return [(path, value)]
     if isinstance(value, MODULE):

@@ -1,4 +1,4 @@
-"""NNabla: solvers, and the variables and arrays they work on; all of it is written in place."""
+"""NNabla: solvers, and the variables and arrays that they update; all are written in place."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CPU = nnabla_ext.cpu.context()
 
 
 class Memory:
-    """An array's own memory, kept while this is, by way of DLPack.
+    """An array's own memory, exported through DLPack and kept alive by this object.
 
-    NNabla's `data` takes 0.1 ms each time: it looks on the disk for a module that is not there.
+    NNabla's `data` takes 0.1 ms each time: it searches the disk for a module that does not exist.
     """
 
     dtype = FLOAT
 
     def __init__(self, array: Any) -> None:
-        array.data_ptr(FLOAT, CPU)  # what fill() has put off is done, which DLPack would not do
+        array.data_ptr(FLOAT, CPU)  # executes a deferred fill(), which DLPack would not do
         self._array = array
         self.shape = array.shape
 
@@ -43,16 +43,16 @@ class Memory:
 
 
 def memory_of(array: Any) -> Array:
-    """What an NdArray holds, to be read and written."""
+    """Return the memory of an NdArray, for reading and writing."""
     try:
-        is_float = array.dtype == FLOAT  # a half would pass for a bfloat16
-    except RuntimeError:  # nothing has been written so far
+        is_float = array.dtype == FLOAT  # float16 would be taken for bfloat16
+    except RuntimeError:  # nothing has been written yet
         is_float = False
     return Memory(array) if is_float else array.data
 
 
 class Parameter:
-    """A solver's parameter, always the same object, where the solver makes new ones each time."""
+    """A solver's parameter, always as the same object; the solver creates new ones each time."""
 
     def __init__(self, variable: Any) -> None:
         self.variable = variable
@@ -67,14 +67,14 @@ class Parameter:
 
 
 class _Watch:
-    """Notices that gradients change, and reads them only where NNabla computes something."""
+    """Detects changes of gradients, and reads them only if NNabla computes something."""
 
     def __init__(self, digest: Callable[[], object]) -> None:
         self._digest = digest
         self._before: object = None
 
     def on_function(self) -> None:
-        """Some function is about to run, forwards or backwards: nobody can tell which."""
+        """Take the digest before the first function runs; it may be a forward or backward one."""
         if self._before is None:
             self._before = self._digest()
 
@@ -83,7 +83,7 @@ class _Watch:
 
 
 _watches: WeakSet[_Watch] = WeakSet()
-# Never removed: NNabla walks through its hooks while it calls them.
+# Never removed: NNabla iterates over its hooks while it calls them.
 _hooks: list[bool] = []
 
 
@@ -95,9 +95,9 @@ def _on_function(_: Any) -> None:
 class NnablaAdapter(Adapter):
     """Solvers by `get_parameters()`; parameters by their `grad` and `data`.
 
-    A gradient that no backward pass has written since `zero_grad()` is none: the solver leaves its
-    parameter alone, and so do the ranks where that is so on all of them. NNabla keeps a flag for
-    it, which looking at the gradient's memory would clear.
+    A gradient that no backward pass has written since `zero_grad()` counts as missing: the solver
+    skips its parameter, and so does the exchange if it is missing on all ranks. NNabla keeps a flag
+    for this, which reading the gradient's memory would clear.
     """
 
     steps = ("update",)
@@ -150,7 +150,7 @@ class NnablaAdapter(Adapter):
             return nn.NdArray.from_numpy_array(array)
         return nn.Variable.from_numpy_array(array)
 
-    # The solver's state: where it is after how many updates, and what it keeps of each parameter.
+    # The solver's state: the learning rate, and each parameter's number of updates and arrays.
 
     def state(self, optimizer: Any) -> Any:
         states = {
@@ -165,8 +165,9 @@ class NnablaAdapter(Adapter):
         mine = optimizer.get_states()
         if differ := sorted(states.keys() ^ mine.keys()):
             raise ValueError(
-                f"only one of two solvers has {differ[0]!r}: call set_parameters() with the same "
-                "parameters on every rank before broadcast_optimizer_state()"
+                f"the ranks' solvers have different parameters (only one has {differ[0]!r}): call "
+                "set_parameters() with the same parameters on every rank before "
+                "broadcast_optimizer_state()"
             )
         for name, (t, arrays) in states.items():
             mine[name].t = t

@@ -11,7 +11,7 @@ from horo_lite.adapters.object import Adapter, Array, Named
 
 
 class NumpyAdapter(Adapter):
-    """Two lists of arrays, or two dicts with the same keys: `params[k]` goes with `grads[k]`."""
+    """Two lists of arrays, or two dicts with the same keys: `grads[k]` belongs to `params[k]`."""
 
     array: type = np.ndarray
 
@@ -38,7 +38,7 @@ class NumpyAdapter(Adapter):
 
 
 class Slot:
-    """A place in the two containers: looked up anew each time, since both may be refilled."""
+    """An entry of the two containers, looked up on each access, since both may be refilled."""
 
     def __init__(self, owner: Any, key: Any) -> None:
         self.owner, self.key = owner, key

@@ -1,4 +1,4 @@
-"""Objects with `.grad`: the adapter for every framework that has no file of its own."""
+"""The generic adapter, for objects with `.grad` of frameworks that have no adapter of their own."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ Named = list[tuple[str, Parameter]]
 
 
 NO_ORDER = -1
-"""DLPack's word for: no stream need wait for another."""
+"""DLPack's value for: no stream needs to wait for another."""
 
 
 class Adapter:
     """How parameters, gradients and values of one framework are read and written.
 
-    This one knows objects whose gradient is `.grad` and whose value is `.data`, `.value` or the
+    This class handles objects whose gradient is `.grad` and whose value is `.data`, `.value` or the
     object itself; a framework's own adapter overrides what differs (see `register_adapter`).
-    The exchange writes gradients and values in place. The two setters are called only where that
-    cannot be: memory that is read-only, or a gradient that other ranks have and this one does not.
+    The exchange writes gradients and values in place. The two setters are called only if that is
+    impossible: for read-only memory, or a gradient that other ranks have and this one does not.
     """
 
     steps: tuple[str, ...] = ("step", "update")
     """The methods of an optimizer that apply gradients."""
 
     before_step: tuple[str, ...] = ()
-    """Its methods for gradients that are averages already, such as one that clips them: the first
-    of them averages, and the step does not do it again."""
+    """Its methods that need averaged gradients, such as one that clips them: the first call of one
+    averages, and the step does not average again."""
 
     takes_closure: bool = True
-    """Whether a callable that a step is given computes the gradients."""
+    """Whether a callable that is passed to a step computes the gradients."""
 
     is_filled_later: bool = False
     """Whether an optimizer may still be without parameters when it is wrapped."""
@@ -49,19 +49,19 @@ class Adapter:
     """Whether arrays in a GPU's memory may be written in place."""
 
     face: str | None = None
-    """The module whose DistributedOptimizer wraps this framework's optimizers, if not ours."""
+    """The module whose DistributedOptimizer wraps this framework's optimizers; None: horo_lite."""
 
     array_types: tuple[type, ...] = ()
-    """Arrays with neither DLPack nor a buffer: such as an optimizer keeps travel by value()."""
+    """Types of arrays with neither DLPack nor a buffer: an optimizer's are sent by value()."""
 
     def matches(self, obj: object) -> bool:
-        """Whether `obj` (an optimizer, a module, a parameter or an array) is this framework's."""
+        """Return whether `obj` (optimizer, module, parameter or array) is of this framework."""
         return True
 
     def parameters(self, owner: Any) -> Named:
-        """The named parameters of an optimizer or module, in an order that is alike on all ranks.
+        """Return the named parameters of an optimizer or module, in the same order on all ranks.
 
-        Empty if nothing is found in named_parameters(), param_groups, params or parameters.
+        Empty if named_parameters(), param_groups, params and parameters contain none.
         """
         if isinstance(owner, type):
             return []
@@ -77,27 +77,30 @@ class Adapter:
         return []
 
     def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
-        """Of objects that are made anew rather than changed: leaves, and the tree with others."""
+        """Return a tree's named leaves and a function that rebuilds it with others.
+
+        For trees that cannot be changed; None otherwise.
+        """
         return None
 
     def compute(self, parameters: Sequence[Parameter]) -> None:
-        """Their gradients, which are about to be read, have been computed: for lazy frameworks."""
+        """Compute the parameters' gradients, which are read next: for lazy frameworks."""
 
     def gradient(self, parameter: Parameter) -> Array | None:
-        """The gradient's own memory, or None if there is none."""
+        """Return the gradient's own memory, or None if there is no gradient."""
         try:
             gradient = parameter.grad
         except AttributeError:
             raise TypeError(
-                f"a {type(parameter).__name__} has no .grad: {type(self).__name__} needs a method "
-                "gradient(parameter) of its own, see horo_lite.register_adapter"
+                f"a {type(parameter).__name__} has no .grad: {type(self).__name__} needs its own "
+                "method gradient(parameter), see horo_lite.register_adapter"
             ) from None
         if gradient is None or type(gradient) is np.ndarray:
             return gradient
         return adapters.to_host(_cell(parameter, "grad")[2])
 
     def set_gradient(self, parameter: Parameter, array: Array) -> None:
-        """The parameter's gradient holds what `array` holds; `array` is the framework's to keep."""
+        """Set the parameter's gradient to `array`, which the framework may keep."""
         if parameter.grad is None:
             like = parameter if is_array(parameter) else _cell(parameter)[2]
             parameter.grad = adapters.from_numpy(array, like)
@@ -106,11 +109,11 @@ class Adapter:
             setattr(holder, attribute, adapters.from_numpy(array, old))
 
     def value(self, parameter: Parameter) -> Array:
-        """The parameter's own memory."""
+        """Return the parameter's own memory."""
         return parameter if is_array(parameter) else adapters.to_host(_cell(parameter)[2])
 
     def set_value(self, parameter: Parameter, array: Array) -> None:
-        """The parameter holds what `array` holds; `array` is the framework's to keep."""
+        """Set the parameter to `array`, which the framework may keep."""
         if is_array(parameter):
             parameter[...] = array
         else:
@@ -118,95 +121,96 @@ class Adapter:
             setattr(holder, attribute, adapters.from_numpy(array, old))
 
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        """A new writable array of zeros, for a gradient that this rank does not have.
+        """Return a new writable array of zeros, for a gradient that this rank does not have.
 
-        In the host's memory; on a GPU it is `zeros_like(value(parameter))`.
+        It is in host memory; for a GPU, `zeros_like(value(parameter))` is used instead.
         """
         if dtype == "bfloat16":
             import ml_dtypes  # noqa: F401 (gives NumPy the name)
         return np.zeros(shape, np.dtype(dtype))
 
     def changed(self, x: Array) -> None:
-        """An operation has changed the array `x` in place: for frameworks that keep its history."""
+        """Record that an operation changed `x` in place: for frameworks that keep its history."""
 
     def mark_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """From now on a gradient is marked when a backward pass has added to it.
+        """From now on, mark a gradient whenever a backward pass has added to it.
 
-        Where a framework can tell, so that `changed_by_hand` can.
+        `changed_by_hand` needs the mark. Does nothing if the framework gives no way to do so.
         """
 
     def changed_by_hand(self, parameter: Parameter) -> bool:
-        """Whether its gradient has been changed in place since a backward pass added to it."""
+        """Return whether its gradient was changed in place since a backward pass added to it."""
         return False
 
     def forget_marks(self, parameters: Sequence[Parameter]) -> None:
-        """What the gradients are now has been used, or is the caller's own."""
+        """Remove the marks: the gradients have been used, or the caller has set them."""
 
     def watch(self, digest: Callable[[], object]) -> Callable[[], bool]:
-        """A function that tells whether the gradients have changed from now on.
+        """Return a function that returns whether the gradients have changed from now on.
 
-        Asked between a method of `before_step` and the step: what a further backward pass adds to
-        averages is this rank's own. `digest` reads all gradients; a framework that tells when it
-        computes something need not read them every time.
+        It is called between a method of `before_step` and the step, since a further backward pass
+        would add this rank's own gradients to averages. `digest` reads all gradients; a framework
+        that reports when it computes something need not read them every time.
         """
         before = digest()
         return lambda: digest() != before
 
     def missing(self, parameter: Parameter, dtype: str, shape: tuple[int, ...]) -> Array:
-        """Zeros for the gradient of `parameter`, which other ranks have; then set_gradient()."""
+        """Return zeros for a gradient that only other ranks have; set_gradient() receives them."""
         return self.zeros(dtype, shape)
 
     def state(self, optimizer: Any) -> Any | None:
-        """What the optimizer keeps, ready to be pickled; None: it is looked for in the object."""
+        """Return the optimizer's state, picklable; or None to have the object searched for it."""
         return None
 
     def set_state(self, optimizer: Any, state: Any) -> None:
-        """The optimizer goes on as the one whose `state()` this is."""
+        """Set the optimizer's state to what `state()` of another rank's optimizer returned."""
 
     makes_copies: bool = False
-    """Whether it has `host_results` and `from_results`, because NumPy's memory will not do."""
+    """Whether it has `host_results` and `from_results`, because NumPy's memory is unsuitable."""
 
     def host_results(self, views: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        """New NumPy arrays in C order with any contents, otherwise like `views`."""
+        """Return new, uninitialized NumPy arrays in C order, otherwise like `views`."""
         raise NotImplementedError
 
     def from_results(self, results: Sequence[np.ndarray[Any, Any]]) -> list[Array]:
-        """Arrays of this framework's over that memory, which nobody else writes."""
+        """Return arrays of this framework over the results' memory, which nothing else writes."""
         raise NotImplementedError
 
     # Arrays in a GPU's memory.
 
     def zeros_like(self, x: Array) -> Array:
-        """A new dense array of zeros, otherwise like `x`."""
+        """Return a new dense array of zeros, otherwise like `x`."""
         zeros = self.copy(x)
         zeros[...] = 0
         return zeros
 
     def stream(self, x: Array) -> int | None:
-        """The CUDA stream that work on `x` is given to just now; None: only its owner can say."""
+        """Return the current CUDA stream for work on `x`; None if only the framework knows it."""
         return None
 
     def on_stream(self, x: Array, stream: int) -> AbstractContextManager[Any]:
-        """Inside, this thread's work on the GPU of `x`, and its memory, belong to that stream."""
+        """Return a context in which this thread uses `stream` for work and memory on `x`'s GPU."""
         return nullcontext()
 
     def copy(self, x: Array) -> Array:
-        """A new dense array in C order that holds what `x` holds."""
+        """Return a new dense copy of `x` in C order."""
         raise TypeError(
-            f"horo_lite cannot make a {type(x).__name__} in a GPU's memory: reduce it in place "
-            "(allreduce_), or tell how with horo_lite.register_adapter (copy, empty, stream)"
+            f"horo_lite cannot create a {type(x).__name__} in a GPU's memory: reduce it in place "
+            "(allreduce_), or register an adapter with the methods copy, empty and stream "
+            "(horo_lite.register_adapter)"
         )
 
     def empty(self, x: Array, shape: Sequence[int]) -> Array:
-        """A new dense array like `x`, on the same GPU, with another shape and any contents."""
-        return self.copy(x)  # says what is missing
+        """Return a new uninitialized dense array like `x`, on the same GPU, with another shape."""
+        return self.copy(x)  # raises the error that names what is missing
 
     def finished(self, x: Array, queue: DeviceQueue) -> Array:
-        """`x`, which copy() or empty() made and work on `queue` has filled, for its new owner."""
+        """Hand `x`, made by copy() or empty() and filled by work on `queue`, to its new owner."""
         return x
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
-        """`array` as the kind of array that `like` is, sharing memory where possible."""
+        """Convert `array` to the kind of array that `like` is, sharing memory where possible."""
         if isinstance(like, (bool, int, float)) and not isinstance(like, np.generic):
             return array.item()
         return array[()] if isinstance(like, np.generic) else array
@@ -224,11 +228,11 @@ class VariablesAdapter(Adapter):
 
 
 def name_leaves(tree: Any, place: str) -> Named:
-    """The leaves of nested dicts, lists and tuples, each with a name that says where it is.
+    """Return the leaves of nested dicts, lists and tuples, each named by its path.
 
-    A dict's keys stand for themselves ("conv.weight"), positions look like "params[3]"; a list of
-    (name, leaf) pairs is read as a dict. They come in the owner's order, which is that of a plan,
-    and in every step; `state.trees.Tree` sorts dicts, and can rebuild what it walked.
+    A dict's keys are used as they are ("conv.weight"), positions look like "params[3]"; a list of
+    (name, leaf) pairs is read as a dict. Leaves keep the owner's order, which a plan uses in every
+    step; `state.trees.Tree` sorts dicts instead, and can rebuild the tree.
     """
 
     def leaves(tree: Any, path: str) -> Named:
@@ -247,7 +251,7 @@ def name_leaves(tree: Any, place: str) -> Named:
 
 
 def keyed(tree: Any) -> list[tuple[Any, Any]] | None:
-    """The (key, value) pairs of a dict or of a list of such pairs; None for anything else."""
+    """Return the (key, value) pairs of a dict or of a list of pairs; None for anything else."""
     if isinstance(tree, Mapping):
         return list(tree.items())
     if isinstance(tree, (list, tuple)) and tree and all(map(_is_pair, tree)):
@@ -266,7 +270,7 @@ def _places(path: str, n: int) -> tuple[str, ...]:
 
 
 def join(path: str, key: object) -> str:
-    """Return the path of what an object holds under `key`."""
+    """Return the path of the item that an object at `path` holds under `key`."""
     return f"{path}.{key}" if path else str(key)
 
 
@@ -275,14 +279,14 @@ def _is_pair(item: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Whether it is an array that memory can be shared with: NumPy's, or by DLPack."""
+    """Return whether `x` is an array that shares its memory, as a NumPy array or by DLPack."""
     return isinstance(x, np.ndarray) or hasattr(x, "__dlpack__")
 
 
 def _cell(holder: Any, attribute: str | None = None) -> tuple[Any, str, Any]:
-    """Where the array is kept: the object and its attribute that holds it, and the array.
+    """Find the array of `holder`: return the object and attribute that hold it, and the array.
 
-    Frameworks wrap arrays in objects of their own, so it may lie a few attributes deep.
+    Frameworks wrap arrays in objects of their own, so it may be a few attributes deep.
     """
     x = holder
     for _ in range(4):
@@ -299,5 +303,5 @@ def _cell(holder: Any, attribute: str | None = None) -> tuple[Any, str, Any]:
         attribute = None
     raise TypeError(
         f"{type(x).__name__} gives no array that horo_lite can read (NumPy, DLPack, or one of "
-        "those as .data or .value): tell it how with horo_lite.register_adapter"
+        "those as .data or .value): write an adapter for it, see horo_lite.register_adapter"
     )

@@ -1,4 +1,4 @@
-"""PaddlePaddle: gradients are exchanged in their own memory, in the host's so far."""
+"""PaddlePaddle: gradients are exchanged in their own memory, so far only in host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PaddleAdapter(Adapter):
         found = [
             p for group in groups for p in (group["params"] if type(group) is dict else [group])
         ]
-        # By these names Paddle knows them in state_dict(), too.
+        # Paddle uses the same names in state_dict().
         return [(p.name, p) for p in found]
 
     def gradient(self, parameter: Any) -> Array | None:
@@ -57,10 +57,10 @@ def _memory(tensor: Any) -> Array:
         )
     if not tensor.place.is_cpu_place():
         raise TypeError(
-            f"it is on {tensor.place}, and Paddle's tensors are exchanged in the host's memory "
-            'only, so far: call paddle.set_device("cpu") before the model is made'
+            f"it is on {tensor.place}, but so far Paddle's tensors are exchanged in host memory "
+            'only: call paddle.set_device("cpu") before creating the model'
         )
-    tensor = tensor.detach()  # DLPack wants none that require gradients; the memory is the same
+    tensor = tensor.detach()  # DLPack refuses tensors that require gradients; same memory
     if tensor.dtype == paddle.bfloat16:
         import ml_dtypes
 

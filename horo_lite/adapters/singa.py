@@ -1,6 +1,6 @@
-"""SINGA's tensors: `array_of` and `write` are all that touches their memory.
+"""SINGA's tensors: only `array_of` and `write` touch their memory.
 
-SINGA lends no memory to Python: its extension copies values out (`GetFloatValue`) and in
+SINGA does not expose its memory to Python: its extension copies values out (`GetFloatValue`) and in
 (`CopyFloatDataFromHostPtr`), so every exchange does, too.
 """
 
@@ -19,19 +19,20 @@ _KINDS = {
     singa_wrap.kFloat16: ("HalfFloat", np.float16),
     singa_wrap.kInt: ("Int", np.int32),
 }
-_HOST = -1  # the id() of SINGA's device for the host's memory
+_HOST = -1  # the id() of SINGA's device for host memory
 
 
 def array_of(raw: Any) -> NDArray[Any]:
-    """A copy of what a raw tensor (`tensor.data`) holds, in its shape.
+    """Return a copy of a raw tensor (`tensor.data`), in its shape.
 
-    RuntimeError in SINGA's graph mode, where nothing has been computed yet.
+    Raises:
+        RuntimeError: In SINGA's graph mode, where nothing has been computed yet.
     """
-    graph_enabled = getattr(raw.device(), "graph_enabled", bool)  # there is one since version 3
+    graph_enabled = getattr(raw.device(), "graph_enabled", bool)  # exists since version 3
     if graph_enabled():
         raise RuntimeError(
             "SINGA's graph mode records C++ operations and replays them without Python, so no "
-            "later step would exchange anything: model.compile(…, use_graph=False)"
+            "later step would exchange anything: use model.compile(…, use_graph=False)"
         )
     word, _ = _kind(raw)
     if raw.device().id() != _HOST:
@@ -42,10 +43,10 @@ def array_of(raw: Any) -> NDArray[Any]:
 
 
 def write(raw: Any, array: NDArray[Any]) -> None:
-    """The raw tensor holds what `array`, of its shape, does."""
+    """Copy `array` into a raw tensor of the same shape."""
     word, dtype = _kind(raw)
     flat: NDArray[Any] = np.ascontiguousarray(array, dtype).reshape(-1)
-    if raw.transpose():  # SINGA reads in the order of the shape, but writes in that of memory
+    if raw.transpose():  # SINGA reads in the order of the shape, but writes in memory order
         shuffled = np.empty_like(flat)
         shuffled[_places_in_memory(raw)] = flat
         flat = shuffled
@@ -53,7 +54,7 @@ def write(raw: Any, array: NDArray[Any]) -> None:
 
 
 def new_tensor(array: NDArray[Any], device: Any) -> Any:
-    """A tensor on that device that holds what `array` does; 64 bits become 32, as SINGA has it."""
+    """Return a new tensor on `device` with the values of `array`; 64 bits become 32 (SINGA's)."""
     array = array.astype({"f8": "f4", "i8": "i4"}.get(array.dtype.str[1:], array.dtype), copy=False)
     (kind,) = (kind for kind, (_, dtype) in _KINDS.items() if dtype == array.dtype)
     new = tensor.Tensor(array.shape, device, kind)
@@ -64,14 +65,14 @@ def new_tensor(array: NDArray[Any], device: Any) -> Any:
 def _kind(raw: Any) -> tuple[str, type]:
     if raw.data_type() not in _KINDS:
         raise TypeError(
-            "SINGA lets Python read tensors of float32, float16 and int32, and this one is of "
-            f"type {raw.data_type()}: use as_type()"
+            "SINGA lets Python read only float32, float16 and int32 tensors, and this one has "
+            f"data type {raw.data_type()}: convert it with as_type()"
         )
     return _KINDS[raw.data_type()]
 
 
 def _places_in_memory(raw: Any) -> NDArray[np.int64]:
-    """Where in memory each element is, in the order of the shape: numbers are written and read."""
+    """Return each element's position in memory, in the order of the shape, by a trial write."""
     probe, n = raw.Clone(), int(raw.Size())
     word, dtype = _kind(raw)
     places, unit = np.zeros(n, np.int64), 1
@@ -92,7 +93,7 @@ class SingaAdapter(Adapter):
     def parameters(self, owner: Any) -> Named:
         if isinstance(owner, opt.Optimizer):
             raise TypeError(
-                "SINGA's optimizers hold no parameters, they see them in backward() only: use "
+                "SINGA's optimizers hold no parameters, and see them only in backward(): use "
                 "DistributedOptimizer and broadcast_optimizer_state of horo_lite.singa"
             )
         found = owner.get_params() if hasattr(owner, "get_params") else []
@@ -100,7 +101,7 @@ class SingaAdapter(Adapter):
 
     def value(self, parameter: Any) -> Array:
         values = array_of(parameter.data)
-        values.flags.writeable = False  # it is a copy: whoever changes it must set_value()
+        values.flags.writeable = False  # a copy: changes need set_value()
         return values
 
     def set_value(self, parameter: Any, array: Array) -> None:

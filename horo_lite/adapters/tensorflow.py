@@ -1,4 +1,4 @@
-"""TensorFlow 2: tensors cannot be written, so results come back as new ones."""
+"""TensorFlow 2: tensors are immutable, so results are returned as new ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from horo_lite.adapters.object import Adapter, Array, Named
 
 
 def array_of(tensor: Any) -> np.ndarray[Any, Any]:
-    """What an eager tensor holds: where that is in the host's memory, a view not to be written."""
-    # Scalars of some dtypes, such as bfloat16, give NumPy's scalars, which __array__ must not.
+    """Return an eager tensor as a read-only array: a view if the tensor is in host memory."""
+    # For scalars of some dtypes (bfloat16), __array__ returns NumPy scalars, which NumPy refuses.
     array = np.asarray(tensor if tensor.shape.rank else tensor.numpy())
-    array.flags.writeable = False  # a scalar is a copy: what is written there would be lost
+    array.flags.writeable = False  # a scalar is a copy: writes to it would be lost
     return array
 
 
@@ -36,8 +36,8 @@ class TensorflowAdapter(Adapter):
         if tf.is_symbolic_tensor(tensor):
             raise TypeError(
                 f"{tensor.name} is a tensor of a graph that is being traced and has no value yet: "
-                "inside tf.function, use horo_lite.tensorflow's allreduce, allgather, broadcast, "
-                "alltoall, reducescatter, or DistributedGradientTape"
+                "inside tf.function, use allreduce, allgather, broadcast, alltoall, reducescatter "
+                "or DistributedGradientTape of horo_lite.tensorflow"
             )
         return array_of(tensor)
 

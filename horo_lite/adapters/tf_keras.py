@@ -1,4 +1,4 @@
-"""tf_keras, which is Keras 2: layers, models, optimizers of both families."""
+"""tf_keras (Keras 2): layers, models, and optimizers of both families."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIMIZERS = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimize
 
 
 class TfKerasAdapter(VariablesAdapter, TensorflowAdapter):
-    """What it keeps is in tf.Variables; gradients are given to `apply_gradients()`."""
+    """Values are in tf.Variables; gradients are passed to `apply_gradients()`."""
 
     face = "horo_lite.keras"
 

@@ -1,4 +1,4 @@
-"""tinygrad: gradients are computed together when they are needed, and exchanged where they lie."""
+"""tinygrad: lazy gradients are computed all at once, and exchanged in their own memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TinygradAdapter(Adapter):
     def matches(self, obj: object) -> bool:
         if isinstance(obj, (Tensor, Optimizer)):
             return True
-        # Models have no class in common. A home-made optimizer, which has tensors too, is none.
+        # Models have no common base class. A home-made optimizer has tensors, too, but also step().
         return hasattr(obj, "__dict__") and not hasattr(obj, "step") and bool(self.parameters(obj))
 
     def parameters(self, owner: Any) -> Named:
@@ -32,7 +32,7 @@ class TinygradAdapter(Adapter):
             return [(f"params[{i}]", tensor) for i, tensor in enumerate(owner.params)]
         try:
             return list(get_state_dict(owner).items())
-        except RecursionError:  # it holds itself, as no model does
+        except RecursionError:  # it contains itself, so it is not a model
             return []
 
     def compute(self, parameters: Sequence[Any]) -> None:
@@ -41,7 +41,7 @@ class TinygradAdapter(Adapter):
             return
         _refuse_capture()
         for parameter in lazy:
-            # In memory of their own: what is computed may else be a view of something.
+            # In memory of their own: a computed gradient may otherwise be a view of something else.
             parameter.grad = parameter.grad.clone()
         Tensor.realize(*[parameter.grad for parameter in lazy])
 
@@ -59,7 +59,7 @@ class TinygradAdapter(Adapter):
         return _memory(parameter)
 
     def set_value(self, parameter: Any, array: Array) -> None:
-        # Assigned, so that who has its memory, such as a TinyJit, sees the new value.
+        # Assigned in place, so that users of its memory, such as a TinyJit, see the new value.
         parameter.assign(self.from_numpy(array, parameter)).realize()
 
     def state(self, optimizer: Any) -> dict[str, Array]:
@@ -69,7 +69,7 @@ class TinygradAdapter(Adapter):
         mine = _state_of(optimizer)
         if mine.keys() != state.keys():
             raise ValueError(
-                f"this optimizer keeps {', '.join(mine)}, and the other {', '.join(state)}: make "
+                f"this optimizer keeps {', '.join(mine)}, and the other {', '.join(state)}: create "
                 "them with the same options on every rank"
             )
         for name, tensor in mine.items():
@@ -87,7 +87,7 @@ class TinygradAdapter(Adapter):
 
 
 def _state_of(optimizer: Any) -> dict[str, Any]:
-    """Every tensor of the optimizer, by name, but for the parameters and their layers' buffers."""
+    """Return the optimizer's tensors by name, without the parameters and their layers' buffers."""
     others = {id(tensor) for tensor in [*optimizer.params, *optimizer.buffers]}
     return {name: t for name, t in get_state_dict(optimizer).items() if id(t) not in others}
 
@@ -97,12 +97,12 @@ def _is_realized(tensor: Any) -> bool:
 
 
 def _memory(tensor: Any) -> Array:
-    """The tensor's own memory where the host can write it, else a copy that cannot be written."""
+    """Return the tensor's own memory if the host can write it, otherwise a read-only copy."""
     _refuse_capture()
     if isinstance(tensor.device, tuple):
         raise TypeError(
-            f"it is spread over {', '.join(tensor.device)}: give each rank one device, and leave "
-            "shard() out"
+            f"it is spread over {', '.join(tensor.device)}: give each rank one device, and do not "
+            "use shard()"
         )
     name = "bfloat16" if tensor.dtype == dtypes.bfloat16 else tensor.dtype.fmt
     if name == "bfloat16":
@@ -114,7 +114,7 @@ def _memory(tensor: Any) -> Array:
 
 
 class _Memory:
-    """Keeps a buffer for as long as there is an array over it."""
+    """Keeps a buffer alive as long as an array over it exists."""
 
     def __init__(self, buffer: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
         self._buffer = buffer
@@ -128,9 +128,9 @@ class _Memory:
 def _refuse_capture() -> None:
     if capturing:
         raise RuntimeError(
-            "this exchange is inside a TinyJit, which would replay the step without it: jit what "
-            "computes the gradients and what applies them, and call synchronize() in between "
-            "(see examples/digits_tinygrad.py)"
+            "this exchange is inside a TinyJit, which would replay the step without it: jit the "
+            "function that computes gradients and the one that applies them separately, and call "
+            "synchronize() in between (see examples/digits_tinygrad.py)"
         )
 
 

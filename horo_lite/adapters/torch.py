@@ -11,10 +11,10 @@ import torch
 
 from horo_lite.adapters.object import Adapter, Array, Named
 
-# The version that a gradient had when backward() had added to it stands on the gradient itself.
+# The attribute of a gradient that holds its version after backward() last added to it.
 _MARK = "_horo_lite_version"
 
-# The core reads tensors through DLPack's table of C functions, many times faster than NumPy's way.
+# The core reads tensors through DLPack's table of C functions, many times faster than by NumPy.
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
@@ -52,7 +52,7 @@ class TorchAdapter(Adapter):
         version = getattr(gradient, _MARK, None)
         if version is None or version == gradient._version:
             return False
-        # A module's zero_grad() may have emptied one that no pass has added to since.
+        # A module's zero_grad() may have zeroed it, and no backward pass has added to it since.
         return gradient.layout is not torch.strided or bool(gradient.any())
 
     def forget_marks(self, parameters: Sequence[Any]) -> None:
@@ -119,7 +119,7 @@ class TorchAdapter(Adapter):
 
 
 class _Changed(torch.autograd.Function):
-    """What an operation between ranks has written is not what the tensor's history gives."""
+    """Make backward() raise at a tensor that an operation between ranks overwrote in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -129,15 +129,15 @@ class _Changed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
-            "backward() has come to a tensor that an operation between ranks changed in place "
-            "(allreduce_, broadcast_, recv), and has no gradient of that: use horo_lite.torch's "
-            "allreduce or broadcast, without the underscore, which do have one; or change "
-            "x.detach().clone(), if it is only to be looked at"
+            "backward() has reached a tensor that an operation between ranks changed in place "
+            "(allreduce_, broadcast_, recv), which has no gradient: use horo_lite.torch's "
+            "allreduce or broadcast, without the underscore, which do have one; or pass "
+            "x.detach().clone() to the operation, if only its result is of interest"
         )
 
 
 def _is_of_leaf(x: Any) -> bool:
-    """Whether it is a view of a parameter: new values leave a view what it is."""
+    """Return whether `x` is a view of a leaf, which remains one whatever its values are."""
     return x._is_view() and x._base.is_leaf
 
 
@@ -147,21 +147,21 @@ def _mark(parameter: Any) -> None:
 
 def _memory(tensor: Any) -> Array:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a {type(tensor).__name__} is not an array: give its tensors, in a list")
+        raise TypeError(f"a {type(tensor).__name__} is not an array: pass its tensors, in a list")
     tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_meta:
         raise TypeError("a tensor on the meta device has no memory yet: see Module.to_empty()")
     if tensor.device.type != "cpu":
         return tensor
     if hasattr(tensor, "__tensor_flatten__"):
-        return tensor  # a wrapper around others (DTensor), of which the core says what to do
-    # NumPy's view of the same memory: torch takes four times as long over a DLPack capsule.
+        return tensor  # a wrapper around others (DTensor); the core's error says what to do
+    # NumPy's view of the same memory: a DLPack capsule takes torch four times as long.
     if tensor.dtype is not torch.bfloat16:
         return tensor.numpy()
     try:
         from ml_dtypes import bfloat16
     except ImportError:
-        return tensor  # the core can read it, but NumPy cannot copy it should it be strided
+        return tensor  # the core can read it, but NumPy could not copy it if it is strided
     return tensor.view(torch.int16).numpy().view(bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Arrays as memory that a transport can work on: the host's, or a GPU's."""
+"""Arrays as memory that a transport can work on: host memory, or a GPU's."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from horo_lite.transports.stream import CommunicationStream
 
 Array = Any
-"""A NumPy array, or anything that gives memory (the host's or a GPU's) through DLPack or the buffer
-protocol."""
+"""A NumPy array, or any object that exports memory (of the host or a GPU) through DLPack or the
+buffer protocol."""
 
 HOST = -1
-"""What `Tensors.device` says of the host's memory."""
+"""The value of `Tensors.device` for host memory."""
 
 MEMORY = _native.ReusedMemory(most_kept=256 << 20)
-"""For large results: new memory, which the kernel clears page by page, costs more than to exchange
-it."""
+"""For large results: clearing new memory, which the kernel does page by page, costs more than the
+exchange."""
 
 _LARGE = 1 << 20
-"""Bytes; what is smaller, malloc() does not give back to the kernel."""
+"""In bytes; malloc() keeps smaller blocks, and does not return them to the kernel."""
 
 bytes_copied = 0
-"""Bytes that were copied outside the core so far, because an array's memory was not dense."""
+"""Bytes copied outside the core so far, because an array's memory was not dense."""
 
 
 def gpu_of(x: Array) -> int | None:
-    """The GPU whose memory `x` lies in, as this process counts them; None for the host's."""
+    """Return the index (in this process) of the GPU that holds `x`; None for host memory."""
     if isinstance(x, (np.ndarray, np.generic, bool, int, float)):
         return None
     device = getattr(x, "__dlpack_device__", None)
@@ -46,17 +46,18 @@ def gpu_of(x: Array) -> int | None:
         return None
     try:
         kind, index = device()
-    except BufferError:  # JAX has spread it over several devices: it goes through the host's memory
+    except BufferError:  # sharded by JAX over several devices: goes through host memory
         return None
     return int(index) if kind in (2, 13) else None  # kDLCUDA, kDLCUDAManaged
 
 
 class HostArrays:
-    """A list of arrays as dense memory: themselves, or copies where they are not dense.
+    """A list of arrays as dense memory: their own, or copies if they are not dense.
 
-    `fresh` arrays are nobody's yet. Of others, to be changed in place, `overlaps` are those that
-    share memory, as `Tensors.overlaps` has them. Fresh ones may have `sources`: what they are to
-    hold, which need not be copied where it can be read.
+    `fresh` arrays are new, and not in use elsewhere. Otherwise arrays are changed in place, and
+    `overlaps` lists those that share memory, as `Tensors.overlaps` does. Fresh arrays may have
+    `sources`: arrays with their initial contents, which need not be copied if the transport reads
+    from them.
     """
 
     stream: CommunicationStream | None = None
@@ -76,15 +77,15 @@ class HostArrays:
         self._originals: dict[int, NDArray[Any]] = {}
         try:
             self.tensors = _native.Tensors(self.arrays)
-        except ValueError:  # it is memory, and cannot be used
+        except ValueError:  # an array whose memory cannot be used
             if not fresh:
                 check_changeable(self.arrays)
             raise
-        except (TypeError, BufferError):  # something that needs its adapter, or is wrong
+        except (TypeError, BufferError):  # an object that needs its adapter, or not an array
             if not fresh:
                 check_changeable(self.arrays)
             exported = [exportable(x) for x in self.arrays]
-            if all(map(is_, exported, self.arrays)):  # it is wrong
+            if all(map(is_, exported, self.arrays)):  # not an array
                 raise
             self.tensors = _native.Tensors(exported)
         if not fresh:
@@ -96,9 +97,9 @@ class HostArrays:
 
     @classmethod
     def of_rows(cls, x: Array) -> HostArrays:
-        """`x`, only to be read, as rows along its first dimension; a number is one row."""
+        """Return `x`, for reading only, as rows along its first dimension; a number is one row."""
         rows = cls.__new__(cls)
-        if hasattr(host := readable(x), "clone"):  # torch, where NumPy has no such dtype
+        if hasattr(host := readable(x), "clone"):  # torch, if NumPy lacks the dtype
             rows.arrays = [(host.reshape(1) if host.ndim == 0 else host).contiguous()]
         else:
             array = view(array_of(x))
@@ -108,7 +109,7 @@ class HostArrays:
         return rows
 
     def use_c_order(self) -> None:
-        """Use C order, where the ranks' memory orders differ."""
+        """Use C order, because the ranks' memory orders differ."""
         self.fill()
         self._copy([i for i, x in enumerate(self.arrays) if not view(x).flags.c_contiguous])
 
@@ -122,13 +123,13 @@ class HostArrays:
         self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
 
     def fill(self) -> None:
-        """The arrays hold what is to be reduced, if they did not."""
+        """Copy the sources, if there are any, into the arrays."""
         if self._sources is not None:
             self._sources.copy_to(self.tensors)
             self._sources = None
 
     def begin(self, reads_sources: bool = False) -> None:
-        """The memory holds what the arrays hold, or, where sources are read, refers to it."""
+        """Prepare the memory for the operation, which reads from sources or from copies of them."""
         if reads_sources and self._sources is not None:
             self.tensors.read_from(self._sources)
             self._sources = None
@@ -136,25 +137,25 @@ class HostArrays:
             self.fill()
 
     def end(self) -> None:
-        """The arrays here hold what the memory holds."""
+        """Make the results visible in `arrays`: in host memory, they already are."""
 
     def write_back(self) -> None:
-        """So do the arrays that were given."""
+        """Copy the results into the caller's arrays that are not dense."""
         for i, original in self._originals.items():
             original[...] = self.arrays[i]
 
     def seen(self) -> list[Array]:
-        """The arrays as a compressor's hooks see them."""
+        """Return the arrays as a compressor's hooks see them."""
         self.fill()
         return [view(x) for x in self.arrays]
 
     def describe(self, names: Sequence[str]) -> list[str]:
         return described(self.tensors, names)
 
-    # Of rows.
+    # For rows.
 
     def empty(self, n_rows: int) -> tuple[Array, _native.Tensors]:
-        """An array of so many rows like these, to be filled."""
+        """Return a new, uninitialized array of `n_rows` rows like these."""
         like, shape = self.arrays[0], (n_rows, *self.arrays[0].shape[1:])
         if isinstance(like, np.ndarray):
             array = new_array(shape, like.dtype)
@@ -166,26 +167,26 @@ class HostArrays:
         source.copy_to(to)
 
     def result(self, array: Array, x: Array) -> Array:
-        """`array`, new and filled, in the type of `x`."""
+        """Return `array`, which is new and complete, in the type of `x`."""
         return like(array, x)
 
     def results(self, arrays: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-        """The same for `copies_of(xs)` or `results_of(xs)`."""
+        """Return each of `copies_of(xs)` or `results_of(xs)` in the type of its x."""
         return results_like(arrays, xs)
 
     def part(self, array: Array, rows: slice, x: Array) -> Array:
-        """The same for some of its rows."""
+        """Return a copy of some rows of `array` in the type of `x`."""
         part = array[rows]
         return like(_copied(part) if isinstance(part, np.ndarray) else part.clone(), x)
 
 
 class GpuArrays:
-    """The same for arrays of one GPU, in stream order: nothing here waits for the GPU.
+    """Like HostArrays, for arrays of one GPU, in stream order: nothing here waits for the GPU.
 
-    Made, begun and ended by the caller's thread, since every thread has a current stream of its
-    own. `begin` marks the place in it after which the memory is ours; for an asynchronous call that
-    is its submission, however late its work is queued. `fresh` arrays are nobody's yet, so that
-    even those of a framework whose arrays cannot be changed may be written.
+    Created, begun and ended by the caller's thread, since every thread has its own current stream.
+    `begin` marks the point in that stream from which on the operation may use the memory; for an
+    asynchronous call this is its submission, however late its work is queued. `fresh` arrays may be
+    written even if the framework's arrays are immutable.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class GpuArrays:
                         "call, which returns a new array"
                     )
                 self._adapters[type(x)] = adapter, x
-        # JAX takes whatever it is given for a stream, NO_ORDER too.
+        # JAX would take NO_ORDER, like any other number, for a stream.
         self._at_sight = self._queue.stream if None in self._streams() else NO_ORDER
         self._read(self._at_sight)
         self.overlaps = [] if fresh else self.tensors.overlaps()
@@ -239,22 +240,22 @@ class GpuArrays:
         self.tensors = _native.Tensors(self.arrays, stream=stream)
 
     def begin(self, reads_sources: bool = False) -> None:
-        """What is queued from now on comes after all that the arrays' owners have been given."""
+        """Order work queued from now on after all work that the frameworks have been given."""
         if self._begun:
             return
         self._begun = True
         for stream in self._streams():
-            if stream is None:  # then the owner is to make the queue wait
+            if stream is None:  # the framework itself makes the queue wait
                 self._read(self._queue.stream)
             else:
                 self._queue.follow(stream)
 
     def end(self) -> None:
-        """What the owners are given from now on comes after all that is queued."""
+        """Order work that the frameworks are given from now on after all queued work."""
         for stream in self._streams():
             if stream is not None:
                 self._queue.lead(stream)
-            elif self.fresh:  # result() makes the order
+            elif self.fresh:  # result() provides the order
                 self._queue.hold(self.tensors)
             else:
                 self._queue.synchronize()
@@ -276,8 +277,8 @@ class GpuArrays:
         ((adapter, x),) = self._adapters.values()
         shape = (n_rows, *self.tensors.shape(0)[1:])
         if self._begun:
-            # The call was submitted earlier, and its place in the caller's stream has passed: what
-            # an allocator hands out now may be in use there until later.
+            # The call was submitted earlier, and its place in the caller's stream has passed:
+            # memory that the allocator returns now may still be in use by work queued since.
             self._is_ours = True
             with adapter.on_stream(x, self._queue.stream):
                 array = adapter.empty(x, shape)
@@ -294,7 +295,7 @@ class GpuArrays:
         stream = adapter.stream(x)
         if not self._is_ours or stream is None:
             return result
-        # Memory of our stream must not go back there while the caller's may still read it.
+        # Memory of our stream must not be freed to it while the caller's stream may still read it.
         copy = adapter.copy(result)
         self._queue.hold(result, stream)
         return copy
@@ -307,21 +308,20 @@ class GpuArrays:
 
 
 def described(tensors: _native.Tensors, names: Sequence[str]) -> list[str]:
-    """A line for each tensor."""
+    """Return a line for each tensor."""
     return [
         f"tensor {repr(names[i]) if i < len(names) else i}: {tensors.describe(i)}"
         for i in range(len(tensors))
     ]
 
 
-# The host's arrays as NumPy has them.
+# Arrays in host memory, as NumPy arrays.
 
 
 def check_changeable(arrays: Sequence[Array]) -> None:
-    """TypeError for numbers and lists, of which only a copy could be changed.
+    """Raise a TypeError that says what to do, if there are numbers or lists among the arrays.
 
-    None of them is memory that can be written, so the core has refused them already, and it is only
-    said here what to do.
+    Only copies of them could be changed. The core has already refused them.
     """
     for i, x in enumerate(arrays):
         if isinstance(x, (list, tuple)):
@@ -336,7 +336,7 @@ def check_changeable(arrays: Sequence[Array]) -> None:
 
 
 def check_apart(memory: HostArrays | GpuArrays, names: Sequence[str], label: str) -> None:
-    """ValueError where arrays that are to be reduced in place share memory."""
+    """Raise ValueError if arrays that are to be reduced in place share memory."""
     for first, second, _, same in memory.overlaps:
         a, b = (
             f"{repr(names[i]) if i < len(names) else i} ({memory.tensors.describe(i)})"
@@ -344,37 +344,37 @@ def check_apart(memory: HostArrays | GpuArrays, names: Sequence[str], label: str
         )
         if first == second:
             raise ValueError(
-                f"{label}: elements of array {a} share memory with each other (it was expanded, or "
-                "made with as_strided), so it cannot be changed in place: pass a copy, or use the "
-                "out-of-place call"
+                f"{label}: elements of array {a} share memory with each other (it comes from "
+                "expand() or as_strided()), so it cannot be changed in place: pass a copy, or use "
+                "the out-of-place call"
             )
         how = "are the same memory" if same else "overlap in memory"
         raise ValueError(
-            f"{label}: arrays {a} and {b} {how}, and what they share would be reduced twice: pass "
-            "it once, or use the out-of-place call"
+            f"{label}: arrays {a} and {b} {how}, so the shared elements would be reduced twice: "
+            "pass them once, or use the out-of-place call"
         )
 
 
 def exportable(x: Array) -> Array:
-    """`x` as something whose memory the core can read."""
+    """Return `x` as an object whose memory the core can read."""
     if isinstance(x, (np.ndarray, memoryview, array.array, bytearray)):
         return x
     return adapters.to_host(x)
 
 
 def readable(x: Array) -> Array:
-    """`exportable(x)`, whose numbers are what another array is to hold."""
-    masked = sys.modules.get("numpy.ma")  # not imported for this: NumPy does so at first use
+    """Return `exportable(x)`, whose numbers are to be copied into another array."""
+    masked = sys.modules.get("numpy.ma")  # not imported here: NumPy imports it at first use
     if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(
             "the result would have numbers where this masked array has none: pass x.filled(0), "
-            "and the mask as another array where the ranks' differ"
+            "and, if the ranks' masks differ, the mask as another array"
         )
     return exportable(x)
 
 
 def view(x: Array) -> NDArray[Any]:
-    """`x` as a NumPy array over the same memory."""
+    """Return `x` as a NumPy array over the same memory."""
     host = exportable(x)
     if isinstance(host, (np.ndarray, np.generic)) or not hasattr(host, "__dlpack__"):
         return np.asarray(host)
@@ -382,7 +382,7 @@ def view(x: Array) -> NDArray[Any]:
 
 
 def array_of(x: Array) -> Array:
-    """`x`, or a Python number as an array of its own type: what is moved stays what it is."""
+    """Return `x`, or a Python number as an array of its own type, which moving preserves."""
     if not isinstance(x, (bool, int, float)):
         return x
     dtype = np.bool_ if isinstance(x, bool) else np.int64 if isinstance(x, int) else np.float64
@@ -396,7 +396,7 @@ def array_of(x: Array) -> Array:
 
 
 def new_array(shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array in C order, with any contents."""
+    """Return a new, uninitialized array in C order."""
     n_bytes = prod(shape) * dtype.itemsize
     if n_bytes < _LARGE or dtype.hasobject:
         return np.empty(shape, dtype)
@@ -410,21 +410,21 @@ def _copied(x: NDArray[Any] | np.generic) -> NDArray[Any]:
 
 
 def copy_of(x: Array) -> Array:
-    """A writable, dense copy, to be reduced in place and given back through `like`."""
+    """Return a writable, dense copy, to be reduced in place and returned through `like`."""
     if isinstance(x, (bool, int, float)):
-        return adapters.exact(np.array(x, np.float64), x)  # of one dtype: elsewhere it may be 0.5
+        return adapters.exact(np.array(x, np.float64), x)  # always: another rank may pass 0.5
     if gpu_of(x) is not None:
         return adapters.adapter_of(x).copy(x)
     host = readable(x)
     if isinstance(host, (np.ndarray, np.generic)):
         return _copied(host)
-    if hasattr(host, "clone"):  # torch, where NumPy has no such dtype
+    if hasattr(host, "clone"):  # torch, if NumPy lacks the dtype
         return host.clone(memory_format=sys.modules["torch"].contiguous_format)
     return _copied(view(host))
 
 
 def copies_of(xs: Sequence[Array]) -> list[Array]:
-    """`copy_of` each, to be given back through `results_like`."""
+    """Return `copy_of` each, to be returned through `results_like`."""
     adapter = _that_makes_copies(xs)
     if adapter is None or any(gpu_of(x) is not None for x in xs):
         return [copy_of(x) for x in xs]
@@ -436,12 +436,12 @@ def copies_of(xs: Sequence[Array]) -> list[Array]:
 
 
 def results_of(xs: Sequence[Array]) -> tuple[list[Array], list[NDArray[Any]] | None]:
-    """New arrays for the results of a reduction of `xs`, and their sources: see `HostArrays`.
+    """Return new arrays for the results of reducing `xs`, and their sources: see `HostArrays`.
 
-    Without sources they are copies. As those of `copies_of`, they are given back through
-    `results_like`.
+    If the sources are None, the arrays are copies. Return them to the caller through
+    `results_like`, as those of `copies_of`.
     """
-    sizes = [getattr(x, "nbytes", 0) for x in xs]  # in tinygrad a method
+    sizes = [getattr(x, "nbytes", 0) for x in xs]  # a method in tinygrad
     n_bytes = sum(size for size in sizes if isinstance(size, int))
     if n_bytes < _LARGE or any(gpu_of(x) is not None for x in xs):
         return copies_of(xs), None
@@ -456,9 +456,9 @@ def results_of(xs: Sequence[Array]) -> tuple[list[Array], list[NDArray[Any]] | N
 
 
 def results_like(results: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
-    """Each of the results, those of `copies_of` or `results_of`, as who gave `xs` expects it.
+    """Convert results, made by `copies_of` or `results_of`, to the types of `xs`.
 
-    Of `xs` only the types count: they may have been deleted meanwhile.
+    Uses only the types of `xs`, whose memory may have been freed meanwhile.
     """
     adapter = _that_makes_copies(xs)
     if adapter is None:
@@ -467,7 +467,7 @@ def results_like(results: Sequence[Array], xs: Sequence[Array]) -> list[Array]:
 
 
 def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:
-    """The one adapter of all of `xs`, if it makes copies of what is in the host's memory."""
+    """Return the common adapter of all `xs`, if there is one and it `makes_copies`."""
     kinds = set(map(type, xs))
     if len(kinds) != 1 or np.ndarray in kinds:
         return None
@@ -476,7 +476,7 @@ def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:
 
 
 def like(result: Array, x: Array) -> Array:
-    """`result` as the caller who gave `x` expects it."""
+    """Convert `result` to the type of `x`."""
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
         return result.item() if result.ndim == 0 else result
     return adapters.from_numpy(result, x) if isinstance(result, np.ndarray) else result

@@ -1,10 +1,10 @@
-"""What a group of ranks can do together: one frozen `Call` per operation.
+"""The operations of a group of ranks: one frozen `Call` per operation.
 
-A Call is what every rank asks for alike, options included. A `Part` is what one rank brings: its
-arrays, its weight. `Group.run` carries a Call out with this rank's Part; `Group.submit` hands it to
-the engine, which does so once every rank has submitted it. A rank that waits in join() is sent the
-Call, and takes part with arrays that change nothing. The rest of the package knows operations only
-through these classes.
+A Call holds what must be the same on every rank, including options. A `Part` is one rank's
+contribution: its arrays, its weight. `Group.run` executes a Call with this rank's Part;
+`Group.submit` hands it to the engine, which executes it once every rank has submitted it. A rank
+that waits in join() receives the Call, and takes part with neutral arrays. The rest of the package
+uses operations only through these classes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Finish: TypeAlias = Callable[[], T]
-"""What the calling thread does once the ranks have done their part; it gives the result."""
+"""What the calling thread runs after the exchange; it returns the result."""
 
 
 @dataclass
 class Part:
-    """What one rank brings to a Call.
+    """One rank's contribution to a Call.
 
     Attributes:
         memory: Its arrays.
         weight: Its number of samples, in an average weighted by them.
         splits: How many rows of its array go to each rank, in an all-to-all.
-        data: Bytes, in what moves objects.
-        shared: Memory that the ranks of a host share, where its arrays may lie.
+        data: Bytes, in operations on objects.
+        shared: Memory that the ranks of a host share, in which its arrays may be.
         follows: False for a rank that waits to learn what the others do; see `Exchange`.
-        label: What messages and records call the operation. The group sets it.
+        label: The operation's name in messages and records. The group sets it.
     """
 
     memory: HostArrays | GpuArrays = field(default_factory=lambda: HostArrays([], fresh=True))
@@ -60,26 +60,26 @@ class Part:
     shared: SharedMemory | None = None
     follows: bool = True
     label: str = ""
-    offsets: tuple[int, ...] | None = None  # in `shared`, once it is known that all lie there
+    offsets: tuple[int, ...] | None = None  # in `shared`, if all arrays are known to be there
 
     @property
     def changes(self) -> _native.Tensors | None:
-        """The caller's arrays that the operation changes."""
+        """The caller's arrays that the operation changes in place."""
         return None if self.memory.fresh else self.memory.tensors
 
 
 @dataclass(frozen=True)
 class Call(ABC, Generic[T]):
-    """One operation among the ranks of a group, as all of them ask for it.
+    """One operation among the ranks of a group: what must be the same on all of them.
 
     Attributes:
-        name: The caller's name for it, alike on every rank.
+        name: The caller's name for it, the same on every rank.
     """
 
     name: str | None = None
 
     kind: ClassVar[str]
-    """What it is called in messages and in records."""
+    """The operation's name in messages and records."""
 
     def __post_init__(self) -> None:
         arguments.text("name", self.name)
@@ -90,18 +90,18 @@ class Call(ABC, Generic[T]):
 
     @property
     def tensor_names(self) -> Sequence[str]:
-        """The names of the arrays, where they have any."""
+        """The names of the arrays, if they have any."""
         return ()
 
     def prepare(self, part: Part) -> None:
         """Do what can fail on one rank alone, before the ranks compare anything."""
 
     def check(self, part: Part) -> None:
-        """Raise before a direct call what an asynchronous one raises once the ranks are alike."""
+        """Raise, before a direct call, the errors that the engine raises for asynchronous ones."""
 
     @abstractmethod
     def run(self, part: Part, transport: Transport) -> Finish[T]:
-        """Compare with the other ranks, and carry it out. On GPUs: queue it."""
+        """Compare with the other ranks, then execute the operation. On GPUs: queue it."""
 
     def submit(
         self, part: Part, engine: _native.Engine, transport: Transport
@@ -125,19 +125,25 @@ class Call(ABC, Generic[T]):
     def participation(
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
     ) -> tuple[float, bytes]:
-        """How the ranks that have `joined` take part; MismatchError where they cannot.
+        """Describe how ranks that have `joined` take part; see `described_by`.
 
-        `ranks` are the world's numbers of the group's ranks.
+        Args:
+            part: This rank's part.
+            ranks: The world ranks of the group.
+            joined: The ranks that have joined.
+
+        Raises:
+            MismatchError: They cannot take part in this operation.
         """
         return needs_all(part.label)(joined)
 
     def stand_in(
         self, part: Part, joined: Sequence[int], weight: float = 1.0, **own: Any
     ) -> tuple[float, bytes]:
-        """The ranks that have joined make the same Call, each with a `part_that_changes_nothing`.
+        """Have the ranks that joined make the same Call, each with a `part_that_changes_nothing`.
 
-        They are given the arrays' `specs` (by default those of this rank's) and what is `own` to
-        this kind of Call.
+        They receive the arrays' `specs` (by default those of this rank) and the arguments `own`,
+        which are specific to this kind of Call.
         """
         specs = own.pop("specs", None) or specs_of(part.memory.tensors)
         try:
@@ -150,7 +156,7 @@ class Call(ABC, Generic[T]):
     def part_that_changes_nothing(
         self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
-        """A Part that changes nothing, on a rank that has joined."""
+        """Return a neutral Part, for a rank that has joined."""
         nothing = [neutral(spec) for spec in specs]
         return Part(group.memory(nothing, asynchronous=asynchronous))
 
@@ -173,7 +179,7 @@ def _take_part(
 
 
 def used_by_all(transport: Transport, memory: HostArrays | GpuArrays) -> Transport:
-    """On the engine's thread, where all ranks are: the transport for the GPU's arrays or these."""
+    """Return the transport for the arrays' device, on the engine's thread of every rank."""
     return transport if memory.stream is None else memory.stream.transport_of_all()
 
 
@@ -182,7 +188,7 @@ def used_by_all(transport: Transport, memory: HostArrays | GpuArrays) -> Transpo
 
 @dataclass(frozen=True)
 class AllGather(Call[Array]):
-    """The rows of all ranks, in rank order, in a new array."""
+    """Gather the rows of all ranks, in rank order, in a new array."""
 
     kind = "allgather"
 
@@ -230,12 +236,12 @@ class AllGather(Call[Array]):
 
 @dataclass(frozen=True)
 class Broadcast(Call[None]):
-    """Every rank's arrays hold, in place, what they hold on one rank.
+    """Copy one rank's arrays, in place, to all ranks.
 
-    Some may share memory (tied weights), if they do so alike on all ranks.
+    Arrays may share memory (tied weights), if they do so in the same way on all ranks.
 
     Attributes:
-        root_rank: Whose values all receive; its number in the group.
+        root_rank: The rank whose values all receive, as a rank of the group.
         names: The arrays' names, compared, and used in messages.
     """
 
@@ -267,7 +273,7 @@ class Broadcast(Call[None]):
             self.root_rank,
             memory.tensors.signature,
             tuple(self.names),
-            # What one rank has in one place and another in two cannot become alike.
+            # An array shared on one rank and separate on another cannot hold the same values.
             tuple(memory.overlaps),
         )
         headers = agree(
@@ -300,13 +306,13 @@ class Broadcast(Call[None]):
         self, group: Group, specs: Sequence[ArraySpec], asynchronous: bool, own: dict[str, Any]
     ) -> Part:
         part = super().part_that_changes_nothing(group, specs, asynchronous, own)
-        part.memory.overlaps = own["overlaps"]  # it says what the others have, and keeps nothing
+        part.memory.overlaps = own["overlaps"]  # as on the other ranks; nothing is kept here
         return part
 
 
 @dataclass(frozen=True)
 class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
-    """Some rows to each rank: those that came, in rank order, and how many came from each."""
+    """Send rows to each rank; return those received, in rank order, and how many from each."""
 
     kind = "alltoall"
 
@@ -336,7 +342,7 @@ class AllToAll(Call[tuple[Array, NDArray[np.int64]]]):
 
 @dataclass(frozen=True)
 class Barrier(Call[None]):
-    """All ranks are here."""
+    """Wait until all ranks have reached it."""
 
     kind = "barrier"
 
@@ -358,7 +364,7 @@ class Barrier(Call[None]):
 
 @dataclass(frozen=True)
 class BroadcastBytes(Call[memoryview]):
-    """The data of one rank, on every rank."""
+    """Send one rank's data to every rank."""
 
     root_rank: int = 0
 
@@ -384,7 +390,7 @@ class BroadcastBytes(Call[memoryview]):
 
 @dataclass(frozen=True)
 class AllGatherBytes(Call[list[bytes]]):
-    """Every rank's data, in rank order, on every rank."""
+    """Gather every rank's data, in rank order, on every rank."""
 
     kind = "allgather_object"
 
@@ -396,7 +402,7 @@ class AllGatherBytes(Call[list[bytes]]):
 
 
 def rows_and_row(rows: HostArrays | GpuArrays) -> tuple[int, str]:
-    """How many rows there are, and what each looks like, in words."""
+    """Return the number of rows, and a description of their dtype and shape."""
     n_rows, *row = rows.tensors.shape(0)
     return n_rows, f"{rows.tensors.describe(0).split('[')[0]} rows of {row}"
 

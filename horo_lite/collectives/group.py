@@ -1,4 +1,4 @@
-"""A set of ranks that make the same calls: directly, one after the other, or through an engine."""
+"""A set of ranks that make the same calls: directly, one at a time, or through an engine."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ T = TypeVar("T")
 
 
 class Counting(Protocol):
-    """What counts something that all ranks must count alike."""
+    """An object whose counters must have the same values on all ranks."""
 
     def reset_counts(self) -> None:
-        """Count from the beginning: all ranks have joined, wherever they were."""
+        """Restart the counters: all ranks have joined, each with counts of its own."""
 
 
 class NullGroup:
-    """What `new_group` returns on a rank outside of the group: false, and refused by operations.
+    """What `new_group` returns on ranks outside the group: it is false, and operations refuse it.
 
-    None would stand for all ranks.
+    None would mean all ranks.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
@@ -71,22 +71,22 @@ class NullGroup:
     def refuse(self) -> NoReturn:
         """Raise ValueError: this rank may not use the group."""
         raise ValueError(
-            f"rank {self._rank} is not in this group, which is ranks {self._ranks}: only these may "
-            "use it. On the others it is false: `if group: ...`"
+            f"rank {self._rank} is not in this group of ranks {self._ranks}: only these may use "
+            "it. On the others it is false, so write `if group: ...`"
         )
 
 
 class Group:
-    """A set of ranks that make the same calls; give it to an operation as `group=`.
+    """A set of ranks that make the same calls; pass it to an operation as `group=`.
 
     Direct calls are matched by position: every rank makes the same ones in the same order.
-    Where several threads make direct calls, one waits for the other, and their order is to be alike
-    on all ranks; inside of one, in a signal handler or a finalizer, another is a HoroLiteError.
-    `…_async` calls are matched by name, in any order. What must be alike on all ranks (operation,
-    shapes, dtypes, options, and names where given) is compared before anything moves; if it is not,
-    every rank raises MismatchError, naming the first difference and who has what, and the group can
-    be used further. A rank that dies, leaves or raises while others wait for it makes them raise
-    PeerLostError, after which the group is of no more use.
+    Direct calls of several threads wait for each other, and must be in the same order on all ranks;
+    a direct call inside another one, from a signal handler or a finalizer, raises HoroLiteError.
+    `…_async` calls are matched by name, in any order. What must be the same on all ranks
+    (operation, shapes, dtypes, options, and names if given) is compared before any data moves. If
+    it differs, every rank raises MismatchError with the first difference and the ranks involved,
+    and the group remains usable. If a rank dies, leaves or raises while others wait for it, they
+    raise PeerLostError, and the group can no longer be used.
 
     Attributes:
         rank: This rank's number in the group, from 0 to size - 1.
@@ -120,23 +120,23 @@ class Group:
         self._count_lock = threading.Lock()
         self.counting: WeakSet[Counting] = WeakSet()
         self.kept: dict[object, Any] = {}
-        """What functions keep from call to call, each under a key of its own."""
+        """State that functions keep between calls, each under its own key."""
         self._pid = os.getpid()
         self._closed = False
         self._engine = self._new_engine(transport, async_transport)
 
     def run(self, call: Call[T], part: Part) -> T:
-        """Carry a call out with this rank's part, and return its result.
+        """Execute a call with this rank's part, and return its result.
 
         Every rank calls it, in the same order as its other direct calls.
 
         Args:
-            call: The operation, alike on every rank.
-            part: What this rank brings to it.
+            call: The operation, the same on every rank.
+            part: This rank's contribution.
 
         Raises:
             MismatchError: The ranks' calls differ; raised on every rank.
-            PeerLostError: A rank died, left or failed. The group is of no more use.
+            PeerLostError: A rank died, left or failed. The group can no longer be used.
         """
         self.check_usable()
         part.label = part.label or call.label
@@ -149,13 +149,13 @@ class Group:
     ) -> Handle:
         """Begin a call, and return at once.
 
-        Every rank submits it, in any order. Unnamed ones are numbered: they match if all ranks
-        submit them in one order.
+        Every rank submits it, in any order. Unnamed calls are numbered: they match if all ranks
+        submit them in the same order.
 
         Args:
-            call: The operation, alike on every rank; matched by its label.
-            part: What this rank brings to it, to be left alone until it is synchronized.
-            result: Makes what `synchronize` returns from the call's own result.
+            call: The operation, the same on every rank; matched by its label.
+            part: This rank's contribution. Do not use its arrays until the call is synchronized.
+            result: Converts the call's own result to what `synchronize` returns.
 
         Returns:
             A handle for `synchronize` and `poll`.
@@ -197,20 +197,20 @@ class Group:
     def synchronize(self, handle: Handle, *, beside: bool = False) -> Any:
         """Wait for an asynchronous operation.
 
-        Every rank synchronizes what it has submitted; the order does not matter.
+        Every rank synchronizes all operations that it submitted, in any order.
 
         Args:
             handle: What the `…_async` call returned. It may be synchronized again.
-            beside: Whether this thread is another than the one that trains, which goes on
-                meanwhile. On every rank one such thread at a time waits, for the same
-                operations in the same order.
+            beside: Whether this is not the training thread, which continues meanwhile. On every
+                rank at most one such thread waits at a time, for the same operations in the same
+                order.
 
         Returns:
             The operation's result.
 
         Raises:
-            MismatchError: The ranks differ, or some did not submit the operation.
-            PeerLostError: A rank died, left or failed. The group is of no more use.
+            MismatchError: The ranks' calls differ, or some ranks did not submit the operation.
+            PeerLostError: A rank died, left or failed. The group can no longer be used.
         """
         self.check_usable()
         try:
@@ -224,19 +224,19 @@ class Group:
                 raise
             self._watchdog.raise_what_voided()
             raise DeviceError(
-                f"{handle.name} was not carried out: a GPU had failed, as was raised before"
+                f"{handle.name} was not executed, because a GPU had failed: see the earlier error"
             ) from None
 
     def poll(self, handle: Handle) -> bool:
-        """Tell whether an operation is over.
+        """Return whether an operation has ended.
 
-        Local: it waits for nobody.
+        Local: it waits for no other rank.
 
         Args:
             handle: What the `…_async` call returned.
 
         Returns:
-            True where `synchronize(handle)` would return or raise at once.
+            True if `synchronize(handle)` would return or raise at once.
         """
         self.check_usable()
         return handle.done()
@@ -255,10 +255,10 @@ class Group:
         shared: SharedMemory | None = None,
         follows: bool = True,
     ) -> bool:
-        """Reduce an optimizer's gradients in place; whether anything was reduced.
+        """Reduce an optimizer's gradients in place; return whether anything was reduced.
 
         Every rank calls it, in the same order as its other direct calls. See `Exchange`, and `Part`
-        for what is a rank's own.
+        for the arguments that may differ between ranks.
         """
         call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
         return self.run(call, Part(self.memory(arrays), weight, shared=shared, follows=follows))
@@ -276,19 +276,19 @@ class Group:
         weight: float | None = None,
         shared: SharedMemory | None = None,
     ) -> Handle:
-        """Begin `exchange`; leave the arrays alone until it is synchronized."""
+        """Begin `exchange`; do not use the arrays until it is synchronized."""
         call = Exchange(label, op, compression, prescale_factor, postscale_factor, names)
         part = Part(self.memory(arrays, asynchronous=True), weight, shared=shared)
         return self.submit(call, part, lambda _: None)
 
     def agree(self, label: str, what: str) -> None:
-        """All ranks have called this with the same texts; MismatchError if they were not."""
+        """Compare texts between all ranks; raise MismatchError if they differ."""
         self.direct(lambda transport: agree(transport, label, (label, what), lambda: what))
 
     def join(self) -> int:
-        """Wait until all ranks of the group have joined; return the place in it of the last one.
+        """Wait until all ranks of the group have joined; return the group rank of the last one.
 
-        Until then this rank takes part in what the others do; see `horo_lite.join`.
+        Until then, this rank takes part in the others' operations; see `horo_lite.join`.
         """
         self.check_usable()
         if self.size == 1:
@@ -301,7 +301,7 @@ class Group:
                 job.begin_wait()
                 try:
                     headers = self.transport.agree(JOINED, n_handshakes, 0.0, label="join()")
-                except MismatchError:  # the others have queued something on their GPUs, and know
+                except MismatchError:  # the others queued work on their GPUs, and raise it as well
                     n_handshakes += 1
                     continue
                 present = [r for r, header in enumerate(headers) if header.digest != JOINED]
@@ -312,7 +312,7 @@ class Group:
                 if isinstance(report.data, bytes):
                     self._take_part(report.data, False)
             job.wait()
-            # Of those whose counts are equal, the engines know the order.
+            # Among ranks whose counts are equal, the engines know the order.
             order: Any = job.value()
             self.reset_counts()
         return max(range(self.size), key=lambda r: (-headers[r].count, order[r]))
@@ -322,20 +322,20 @@ class Group:
         function(self, asynchronous, **what)
 
     def compares_later(self, gpu: int | None) -> bool:
-        """Whether reductions of that GPU's arrays return before the ranks have been compared."""
+        """Return whether reductions on that GPU return before the ranks have been compared."""
         stream = self.stream(gpu)
         if stream is None or self._watchdog is None:
             return False
         return self.direct(lambda transport: transport.queued is not None, stream)
 
     def part_of(self, x: Array) -> slice:
-        """The rows of `x` that reducescatter leaves to this rank."""
+        """Return which rows of `x` this rank receives from reducescatter."""
         if not x.shape:
             raise ValueError("reducescatter needs an array with at least one dimension")
         return slice(*rows_of(x.shape[0], self.size, self.rank))
 
     def close(self, reason: str = "its program ended") -> None:
-        """What all ranks have submitted is complete, and this rank has left for that reason."""
+        """Complete what all ranks have submitted, and leave the group for the given reason."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -346,37 +346,37 @@ class Group:
             if self._watchdog is not None:
                 self._watchdog.close()
         except GROUP_IS_LOST:
-            if not was_given_up:  # else a direct call has raised it already
+            if not was_given_up:  # otherwise a direct call has already raised it
                 raise
         finally:
             for stream in self._streams or ():
                 stream.close()
             for transport in self.transports():
                 transport.leave(reason)
-            # Another thread that waits in a direct call sees that. MPI must not end before.
+            # Another thread that waits in a direct call notices it. MPI must not end before.
             if self._lock.acquire(timeout=1.0):
                 self._lock.release()
             for transport in self.transports():
                 transport.close()
 
     def transports(self) -> list[Transport]:
-        """All that it was made of."""
+        """Return all transports that the group was made of."""
         return list(self._own)
 
     @property
     def carrier(self) -> str:
-        """The name of the transport that arrays take: a GPU's, once one is connected."""
+        """The name of the transport that carries arrays: a GPU's, once one is connected."""
         found = self._streams[0].found if self._streams is not None else None
         return self.transport.name if found is None else found.name
 
     # How direct calls run.
 
     def check_usable(self) -> None:
-        """Nothing, if this process may use the group; NotInitializedError otherwise."""
+        """Raise NotInitializedError if this process may not use the group."""
         if os.getpid() != self._pid:
             raise NotInitializedError(
-                f"process {os.getpid()} is a forked child of rank {self._number} (a data loader?) "
-                "and takes no part in the world: call collectives in the parent only"
+                f"process {os.getpid()} is a forked child of rank {self._number} (a data loader?), "
+                "and not a rank itself: call collectives only in the parent"
             )
         if self._closed:
             raise NotInitializedError(
@@ -386,9 +386,9 @@ class Group:
     def direct(
         self, operation: Callable[[Transport], T], stream: CommunicationStream | None = None
     ) -> T:
-        """Run what all ranks run: whatever can fail on one rank alone has been done before.
+        """Run an operation that all ranks run; do anything that can fail on one rank alone before.
 
-        Another thread's direct call waits for this one.
+        Direct calls of other threads wait for this one.
         """
         self.check_usable()
         if self._running == threading.get_ident() and self.size > 1:
@@ -396,11 +396,11 @@ class Group:
             raise HoroLiteError(
                 f"{_public_call()} was called while this thread was in '{outer}': by "
                 "a signal handler, a finalizer (__del__, a weakref's callback) or a hook. The "
-                "ranks would no longer make the same calls in one order. Set a flag there, and "
-                "call it when the other one has returned"
+                "ranks would no longer make the same calls in the same order. Set a flag there, "
+                "and make the call when the first one has returned"
             )
         if (executor := self._own[0].executor) is not None:
-            executor.check_thread()  # now, since nothing has been sent that peers would wait for
+            executor.check_thread()  # before anything is sent that peers would wait for
         failed = True
         recorder.enter(self._channel)
         try:
@@ -425,7 +425,7 @@ class Group:
             recorder.leave(failed)
 
     def stream(self, gpu: int | None, asynchronous: bool = False) -> CommunicationStream | None:
-        """How a GPU takes part in this group; None for arrays in the host's memory."""
+        """Return the communication stream of a GPU in this group; None for host memory."""
         if gpu is None:
             return None
         if self._streams is None:
@@ -443,8 +443,8 @@ class Group:
         stream = self._streams[asynchronous]
         if stream.index != gpu:
             raise ValueError(
-                f"the arrays lie on cuda:{gpu}, but rank {self._number} has exchanged arrays of "
-                f"cuda:{stream.index} before: a rank uses one GPU"
+                f"the arrays are on cuda:{gpu}, but rank {self._number} has exchanged arrays of "
+                f"cuda:{stream.index} before: each rank can use only one GPU"
             )
         return stream
 
@@ -468,10 +468,10 @@ class Group:
     # How asynchronous calls run.
 
     def new_number(self, kind: str) -> int:
-        """The number of an unnamed operation, counted by `kind`.
+        """Return the number of an unnamed operation, counted by `kind`.
 
-        Counting begins anew where ranks may have counted differently, at a moment at which nothing
-        is in flight: when all that lacked a match has failed, and when all ranks have joined.
+        Ranks may come to count differently. Counting therefore restarts when nothing is in flight:
+        after all operations without a match have failed, and after all ranks have joined.
         """
         n_failed = 0 if self._engine is None else self._engine.n_failed
         with self._count_lock:
@@ -482,41 +482,41 @@ class Group:
             return self._unnamed[kind]
 
     def busy_s(self) -> float:
-        """How long the exchanges of asynchronous calls have had a core, in seconds."""
+        """Return the CPU time that exchanges of asynchronous calls have used, in seconds."""
         return 0.0 if self._engine is None else self._engine.busy_s
 
     def unnamed(self, kind: str) -> str:
-        """What tells an unnamed operation from others: its number, counted by `kind`.
+        """Return the identification of an unnamed operation: its number, counted by `kind`.
 
-        What the ranks had submitted when a GPU failed may differ, so they count anew afterwards.
+        Counting restarts after a GPU failed, since ranks may then differ in what they submitted.
         """
         n_errors = 0 if self._watchdog is None else self._watchdog.generation
-        since = f" after {n_errors} errors of GPUs" if n_errors else ""
+        since = f" after {n_errors} GPU errors" if n_errors else ""
         return f"{self.new_number(kind + since)}{since}"
 
     def give_back(self, kind: str, unnamed: str) -> None:
-        """What `unnamed(kind)` returned was not used."""
+        """Return an identification of `unnamed(kind)` that was not used."""
         number, space, since = unnamed.partition(" ")
         with self._count_lock:
             if self._unnamed[kind + space + since] == int(number):
                 self._unnamed[kind + space + since] -= 1
 
     def reset_counts(self) -> None:
-        """What all ranks must count alike is counted from the beginning."""
+        """Restart all counters that must have the same values on all ranks."""
         with self._count_lock:
             self._unnamed.clear()
         for each in list(self.counting):
             each.reset_counts()
 
     def _new_engine(self, direct: Transport, other: Transport | None) -> _native.Engine | None:
-        """The thread that runs asynchronous operations; on every rank, since all must take part."""
+        """Start the thread that runs asynchronous operations; every rank needs one."""
         if other is None or self.size == 1:
             return None
         return other.new_engine(direct, explain)
 
 
 def _public_call() -> str:
-    """The operation that the program has called: the outermost one of those that run."""
+    """Return the name of the operation that the program called: the outermost public function."""
     frame, found = sys._getframe(1), "a collective"
     while frame is not None:
         name = frame.f_code.co_name

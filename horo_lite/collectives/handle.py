@@ -1,4 +1,4 @@
-"""Asynchronous operations, as their caller holds them."""
+"""Handles of asynchronous operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """An operation in flight, to be given to `synchronize` or `poll`."""
+    """An operation in flight; pass it to `synchronize` or `poll`."""
 
     def __init__(self, name: str, job: _native.Job | None, finish: Callable[[], Any]) -> None:
         self.name = name
@@ -20,7 +20,7 @@ class Handle:
 
     @property
     def is_void(self) -> bool:
-        """Whether it was withdrawn because a GPU has failed, which all ranks raise."""
+        """Whether it was withdrawn because a GPU failed, which raises an error on all ranks."""
         return self._is_void[0]
 
     @is_void.setter
@@ -28,7 +28,7 @@ class Handle:
         self._is_void[0] = is_void
 
     def then(self, finish: Callable[[], Any]) -> Handle:
-        """Another handle of the same operation: what it returns is made by `finish`."""
+        """Return another handle of the same operation, whose result is that of `finish`."""
 
         def both() -> Any:
             self._finish()
@@ -39,23 +39,23 @@ class Handle:
         return other
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         return self._job is None or self._job.done()
 
     def wait(self, beside: bool = False) -> Any:
         """Wait for the operation, and return its result.
 
-        `beside` says that the calling thread is another than the one that trains.
+        `beside` means that the calling thread is not the training thread.
         """
         if self._job is not None:
             self._job.wait(beside)
         return self._finish()
 
     def withdraw(self, beside: bool = False) -> bool:
-        """Give the operation up on this rank; whether it never was and never will be carried out.
+        """Give the operation up on this rank; return whether that prevented its execution.
 
-        False where it is done, on every rank. Either way nothing of it is under way any more. Waits
-        for no other rank's program. `beside` says that the calling thread is another than the one
-        that trains.
+        False if it was executed, on every rank. Either way, none of it is in progress any more.
+        Does not wait for other ranks' programs. `beside` means that the calling thread is not the
+        training thread.
         """
         return self._job is not None and self._job.withdraw(beside)

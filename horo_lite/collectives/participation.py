@@ -1,10 +1,10 @@
-"""How ranks that have joined take part in what the others do: with arrays that change nothing.
+"""How ranks that have joined take part in the others' operations: with neutral arrays.
 
-A rank that calls an operation describes it for those that wait in join(): the function that makes
-their part of it, and what to call it with. A rank that has joined waits in two places: in the
-handshake of direct calls, and in its engine (`Group.join`). In both it learns what the others are
-about to do, makes the same call with arrays that change nothing, and is compared, matched and
-served as in any call.
+A rank that calls an operation sends those that wait in join() a function that performs their part,
+and its arguments. A rank that has joined waits in two places: in the handshake of direct calls, and
+in its engine (`Group.join`). In both it learns which operation the others are about to perform, and
+makes the same call with arrays that do not change the result; it is then compared and matched as in
+any call.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ArraySpec: TypeAlias = "tuple[str, tuple[int, ...]]"
 def described_by(
     function: Callable[..., None], weight: float = 1.0, **what: Any
 ) -> tuple[float, bytes]:
-    """What ranks that have joined are to call: `function(group, asynchronous, **what)`.
+    """Encode the call of ranks that have joined: `function(group, asynchronous, **what)`.
 
-    `function` belongs to a module. PicklingError (and the like) where something in `what` cannot
-    be sent to other processes.
+    `function` must be a function of a module. Raises PicklingError (or TypeError, AttributeError)
+    if an argument in `what` cannot be sent to other processes.
     """
     return weight, pickle.dumps((function, what))
 
@@ -54,7 +54,7 @@ def neutral(spec: ArraySpec, op: str = "sum") -> Array:
 
         return np.full(shape, _neutral(op, -np.inf, np.inf), bfloat16)
     dtype = np.dtype(name)
-    if dtype.kind == "b":  # of which minus infinity would be True
+    if dtype.kind == "b":  # minus infinity would become True
         return np.full(shape, _neutral(op, False, True), dtype)
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)

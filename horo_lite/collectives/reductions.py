@@ -1,4 +1,4 @@
-"""All-reduces, and what is made of them: how the ranks' values become one."""
+"""All-reduces, and the operations based on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Op(enum.Enum):
-    """How the ranks' values become one."""
+    """How the ranks' values are combined."""
 
     Average = "average"
     Sum = "sum"
@@ -40,16 +40,17 @@ Average, Sum, Min, Max, Product = Op.Average, Op.Sum, Op.Min, Op.Max, Op.Product
 
 @dataclass(frozen=True)
 class AllReduce(Call[bool]):
-    """Every array of every rank holds, in place, the op over all ranks.
+    """Reduce every array over all ranks, in place.
 
-    With op Average and weights, what a rank contributes is multiplied by its weight (given on every
-    rank or on none) and the sum divided by the sum of all weights; a rank of weight 0 contributes
-    nothing, whatever its arrays hold. The result is whether anything was reduced: see `Exchange`.
+    With op Average and weights (given on every rank or on none), each rank's contribution is
+    multiplied by its weight, and the sum is divided by the sum of all weights; a rank of weight 0
+    contributes nothing, whatever its arrays hold. The result is whether anything was reduced: see
+    `Exchange`.
 
     Attributes:
-        op: How the ranks' values become one.
-        compression: What travels.
-        prescale_factor: Multiplies what every rank contributes.
+        op: How the ranks' values are combined.
+        compression: How the arrays are represented while they travel.
+        prescale_factor: Multiplies every rank's contribution.
         postscale_factor: Multiplies the result before it is rounded.
         names: The arrays' names, compared, and used in messages.
     """
@@ -67,10 +68,10 @@ class AllReduce(Call[bool]):
         op, compression = cast("tuple[object, object]", (self.op, self.compression))
         if not isinstance(op, Op):
             known = ", ".join(f"hvd.{one.name}" for one in Op)
-            raise ValueError(f"op is one of {known}, not {op!r}")
+            raise ValueError(f"op must be one of {known}, not {op!r}")
         if not isinstance(compression, Compressor):
             raise ValueError(
-                f"compression is hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
+                f"compression must be hvd.Compression.none, .fp16 or .bf16, not {compression!r}"
             )
         for name, given in (
             ("prescale_factor", self.prescale_factor),
@@ -89,7 +90,7 @@ class AllReduce(Call[bool]):
         if part.weight is not None:
             part.weight = checked_weight(part.weight, self.op)
         check_apart(memory, self.names, part.label)
-        # Arrays that lie in shared memory are reduced there, if they travel as they are.
+        # Arrays in shared memory are reduced there, if they need no conversion.
         as_they_are = self.compression.wire == "none" and self.prescale_factor == 1
         if (
             part.shared is not None
@@ -128,7 +129,7 @@ class AllReduce(Call[bool]):
     def submit(
         self, part: Part, engine: _native.Engine, transport: Transport
     ) -> tuple[_native.Job, Finish[bool]]:
-        """Here the engine compares, so that it moves matched operations without Python."""
+        """Have the engine compare the ranks, so that matched operations move without Python."""
         memory = part.memory
         if memory.stream is not None:
             memory.use_c_order()
@@ -179,7 +180,7 @@ class AllReduce(Call[bool]):
         if scaled or part.memory.stream is not None:
             return needs_all(part.label)(joined)
         weighted = part.weight is not None
-        # Without hooks: what a compressor keeps is this rank's, and zeros are to stay zeros.
+        # Without hooks: a compressor's state is this rank's own, and zeros must remain zeros.
         bare = Compressor(str(self.compression.name), self.compression.wire)
         return replace(self, compression=bare).stand_in(
             part, joined, 0.0 if weighted else 1.0, weighted=weighted, location=_location(part)
@@ -191,7 +192,7 @@ class AllReduce(Call[bool]):
         shared = None if own["location"] is None else memory_of(group, own["location"][0])
         if shared is None:
             nothing = [neutral(spec, self.op.value) for spec in specs]
-        else:  # what lies there is this rank's part
+        else:  # the contents of shared memory are this rank's part
             nothing = [
                 shared.arrays[offset] if 0 not in spec[1] else neutral(spec)
                 for offset, spec in zip(own["location"][1], specs, strict=True)
@@ -205,7 +206,7 @@ class AllReduce(Call[bool]):
         )
 
     def _contract(self, part: Part) -> object:
-        """Everything that must be alike on all ranks."""
+        """Return everything that must be the same on all ranks."""
         return (
             part.label,
             self.op.value,
@@ -223,7 +224,7 @@ class AllReduce(Call[bool]):
         return "\n".join([self._options(part, *more), *part.memory.describe(self.names)])
 
     def _options(self, part: Part, *more: str) -> str:
-        """The same without the arrays."""
+        """Return the description without the arrays."""
         location = _location(part)
         options = [
             f"{self.kind}, op {self.op.name}",
@@ -236,10 +237,10 @@ class AllReduce(Call[bool]):
         return "\n".join([part.label, *options])
 
     def _queue(self, part: Part, queued: QueuedReductions, watchdog: Watchdog) -> bool:
-        """Queue the work on the GPU; whether the ranks agree is found out beside it."""
+        """Queue the work on the GPU; whether the ranks agree is checked concurrently."""
         tensors = part.memory.tensors
         asked = self._options(part, _order(tensors.layout))
-        # Where this rank's host is ahead, notices wait for others': they must not keep arrays.
+        # If this rank's host is ahead, notices wait for other hosts: they must not keep arrays.
         outline, names = tensors.outline(), self.names
 
         def describe() -> str:
@@ -285,7 +286,7 @@ class AllReduce(Call[bool]):
         return True
 
     def _arithmetic(self, part: Part) -> str:
-        """What the core calls the op."""
+        """Return the core's name of the op."""
         return self.op.value if part.weight is None else f"weighted {self.op.value}"
 
     def _changes(self, part: Part) -> _native.Tensors | None:
@@ -300,31 +301,31 @@ class AllReduce(Call[bool]):
 
 @dataclass(frozen=True)
 class Exchange(AllReduce):
-    """An optimizer's gradients; its name says which.
+    """All-reduce an optimizer's gradients, which the call's name identifies.
 
-    A rank whose Part does not follow, where `Group.compares_later`, waits to learn what the others
-    do. If no rank follows, nothing is exchanged, and the result is False.
+    If `Group.compares_later`, a rank whose Part has `follows=False` waits to learn what the others
+    do. If all ranks do so, nothing is exchanged, and the result is False.
     """
 
     kind = "exchange"
 
     def _changes(self, part: Part) -> _native.Tensors | None:
-        return None  # they have been compared with each other already
+        return None  # they have already been compared with each other
 
 
 @dataclass(frozen=True)
 class ReduceScatter(AllReduce):
-    """An all-reduce of which each rank is left `rows_of` every array; the others hold anything.
+    """Reduce every array; each rank receives its `rows_of` it, and the other rows are undefined.
 
-    Only these travel, where the transport has a reduce-scatter and no hook of the compression is to
-    see whole results. The blocks that fp16 scales begin at each rank's first row.
+    Only these rows travel if the transport has a reduce-scatter and the compression has no hook
+    that must see whole results. The blocks that fp16 scales begin at each rank's first row.
     """
 
     kind = "reducescatter"
 
     def prepare(self, part: Part) -> None:
         if part.memory.stream is None and part.memory.tensors.layout:
-            part.memory.use_c_order()  # in another one, rows do not lie one after the other
+            part.memory.use_c_order()  # in other orders, rows are not consecutive in memory
         super().prepare(part)
 
     def participation(
@@ -336,7 +337,7 @@ class ReduceScatter(AllReduce):
         self, part: Part, engine: _native.Engine, transport: Transport
     ) -> tuple[_native.Job, Finish[bool]]:
         if self._scatter(part, transport) is not None:
-            # As most calls do: what the core runs by itself are all-reduces.
+            # As most calls do: the core alone can only run all-reduces.
             return Call.submit(self, part, engine, transport)
         return super().submit(part, engine, transport)
 
@@ -351,7 +352,7 @@ class ReduceScatter(AllReduce):
         scatter(parts, parts[transport.rank], reduction)
 
     def _scatter(self, part: Part, transport: Transport) -> interface.ReduceScatter | None:
-        """The transport's reduce-scatter, where there is one and it can be used."""
+        """Return the transport's reduce-scatter, if there is one and it can be used."""
         sees_results = type(self.compression).restore is not Compressor.restore
         if sees_results or part.memory.stream is not None:
             return None
@@ -359,27 +360,27 @@ class ReduceScatter(AllReduce):
 
 
 def rows_of(n_rows: int, size: int, rank: int) -> tuple[int, int]:
-    """Where the rows of a rank begin and end, if `size` ranks divide so many of them."""
+    """Return where the rows of a rank begin and end, if `size` ranks divide `n_rows` rows."""
     rows, more = divmod(n_rows, size)
     begin = rank * rows + min(rank, more)
     return begin, begin + rows + (rank < more)
 
 
 def checked_weight(weight: Any, op: Op) -> float:
-    """`weight` as a float; ValueError if it is no number of samples, or `op` takes none."""
+    """Return `weight` as a float; raise ValueError if it is invalid or `op` takes no weight."""
     try:
         samples = math.nan if isinstance(weight, str) else float(weight)
     except (TypeError, ValueError):
         samples = math.nan
     if not 0 <= samples < math.inf:
-        raise ValueError(f"weight is a number of samples, 0 or more, not {weight!r}")
+        raise ValueError(f"weight must be a number of samples (0 or more), not {weight!r}")
     if op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op.name} it has no meaning")
     return samples
 
 
 def _location(part: Part) -> tuple[int, tuple[int, ...]] | None:
-    """Which of the memories that the ranks see, and where in it; None for a rank's own."""
+    """Return the shared memory's number and the offsets in it; None for a rank's own memory."""
     if part.offsets is None or part.shared is None:
         return None
     return part.shared.number, part.offsets
@@ -391,5 +392,5 @@ def _order(layout: int) -> str:
 
 @lru_cache(maxsize=64)
 def _digest_of_names(names: tuple[str, ...]) -> int:
-    """Remembered, because an optimizer comes with the same ones in every step."""
+    """Return a digest, cached because an optimizer uses the same names in every step."""
     return digest_of(names)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group see in each other: arrays in it are reduced where they lie."""
+"""Memory that the ranks of a group share: arrays in it are reduced in place."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def share(group: Group, memory: SharedMemory | None) -> bool:
-    """Let the ranks of `group` see each other's memory; return whether they do, alike on all.
+    """Let the ranks of `group` access each other's memory; return, on all, whether all can.
 
-    Called by every rank, with None where it has no memory; also a second time, for another group.
-    False where one has none, its size differs, or the system does not let them see it.
+    Every rank calls it, with None if it has no memory; it may be called again for another group.
+    False if a rank has no memory, its size differs, or the system does not permit the access.
     """
-    everyone = _gathered(group, memory and memory.where, "where shared memory is")
+    everyone = _gathered(group, memory and memory.where, "location of shared memory")
     is_open = memory is not None and memory.open_others(everyone, group.rank)
-    if not all(_gathered(group, is_open, "who sees it")):
+    if not all(_gathered(group, is_open, "access to shared memory")):
         return False
     assert memory is not None
     memory.number = _n_shared[group] = _n_shared.get(group, 0) + 1
@@ -30,7 +30,7 @@ def share(group: Group, memory: SharedMemory | None) -> bool:
 
 
 def memory_of(group: Group, number: int) -> SharedMemory | None:
-    """What the group has shared as the `number`-th; None if this rank has dropped it."""
+    """Return the `number`-th memory that the group shared; None if this rank has dropped it."""
     return _shared[group].get(number)
 
 

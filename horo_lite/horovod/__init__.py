@@ -1,11 +1,11 @@
-"""Horovod's API: what its faces for all frameworks share, and Horovod's name for them.
+"""Horovod's API: what the modules for all frameworks share, and the import name `horovod`.
 
     import horo_lite.horovod
     horo_lite.horovod.install()
 
     import horovod.torch as hvd            # horo_lite.torch
 
-For a script that is not to be touched, `python -m horo_lite -n 4 --as-horovod train.py` does that.
+To leave a script unchanged, use `python -m horo_lite -n 4 --as-horovod train.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from horo_lite.horovod.reductions import Adasum as Adasum
     from horo_lite.horovod.world import *  # noqa: F403
 
-# Where the names that the faces share are defined. Nothing is imported before it is used: the
-# command line needs `install` alone.
+# Where the names that the framework modules share are defined. Nothing is imported before it is
+# used: the command line needs only `install`.
 _HOME = {
     name: home
     for home, names in {

@@ -1,9 +1,9 @@
-"""Adasum: sums of gradients that shrink where the gradients point the same way.
+"""Adasum: sums of gradients that shrink the more the gradients point the same way.
 
-Two gradients a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum where they are
-orthogonal, their mean where they are equal. Ranks combine in pairs, pairs in fours, and so on, as
-in Maleki et al., "Scaling Distributed Training with Adaptive Summation" (2020); each tensor by
-itself.
+Two gradients a and b become (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum if they are
+orthogonal, their mean if they are equal. Ranks combine in pairs, pairs in fours, and so on, each
+tensor separately, as in Maleki et al., "Scaling Distributed Training with Adaptive Summation"
+(2020).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from horo_lite.transports.agreement import agree, exchange_bytes, needs_all
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
 
-Array = Any  # NumPy's, or a tensor in a GPU's memory
+Array = Any  # a NumPy array, or a tensor in a GPU's memory
 
 SMALLEST = -1022
-"""The least scale, of a float64, whose inverse is a float64, too."""
+"""The smallest scale (an exponent) whose inverse is also a float64."""
 
 
 def adasum_(
@@ -43,18 +43,18 @@ def adasum_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> None:
-    """Each array holds, in place, the Adasum of what it is on all ranks of the group.
+    """Replace each array, in place, by its Adasum over all ranks of the group.
 
-    Called by every rank, in the same order as its other direct calls, with arrays of the same
-    floating dtypes and shapes. Takes two copies of all, in float32, or in float64 where one of them
-    is.
+    Every rank calls it, in the same order as its other direct calls, with arrays of the same
+    floating point dtypes and shapes. Needs memory for two copies of all arrays, in float64 if one
+    of them is float64, otherwise in float32.
 
     Args:
         group: The ranks, a power of two.
-        arrays: NumPy arrays that can be written.
-        names: Their names, if given, are compared, and messages use them.
+        arrays: Writable NumPy arrays.
+        names: The arrays' names, if given; they are compared, and used in messages.
         label: For messages.
-        prescale_factor: Multiplies what this rank contributes.
+        prescale_factor: Multiplies this rank's contribution.
         postscale_factor: Multiplies the result.
     """
     specs = tuple((x.dtype.name, x.shape) for x in arrays)
@@ -74,11 +74,11 @@ def adasum_(
 
 
 def check_adasum(group: Group, dtypes: Sequence[str]) -> None:
-    """ValueError where these ranks or dtypes have no Adasum."""
+    """Raise ValueError if there is no Adasum for this number of ranks or these dtypes."""
     if group.size & (group.size - 1):
         raise ValueError(
             f"Adasum combines ranks in pairs, so their number must be a power of two, not "
-            f"{group.size}: start as many, use a ProcessSet, or op=hvd.Average"
+            f"{group.size}: change the number of ranks, use a ProcessSet, or op=hvd.Average"
         )
     for dtype in dtypes:
         if "float" not in dtype:
@@ -86,9 +86,9 @@ def check_adasum(group: Group, dtypes: Sequence[str]) -> None:
 
 
 class GroupView:
-    """A group, for a reducer, that exchanges in another way.
+    """Stands in for a group in a reducer, to exchange in another way.
 
-    It equals the group: optimizers are counted together, whatever they exchange through.
+    It compares equal to the group, so that all of the group's optimizers are counted together.
     """
 
     def __init__(self, group: Group) -> None:
@@ -113,24 +113,24 @@ class GroupView:
 
 
 class AdasumView(GroupView):
-    """Its exchanges of NumPy arrays are Adasums."""
+    """Makes exchanges of NumPy arrays Adasums."""
 
     def exchange(self, arrays: Sequence[Any], **options: Any) -> bool:
         if options["weight"] is not None:
-            raise ValueError("weights of samples are for averages: op=Adasum has none")
+            raise ValueError("sample weights apply to averages only, not to op=Adasum")
         adasum_(self.group(), arrays, options["names"], options["label"])
         return True
 
 
 @dataclass(frozen=True)
 class AdasumReduce(Call[None]):
-    """The first of two arrays holds, in place, the Adasum over all ranks.
+    """Replace the first of two arrays, in place, by the Adasum over all ranks.
 
     Attributes:
-        specs: The dtypes and shapes of the tensors that lie in it, one after the other.
+        specs: The dtypes and shapes of the tensors that the array contains, one after the other.
         names: Their names, compared, and used in messages.
-        prescale_factor: What they have been multiplied by.
-        postscale_factor: What the caller multiplies the result by.
+        prescale_factor: By what they have been multiplied.
+        postscale_factor: By what the caller multiplies the result.
     """
 
     specs: tuple[ArraySpec, ...] = ()
@@ -145,7 +145,7 @@ class AdasumReduce(Call[None]):
         return self.names
 
     def ends(self) -> list[int]:
-        """Where each tensor ends in the array."""
+        """Return where each tensor ends in the array."""
         return list(accumulate(prod(shape) for _, shape in self.specs))
 
     def run(self, part: Part, transport: Transport) -> Finish[None]:
@@ -168,7 +168,7 @@ class AdasumReduce(Call[None]):
         memory = part.memory
         mine, theirs = memory.arrays
         memory.begin()
-        # What happens on a GPU belongs to the stream in which its arrays travel.
+        # On a GPU, the arithmetic must run in the stream in which its arrays travel.
         queue = 0 if memory.stream is None else memory.stream.queue.stream
         stream = adapters.adapter_of(mine).on_stream(mine, queue) if queue else nullcontext()
         with stream, np.errstate(over="ignore", invalid="ignore"):  # loss scalers see them
@@ -176,9 +176,10 @@ class AdasumReduce(Call[None]):
         return memory.end
 
     def dots(self, a: Array, b: Array, spans: Sequence[slice]) -> np.ndarray[Any, Any]:
-        """Of each span: a·b, a·a and b·b, in float64, and the scales p and q.
+        """Return, for each span, a·b, a·a and b·b, in float64, and the scales p and q.
 
-        They are those of a/2**p and b/2**q, so that squares of float64 neither overflow nor vanish.
+        The products are of a/2**p and b/2**q, so that squares of float64 numbers neither overflow
+        nor underflow.
         """
         result = np.empty((len(spans), 5))
         for i, at in enumerate(spans):
@@ -189,7 +190,7 @@ class AdasumReduce(Call[None]):
         return result
 
     def wide(self, x: Array) -> Array:
-        """`x` in float64."""
+        """Return `x` in float64."""
         return np.asarray(x, np.float64)
 
     def participation(
@@ -211,10 +212,10 @@ class AdasumReduce(Call[None]):
 def _combine(
     transport: Transport, mine: Array, theirs: Array, call: AdasumReduce, itemsize: int
 ) -> None:
-    """`mine` holds the Adasum of all ranks'.
+    """Replace `mine` by the Adasum of all ranks' arrays.
 
-    Halves go to the partner and back (recursive halving), so that every number is computed by one
-    rank and is the same on all.
+    Halves go to the partner and back (recursive halving), so each number is computed by one rank
+    only, and is the same on all.
     """
     rank, size = transport.rank, transport.size
     ends = call.ends()
@@ -231,12 +232,12 @@ def _combine(
         spans = _spans(ends, begin, end)
         dots = np.tile([0.0, 0.0, 0.0, SMALLEST, SMALLEST], (len(ends), 1))
         dots[[i for i, _ in spans]] = call.dots(lower, upper, [at for _, at in spans])
-        # The tensors lie on all ranks that have been combined so far.
+        # The tensors are spread over all ranks that have been combined so far.
         block = rank // (2 * distance) * 2 * distance
         total = _sum_of(transport, dots, range(block, block + 2 * distance))
         for i, at in spans:
             dot, aa, bb, p, q = total[i].tolist()
-            # In float64, since of a float32 that is small beside its peer the factor is not one.
+            # In float64: the factor of a tensor much smaller than its peer may exceed float32.
             a, b = call.wide(lower[at]), call.wide(upper[at])
             a_less = a * 2.0**-p * (dot / (2.0 * aa) * 2.0**q) if aa else 0.0
             b_less = b * 2.0**-q * (dot / (2.0 * bb) * 2.0**p) if bb else 0.0
@@ -251,7 +252,7 @@ def _combine(
 
 
 def _part(rank: int, distance: int, size: int, n: int) -> tuple[int, int]:
-    """What `rank` has after the halvings up to that distance, and after the joins down to it."""
+    """Return the range that `rank` holds after halving up to `distance`, or joining down to it."""
     begin, end = 0, n
     step = 1
     while step <= distance:
@@ -262,7 +263,7 @@ def _part(rank: int, distance: int, size: int, n: int) -> tuple[int, int]:
 
 
 def _spans(ends: Sequence[int], begin: int, end: int) -> list[tuple[int, slice]]:
-    """Which tensors lie between `begin` and `end`, and where."""
+    """Return which tensors are between `begin` and `end`, and where."""
     spans = []
     start = 0
     for i, stop in enumerate(ends):
@@ -282,9 +283,9 @@ def _swap(
     target: Array,
     take: tuple[int, int],
 ) -> None:
-    """`take` of `target` holds what the partner gave, and the partner has `give` of `source`."""
+    """Send `give` of `source` to the partner, and receive its part into `take` of `target`."""
     rank, size = transport.rank, transport.size
-    headers = transport.agree(0, give[1] - give[0], label="a swap of Adasum")
+    headers = transport.agree(0, give[1] - give[0], label="Adasum swap")
     n_bytes = [[0] * size for _ in range(size)]
     for other, header in enumerate(headers):
         n_bytes[other][other ^ rank ^ partner] = header.count * itemsize
@@ -298,9 +299,9 @@ def _swap(
 
 
 def _sum_of(transport: Transport, dots: np.ndarray[Any, Any], ranks: range) -> np.ndarray[Any, Any]:
-    """The sum, in rank order, of what those ranks have, at the greatest of their scales."""
+    """Return the sum of the ranks' dot products, in rank order, at the largest of their scales."""
     data = dots.tobytes()
-    transport.agree(0, label="dot products of Adasum")
+    transport.agree(0, label="Adasum dot products")
     everyone = exchange_bytes(transport, data, [len(data)] * transport.size)
     each = [np.frombuffer(everyone[rank], np.float64).reshape(dots.shape) for rank in ranks]
     scales = np.max([one[:, 3:] for one in each], axis=0)
@@ -312,6 +313,6 @@ def _sum_of(transport: Transport, dots: np.ndarray[Any, Any], ranks: range) -> n
 
 
 def _scale(x: np.ndarray[Any, Any]) -> int:
-    """The exponent of the greatest magnitude."""
+    """Return the exponent of the largest magnitude."""
     greatest = float(np.abs(x).max())
     return max(math.frexp(greatest)[1] - 1, SMALLEST) if greatest else SMALLEST

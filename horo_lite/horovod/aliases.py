@@ -1,4 +1,4 @@
-"""The name `horovod` for this package: modules that are found where Horovod has them."""
+"""The name `horovod` for this package: modules under the names that Horovod gives them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from types import ModuleType
 from typing import Any
 
 VERSION = "0.28.1"
-"""The Horovod whose names and meaning these are: scripts compare `horovod.__version__`."""
+"""The version of Horovod whose API this is: scripts compare `horovod.__version__`."""
 
 PATH = str(Path(__file__).parent / "path")
-"""On PYTHONPATH it makes every Python of a job find this package under Horovod's name."""
+"""On PYTHONPATH, it makes every Python process of a job find this package as `horovod`."""
 
-# Each module of Horovod's with those that its names are looked up in, one after the other.
+# Each module of Horovod, with the modules in which its names are looked up, in order.
 _ERRORS = "horo_lite.horovod.exceptions"
 _COMMON = ("horo_lite.horovod.world", "horo_lite.horovod.process_sets", "horo_lite.horovod.util")
 HOMES: dict[str, tuple[str, ...]] = {
@@ -60,16 +60,16 @@ HOMES: dict[str, tuple[str, ...]] = {
     "horovod.keras.elastic": ("horo_lite.keras.elastic",),
 }
 
-# What there is instead of a part of Horovod's that there is not.
+# What to use instead of missing parts of Horovod.
 INSTEAD = {
-    "horovod.ray": "RayExecutor, whose workers do not come and go, is all there is of horovod.ray",
+    "horovod.ray": "horovod.ray has only RayExecutor, with a fixed number of workers",
     "horovod.spark": "horovod.spark.run(fn, num_proc=4) trains with a function; there are no "
     "estimators, and no stores for them",
 }
 
 
 class _Alias(ModuleType):
-    """A module of Horovod's: its names are those of other modules, and may be set over."""
+    """A module under Horovod's name: its names come from other modules, and can be overwritten."""
 
     _homes: tuple[ModuleType, ...] = ()
 
@@ -82,13 +82,13 @@ class _Alias(ModuleType):
                     return getattr(home, name)
         instead = INSTEAD.get(".".join(self.__name__.split(".")[:2]), "")
         raise AttributeError(
-            f"{self.__name__}, which is horo_lite's, has no {name!r}: "
+            f"horo_lite's {self.__name__} has no {name!r}: "
             f"{instead and instead + '; '}docs/from-horovod.md lists what Horovod has and "
             "horo_lite does not"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Functions that use a module of Horovod's are sent to other processes.
+        # Functions that refer to such a module are pickled for other processes.
         return import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:
@@ -105,8 +105,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname not in HOMES:
             instead = INSTEAD.get(".".join(fullname.split(".")[:2]))
             raise ModuleNotFoundError(
-                f"there is no {fullname} here: `horovod` is horo_lite (docs/from-horovod.md), "
-                + (f"and {instead}" if instead else f"which stands for {', '.join(sorted(HOMES))}"),
+                f"there is no {fullname}: `horovod` is horo_lite here (docs/from-horovod.md), "
+                + (f"and {instead}" if instead else f"which provides {', '.join(sorted(HOMES))}"),
                 name=fullname,
             )
         return ModuleSpec(fullname, self, origin="horo_lite", is_package=True)
@@ -124,7 +124,7 @@ _finder = _Finder()
 
 
 def alias(name: str) -> ModuleType:
-    """Return a new module that stands for `name`, one of Horovod's."""
+    """Return a new module for `name`, the name of one of Horovod's modules."""
     spec = _finder.find_spec(name)
     assert spec is not None
     module = module_from_spec(spec)
@@ -133,37 +133,37 @@ def alias(name: str) -> ModuleType:
 
 
 def install(*, replace: bool = False) -> None:
-    """From now on `import horovod` finds this package in this process.
+    """Make `import horovod` import this package, in this process.
 
     `horovod.torch` is then `horo_lite.torch`, and so on for the modules of Horovod that scripts
-    import. No framework is imported before one of them is. Call it before the first import of
+    import. Frameworks are imported only with these modules. Call it before the first import of
     `horovod`; a second call changes nothing.
 
     Args:
-        replace: Also where a real Horovod is installed, which is then not found.
+        replace: Whether to hide a real Horovod, if one is installed.
 
     Raises:
-        RuntimeError: A real Horovod is installed, or has been imported.
+        RuntimeError: A real Horovod is installed, or has already been imported.
     """
     if _finder in sys.meta_path:
         return
     loaded = sys.modules.get("horovod")
     if loaded is not None and not getattr(loaded, "is_horo_lite", False):
         raise RuntimeError(
-            f"horovod has been imported already, from {getattr(loaded, '__file__', 'elsewhere')}: "
-            "call horo_lite.horovod.install() before"
+            f"horovod has already been imported, from {getattr(loaded, '__file__', 'elsewhere')}: "
+            "call horo_lite.horovod.install() before the first import of horovod"
         )
     found = installed_horovod()
     if found and not replace:
         raise RuntimeError(
             f"{found}: uninstall it, or call horo_lite.horovod.install(replace=True) (on the "
-            "command line --as-horovod-anyway) to have horo_lite in its place"
+            "command line: --as-horovod-anyway) to use horo_lite in its place"
         )
     sys.meta_path.insert(0, _finder)
 
 
 def installed_horovod() -> str | None:
-    """Return a sentence about the real Horovod that is installed here; None where none is."""
+    """Return a sentence about the real Horovod that is installed here; None if there is none."""
     path = [place for place in sys.path if place != PATH]
     spec = PathFinder.find_spec("horovod", path)
     if spec is None:

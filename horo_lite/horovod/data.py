@@ -1,4 +1,4 @@
-"""`horovod.data`: loaders of batches that a thread reads ahead of the training."""
+"""`horovod.data`: data loaders whose batches a thread reads ahead of training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 __all__ = ["AsyncDataLoaderMixin", "BaseDataLoader"]
 
-_POLL_S = 0.1  # so often a thread whose loader is not read any more looks whether it may end
+_POLL_S = 0.1  # how often a thread whose loader is no longer read checks whether to end
 
 
 class BaseDataLoader:
-    """A loader of batches: derived classes have `__len__` and `_iterate`."""
+    """A loader of batches: derived classes define `__len__` and `_iterate`."""
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -24,7 +24,7 @@ class BaseDataLoader:
         raise NotImplementedError
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return what the training loop gets of a batch; called in its thread."""
+        """Return what the training loop receives for a batch; called in its thread."""
         return batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -35,13 +35,13 @@ class BaseDataLoader:
 class AsyncDataLoaderMixin:
     """Reads batches ahead, in a thread: `class Loader(AsyncDataLoaderMixin, OwnLoader)`.
 
-    The thread lives as long as an epoch, or until the loop that reads it is left. What `_iterate`
-    raises there, the training loop raises where it gets to that batch.
+    The thread lives until the end of the epoch, or until the loop over it is left. An exception
+    that `_iterate` raises there is raised in the training loop when it reaches that batch.
 
     Args:
-        async_loader_queue_size: How many batches are read ahead; 0: no thread.
+        async_loader_queue_size: How many batches are read ahead; with 0, no thread is used.
         *args: For the other base class.
-        **kwargs: Likewise.
+        **kwargs: For the other base class.
     """
 
     def __init__(self, async_loader_queue_size: int = 64, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ class AsyncDataLoaderMixin:
         self._stops: list[threading.Event] = []
 
     def close_async_loader(self) -> None:
-        """End the reading; loops over this loader end with what has been read."""
+        """Stop reading; loops over this loader end after the batches that have been read."""
         for stop in self._stops:
             stop.set()
 

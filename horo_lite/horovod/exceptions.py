@@ -1,4 +1,4 @@
-"""Horovod's names for what can go wrong."""
+"""Horovod's names for exceptions."""
 
 from __future__ import annotations
 

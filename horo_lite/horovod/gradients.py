@@ -4,8 +4,8 @@ With N ranks and the gradients g of one variable:
 
     op=Average          sum(g) / N
     gradient_predivide_factor=f
-                        sum(g / f) * (f / N): the same but for rounding and overflow
-    op=Adasum           of two ranks, with gradients a and b,
+                        sum(g / f) * (f / N): the same except for rounding and overflow
+    op=Adasum           for two ranks with gradients a and b,
                         (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: see horo_lite.horovod.adasum
     local variables     this rank's own g, divided by N (scale_local_gradients) or as it is
 """
@@ -32,7 +32,7 @@ from horo_lite.training.transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class SetOptions(Options):
-    """Options whose ranks are a process set, as it is in the world at the time.
+    """Options whose ranks are a process set, looked up in the current world.
 
     `op` may be Adasum.
     """
@@ -55,14 +55,14 @@ class SetOptions(Options):
         ranks = self.ranks
         check_adasum(ranks, ())
         view = _views.setdefault(ranks, AdasumView(ranks))
-        # What its exchanges are the view decides, and ranks without Adasum are to be told.
+        # The view decides how to exchange; the option makes ranks without Adasum a mismatch.
         options = [*other.pop("options", ()), ("op", "Adasum")]
         return super().reducer(
             adapter, named, **(other | {"group": view, "op": Average, "options": options})
         )
 
 
-# One a group, since it numbers the reducers of each.
+# One per group, since it numbers the reducers of each.
 _views: weakref.WeakKeyDictionary[Group, AdasumView] = weakref.WeakKeyDictionary()
 
 
@@ -75,14 +75,14 @@ def options_of(
     num_groups: int,
     groups: Any,
 ) -> tuple[SetOptions, Any]:
-    """Return the options, checked, and the user's own compression, if that is what was given."""
+    """Return the checked options, and the user's own compression, if one was given."""
     op = named_op(op)
     check_predivide_factor(gradient_predivide_factor, op)
     if num_groups:
-        warnings.warn("num_groups is Horovod's old name: say groups=", DeprecationWarning, 3)
+        warnings.warn("num_groups is Horovod's old name: use groups=", DeprecationWarning, 3)
     groups = num_groups if groups is None else groups
     if not isinstance(groups, (list, tuple)) and (not isinstance(groups, int) or groups < 0):
-        raise ValueError(f"groups is a number, 0 or more, or a list of lists, not {groups!r}")
+        raise ValueError(f"groups must be a number (0 or more) or a list of lists, not {groups!r}")
     own = None if isinstance(compression, Compressor) else checked_compression(compression)
     options = SetOptions(
         op=op,
@@ -93,28 +93,28 @@ def options_of(
 
 
 def check_predivide_factor(factor: float, op: AnyOp) -> None:
-    """ValueError where gradients cannot be divided by `factor` before they are reduced."""
+    """Raise ValueError if gradients cannot be divided by `factor` before they are reduced."""
     if not factor > 0:
-        raise ValueError(f"gradient_predivide_factor is {factor}, not more than 0")
+        raise ValueError(f"gradient_predivide_factor must be more than 0, not {factor}")
     if factor != 1 and op is not Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
 
 
 def checked_compression(given: Any) -> Any:
-    """Return a compression of the user's own; ValueError says what one needs."""
+    """Return the user's own compression; raise ValueError if it lacks the methods of one."""
     if all(callable(getattr(given, name, None)) for name in ("compress", "decompress")):
         return given
     raise ValueError(
-        "compression is hvd.Compression.none, .fp16, .bf16, or has compress() and decompress(), "
-        f"not {given!r}"
+        "compression must be hvd.Compression.none, .fp16 or .bf16, or have compress() and "
+        f"decompress(), not {given!r}"
     )
 
 
 class Exchange:
-    """The way of the gradients of one optimizer or tape to their averages.
+    """Exchanges the gradients of one optimizer or tape.
 
     Args:
-        transform: What exchanges them.
+        transform: The transformation that averages them.
         own_compression: An object with `compress` and `decompress`, or None.
         predivide_factor: Horovod's gradient_predivide_factor.
         scale_local: Whether gradients of local variables are divided by the number of ranks.
@@ -134,9 +134,9 @@ class Exchange:
         self._local: dict[int, Any] = {}
 
     def register_local(self, variables: Iterable[Any]) -> None:
-        """Keep the gradients of these to this rank."""
+        """Do not exchange the gradients of these variables."""
         for variable in variables:
-            self._local[id(_identity(variable))] = variable  # kept, so that no other gets its id
+            self._local[id(_identity(variable))] = variable  # kept alive, so its id stays unique
 
     def __call__(
         self,
@@ -145,9 +145,9 @@ class Exchange:
         gradients: Sequence[Any],
         weight: Any = None,
     ) -> list[Any]:
-        """Return what the optimizer is to apply; called by every rank.
+        """Return the gradients that the optimizer is to apply; every rank calls it.
 
-        A rank outside of the process set keeps its gradients, as in Horovod.
+        A rank outside the process set keeps its own gradients, as in Horovod.
         """
         results = list(gradients)
         if group_of_member(self._transform.options.group) is None:
@@ -173,7 +173,7 @@ class Exchange:
 
 
 def scaled(gradient: Any, factor: float) -> Any:
-    """Return the gradient times a number; of TensorFlow's IndexedSlices, the values."""
+    """Return the gradient times a number; for TensorFlow's IndexedSlices, multiply the values."""
     if gradient is None or factor == 1:
         return gradient
     if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):
@@ -182,9 +182,9 @@ def scaled(gradient: Any, factor: float) -> Any:
 
 
 def _identity(variable: Any) -> Any:
-    """Return what stays the same: of a Keras variable on TensorFlow, the tf.Variable inside.
+    """Return an object that identifies a variable: for Keras on TensorFlow, the tf.Variable inside.
 
-    A tape may be asked for either of the two. JAX's variables get another array with every step.
+    A tape accepts either of the two. On JAX, variables get a new array with every step.
     """
     inner = getattr(variable, "_value", None)
     return inner if hasattr(inner, "assign") else variable

@@ -1,4 +1,4 @@
-"""Objects, barriers and the end of data, with Horovod's arguments, for TensorFlow and Keras."""
+"""Object collectives, barrier and join with Horovod's arguments, for TensorFlow and Keras."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ def broadcast_object(
     *,
     group: Group | None = None,
 ) -> T:
-    """Return what `obj` is on rank `root_rank`: anything that can be pickled.
+    """Return the object of rank `root_rank`, which can be anything that can be pickled.
 
     Every rank of the set calls it. Other ranks' objects are ignored.
 
     Args:
-        obj: The object; on other ranks than the root anything.
-        root_rank: The world's number of the rank that has the object; with `group`, its own number
-            there.
-        session: TensorFlow 1's, which has no meaning here.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
-        group: The same as a `Group`.
+        obj: The object; ignored on ranks other than the root.
+        root_rank: The root's rank in the world; with `group`, its rank in the group.
+        session: TensorFlow 1's argument, which has no effect here.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
+        group: The ranks as a `Group`.
     """
     ranks = group_of(ranks_given(process_set, group))
     root = root_given(ranks, root_rank, group)
@@ -54,7 +53,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function of one object that does `broadcast_object` with these arguments."""
+    """Return a function of one object that calls `broadcast_object` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -66,7 +65,7 @@ def allgather_object(
     *,
     group: Group | None = None,
 ) -> list[T]:
-    """Return all ranks' `obj`, in the order of ranks: anything that can be pickled.
+    """Return all ranks' `obj`, which can be anything that can be pickled, in rank order.
 
     Every rank of the set calls it; for the arguments see `broadcast_object`.
     """
@@ -76,17 +75,17 @@ def allgather_object(
 
 
 def barrier(process_set: Set = global_process_set, *, group: Group | None = None) -> None:
-    """Return when all ranks of the set have called this."""
+    """Wait until all ranks of the set have called this."""
     ops.barrier(group=group_of(ranks_given(process_set, group)))
 
 
 def join(device: int = -1) -> int:
-    """Take part in what the others do until all ranks have called this.
+    """Take part in the others' operations until all ranks have called this.
 
     Args:
-        device: Horovod's, which has no meaning here.
+        device: Horovod's argument, which has no effect here.
 
     Returns:
-        The number of the last rank that called it. See `horo_lite.join`.
+        The last rank that called it. See `horo_lite.join`.
     """
     return ops.join()

@@ -1,4 +1,4 @@
-"""Sets of ranks that operate among themselves."""
+"""Process sets: subsets of ranks with collectives of their own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """Some of the world's ranks, for the `process_set` of any operation.
+    """Some of the world's ranks, for the argument `process_set` of any operation.
 
-    `ProcessSet([0, 2])`, or `ProcessSet(comm)` of an mpi4py communicator, is given to
-    `init(process_sets=[…])` or `add_process_set` on every rank, and can be used afterwards until it
-    is removed or the world shut down. Sets may overlap. Ranks count from 0 in the world's order.
+    Pass `ProcessSet([0, 2])`, or `ProcessSet(comm)` for an mpi4py communicator, to
+    `init(process_sets=[…])` or `add_process_set` on every rank; it can be used from then on, until
+    it is removed or the world is shut down. Sets may overlap. A set's ranks are numbered from 0 in
+    the world's order.
 
-    Of a communicator that was split, every rank gives its own part, and all parts are registered;
-    which ranks they are is known from then on.
+    For a communicator that was split, every rank passes its own part, and all parts are registered;
+    their ranks are known from then on.
     """
 
     def __init__(self, ranks_or_comm: Any) -> None:
@@ -32,33 +33,33 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """Its number, alike on all ranks; None while it is not registered."""
+        """The set's number, the same on all ranks; None while it is not registered."""
         return entry.number if (entry := self._registered()) else None
 
     @property
     def ranks(self) -> list[int]:
-        """Its ranks, as the world counts them."""
+        """The set's ranks, as ranks of the world."""
         return list(self._ranks)
 
     def included(self) -> bool:
-        """Whether this rank is one of them."""
+        """Return whether this rank is in the set."""
         return world().rank in self._ranks
 
     def rank(self) -> int:
-        """This rank's number in the set. ValueError on a rank outside."""
+        """Return this rank's number in the set; raise ValueError on a rank outside it."""
         return self.group().rank
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """Return the number of ranks in the set."""
         return len(self.ranks)
 
     def group(self) -> Group:
-        """What its operations go through. ValueError where this rank cannot use it."""
+        """Return the `Group` of the set; raise ValueError if this rank cannot use it."""
         here = world()
         entry = self._registered()
         if entry is None:
             raise ValueError(
-                f"{self} is not registered: give it to hvd.init(process_sets=[…]) or to "
+                f"{self} is not registered: pass it to hvd.init(process_sets=[…]) or to "
                 "hvd.add_process_set, on every rank"
             )
         if entry.group is None:
@@ -84,7 +85,7 @@ class ProcessSet:
 
 
 class _Everyone(ProcessSet):
-    """All ranks of the world, whichever it is."""
+    """All ranks of the current world."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -111,11 +112,11 @@ class _Everyone(ProcessSet):
 
 
 class _Entry(NamedTuple):
-    """One registered set: equal sets share it."""
+    """A registered set, which equal `ProcessSet` objects share."""
 
     number: int
     world: World
-    group: Group | None  # None on ranks outside
+    group: Group | None  # None on ranks outside the set
     sets: list[ProcessSet]
 
 
@@ -124,10 +125,12 @@ _n_registered = 0
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """The set can be used; called by every rank of the world, those outside the set too.
+    """Register a set; every rank of the world calls it, including those outside the set.
 
-    A set with the ranks of one that is registered already shares its number. MismatchError on every
-    rank where the ranks differ in what they ask for.
+    A set with the same ranks as a registered one shares its number.
+
+    Raises:
+        MismatchError: On every rank, if the ranks' arguments differ.
     """
     global _n_registered
     if not isinstance(process_set, ProcessSet):
@@ -145,7 +148,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     ranks = process_set.ranks
     entry = _entry_of(ranks)
     if entry is not None:
-        here.group.agree("add_process_set", f"{process_set}, which is known already")
+        here.group.agree("add_process_set", f"{process_set}, which is already registered")
     else:
         group = new_group(ranks) or None
         _n_registered += 1
@@ -155,7 +158,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def set_with(ranks: Iterable[int]) -> ProcessSet:
-    """Return a set that was stored as its ranks: registered where one with these ranks is."""
+    """Return a set of these ranks, which is registered if one with the same ranks is."""
     found = ProcessSet(ranks)
     if is_initialized():
         _share(found, _entry_of(found.ranks), found.ranks)
@@ -163,7 +166,7 @@ def set_with(ranks: Iterable[int]) -> ProcessSet:
 
 
 def _entry_of(ranks: list[int]) -> _Entry | None:
-    """The registered set of those ranks."""
+    """Return the registered set of those ranks."""
     here = world()
     if ranks == list(range(here.size)):
         return _Entry(0, here, here.group, [])
@@ -172,16 +175,20 @@ def _entry_of(ranks: list[int]) -> _Entry | None:
 
 
 def _share(process_set: ProcessSet, entry: _Entry | None, ranks: list[int]) -> None:
-    """The set is the registered one, if it has these ranks."""
+    """Make `process_set` the registered one, if it has these ranks."""
     if entry is not None and process_set.ranks == ranks and process_set._registered() is None:
         entry.sets.append(process_set)
         process_set._entry = entry
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """The set and all equal to it are gone; called by every rank of the world.
+    """Remove a set and all equal ones; every rank of the world calls it.
 
-    False, and nothing has changed, for the set of all ranks. ValueError where it is not registered.
+    Returns:
+        False for the set of all ranks, which cannot be removed; otherwise True.
+
+    Raises:
+        ValueError: The set is not registered.
     """
     here = world()
     number = process_set.process_set_id
@@ -199,7 +206,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def forget_process_sets() -> None:
-    """The world they were of is gone."""
+    """Forget all sets, because their world has ended."""
     global _n_registered
     for entry in _entries.values():
         for each in entry.sets:
@@ -209,35 +216,35 @@ def forget_process_sets() -> None:
 
 
 Set: TypeAlias = ProcessSet | Group | None
-"""What callers may give for a process set; None is the world."""
+"""What callers may pass as a process set; None is the world."""
 
 
 def ranks_given(process_set: Set, group: Group | None) -> Any:
-    """What a caller gave as `process_set=` or as `group=`; None for all ranks of any world."""
+    """Return what the caller passed as `process_set=` or `group=`; None for all ranks."""
     if group is not None and process_set not in (None, global_process_set):
-        raise TypeError("give group= or process_set=, not both: they are two names for the same")
+        raise TypeError("pass group= or process_set=, not both: they mean the same")
     given = process_set if group is None else group
     return None if given is global_process_set else given
 
 
 def group_of(process_set: Set) -> Group:
-    """What operations of that set go through; None is the world."""
+    """Return the `Group` of a process set; None is the world."""
     if process_set is None or isinstance(process_set, (Group, NullGroup)):
         return ops.ranks_of(process_set)
     if not isinstance(process_set, ProcessSet):
-        raise ValueError(f"process_set is a ProcessSet, not {process_set!r}")
+        raise ValueError(f"process_set must be a ProcessSet, not {process_set!r}")
     return process_set.group()
 
 
 def group_of_member(process_set: Set) -> Group | None:
-    """The same; None where this rank is not in the set."""
+    """Return the `Group` of a process set; None if this rank is not in the set."""
     if isinstance(process_set, ProcessSet) and not process_set.included():
         return None
     return group_of(process_set)
 
 
 def set_of(process_set_id: int) -> ProcessSet:
-    """Return the registered set of that number; ValueError where there is none."""
+    """Return the registered set with that number; raise ValueError if there is none."""
     if process_set_id == 0:
         return global_process_set
     entry = _entries.get(process_set_id)
@@ -247,7 +254,7 @@ def set_of(process_set_id: int) -> ProcessSet:
 
 
 def root_in(group: Group, root_rank: int) -> int:
-    """The place in the group of a root, which callers name by its number in the world."""
+    """Return the group rank of a root that is given as a rank of the world."""
     ranks = list(group.transport.ranks)
     if isinstance(root_rank, bool) or root_rank not in ranks:
         raise ValueError(f"root_rank is {root_rank}, but the ranks are {ranks}")
@@ -255,7 +262,7 @@ def root_in(group: Group, root_rank: int) -> int:
 
 
 def root_given(ranks: Group, root_rank: int, group: Group | None) -> int:
-    """The place of a root among `ranks`, which is its number where the caller gave a `group`."""
+    """Return the rank of a root among `ranks`; with a `group`, the caller passed that rank."""
     return root_in(ranks, root_rank) if group is None else root_rank
 
 
@@ -263,7 +270,7 @@ def _numbers(ranks: Any) -> list[int]:
     found: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
     if not all(hasattr(rank, "__index__") for rank in found):
         raise ValueError(
-            f"a ProcessSet is made of a list of ranks or an mpi4py communicator, not of {ranks!r}"
+            f"a ProcessSet needs a list of ranks or an mpi4py communicator, not {ranks!r}"
         )
     return [int(rank) for rank in found]
 

@@ -1,7 +1,7 @@
-"""`horovod.ray.RayExecutor`: actors of a Ray cluster as ranks, which keep what they have.
+"""`horovod.ray.RayExecutor`: Ray actors as ranks, which keep their state between calls.
 
-Each rank is an actor, and so a process of its own. The ranks find each other without MPI, at an
-address of the host of rank 0, when the function that they are given calls `init()`.
+Each rank is an actor, and so a process of its own. When a function that they execute calls
+`init()`, the ranks find each other without MPI, at an address on rank 0's host.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 
 __all__ = ["RayExecutor"]
 
-CAUSE_S = 10.0  # so long an error that others are the consequence of may be on its way
+CAUSE_S = 10.0  # how long to wait for the error that caused the others
 
 
 @dataclass
 class RaySettings:
-    """What `RayExecutor.create_settings` returns.
+    """Settings that `RayExecutor.create_settings` returns.
 
     Attributes:
-        timeout_s: Seconds within which all ranks must have come to `init()`.
+        timeout_s: Seconds within which all ranks must call `init()`.
         placement_group_timeout_s: Seconds within which Ray must have reserved all workers.
     """
 
@@ -48,33 +48,33 @@ class RaySettings:
 
 
 class RayExecutor:
-    """Workers of a Ray cluster, each of them a rank, which call functions together.
+    """Workers of a Ray cluster, each of them a rank, that call functions together.
 
         executor = RayExecutor(RayExecutor.create_settings(timeout_s=30), num_workers=4)
         executor.start()
         results = executor.run(train, args=[0.1])     # in rank order
         executor.shutdown()
 
-    The workers stay from call to call, with all that a function has left in them; the world, too,
-    unless a function called `shutdown()` or raised. Ranks of one node have consecutive numbers.
+    The workers, and the state that functions leave in them, persist between calls; so does the
+    world, unless a function called `shutdown()` or raised. Ranks of a node are consecutive.
 
     Args:
-        settings: Of `create_settings`; None for the standard ones.
+        settings: From `create_settings`; None for the defaults.
         num_workers: The number of ranks, which Ray places on as few nodes as it can.
-        num_hosts: Instead of it, the number of nodes.
-        num_workers_per_host: With `num_hosts`, the number of ranks on each.
+        num_hosts: The number of nodes, instead of `num_workers`.
+        num_workers_per_host: With `num_hosts`, the number of ranks on each node.
         cpus_per_worker: CPUs that each rank reserves.
-        use_gpu: Whether each rank reserves GPUs. A rank then sees all those of its node's ranks,
-            and `init()` takes the one that `local_rank()` says.
-        gpus_per_worker: How many; by default one.
+        use_gpu: Whether each rank reserves GPUs. A rank then sees those of all ranks of its node,
+            and `init()` selects one by `local_rank()`.
+        gpus_per_worker: How many GPUs; by default one.
         use_current_placement_group: Whether the workers run in the placement group of the task or
-            actor that makes the executor, if it has one.
-        min_workers: Must not be given, nor the following: workers do not come and go.
+            actor that creates the executor, if it has one.
+        min_workers: Not supported, nor are the following: the number of workers is fixed.
         max_workers: See `min_workers`.
         reset_limit: See `min_workers`.
         cooldown_range: See `min_workers`.
-        elastic_timeout: Has no meaning here.
-        override_discovery: Has no meaning here.
+        elastic_timeout: Has no effect here.
+        override_discovery: Has no effect here.
     """
 
     def __init__(
@@ -96,18 +96,19 @@ class RayExecutor:
     ) -> None:
         if any(x is not None for x in (min_workers, max_workers, reset_limit, cooldown_range)):
             raise ValueError(
-                "min_workers, max_workers, reset_limit and cooldown_range: workers on Ray do not "
-                "come and go here; give num_workers, and see docs/elastic.md for what there is"
+                "min_workers, max_workers, reset_limit and cooldown_range are not supported: the "
+                "number of workers on Ray is fixed; pass num_workers, and see docs/elastic.md for "
+                "elastic training without Ray"
             )
         if (num_workers is None) == (num_hosts is None):
-            raise ValueError("give num_workers, or num_hosts and num_workers_per_host")
+            raise ValueError("pass num_workers, or num_hosts and num_workers_per_host")
         counts: dict[str, Any] = {"num_workers": num_workers, "num_hosts": num_hosts}
         counts |= {"num_workers_per_host": num_workers_per_host, "gpus_per_worker": gpus_per_worker}
         for name, count in counts.items():
             if count is not None and (not isinstance(count, int) or count < 1):
-                raise ValueError(f"{name} is a number, 1 or more, not {count!r}")
+                raise ValueError(f"{name} must be an integer, 1 or more, not {count!r}")
         if gpus_per_worker and not use_gpu:
-            raise ValueError("gpus_per_worker is given, but not use_gpu=True")
+            raise ValueError("gpus_per_worker needs use_gpu=True")
         self.settings = RaySettings() if settings is None else settings
         self._needs: dict[str, float] = {"CPU": cpus_per_worker}
         if use_gpu:
@@ -120,7 +121,7 @@ class RayExecutor:
         self.workers: list[Any] = []
         """The actors, in rank order."""
         self._n_calls = 0
-        self._went_well = True  # the call before, as far as is known
+        self._went_well = True  # the previous call, as far as is known
 
     @classmethod
     def create_settings(
@@ -134,11 +135,11 @@ class RayExecutor:
         """Return settings for the constructor.
 
         Args:
-            timeout_s: Seconds within which all ranks must have come to `init()`.
-            ssh_identity_file: Has no meaning here: nothing uses SSH.
-            ssh_str: Likewise; it is not written to a file.
+            timeout_s: Seconds within which all ranks must call `init()`.
+            ssh_identity_file: Has no effect here: nothing uses SSH.
+            ssh_str: Has no effect here, either; it is not written to a file.
             placement_group_timeout_s: Seconds within which Ray must have reserved all workers.
-            nics: Has no meaning here: GLOO_SOCKET_IFNAME names an interface.
+            nics: Has no effect here: set GLOO_SOCKET_IFNAME to choose an interface.
         """
         return RaySettings(timeout_s, placement_group_timeout_s)
 
@@ -152,19 +153,19 @@ class RayExecutor:
         """Start the workers.
 
         Args:
-            executable_cls: Every worker makes an object of this class, with which `execute` calls
+            executable_cls: A class of which every worker creates an object; `execute` passes it to
                 its function.
-            executable_args: Positional arguments for that.
-            executable_kwargs: Named arguments for that.
-            extra_env_vars: Environment variables of the workers.
+            executable_args: Positional arguments of the class.
+            executable_kwargs: Keyword arguments of the class.
+            extra_env_vars: Environment variables for the workers.
 
         Raises:
-            LauncherError: The cluster does not have what they need.
-            RuntimeError: They have been started.
+            LauncherError: The cluster does not have the resources that the workers need.
+            RuntimeError: The workers have already been started.
         """
         if self.workers:
             raise RuntimeError(
-                "the workers have been started; call shutdown() before another start"
+                "the workers have already been started: call shutdown() before another start()"
             )
         if not ray.is_initialized():
             ray.init()
@@ -211,13 +212,13 @@ class RayExecutor:
         Args:
             fn: The function, which calls `init()` itself.
             args: Its positional arguments.
-            kwargs: Its named arguments.
-            callbacks: Must not be given: there is no `ray_logger`.
+            kwargs: Its keyword arguments.
+            callbacks: Not supported: there is no `ray_logger`.
 
         Raises:
-            ray.exceptions.RayTaskError: What `fn` raised on a rank, which it also is an instance
-                of. The other ranks raise PeerLostError where they wait for that one, in `init()`
-                too.
+            ray.exceptions.RayTaskError: `fn` raised on a rank; the error is also an instance of
+                what it raised. Other ranks that wait for that one, also in `init()`, raise
+                PeerLostError.
         """
         _refuse_callbacks(callbacks)
         return self._results(self.run_remote(fn, args, kwargs))
@@ -228,47 +229,47 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Begin what `run` does, and return Ray's references to the results, in rank order.
+        """Begin `run`, and return Ray's references to the results, in rank order.
 
-        A call that follows waits for its end.
+        The next call waits until this one has ended.
         """
         given, named = list(args or ()), dict(kwargs or {})
         return self._called(lambda _: fn(*given, **named))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
-        """Call a function with the object that every worker has made, on every rank.
+        """Call a function on every rank, with the object that the worker created in `start`.
 
         Args:
             fn: The function.
-            callbacks: As in `run`.
+            callbacks: Not supported, as in `run`.
 
         Returns:
-            What it returned on each, in rank order.
+            Its results, in rank order.
         """
         _refuse_callbacks(callbacks)
         return self._results(self._called(fn))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call a function with the object that rank 0 has made, there alone.
+        """Call a function on rank 0 only, with the object that the worker created in `start`.
 
         Returns:
-            What it returned.
+            Its result.
         """
         return self._results(self._called(fn, only_first=True))[0]
 
     def shutdown(self) -> None:
-        """End the workers, whatever they do."""
+        """Kill the workers, whatever they are doing."""
         workers, self.workers = self.workers, []
         for worker in workers:
             ray.kill(worker)
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
-            remove_placement_group(reserved)  # and whatever still runs there
+            remove_placement_group(reserved)  # which also ends everything that runs in it
 
     def _placed(self) -> list[Any]:
-        """Return the class of the actors once for each, with its place."""
+        """Return the actor class once for each worker, with its placement."""
         group = get_current_placement_group() if self._inherits else None
-        bundles = [-1] * self.num_workers  # wherever there is room in it
+        bundles = [-1] * self.num_workers  # any bundle of it that has room
         if group is None:
             shares, strategy, per_bundle = self.num_workers, "PACK", 1
             if self._n_hosts is not None:
@@ -297,10 +298,10 @@ class RayExecutor:
         ]
 
     def _gpus_by_host(self, hosts: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Return the variable that shows every rank the GPUs of all ranks of its node.
+        """Return, for each host, the variable that makes all its ranks' GPUs visible to each.
 
-        Ray shows each worker its own ones only, and `torch.cuda.set_device(hvd.local_rank())`, as
-        scripts have it, would not find another.
+        Ray makes only a worker's own GPUs visible, so `torch.cuda.set_device(hvd.local_rank())`,
+        which scripts use, would fail.
         """
         if "GPU" not in self._needs:
             return {}
@@ -312,9 +313,9 @@ class RayExecutor:
 
     def _called(self, fn: Callable[[Any], Any], only_first: bool = False) -> list[Any]:
         if not self.workers:
-            raise RuntimeError("there are no workers: call start() before")
+            raise RuntimeError("there are no workers: call start() first")
         if not self._went_well:
-            # A rank may have returned from a function before another one raised.
+            # A rank may have returned from the function before another one raised.
             ray.get([worker.be_idle.remote() for worker in self.workers])
             ray.get([worker.leave_lost_world.remote() for worker in self.workers])
         self._went_well = False
@@ -324,11 +325,11 @@ class RayExecutor:
         return [worker.execute.remote(sent, self._n_calls) for worker in workers]
 
     def _results(self, references: Sequence[Any]) -> list[Any]:
-        """Return the ranks' results; raise the error that is the cause of the others."""
+        """Return the ranks' results; if ranks failed, raise the error that caused the others."""
         try:
             results: list[Any] = ray.get(list(references))
         except PeerLostError:
-            for reference in references:  # that of the rank which was waited for is about to come
+            for reference in references:  # the error of the rank that the others waited for
                 try:
                     ray.get(reference, timeout=CAUSE_S)
                 except (PeerLostError, ray.exceptions.GetTimeoutError):
@@ -341,7 +342,7 @@ class RayExecutor:
 def _refuse_callbacks(callbacks: Any) -> None:
     if callbacks:
         raise ValueError(
-            "callbacks: horo_lite has no horovod.ray.ray_logger, whose values they are for; return "
+            "callbacks are not supported, since horo_lite has no horovod.ray.ray_logger: return "
             "the values from the function"
         )
 
@@ -353,34 +354,34 @@ class _Worker:
         self._executable: Any = None
 
     def where(self) -> tuple[str, int]:
-        """Return this host, and a port of it that is free."""
+        """Return this host's address, and a free port."""
         return get_node_ip_address(), free_port()
 
     def gpus(self) -> list[str]:
-        """Return the GPUs that Ray has given to this actor."""
+        """Return the GPUs that Ray has assigned to this actor."""
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def become(self, env: dict[str, str], path: list[str]) -> None:
-        """Make this process the rank that the variables say, with the caller's modules."""
+        """Make this process a rank, as the variables say, with access to the caller's modules."""
         os.environ.update(env)
         sys.path += [entry for entry in path if entry not in sys.path]
         spec = _rendezvous()
         if spec.rank == 0 and spec.size > 1:
-            # Before any function runs, so that ranks which fail before init() can report it.
-            with suppress(ImportError, RuntimeError):  # as init() will say, if anybody needs it
+            # Before any function runs, so that ranks that fail before init() can report it.
+            with suppress(ImportError, RuntimeError):  # init() will raise it, if it is called
                 rendezvous.keep_store(spec)
 
     def start_executable(
         self, make: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Make the object that functions are called with."""
+        """Create the object that is passed to functions."""
         self._executable = make(*args, **kwargs)
 
     def be_idle(self) -> None:
-        """Return once the functions before have ended."""
+        """Return once all previous functions have ended."""
 
     def leave_lost_world(self) -> None:
-        """Leave a world of which a rank has left, so that the next `init()` makes a new one."""
+        """Leave the world if another rank has left it: the next `init()` then makes a new one."""
         if context.is_initialized():
             try:
                 context.world().group.transport.check_peer(-1, "the next function")
@@ -388,30 +389,30 @@ class _Worker:
                 _leave_world("another rank failed")
 
     def execute(self, fn: Callable[[Any], Any], number: int) -> Any:
-        """Call a function of all ranks, the one of that number."""
-        # Ranks that meet now are not to find who came, and failed, before. Torch's own name for it.
+        """Call the function with that number, as all ranks do."""
+        # So that the rendezvous does not find ranks of an earlier, failed call. Torch's variable.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         try:
             return fn(self._executable)
         except BaseException as error:
             reason = f"it raised {in_one_line(error)}"
             _leave_world(reason)
-            with suppress(Exception):  # the function may have changed the variables
+            with suppress(Exception):  # the function may have changed the environment
                 rendezvous.report_failure(_rendezvous(), reason)
             raise
 
 
 def _rendezvous() -> RendezvousSpec:
-    """Return where this rank finds the others, as `become` has written it down."""
+    """Return where this rank finds the others, from the environment that `become` has set."""
     spec = rendezvous_spec(Settings.read({}, os.environ), os.environ)
     assert spec is not None
     return spec
 
 
 def _leave_world(reason: str) -> None:
-    """Let ranks that wait for this one raise PeerLostError; the next `init()` makes a new world."""
+    """Make ranks that wait for this one raise PeerLostError; `init()` then makes a new world."""
     if context.is_initialized():
         for transport in context.world().group.transports():
             transport.abandon(reason)
-        with suppress(Exception):  # what was in flight has failed
+        with suppress(Exception):  # operations in flight have failed
             session.shutdown()

@@ -1,4 +1,4 @@
-"""The ops of reductions as Horovod's scripts give them: names, numbers, or `average=`."""
+"""The ops of reductions as Horovod scripts specify them: objects, numbers, or `average=`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class AdasumOp:
         return "Adasum"
 
     def __reduce__(self) -> str:
-        return "Adasum"  # a copy, or what was pickled, is the same
+        return "Adasum"  # copies and unpickled objects are the same instance
 
 
 Adasum = AdasumOp()
 AnyOp: TypeAlias = "Op | AdasumOp"
 
-# Horovod's ops are these numbers, which configurations of scripts may hold.
+# Horovod's ops are numbers in this order, which scripts' configurations may contain.
 _NUMBERED: tuple[AnyOp, ...] = (Average, Sum, Adasum, Min, Max, Product)
 
 
 def op_of(average: Any, op: Any) -> AnyOp:
-    """The op that Horovod's `average=` and `op=` ask for; Average where neither is given."""
+    """Return the op that Horovod's `average=` and `op=` specify; Average if neither is given."""
     if average is not None:
         if not isinstance(average, bool):
-            raise ValueError(f"average is True or False, not {average!r}: give op={average!r}")
+            raise ValueError(f"average must be True or False, not {average!r}: use op={average!r}")
         if op is not None:
-            raise ValueError("average and op are two names for one thing: give op alone")
+            raise ValueError("average and op mean the same: pass only op")
         warnings.warn(
-            "average= is Horovod's old name: say op=hvd.Average or op=hvd.Sum",
+            "average= is Horovod's old name: use op=hvd.Average or op=hvd.Sum",
             DeprecationWarning,
             stacklevel=3,
         )
@@ -46,11 +46,11 @@ def op_of(average: Any, op: Any) -> AnyOp:
 
 
 def named_op(op: object) -> AnyOp:
-    """The op itself where `op` is one or Horovod's number for it; ValueError otherwise."""
+    """Return the op that `op` is, or is Horovod's number of; raise ValueError otherwise."""
     if isinstance(op, (Op, AdasumOp)):
         return op
     if isinstance(op, int) and not isinstance(op, bool) and 0 <= op < len(_NUMBERED):
         return _NUMBERED[op]
     raise ValueError(
-        f"op is hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product, not {op!r}"
+        f"op must be hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product, not {op!r}"
     )

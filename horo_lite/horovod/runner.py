@@ -1,4 +1,4 @@
-"""`horovod.run` and `horovod.runner.run`: a function on every rank of a job of its own."""
+"""`horovod.run` and `horovod.runner.run`: call a function on every rank of a new job."""
 
 from __future__ import annotations
 
@@ -49,35 +49,35 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Call a function on every rank of a job of its own, and return what it returned on each.
+    """Call a function on every rank of a new job, and return the ranks' results.
 
-    `horo_lite.run` with Horovod's arguments. Of `disable_cache` and `verbose` nothing depends here;
-    of `ssh_port`, `ssh_identity_file` and `network_interface`, which are mpiexec's business, a
-    warning says so.
+    This is `horo_lite.run` with Horovod's arguments. `disable_cache` and `verbose` have no effect
+    here. Neither have `ssh_port`, `ssh_identity_file` and `network_interface`, which must be set
+    for mpiexec; a warning says so.
 
     Args:
         func: The function, called on every rank; it calls `init()` itself.
         args: Its positional arguments.
-        kwargs: Its named arguments.
+        kwargs: Its keyword arguments.
         num_proc: The number of ranks.
-        min_num_proc: Must not be given, nor the following: no driver adds hosts here.
+        min_num_proc: Not supported, nor are the following: no driver adds hosts here.
         max_num_proc: See `min_num_proc`.
         slots: See `min_num_proc`.
         reset_limit: See `min_num_proc`.
         cooldown_range: See `min_num_proc`.
         hosts: Hosts, each with its number of ranks, such as "a:4,b:4".
         hostfile: The same in a file, with lines such as `a slots=4`.
-        start_timeout: Seconds within which ranks must have come, where MPI does not start them.
-        ssh_port: Has no meaning here.
-        ssh_identity_file: Has no meaning here.
-        disable_cache: Has no meaning here.
-        output_filename: Must not be given: `func` returns what is needed.
-        verbose: Has no meaning here.
-        use_gloo: Must not be True: jobs are started by mpiexec.
-        use_mpi: What is done anyway.
+        start_timeout: Seconds within which ranks must have found each other, without MPI.
+        ssh_port: Has no effect here.
+        ssh_identity_file: Has no effect here.
+        disable_cache: Has no effect here.
+        output_filename: Not supported: return what you need from `func`.
+        verbose: Has no effect here.
+        use_gloo: True is not supported: jobs are started by mpiexec.
+        use_mpi: Has no effect: jobs are started by mpiexec anyway.
         mpi_args: More arguments for mpiexec, in one string.
-        network_interface: Has no meaning here.
-        executable: Must not be another Python than this one.
+        network_interface: Has no effect here.
+        executable: Must be this Python, if given.
         np: Horovod's older name for `num_proc`.
         min_np: See `min_num_proc`.
         max_np: See `min_num_proc`.
@@ -87,7 +87,7 @@ def run(
         One result per rank, in rank order.
 
     Raises:
-        ValueError: An argument that cannot be followed here.
+        ValueError: An argument is not supported.
         Exception: What `func` raised on a rank; see `horo_lite.run`.
     """
     elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, min_np, max_np)
@@ -95,17 +95,23 @@ def run(
         (use_gloo, "use_gloo=True: horo_lite starts jobs with mpiexec, so leave it out"),
         (
             any(each is not None for each in elastic),
-            "min_num_proc, max_num_proc, slots, reset_limit and cooldown_range: no driver adds "
-            "hosts here; see docs/elastic.md for what there is",
+            "min_num_proc, max_num_proc, slots, reset_limit and cooldown_range are not supported: "
+            "no driver adds hosts here; see docs/elastic.md for elastic training",
         ),
-        (hosts and hostfile, "hosts= or hostfile=, not both"),
-        (output_filename, "output_filename=: return what you need from the function"),
-        (executable not in (None, sys.executable), "executable=: ranks run the Python of this one"),
+        (hosts and hostfile, "pass hosts= or hostfile=, not both"),
+        (
+            output_filename,
+            "output_filename= is not supported: return what you need from the function",
+        ),
+        (
+            executable not in (None, sys.executable),
+            "executable= is not supported: ranks run the same Python as this process",
+        ),
     ):
         if given:
             raise ValueError(words)
     if np is not None:
-        warnings.warn("np= is Horovod's old name: say num_proc=", DeprecationWarning, 2)
+        warnings.warn("np= is Horovod's old name: use num_proc=", DeprecationWarning, 2)
         num_proc = np if num_proc == 1 else num_proc
     ignored = {
         "ssh_port": ssh_port,
@@ -115,8 +121,8 @@ def run(
     named = [f"{name}=" for name, value in ignored.items() if value]
     if named:
         warn(
-            f"{', '.join(named)} of horovod.run: how hosts are reached is mpiexec's business; "
-            "see mpi_args= and ~/.ssh/config"
+            f"{', '.join(named)} of horovod.run has no effect, because mpiexec connects to the "
+            "hosts: use mpi_args= and ~/.ssh/config"
         )
     variables = dict(env or {})
     if start_timeout is not None:
@@ -133,14 +139,14 @@ def run(
 
 
 class UnderTheName:
-    """A function for processes in which `horovod` is this package, before the function is read.
+    """A function that other processes unpickle after making `horovod` a name of this package.
 
     It may use modules of `horovod`, which are imported when it is unpickled.
     """
 
     def __init__(self, fn: Any) -> None:
         if not callable(fn):
-            raise TypeError(f"a function is called on every rank, not {fn!r}")
+            raise TypeError(f"pass a function to be called on every rank, not {fn!r}")
         self._fn = fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,5 +160,5 @@ class UnderTheName:
 
 
 def _read(fn: bytes) -> UnderTheName:
-    install(replace=True)  # the calling process has refused, unless told otherwise
+    install(replace=True)  # the calling process has refused a real one, unless told otherwise
     return UnderTheName(pickle.loads(fn))

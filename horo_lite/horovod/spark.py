@@ -1,4 +1,4 @@
-"""`horovod.spark.run`: a function on ranks that Spark's tasks start."""
+"""`horovod.spark.run`: call a function on ranks that Spark's tasks start."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def run(
     nics: Any = None,
     prefix_output_with_timestamp: bool = False,
 ) -> list[T]:
-    """Call a function on every rank of a job on Spark, and return what it returned on each.
+    """Call a function on every rank of a job on Spark, and return the ranks' results.
 
-    `horo_lite.run(on="spark")` with Horovod's arguments. Each rank is a process of its own, which a
-    task of a barrier stage starts; `fn` calls `init()` itself. What the ranks print is in the logs
-    of the executors.
+    This is `horo_lite.run(on="spark")` with Horovod's arguments. Each rank is a process of its own,
+    which a task of a barrier stage starts; `fn` calls `init()` itself. The ranks' output is in the
+    logs of the executors.
 
     Args:
         fn: The function, called on every rank.
         args: Its positional arguments.
-        kwargs: Its named arguments.
+        kwargs: Its keyword arguments.
         num_proc: The number of ranks; by default `spark.default.parallelism`.
         start_timeout: Seconds within which the ranks must have found each other.
-        use_mpi: Must not be True: without MPI the ranks find each other through PyTorch.
-        use_gloo: Horovod's argument, which has no meaning here.
-        extra_mpi_args: Must not be given, as `use_mpi`.
+        use_mpi: True is not supported: the ranks find each other through PyTorch, without MPI.
+        use_gloo: Horovod's argument, which has no effect here.
+        extra_mpi_args: Not supported, like `use_mpi`.
         env: More environment variables for the ranks.
-        stdout: Must not be given: nothing brings the ranks' output here.
-        stderr: Likewise.
-        verbose: Horovod's argument, which has no meaning here.
-        nics: Likewise.
-        prefix_output_with_timestamp: Likewise.
+        stdout: Not supported: the ranks' output is not collected.
+        stderr: Not supported.
+        verbose: Horovod's argument, which has no effect here.
+        nics: The same.
+        prefix_output_with_timestamp: The same.
 
     Returns:
         One result per rank, in rank order.
@@ -61,20 +61,20 @@ def run(
     """
     if use_mpi or extra_mpi_args:
         raise ValueError(
-            "use_mpi=True and extra_mpi_args: on Spark the ranks find each other without MPI, so "
-            "leave them out"
+            "use_mpi=True and extra_mpi_args are not supported: on Spark the ranks find each other "
+            "without MPI, so leave them out"
         )
     if stdout is not None or stderr is not None:
         raise ValueError(
-            "stdout= and stderr=: what ranks print on Spark is in the logs of the executors; "
-            "return what you need from the function"
+            "stdout= and stderr= are not supported: the ranks' output on Spark is in the logs of "
+            "the executors; return what you need from the function"
         )
     from pyspark import SparkContext
 
     context = SparkContext._active_spark_context
     if context is None:
         raise LauncherError(
-            "there is no SparkContext in this process: make one before, as with "
+            "there is no SparkContext in this process: create one first, for example with "
             "SparkSession.builder.getOrCreate()"
         )
     more = dict(env or {})

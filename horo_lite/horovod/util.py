@@ -1,4 +1,4 @@
-"""What scripts import from `horovod.common.util`."""
+"""Functions that scripts import from `horovod.common.util`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Tell whether the framework `ext_base_name` ("torch", "tensorflow", "keras") is installed."""
+    """Return whether a framework ("torch", "tensorflow" or "keras") is installed."""
     is_there = ext_base_name in ("torch", "tensorflow", "keras") and find_spec(ext_base_name)
     if verbose:
         print(f"{ext_base_name}: {'installed' if is_there else 'not installed'}")
@@ -43,14 +43,14 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, *details: Any, verbose: bool = False) -> None:
-    """ImportError if the framework of `ext_name`, such as "horovod.torch", is not installed."""
+    """Raise ImportError if the framework of `ext_name` ("horovod.torch") is not installed."""
     framework = ext_name.removeprefix("horovod.").partition(".")[0]
     if not extension_available(framework, verbose):
         raise ImportError(f"{ext_name} needs {framework}, which is not installed here")
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Tell whether Adasum can combine so many ranks."""
+    """Return whether Adasum can combine this number of ranks."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
@@ -58,9 +58,9 @@ check_num_rank_power_of_2 = num_rank_is_power_2
 
 
 def split_list(items: Sequence[T], n: int) -> list[Sequence[T]]:
-    """Cut `items` into n parts, in order, whose lengths differ by one at most.
+    """Split `items`, in order, into n parts whose lengths differ by at most one.
 
-    With fewer items than parts, only as many parts as items are returned.
+    With fewer than n items, the result has one part per item.
     """
     n = min(n, len(items))
     size, longer = divmod(len(items), n) if n else (0, 0)

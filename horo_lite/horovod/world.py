@@ -1,4 +1,4 @@
-"""init() and what can be asked of the world, as Horovod names it."""
+"""init() and queries about the world, under Horovod's names."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ def init(
     """Make this process a rank of the world, and register process sets.
 
     Every rank calls it, with the same `process_sets`. HOROVOD_FUSION_THRESHOLD, HOROVOD_TIMELINE
-    and the HOROVOD_STALL_… variables count where horo_lite's own are not set.
+    and the HOROVOD_STALL_… variables are used if horo_lite's own are not set.
 
     Args:
-        comm: An mpi4py communicator, or a list of ranks of MPI.COMM_WORLD, which alone call this
-            then; by default all ranks that the launcher started.
-        process_sets: Sets or lists of ranks. "dynamic" is accepted and changes nothing: sets can
+        comm: An mpi4py communicator, or a list of ranks of MPI.COMM_WORLD, in which case only these
+            call it; by default all ranks that the launcher started.
+        process_sets: Sets or lists of ranks. "dynamic" is accepted and has no effect: sets can
             always be added.
-        rank: See `horo_lite.init`, as for the following.
+        rank: This rank's number; see `horo_lite.init` for this and the following.
         size: The number of ranks.
-        address: A free port of rank 0's host, "host:port".
-        start_timeout_s: Seconds within which all ranks must have come, without MPI.
+        address: A free port on rank 0's host, "host:port".
+        start_timeout_s: Seconds within which all ranks must have called it, without MPI.
         device: "cpu", "cuda" or "cuda:1".
         threads: Threads of BLAS and OpenMP.
         binding: "auto" or "keep".
@@ -90,25 +90,29 @@ def init(
         overlap: "auto", "always" or "never".
         test_hosts: Sizes of simulated hosts, for tests.
         stall_warn_s: Seconds after which a wait for another rank is reported.
-        stall_abort_s: Seconds after which a wait is a StallError.
+        stall_abort_s: Seconds after which a wait for another rank raises StallError.
 
     Returns:
         The world: rank, size, device and the rest.
 
     Raises:
         LauncherError, MismatchError, ValueError, PeerLostError: As `horo_lite.init`.
-        ValueError: `process_sets`, a list of ranks or a variable of Horovod's makes no sense.
+        ValueError: `process_sets`, a list of ranks or one of Horovod's variables is invalid.
     """
     if comm is not None and not hasattr(comm, "Get_group"):
         comm = _communicator(list(comm))
     if isinstance(process_sets, str):
         if process_sets != "dynamic":
-            raise ValueError(f"process_sets is a list of sets or 'dynamic', not {process_sets!r}")
+            raise ValueError(
+                f"process_sets must be a list of sets or 'dynamic', not {process_sets!r}"
+            )
         process_sets = None
-    # The optimizer reads it under its own name.
+    # The optimizer reads it under horo_lite's name.
     if threshold := os.environ.get("HOROVOD_FUSION_THRESHOLD"):
         if not threshold.isdigit():
-            raise ValueError(f"HOROVOD_FUSION_THRESHOLD is a number of bytes, not {threshold!r}")
+            raise ValueError(
+                f"HOROVOD_FUSION_THRESHOLD must be a number of bytes, not {threshold!r}"
+            )
         os.environ.setdefault("HORO_LITE_BUCKET_BYTES", str(max(1, int(threshold))))
     path = os.environ.get("HOROVOD_TIMELINE")
     if path and path != "DYNAMIC":
@@ -135,7 +139,7 @@ def init(
 
 
 def _adopt_stall_limits() -> None:
-    """Let Horovod's variables count where neither horo_lite's own nor arguments do."""
+    """Use Horovod's variables if neither horo_lite's own nor arguments set the limits."""
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         os.environ.setdefault("HORO_LITE_STALL_WARN_S", "0")
     for variable, ours in (
@@ -147,7 +151,7 @@ def _adopt_stall_limits() -> None:
 
 
 def _communicator(ranks: list[int]) -> Any:
-    """Return a communicator over those ranks of all; None for all of them."""
+    """Return a communicator over those ranks; None if they are all ranks."""
     launch = launcher.detect(os.environ)
     by_mpi = launch is not None and launch.name != launcher.TORCHRUN
     if not by_mpi and os.environ.get("WORLD_SIZE", "1") != "1":
@@ -157,7 +161,7 @@ def _communicator(ranks: list[int]) -> Any:
         )
     if launch is None or launch.size == 1:
         if ranks != [0]:
-            raise ValueError(f"comm is the list of ranks {ranks}, but there is one process only")
+            raise ValueError(f"comm is the list of ranks {ranks}, but there is only one process")
         return None
     MPI = mpi.load(launch)
     everyone = MPI.COMM_WORLD
@@ -166,7 +170,7 @@ def _communicator(ranks: list[int]) -> Any:
     if everyone.rank not in ranks or not set(ranks) <= set(range(everyone.size)):
         raise ValueError(
             f"comm is the list of ranks {ranks}, but this is rank {everyone.rank} of "
-            f"{everyone.size}: only those in the list call init()"
+            f"{everyone.size}: only ranks in the list may call init()"
         )
     if is_initialized() and tuple(ranks) in _made:
         return _made[tuple(ranks)]
@@ -179,9 +183,9 @@ _made: dict[tuple[int, ...], Any] = {}
 
 
 def mpi_threads_supported() -> bool:
-    """Tell whether several threads may use MPI at once.
+    """Return whether several threads may use MPI at once.
 
-    Where they may not, asynchronous operations progress only inside calls.
+    If not, asynchronous operations progress only inside calls.
     """
     return world().thread_multiple
 
@@ -192,17 +196,17 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Tell whether this process is one of several ranks, which MPI connects."""
+    """Return whether this process is one of several ranks that MPI connects."""
     return is_initialized() and started_by_mpi()
 
 
 def gloo_built() -> bool:
-    """Tell whether ranks that MPI did not start can communicate: through PyTorch's Gloo."""
+    """Return whether ranks that MPI did not start can communicate, through PyTorch's Gloo."""
     return find_spec("torch") is not None
 
 
 def gloo_enabled() -> bool:
-    """Tell whether this process is one of several ranks, which MPI does not connect."""
+    """Return whether this process is one of several ranks that MPI does not connect."""
     return is_initialized() and world().size > 1 and not started_by_mpi()
 
 
@@ -215,7 +219,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Tell whether the core was built with its part for NVIDIA GPUs."""
+    """Return whether the core was built with support for NVIDIA GPUs."""
     try:
         _native.DeviceQueue(0)
     except DeviceError as error:
@@ -224,15 +228,15 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return False: there is nothing for ROCm in horo_lite."""
+    """Return False: horo_lite does not support ROCm."""
     return False
 
 
 def ddl_built() -> bool:
-    """Return False: there is no DDL in horo_lite."""
+    """Return False: horo_lite does not support DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: there is no oneCCL in horo_lite."""
+    """Return False: horo_lite does not support oneCCL."""
     return False

@@ -10,8 +10,9 @@
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, hvd.allreduce(loss)
 
-Each rank is a process with a JAX of its own; nothing here needs `jax.distributed`. Everything that
-`horo_lite` has is here as well; what is not among the operations below is called outside jit.
+Each rank is a process with its own JAX; nothing here needs `jax.distributed`. Everything in
+`horo_lite` is available here as well; functions other than the operations below must be called
+outside jit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operations among ranks that there are inside jit: shapes, derivatives, what is done when."""
+"""The operations between ranks that can be used inside jit: shapes, derivatives, execution."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from horo_lite.context import on_ended, on_renewed
 from horo_lite.errors import raised_in_graphs
 from horo_lite.jax.primitive import bind
 
-Array = Any  # jax.Array, traced or not; NumPy's where it is said
+Array = Any  # jax.Array, traced or not; a NumPy array where stated
 C = TypeVar("C", bound="Call")
 
 
-# What was compiled knows how many ranks there were. What was compiled ahead stays: `Call.place`.
+# Compiled functions depend on the number of ranks. Those compiled ahead remain: see `Call.place`.
 on_renewed(jax.clear_caches)
 on_ended(MEMORY.clear)
 
 
 @dataclass(frozen=True)
 class Call(ABC):
-    """One operation, as far as it is known when a function is traced. Equal ones are one.
+    """One operation, as far as it is known when a function is traced; compared by value.
 
     Attributes:
         name: For messages.
-        group: The ranks; None for all of the world as it is at the time.
-        place: This rank and the number of ranks, where what the program does with the result
-            depends on them (`here`): a function compiled ahead for another place is an error.
+        group: The ranks; None for all ranks of the current world.
+        place: This rank and the number of ranks, if the program's use of the result depends on
+            them (`here`): it is an error to run a function that was compiled for another place.
     """
 
     name: str | None
@@ -48,59 +48,59 @@ class Call(ABC):
     place: tuple[int, int] | None = field(default=None, kw_only=True)
 
     in_place: ClassVar[bool]
-    """Whether the results are what `start` leaves in its arrays."""
+    """Whether `start` leaves the results in its arrays."""
 
     elementwise: ClassVar[bool] = False
-    """Whether it may be done with several cases side by side, as vmap has them."""
+    """Whether one call can process several cases at once, as vmap needs."""
 
     @property
     def without_gradient(self) -> str:
-        """Why it has none: it does something else with values than with tangents."""
+        """Why it has no gradient, in words; empty if it has one."""
         return ""
 
     def of(self, places: Sequence[int]) -> Call:
-        """The same for some of the arrays."""
+        """Return the same operation for some of the arrays."""
         return self
 
     def ranks(self) -> Group:
         return ops.ranks_of(self.group)
 
     def here(self: C) -> C:
-        """The same for this place alone."""
+        """Return the same operation, for this place only."""
         return replace(self, place=(self.ranks().rank, self.ranks().size))
 
     def check(self, dtypes: Sequence[Any]) -> None:  # noqa: B027 (most take all)
-        """Raise where the function is traced what the operation would raise for such arrays."""
+        """Raise, while the function is traced, the errors that these dtypes would cause later."""
 
     @abstractmethod
     def eagerly(self, xs: Sequence[Array]) -> list[Array]:
-        """The results, of the kind that `xs` are."""
+        """Execute the operation now; return results of the same types as `xs`."""
 
     @abstractmethod
     def start(self, xs: list[Any], name: str) -> Handle:
-        """The operation on NumPy arrays is submitted under that name."""
+        """Submit the operation on NumPy arrays under that name."""
 
     def results(self, xs: Sequence[Any]) -> list[Any]:
-        """The results' shapes and dtypes, from those of `xs`."""
+        """Return the results' shapes and dtypes, given those of `xs`."""
         return list(xs)
 
     def title(self, i: int) -> str:
-        """What messages call the array `i`."""
+        """Return how messages refer to array `i`."""
         return f"{type(self).__name__.lower()} {self.name or ''}".rstrip()
 
     @abstractmethod
     def transposed(self, cotangents: Sequence[Array]) -> Sequence[Array]:
-        """The inputs' cotangents, of an operation that has a gradient."""
+        """Return the inputs' cotangents, if the operation has a gradient."""
 
     def run(self, xs: Sequence[Any]) -> list[Any]:
-        """The results, when XLA gets there; called by one of its threads, with NumPy arrays."""
+        """Execute the operation on NumPy arrays; called by a thread of XLA when it reaches it."""
         try:
             group = self.ranks()
             number = f"call {group.new_number('inside jit')} inside jit"
             if self.place is not None and self.place != (group.rank, group.size):
                 rank, size = self.place
                 raise ValueError(
-                    f"{self.title(0)}: the function was compiled for rank {rank} of {size}, and "
+                    f"{self.title(0)}: the function was compiled for rank {rank} of {size}, but "
                     f"this is rank {group.rank} of {group.size}: compile it again"
                 )
             handle = self.start(list(xs), f"{self.name}, {number}" if self.name else number)
@@ -113,7 +113,7 @@ class Call(ABC):
 
 @dataclass(frozen=True)
 class Allreduce(Call):
-    """What `allreduce` in jit does; see `horo_lite.ops` for the attributes."""
+    """`allreduce` inside jit; see `horo_lite.ops` for the attributes."""
 
     op: Op = Average
     compression: Compressor = Compression.none
@@ -161,7 +161,7 @@ class Allreduce(Call):
     def _given(self, xs: Sequence[Array]) -> tuple[Sequence[Array], dict[str, Any]]:
         weight = float(xs[-1]) if self.weighted else None
         if weight is not None and not 0 <= weight < float("inf"):
-            raise ValueError(f"weight is a number of samples, 0 or more, not {weight}")
+            raise ValueError(f"weight must be a number of samples (0 or more), not {weight}")
         return xs[:-1] if self.weighted else xs, {
             "compression": self.compression,
             "prescale_factor": self.prescale_factor,
@@ -173,7 +173,7 @@ class Allreduce(Call):
 
 @dataclass(frozen=True)
 class Broadcast(Call):
-    """What `broadcast` in jit does."""
+    """`broadcast` inside jit."""
 
     root_rank: int
 
@@ -194,7 +194,7 @@ class Broadcast(Call):
 
 @dataclass(frozen=True)
 class Allgather(Call):
-    """What `allgather` in jit does, with as many rows on every rank."""
+    """`allgather` inside jit, with the same number of rows on every rank."""
 
     in_place = False
 
@@ -220,7 +220,7 @@ class Allgather(Call):
 
 @dataclass(frozen=True)
 class Alltoall(Call):
-    """What `alltoall` in jit does."""
+    """`alltoall` inside jit."""
 
     in_place = False
 

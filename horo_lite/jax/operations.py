@@ -1,15 +1,15 @@
-"""Operations among ranks as functions of JAX arrays: eagerly, inside jit, differentiable.
+"""Operations between ranks as functions of JAX arrays: eager, inside jit, differentiable.
 
-Every rank calls them with the same options. Arrays of one shape and dtype on all ranks, unless said
-otherwise; results are new arrays. Outside jit calls are matched by position, as those of
-`horo_lite`. Inside jit they run when the compiled function does, one after the other in the order
-of the program, however XLA arranges the rest; they are matched by that order among themselves.
+Every rank calls them with the same options. Unless stated otherwise, arrays have the same shape and
+dtype on all ranks; results are new arrays. Outside jit, calls are matched by position, as those of
+`horo_lite`. Inside jit, they run when the compiled function runs, one at a time and in program
+order, however XLA schedules the rest; they are matched by that order among themselves.
 
-`name` is for messages. `group` is a set of ranks; by itself, all of them.
+`name` is for messages. `group` is a set of ranks; by default all.
 
-Gradients are exact: that of an operation is its adjoint, so that a rank gets the derivative of the
-sum of all ranks' losses by its own input. `horo_lite.torch` and `horo_lite.tensorflow`, whose
-functions have Horovod's names, scale some of them as Horovod does.
+Gradients are exact: the gradient of an operation is its adjoint, so each rank gets the derivative
+of the sum of all ranks' losses with respect to its own input. `horo_lite.torch` and
+`horo_lite.tensorflow`, whose functions have Horovod's names, scale some gradients as Horovod does.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def allreduce(
     postscale_factor: float = 1.0,
     group: Group | None = None,
 ) -> Array:
-    """The op over all ranks' `x`; see `horo_lite.allreduce`.
+    """Return the op over all ranks' `x`; see `horo_lite.allreduce`.
 
-    The gradient of a sum or an average is the same op of the ranks' cotangents; other ops have
-    none.
+    The gradient of a sum or an average is the same op over the ranks' cotangents; other ops have
+    no gradient.
 
     Args:
-        x: Of the same shape and dtype on every rank.
+        x: An array of the same shape and dtype on every rank.
         op: Average, Sum, Min, Max or Product.
         name: For messages.
-        compression: What travels, such as Compression.fp16.
-        prescale_factor: Multiplies what this rank contributes.
+        compression: The wire format, such as Compression.fp16.
+        prescale_factor: Multiplies this rank's contribution.
         postscale_factor: Multiplies the result.
-        group: The ranks; default all.
+        group: The ranks; by default all.
     """
     return grouped_allreduce(
         x,
@@ -87,7 +87,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     group: Group | None = None,
 ) -> Tree:
-    """The op over all ranks' `xs`, a list or any other pytree of arrays, reduced as one.
+    """Return the op over all ranks' `xs`, a list or any other pytree of arrays, in one operation.
 
     The other arguments are those of `allreduce`.
     """
@@ -106,20 +106,20 @@ def average_gradients(
     name: str | None = None,
     group: Group | None = None,
 ) -> Tree:
-    """`tree` with the average (or sum) over all ranks in place of every array.
+    """Return `tree` with every array replaced by its average (or sum) over all ranks.
 
     Args:
-        tree: Any pytree, as `jax.grad` returns it; leaves that are not arrays, and equal on all
-            ranks anyway, stay as they are.
+        tree: Any pytree, as `jax.grad` returns it; leaves that are not arrays are returned
+            unchanged, and must be equal on all ranks.
         op: Average or Sum.
-        compression: What travels; `Compression.fp16` halves the bytes.
-        weight: On every rank or on none, what this rank's gradients count: its number of samples,
-            a number or a traced scalar.
+        compression: The wire format; `Compression.fp16` halves the bytes.
+        weight: The weight of this rank's gradients, usually its number of samples: a number or a
+            traced scalar, on every rank or on none.
         name: For messages.
-        group: The ranks; default all.
+        group: The ranks; by default all.
 
     Raises:
-        MismatchError: Naming the first leaf of which the ranks have something else.
+        MismatchError: The ranks' trees differ; it names the first leaf that does.
     """
     if weight is not None and op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op} it has no meaning")
@@ -136,10 +136,10 @@ def reducescatter(
     postscale_factor: float = 1.0,
     group: Group | None = None,
 ) -> Array:
-    """This rank's rows of `allreduce(x)`; see `horo_lite.reducescatter`.
+    """Return this rank's rows of `allreduce(x)`; see `horo_lite.reducescatter`.
 
-    The gradient is all ranks' cotangents, one after the other, for an average divided by the number
-    of ranks. The arguments are those of `allreduce`.
+    The gradient is the concatenation of all ranks' cotangents; for an average, divided by the
+    number of ranks. The arguments are those of `allreduce`.
     """
     part = ops.ranks_of(group).part_of(x)
     call = Allreduce(name, group, op, compression, prescale_factor, postscale_factor)
@@ -147,15 +147,16 @@ def reducescatter(
 
 
 def allgather(x: Array, *, name: str | None = None, group: Group | None = None) -> Array:
-    """All ranks' `x`, one after the other along the first dimension.
+    """Return all ranks' `x`, concatenated along the first dimension.
 
-    Inside jit, where shapes are known beforehand, all ranks have as many rows. The gradient of `x`
-    is the sum over all ranks of its rows' cotangents.
+    Inside jit, where shapes must be known in advance, all ranks have the same number of rows. The
+    gradient of `x` is the sum over all ranks of its rows' cotangents.
 
     Args:
-        x: Alike on every rank in dtype and all dimensions; outside jit, in all but the first.
+        x: An array with the same dtype and shape on every rank; outside jit, the first dimension
+            may differ.
         name: For messages.
-        group: The ranks; default all.
+        group: The ranks; by default all.
     """
     return _one(x, Allgather(name, group))
 
@@ -163,15 +164,15 @@ def allgather(x: Array, *, name: str | None = None, group: Group | None = None) 
 def broadcast(
     x: Array, root_rank: int = 0, *, name: str | None = None, group: Group | None = None
 ) -> Array:
-    """What `x` is on rank `root_rank`.
+    """Return the `x` of rank `root_rank`.
 
     The gradient is the sum of all ranks' cotangents on that rank, and zeros elsewhere.
 
     Args:
-        x: Of the same shape and dtype on every rank.
-        root_rank: Whose; among the ranks of `group`, if that is given.
+        x: An array of the same shape and dtype on every rank.
+        root_rank: The rank whose array all receive; a rank of `group`, if that is given.
         name: For messages.
-        group: The ranks; default all.
+        group: The ranks; by default all.
     """
     return _one(x, Broadcast(name, group, root_rank))
 
@@ -183,15 +184,16 @@ def alltoall(
     name: str | None = None,
     group: Group | None = None,
 ) -> Any:
-    """The rows that all ranks had for this one, in rank order; see `horo_lite.alltoall`.
+    """Send rows to every rank; return those received, in rank order. See `horo_lite.alltoall`.
 
-    Inside jit without `splits`: every rank gets as many rows. The gradient goes the way back.
+    Inside jit, `splits` is not supported: all ranks get the same number of rows. The gradient is
+    sent in the opposite direction.
 
     Args:
-        x: Alike on every rank in dtype and all dimensions but the first.
-        splits: How many rows go to each rank, in order; without it, each gets as many.
+        x: An array with the same dtype and dimensions, except the first, on every rank.
+        splits: How many rows go to each rank, in order; by default the same number to each.
         name: For messages.
-        group: The ranks; default all.
+        group: The ranks; by default all.
 
     Returns:
         The received rows; with `splits`, a pair of these and how many came from each rank.
@@ -200,7 +202,7 @@ def alltoall(
         if is_traced([x]):
             raise ValueError(
                 "alltoall inside jit takes no splits, since the shape of the result must be known "
-                "beforehand: call it outside, or send each rank as many rows, some of them padding"
+                "in advance: call it outside jit, or pad the array to equal numbers of rows"
             )
         return ops.alltoall(x, splits, name=name, group=group)
     return _one(x, Alltoall(name, group))
@@ -210,7 +212,7 @@ def _reduced(tree: Tree, call: Allreduce, weight: Array | None = None) -> Tree:
     named, rebuilt = named_arrays(tree)
     names = () if [name for name, _ in named] == [""] else tuple(name for name, _ in named)
     xs = [x for _, x in named]
-    if is_traced(xs):  # numbers are reduced as floats, as they are outside
+    if is_traced(xs):  # numbers are reduced as floats, as outside jit
         xs = [float(x) if isinstance(x, (bool, int)) else x for x in xs]
     if weight is not None:
         xs.append(jnp.asarray(weight, float))

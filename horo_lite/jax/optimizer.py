@@ -22,35 +22,36 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     name: str | None = None,
     group: Group | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optimizer`, whose `update` from now on works with the gradients of all ranks.
+    """Wrap an optax transformation so that its `update` averages the gradients of all ranks first.
 
-    Every rank makes it with the same options and calls `update` equally often, inside `jax.jit` or
-    outside. What it takes and gives is optax's: it can be chained and wrapped, the state is that of
-    the inner transformation, and gradients are any pytree.
+    Every rank creates it with the same options and calls `update` the same number of times, inside
+    or outside `jax.jit`. The result is an ordinary optax transformation: it can be chained and
+    wrapped, its state is that of the inner transformation, and gradients can be any pytree.
 
-    `update(…, weight=n)`, on every rank or on none, makes the average one over samples: n, a number
-    or a traced scalar, is how many this rank's gradients are the mean of. It is not passed on;
-    other extra arguments are.
+    `update(…, weight=n)`, on every rank or on none, averages over samples: n, a number or a traced
+    scalar, is the number of samples that this rank's gradients are the mean of. It is not passed
+    on; other extra arguments are.
 
-    What looks at gradients (clipping, `optax.apply_if_finite`, `optax.masked`) belongs inside it,
-    where they are those of all ranks: a rank that skips an `update` for itself is one behind.
+    Transformations that depend on gradients (clipping, `optax.apply_if_finite`, `optax.masked`)
+    must be inside it, where they see averages: a rank that skips an `update` on its own falls
+    behind the others.
 
-    Inside `optax.MultiSteps`, which calls it in every mini-step and keeps what the last one gave,
-    gradients are exchanged as often. See `average_gradients` for errors.
+    `optax.MultiSteps` around it calls it in every mini-step and keeps the last result, so gradients
+    are exchanged in every mini-step. See `average_gradients` for errors.
 
     Args:
-        optimizer: What optax.adam or its like returns.
+        optimizer: What optax.adam and similar functions return.
         op: Average or Sum.
-        compression: What travels; `Compression.fp16` halves the bytes.
+        compression: The wire format; `Compression.fp16` halves the bytes.
         name: For messages.
-        group: The ranks; default all.
+        group: The ranks; by default all.
     """
     import optax
 
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"{type(optimizer).__name__} is not an optax.GradientTransformation: give what "
-            "optax.adam or its like returns, or MultiSteps(…).gradient_transformation()"
+            f"{type(optimizer).__name__} is not an optax.GradientTransformation: pass what "
+            "optax.adam or a similar function returns, or MultiSteps(…).gradient_transformation()"
         )
     options = Options(op=op, compression=compression, group=group)
     inner = optax.with_extra_args_support(optimizer)

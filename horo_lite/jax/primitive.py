@@ -1,11 +1,10 @@
-"""Operations among ranks as one JAX primitive: what they do eagerly, when traced and in between.
+"""Operations between ranks as one JAX primitive, in eager and traced code.
 
-What was traced runs in the order of the program on every rank, across jitted functions and among
-the iterations of loops: the primitive has JAX's effect of ordered input and output, whose token
-XLA must hand from each to the next, and JAX from each dispatched computation to the next. So calls
-inside jit are matched among the ranks by their position, as direct calls are, but through the
-engine: XLA runs them when it gets there, and a direct call of the training thread meanwhile must
-not meet one of them.
+Traced calls run in program order on every rank, across jitted functions and the iterations of
+loops: the primitive has JAX's effect for ordered input and output, whose token XLA must pass from
+each call to the next, and JAX from each dispatched computation to the next. So calls inside jit are
+matched between ranks by position, like direct calls, but run through the engine: XLA may execute
+them at any time, and they must not be matched with a direct call of the training thread.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from horo_lite.errors import behind, in_words, raised_in_graphs
 if TYPE_CHECKING:
     from horo_lite.jax.calls import Call
 
-Array = Any  # jax.Array, traced or not; NumPy's where it is said
+Array = Any  # jax.Array, traced or not; a NumPy array where stated
 
 
 def bind(call: Call, xs: Sequence[Array]) -> list[Array]:
-    """The results of the operation: at once, or, where something is traced, when it is run."""
+    """Return the results of the operation: executed now or, if anything is traced, later."""
     _begin_anew()
     if is_traced(xs):
         return list(_primitive.bind(*map(jnp.asarray, xs), call=call))
@@ -43,15 +42,15 @@ def bind(call: Call, xs: Sequence[Array]) -> list[Array]:
 
 
 def is_traced(xs: Sequence[Array]) -> bool:
-    """Whether what is called with `xs` here is to run later: constants, too, while jit traces.
+    """Return whether an operation on `xs` must run later: while jit traces, also on constants.
 
-    Done at once, it would be done by those ranks only that happen to trace the function anew.
+    If it ran now, only those ranks would take part that happen to trace the function again.
     """
     return any(isinstance(x, jax.core.Tracer) for x in (*xs, _probe.bind()))
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """What an operation inside jit raised (MismatchError, PeerLostError, …), behind JAX's error.
+    """Return the error of an operation inside jit (MismatchError, …) that caused JAX's error.
 
         try:
             params, state = step(params, state, batch)
@@ -59,22 +58,22 @@ def cause_of(error: BaseException) -> BaseException | None:
         except jax.errors.JaxRuntimeError as error:
             if isinstance(hvd.cause_of(error), hvd.PeerLostError): ...
 
-    None if `error` comes from something else.
+    None if `error` has another cause.
     """
     return behind(error)
 
 
 def _begin_anew() -> None:
-    """After an error functions with operations can be run again.
+    """Let functions with operations run again after an error.
 
-    Without this JAX would hand the error on to all of them, through the token that orders them. It
-    is done where something is traced or an operation called outside jit, on that thread.
+    Otherwise JAX would pass the error on to all of them, through the token that orders them. Called
+    on the thread that traces a function or calls an operation outside jit.
     """
     global _seen
     last = raised_in_graphs[-1] if raised_in_graphs else None
     if last is not _seen:
         _seen = last
-        with suppress(ImportError, AttributeError):  # no public name
+        with suppress(ImportError, AttributeError):  # not a public name
             from jax._src.dispatch import runtime_tokens
 
             runtime_tokens.clear()
@@ -91,7 +90,7 @@ _primitive.def_impl(lambda *xs, call: call.eagerly(xs))
 
 
 def _through_callback(call: Call, *xs: Array) -> Sequence[Array]:
-    """The operation on copies in the host's memory, in a callback of JAX's."""
+    """Perform the operation in a callback of JAX, on copies in host memory."""
 
     def run(*arrays: Any) -> list[Any]:
         return call.run([np.array(x) if call.in_place else np.asarray(x) for x in arrays])
@@ -99,7 +98,7 @@ def _through_callback(call: Call, *xs: Array) -> Sequence[Array]:
     return io_callback(run, call.results(xs), *xs, ordered=True)
 
 
-# JAX has no public name for the effect that keeps calls in order, but it shows it.
+# JAX has no public name for the effect that keeps calls in order, but a jaxpr contains it.
 (_IN_ORDER,) = jax.make_jaxpr(lambda: io_callback(print, None, ordered=True))().effects
 
 
@@ -113,7 +112,7 @@ def _results(*xs: Any, call: Call) -> Any:
             )
     shapes = call.results(xs)
     call.check([x.dtype for x in shapes])
-    weak = [x.weak_type for x in xs]  # a number stays one to JAX, which decides what it promotes
+    weak = [x.weak_type for x in xs]  # a Python number remains weakly typed, for promotion
     return [
         jax.core.ShapedArray(x.shape, x.dtype, is_weak)
         for x, is_weak in zip(shapes, weak, strict=False)  # a weight has no result
@@ -121,7 +120,7 @@ def _results(*xs: Any, call: Call) -> Any:
 
 
 def _is_numpys(dtype: Any) -> bool:
-    """Whether it is a number of NumPy's own: ml_dtypes gives some of its floats their kind."""
+    """Return whether `dtype` is a numeric type of NumPy itself: ml_dtypes has floats of kind f."""
     return isinstance(dtype, np.dtype) and dtype.isbuiltin == 1 and dtype.kind in "biuf"
 
 
@@ -131,7 +130,7 @@ _lower_to_callback = mlir.lower_fun(
 
 
 class _Traced(NamedTuple):
-    """What a compiled program calls by its number here."""
+    """An operation that compiled programs refer to by its number."""
 
     call: Call
     inputs: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
@@ -143,7 +142,7 @@ _numbers: dict[_Traced, int] = {}
 
 
 def _lower_to_xla(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
-    """A call of XLA's, with the program's own memory; the token keeps it in its place."""
+    """Lower to a custom call on the program's own memory; the token keeps it in order."""
     avals: tuple[Any, Any] = ctx.avals_in, ctx.avals_out
     shapes = [tuple((x.shape, x.dtype) for x in xs) for xs in avals]
     traced = _Traced(call, *shapes)
@@ -168,7 +167,7 @@ def _lower_to_xla(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
 
 
 def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> str | None:
-    """What `Call.run` does, on XLA's memory; what went wrong, if something did."""
+    """Execute `Call.run` on XLA's memory; return the error message, or None."""
     try:
         traced = _traced[number]
         xs, ys = (
@@ -181,7 +180,7 @@ def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> st
             for y, result in zip(ys, traced.call.run(xs), strict=True):
                 if y.shape != result.shape:  # NumPy would repeat a single row
                     raise ValueError(
-                        f"{traced.call.title(0)}: the result has shape {list(result.shape)}, and "
+                        f"{traced.call.title(0)}: the result has shape {list(result.shape)}, but "
                         f"the function was compiled for {list(y.shape)}: compile it again"
                     )
                 y[...] = result
@@ -193,23 +192,23 @@ def _run(number: int, inputs: list[memoryview], results: list[memoryview]) -> st
 
 
 def inside_jit() -> str:
-    """How operations inside jit reach the ranks from a CPU: through "xla", or a "callback".
+    """Return how operations inside jit are called on a CPU: "xla" or "callback".
 
-    As custom calls of XLA's they work on the program's own memory. If the XLA here has an interface
-    that is not known, or HORO_LITE_INSIDE_JIT says so, they are callbacks, as they are on GPUs and
-    TPUs: their inputs and results are copied through the host's memory.
+    As custom calls of XLA, they work on the program's own memory. If XLA has an unknown interface,
+    or HORO_LITE_INSIDE_JIT says so, they are callbacks, as on GPUs and TPUs: inputs and results are
+    then copied through host memory.
     """
     wanted = os.environ.get("HORO_LITE_INSIDE_JIT") or "xla"
     if wanted not in ("xla", "callback"):
-        raise ValueError(f"HORO_LITE_INSIDE_JIT={wanted}: it is xla or callback")
+        raise ValueError(f"HORO_LITE_INSIDE_JIT must be xla or callback, not {wanted}")
     return "xla" if wanted == "xla" and _xla_calls() else "callback"
 
 
 @cache
 def _xla_calls() -> bool:
-    """XLA calls `_run` under our name. False if it is not known how."""
-    jax.devices("cpu")  # before that nothing is registered, whatever is said
-    with suppress(Exception):  # whatever it may be, there are callbacks
+    """Register `_run` with XLA under our name; return False if its interface is unknown."""
+    jax.devices("cpu")  # before this, registering seems to succeed but has no effect
+    with suppress(Exception):  # callbacks are used instead
         header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
         major, minor = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
         handler = _native.xla_handler(_run, (int(major), int(minor)))
@@ -230,9 +229,9 @@ def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *xs: Any, call: Call) -> Any:
 
 
 def _check_devices(ctx: mlir.LoweringRuleContext, call: Call) -> None:
-    """NotImplementedError where several of this process's devices would make the call.
+    """Raise NotImplementedError if several of this process's devices would make the call.
 
-    Each at its own time: which of them meets which of another rank's would be chance.
+    They would do so at different times, and be matched with those of other ranks at random.
     """
     context: Any = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
@@ -240,7 +239,7 @@ def _check_devices(ctx: mlir.LoweringRuleContext, call: Call) -> None:
     if n > 1:
         raise NotImplementedError(
             f"{call.title(0)} inside a function over {n} devices of one rank: start a rank for "
-            "each device, or call it outside of jit on what the function returns"
+            "each device, or call it outside jit on what the function returns"
         )
 
 
@@ -255,14 +254,15 @@ def _jvp(xs: Sequence[Array], tangents: Sequence[Array], *, call: Call) -> Any:
     for x, traced in zip(results, call.results(xs), strict=True):
         if x.shape != traced.shape:
             raise NotImplementedError(
-                f"{call.title(0)} has a gradient only where all ranks have as many rows: pad them"
+                f"{call.title(0)} has a gradient only if all ranks have the same number of rows: "
+                "pad them"
             )
-    # Integers have no tangents, and are not sent again.
+    # Integers have no tangents, so they are not sent again.
     places = [i for i, x in enumerate(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
     moving = [ad.instantiate_zeros(tangents[i]) for i in places]
     if not call.without_gradient:
         moving = _primitive.bind(*moving, call=call.of(places))
-    else:  # an error only where somebody asks for it: the results may be there to be looked at
+    else:  # an error only if the gradient is used: the program may only look at the results
         moving = [_no_tangent.bind(x, call=call) for x in moving]
     moved: list[Any] = [ad.Zero(jax.core.ShapedArray(x.shape, jax.dtypes.float0)) for x in results]
     for i, tangent in zip(places, moving, strict=True):
@@ -299,8 +299,8 @@ def _batch(xs: Sequence[Array], axes: Sequence[int | None], *, call: Call) -> An
         )
     n_results = len(call.results(xs))
     if any(axis is not None for axis in axes[n_results:]):
-        raise NotImplementedError(f"{call.title(0)}: all cases inside vmap have one weight")
-    # In front on every rank, whatever the axis is there.
+        raise NotImplementedError(f"{call.title(0)}: inside vmap, all cases must have one weight")
+    # To the front on every rank, whatever the axis is there.
     xs = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(xs, axes, strict=True)]
     places = [None if axis is None else 0 for axis in axes[:n_results]]
     return _primitive.bind(*xs, call=call), places

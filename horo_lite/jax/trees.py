@@ -1,4 +1,4 @@
-"""Pytrees: gradients, parameters and optimizer states of optax, flax, equinox and one's own."""
+"""Pytrees: gradients, parameters and optimizer states of optax, flax, equinox or your own."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Array = Any
 
 
 def broadcast_parameters(params: Tree, root_rank: int = 0, *, group: Group | None = None) -> Tree:
-    """A new tree with what rank `root_rank` has in `params`, and so alike on every rank.
+    """Return a new tree with the values that rank `root_rank` has in `params`.
 
-    Collective, outside jit. Leaves that are not arrays or numbers (functions, None) are each rank's
-    own.
+    Collective, outside jit. Leaves that are not arrays or numbers (functions, None) are those of
+    each rank itself.
 
     Args:
-        params: Any pytree: parameters, an optimizer's state, both.
-        root_rank: Whose values; among the ranks of `group`, if that is given.
-        group: The ranks; default all.
+        params: Any pytree: parameters, an optimizer's state, or both.
+        root_rank: The rank whose values all receive; a rank of `group`, if that is given.
+        group: The ranks; by default all.
 
     Raises:
-        MismatchError: On every rank, naming the first leaf that differs, where structures, dtypes
-            or shapes are not alike.
+        MismatchError: On every rank, if structures, dtypes or shapes differ; it names the first
+            leaf that does.
     """
     named, rebuilt = named_arrays(params)
     names = [name for name, _ in named]

@@ -6,8 +6,8 @@
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss=...)
     model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
-Everything that `horo_lite` has is here as well. Callbacks are those of tf_keras (Keras 2) where
-TF_USE_LEGACY_KERAS=1 is set, as for `tf.keras`, or where tf_keras has been imported before this.
+Everything in `horo_lite` is available here as well. Callbacks are those of tf_keras (Keras 2) if
+TF_USE_LEGACY_KERAS=1 is set, as for `tf.keras`, or if tf_keras was imported before this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Horovod's callbacks for `fit`: the same start everywhere, averaged metrics, learning rates."""
+"""Horovod's callbacks for `fit`: initial broadcast, averaged metrics, learning rates."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from horo_lite.state.wrapper import unwrapped
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Training starts from the weights and the optimizer's state of rank `root_rank`.
+    """Broadcasts the weights and the optimizer's state of rank `root_rank` when training begins.
 
-    On every rank. A model that has no weights before its first batch (on TensorFlow, one without an
-    Input) gets them after it. Seeds of random layers are left alone: noise is to differ.
+    Use it on every rank. If a model has no weights before its first batch (on TensorFlow, a model
+    without an Input), the broadcast follows that batch. Seeds of random layers are not broadcast,
+    since noise must differ between ranks.
 
-    On TensorFlow it also turns jit_compile off, which is Keras' default where there is a GPU.
+    On TensorFlow it also turns jit_compile off, which Keras turns on by default if there is a GPU.
 
     Args:
-        root_rank: Whose weights and state.
-        device: Horovod's argument, which has no meaning here.
-        local_variables: One or several that are not broadcast: see `register_local_var`.
+        root_rank: The rank whose weights and state all receive.
+        device: Horovod's argument, which has no effect here.
+        local_variables: One or several variables not to broadcast: see `register_local_var`.
     """
 
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
@@ -37,7 +38,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local: list[Any] = [local] if hasattr(local, "assign") else list(local)
 
     def register_local_var(self, var: Any) -> None:
-        """This variable is not broadcast: every rank starts with its own, as local layers do."""
+        """Do not broadcast this variable: every rank starts with its own, as for local layers."""
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -45,15 +46,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = self.model.optimizer
         if size() > 1 and rank() == 0 and not isinstance(optimizer, Averaging):
             warn(
-                f"this model's optimizer, {optimizer!r}, is no DistributedOptimizer, so "
-                "fit() trains every rank by itself: compile with hvd.DistributedOptimizer(...), "
-                "and load a model that you train on with hvd.load_model"
+                f"this model's optimizer, {optimizer!r}, is not a DistributedOptimizer, so "
+                "fit() trains every rank separately: compile with hvd.DistributedOptimizer(...), "
+                "and use hvd.load_model to load a model that you continue to train"
             )
         if keras.backend.backend() == "tensorflow" and self.model.jit_compile:
             if rank() == 0:
                 warn(
-                    "on TensorFlow, XLA cannot compile the exchange of gradients: this "
-                    "model is trained with jit_compile=False"
+                    "on TensorFlow, XLA cannot compile the exchange of gradients: training this "
+                    "model with jit_compile=False"
                 )
             self.model.jit_compile = False
             self.model.make_train_function(force=True)
@@ -81,14 +82,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of an epoch everything in `logs` is the mean over all ranks.
+    """Replaces all metrics in `logs` by their mean over all ranks at the end of each epoch.
 
-    On every rank, with the same metrics. It belongs before callbacks that look at them
-    (ReduceLROnPlateau, EarlyStopping, ModelCheckpoint, TensorBoard), which then do alike on all.
-    Ranks count alike, however many samples they had.
+    Use it on every rank, with the same metrics, and before callbacks that read them
+    (ReduceLROnPlateau, EarlyStopping, ModelCheckpoint, TensorBoard), which then act in the same way
+    on all ranks. All ranks have the same weight, regardless of their numbers of samples.
 
     Args:
-        device: Horovod's argument, which has no meaning here.
+        device: Horovod's argument, which has no effect here.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -105,40 +106,40 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def _number(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """A metric; those that have a value for each class are arrays."""
+    """Return a metric as an array; some metrics have a value for each class."""
     try:
         array = value if is_keras2 else keras.ops.convert_to_numpy(value)
         return np.asarray(array, np.float64)
     except (TypeError, ValueError):
         raise TypeError(
-            f"MetricAverageCallback averages numbers, and logs[{name!r}] is {value!r}: put the "
+            f"MetricAverageCallback averages numbers, but logs[{name!r}] is {value!r}: put this "
             "callback before the one that writes it"
         ) from None
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """From `start_epoch` until before `end_epoch`, the learning rate follows a schedule.
+    """Sets the learning rate by a schedule, from `start_epoch` until before `end_epoch`.
 
-    It is, as in Horovod since 0.23,
+    As in Horovod since 0.23, the rate is
 
-        initial_lr * multiplier(epoch)                       where multiplier is a function,
-        initial_lr * multiplier ** (epoch - start_epoch)     where it is a number.
+        initial_lr * multiplier(epoch)                       if multiplier is a function,
+        initial_lr * multiplier ** (epoch - start_epoch)     if it is a number.
 
-    `logs["learning_rate"]` is the rate at the end of each epoch; with tf_keras `logs["lr"]`, as in
-    Horovod.
+    `logs["learning_rate"]` is the rate at the end of each epoch; with tf_keras it is `logs["lr"]`,
+    as in Horovod.
 
     Args:
-        initial_lr: What is multiplied.
+        initial_lr: The learning rate that is multiplied.
         multiplier: A number, or a function of the epoch.
         start_epoch: The first epoch with the schedule.
-        end_epoch: The first one after it; None: there is none.
-        staircase: With False the rate changes before every batch, and the formulas' epoch has a
-            fraction: epoch + batch / steps_per_epoch. Otherwise at the beginning of an epoch.
-        momentum_correction: While the rate changes, momentum is multiplied by new rate / old rate
-            for that batch (Goyal et al., 2017, remark 2). Only where every step runs eagerly
-            (torch, or run_eagerly=True), or with tf_keras.optimizers.legacy: what is compiled
-            otherwise has the momentum in it for good.
-        steps_per_epoch: Where `fit` does not know it.
+        end_epoch: The first epoch after the schedule; None: it does not end.
+        staircase: True: the rate changes at the beginning of an epoch. False: it changes before
+            every batch, and the epoch in the formulas is epoch + batch / steps_per_epoch.
+        momentum_correction: Whether to multiply the momentum by new rate / old rate for each batch
+            at which the rate changes (Goyal et al., 2017, remark 2). Has an effect only if steps
+            run eagerly (torch, or run_eagerly=True), or with tf_keras.optimizers.legacy: other
+            compiled steps contain the momentum as a constant.
+        steps_per_epoch: The number of batches, if `fit` does not know it.
     """
 
     def __init__(
@@ -165,11 +166,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._momentum: float | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._restore_momentum()  # of a fit() that ended with an exception
+        self._restore_momentum()  # after a fit() that ended with an exception
         steps = self.steps_per_epoch or self.params.get("steps")
         if not self.staircase and not steps:
             raise ValueError(
-                "fit() does not know how many batches an epoch has: give steps_per_epoch=… to "
+                "fit() does not know how many batches an epoch has: pass steps_per_epoch=… to "
                 f"{type(self).__name__}"
             )
         self._steps = steps
@@ -205,7 +206,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer.learning_rate = after
         innermost = _innermost(optimizer)
         momentum = float(getattr(innermost, "momentum", 0) or 0)
-        # Of the legacy family of tf_keras it is a variable, which graphs read.
+        # In tf_keras' legacy family it is a variable, which graphs read.
         is_read = (
             self.model.run_eagerly
             or keras.backend.backend() == "torch"
@@ -222,29 +223,29 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The one with the momentum, which may be inside of a LossScaleOptimizer."""
+    """Return the optimizer with the momentum, which may be inside a LossScaleOptimizer."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """During the first `warmup_epochs` the learning rate climbs to `initial_lr`, batch by batch.
+    """Raises the learning rate to `initial_lr`, batch by batch, during the first `warmup_epochs`.
 
-    As in Horovod it is, with N ranks and before each batch,
+    As in Horovod, with N ranks, the rate before each batch is
 
         initial_lr / N * ((epoch + (batch + 1) / steps_per_epoch) * (N - 1) / warmup_epochs + 1)
 
-    and never more than `initial_lr`, which it has in the last batch: that is the rate of all ranks
+    and never more than `initial_lr`, which it reaches in the last batch: the rate for all ranks
     together, usually one rank's times the number of ranks (Goyal et al., 2017, section 2.2). With
-    steps_per_execution, before each execution instead, and `initial_lr` after the last.
+    steps_per_execution, it changes before each execution, and is `initial_lr` after the last.
 
     Args:
         initial_lr: The rate at the end.
-        warmup_epochs: How long it takes.
+        warmup_epochs: The duration in epochs.
         momentum_correction: As for LearningRateScheduleCallback.
-        steps_per_epoch: Where `fit` does not know it.
-        verbose: 1: rank 0 says when it is over.
+        steps_per_epoch: The number of batches, if `fit` does not know it.
+        verbose: 1: rank 0 prints a line at the end.
     """
 
     def __init__(
@@ -275,22 +276,22 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._reached = epoch
 
     def _fraction(self, batch: int) -> float:
-        return (batch + 1) / self._steps  # so that the last batch has the whole rate
+        return (batch + 1) / self._steps  # so that the last batch has the full rate
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if epoch < self.warmup_epochs <= epoch + 1 and self._reached < self.warmup_epochs:
-            self.model.optimizer.learning_rate = self.initial_lr  # the last batch began unseen
+            self.model.optimizer.learning_rate = self.initial_lr  # the last batch had no callback
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose and rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
-            print(f"\nepoch {epoch + 1}: the learning rate is warmed up, {rate:.6g}")
+            print(f"\nepoch {epoch + 1}: end of the learning rate's warmup, at {rate:.6g}")
 
 
 def broadcast_global_variables(root_rank: int = 0) -> None:
-    """Not in Keras 3, which has no collection of all variables.
+    """Raise an error: Keras 3 has no collection of all variables.
 
     Raises:
-        RuntimeError: Always; it says what to call.
+        RuntimeError: Always; it says what to call instead.
     """
     raise RuntimeError(
         "broadcast_global_variables() needs TensorFlow 1's collection of all variables, which "

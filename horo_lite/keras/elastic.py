@@ -21,15 +21,15 @@ __all__ = [
 
 
 class TensorFlowKerasState(State):
-    """A `State` of a model, its optimizer and whatever else is named.
+    """A `State` of a model, its optimizer and any other objects.
 
         state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
     Args:
         model: A Keras model that has been built.
-        optimizer: Its optimizer, if the model has not been compiled with it.
-        backend: TensorFlow 1's, which has no meaning here.
-        **things: What else belongs to the state: see `horo_lite.elastic.State`.
+        optimizer: Its optimizer, if the model was not compiled with it.
+        backend: TensorFlow 1's argument, which has no effect here.
+        **things: Other objects that belong to the state: see `horo_lite.elastic.State`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._commit()
 
     def _commit(self) -> None:
-        # On JAX the variables are empty while fit() runs, unless it is asked to fill them.
+        # On JAX the variables are empty while fit() runs, until jax_state_sync() fills them.
         fill = getattr(self.model, "jax_state_sync", None)
         if fill is not None:
             fill()
@@ -82,10 +82,10 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """`state.batch` is the number of the epoch's last batch, as in Horovod, and 0 after the epoch.
+    """Sets `state.batch` to the last batch of the epoch, as Horovod does, and to 0 after the epoch.
 
-    Keras 3 does not let a callback shorten an epoch that goes on in its middle: give fit() its
-    rest, such as `steps_per_epoch=n - state.batch`, where that matters.
+    In Keras 3, a callback cannot shorten an epoch that resumes in its middle: if that matters, pass
+    fit() the rest of the epoch, such as `steps_per_epoch=n - state.batch`.
 
     Args:
         state: A state with an attribute `batch`.
@@ -103,7 +103,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """`state.epoch` is the number of epochs that are done, also over several calls of fit().
+    """Sets `state.epoch` to the number of completed epochs, over all calls of fit().
 
     Args:
         state: A state with an attribute `epoch`.

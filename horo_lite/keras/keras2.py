@@ -21,17 +21,17 @@ def wrapped(
     """Return an optimizer of the same class and state whose gradients are exchanged.
 
     Args:
-        optimizer: One of tf_keras.
-        exchange: What exchanges them.
-        passes: How many passes are added up before.
+        optimizer: An optimizer of tf_keras.
+        exchange: The object that exchanges the gradients.
+        passes: How many passes are added up before an exchange.
         average_passes: Whether the sum is divided by their number.
-        rewrap: Makes a distributed optimizer of one that a configuration describes.
+        rewrap: Makes an optimizer that was created from a configuration distributed.
     """
     if passes > 1 and hasattr(optimizer, "inner_optimizer"):
-        raise ValueError("backward_passes_per_step and a LossScaleOptimizer do not go together")
+        raise ValueError("backward_passes_per_step cannot be combined with a LossScaleOptimizer")
     kind: Any = type(optimizer)
     result = object.__new__(_class_of(kind, rewrap))
-    object.__setattr__(result, "__dict__", vars(optimizer))  # one state, whoever changes it
+    object.__setattr__(result, "__dict__", vars(optimizer))  # both objects share one state
     vars(result).update(
         _exchange=exchange,
         _passes=passes,
@@ -42,18 +42,18 @@ def wrapped(
     return result
 
 
-_APPLY_ONLY = {"experimental_aggregate_gradients": False}  # what both families understand
+_APPLY_ONLY = {"experimental_aggregate_gradients": False}  # both families understand it
 
 
 class AveragingOptimizer(Averaging):
-    """What a wrapped optimizer of tf_keras has beside its own class."""
+    """Base class of a wrapped optimizer of tf_keras, in addition to its own class."""
 
     _passes: int
     _share: float
     _sums: dict[Any, tf.Variable]
     _n_passes: tf.Variable | None
 
-    # A LossScaleOptimizer around this one calls these, before it looks whether all are finite.
+    # A LossScaleOptimizer around this one calls these before it checks that all are finite.
 
     def aggregate_gradients(self, grads_and_vars: Iterable[Any]) -> list[Any]:
         return self._averaged(list(grads_and_vars))
@@ -69,7 +69,7 @@ class AveragingOptimizer(Averaging):
         apply = super().apply_gradients  # type: ignore[misc]
         if self._passes > 1:
             if weight is not None:
-                raise ValueError("weight= and backward_passes_per_step do not go together")
+                raise ValueError("weight= cannot be combined with backward_passes_per_step")
             return self._add(pairs, lambda sums: apply(sums, name=name, **_APPLY_ONLY))
         if aggregates:
             pairs = self._averaged(pairs, weight)
@@ -82,9 +82,9 @@ class AveragingOptimizer(Averaging):
         return list(zip(averages, variables, strict=True))
 
     def _add(self, pairs: list[Any], apply: Any) -> Any:
-        """Add the gradients of a pass up; the last one exchanges and applies the sums.
+        """Add up the gradients of a pass; the last pass exchanges and applies the sums.
 
-        The sums are no variables of the optimizer's: a file or a broadcast does not have them.
+        The sums are not among the optimizer's variables, so they are neither saved nor broadcast.
         """
         sums = self._sums
         with tf.init_scope():
@@ -110,7 +110,7 @@ class AveragingOptimizer(Averaging):
                 total.assign(tf.zeros_like(total))
             return tf.identity(iterations)
 
-        # Horovod's count passes, too, which schedules of the learning rate are made for.
+        # Horovod counts passes as iterations, too, which learning rate schedules rely on.
         tf.cond(n_passes % self._passes == 0, step, lambda: tf.identity(iterations.assign_add(1)))
         return iterations
 
@@ -122,7 +122,7 @@ def _class_of(base: type, rewrap: Any) -> Any:
 
     names = {
         "__module__": __name__,
-        # Whoever asks, tf_keras when it saves a model above all, hears of the optimizer's class.
+        # To others, above all tf_keras when it saves a model, it has the optimizer's own class.
         "__class__": property(lambda self: base),
         "from_config": classmethod(from_config),
     }

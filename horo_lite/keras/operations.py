@@ -1,4 +1,4 @@
-"""Operations on values, with Horovod's arguments: numbers, NumPy arrays, tensors of the backend."""
+"""Operations on numbers, NumPy arrays and tensors of the backend, with Horovod's arguments."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def allreduce(
     *,
     group: Group | None = None,
 ) -> Any:
-    """Return the op over all ranks' `value`: by default the average. Every rank calls it.
+    """Return the op over all ranks' `value`, by default the average. Every rank calls it.
 
-    Not inside compiled steps: it is for metrics and the like.
+    For metrics and similar values; not inside compiled steps.
 
     Args:
-        value: A number, an array or an eager tensor: of the same shape and dtype on every rank.
-        name: For messages; where given, alike on all ranks.
+        value: A number, array or eager tensor of the same shape and dtype on every rank.
+        name: For messages; if given, the same on all ranks.
         average: Horovod's older form: True for Average, False for Sum.
-        prescale_factor: Multiplies what this rank contributes.
+        prescale_factor: Multiplies this rank's contribution.
         postscale_factor: Multiplies the result.
         op: Average, Sum, Min, Max, Product or Adasum, or Horovod's number for one. Adasum needs a
-            power of two of ranks, and no compression.
-        compression: What travels, such as Compression.fp16.
-        process_set: The ranks; default all.
-        group: The same as a `Group`.
+            number of ranks that is a power of two, and no compression.
+        compression: The wire format, such as Compression.fp16.
+        process_set: The ranks; by default all.
+        group: The ranks as a `Group`.
     """
     op = op_of(average, op)
     if isinstance(op, AdasumOp):
@@ -78,13 +78,13 @@ def allgather(
     *,
     group: Group | None = None,
 ) -> Any:
-    """Return all ranks' `value`, one after the other along the first dimension.
+    """Return all ranks' `value`, concatenated along the first dimension.
 
     Args:
         value: An array or an eager tensor; only the first dimension may differ between ranks.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
-        group: The same as a `Group`.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
+        group: The ranks as a `Group`.
     """
     return ops.allgather(value, name=name, group=group_of(ranks_given(process_set, group)))
 
@@ -97,14 +97,14 @@ def broadcast(
     *,
     group: Group | None = None,
 ) -> Any:
-    """Return what `value` is on rank `root_rank`.
+    """Return the `value` of rank `root_rank`.
 
     Args:
-        value: Of the same shape and dtype on every rank.
-        root_rank: The world's number of a rank of the set; with `group`, its own number there.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
-        group: The same as a `Group`.
+        value: A number, array or eager tensor of the same shape and dtype on every rank.
+        root_rank: The root's rank in the world; with `group`, its rank in the group.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
+        group: The ranks as a `Group`.
     """
     ranks = group_of(ranks_given(process_set, group))
     root = root_given(ranks, root_rank, group)
@@ -119,9 +119,10 @@ def reducescatter(
     *,
     group: Group | None = None,
 ) -> Any:
-    """Return this rank's rows of `allreduce(value)`; the first ranks get one more where it must be.
+    """Return this rank's rows of `allreduce(value)`.
 
-    The arguments are those of `allreduce`.
+    If rows cannot be divided evenly, the first ranks get one more. The arguments are those of
+    `allreduce`.
     """
     op = op_of(None, op)
     if isinstance(op, AdasumOp):

@@ -1,6 +1,6 @@
 """DistributedOptimizer for Keras 3: `apply()` averages the gradients, then applies them.
 
-That of tf_keras is in keras2.py.
+The one for tf_keras is in keras2.py.
 """
 
 from __future__ import annotations
@@ -39,70 +39,72 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     *,
     group: Group | None = None,
 ) -> Any:
-    """`optimizer`, which from now on applies the gradients of all ranks.
+    """Return an optimizer that averages gradients over all ranks before it applies them.
 
-    Every rank calls it, with the same options, and applies gradients equally often: give each rank
-    batches of its own, as many as the others have (`steps_per_epoch=` of `fit`).
+    Every rank calls it, with the same options, and applies gradients the same number of times: give
+    each rank its own batches, and the same number of them (`steps_per_epoch=` of `fit`).
 
         model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)), loss=...)
 
-    The result is of the class of `optimizer` and shares everything with it: variables, learning
-    rate, configuration. Gradients are averaged when `apply()` (or `apply_gradients`,
-    `stateless_apply`) is called, so clipping, accumulation, decay and moving averages see what one
-    process with all the samples would see. With Keras' own gradient_accumulation_steps every pass
-    is exchanged. It works in `fit` on every backend, compiled on JAX; on TensorFlow the model has
-    to be compiled with jit_compile=False, which is the default where there is no GPU.
+    The result has the class of `optimizer` and shares everything with it: variables, learning rate,
+    configuration. Gradients are averaged when `apply()` (or `apply_gradients`, `stateless_apply`)
+    is called, so clipping, accumulation, decay and moving averages see what one process with all
+    samples would see. With Keras' own gradient_accumulation_steps, every pass is exchanged. It
+    works in `fit` on every backend, compiled on JAX; on TensorFlow, the model must be compiled with
+    jit_compile=False, which is the default if there is no GPU.
 
-    `model.save` writes what it would write of `optimizer`, so a file needs no horo_lite to be read:
-    continue with `horo_lite.keras.load_model`, which makes the optimizer distributed again.
+    `model.save` writes the same file as with `optimizer`, so it can be read without horo_lite. To
+    continue training, use `horo_lite.keras.load_model`, which makes the optimizer distributed
+    again.
 
-    In a training loop of one's own, `apply(grads, variables, weight=n)` takes this rank's number of
+    In your own training loop, `apply(grads, variables, weight=n)` takes this rank's number of
     samples, on every rank or on none: the average is then the mean over all samples, however uneven
-    the batches. In `fit`, such batches want a loss with reduction="sum", op=hvd.Sum and a learning
-    rate divided by the samples of a batch.
+    the batches. In `fit`, uneven batches need a loss with reduction="sum", op=hvd.Sum and a
+    learning rate divided by the samples of a batch.
 
-    A gradient missing on some ranks counts as zeros there. Variables are known by their paths: a
-    rank that has built more models than others needs layers with names (Keras counts those without:
-    dense, dense_1). `register_local_var(variable)`, before the first step, keeps the gradient of a
-    variable to this rank.
+    A gradient missing on some ranks counts as zeros there. Variables are identified by their paths:
+    if a rank has built more models than others, its layers need explicit names (Keras numbers
+    unnamed ones: dense, dense_1). After `register_local_var(variable)`, called before the first
+    step, the gradient of that variable is not exchanged.
 
     Args:
-        optimizer: A Keras optimizer, or the name of one. Under mixed_float16 give a
+        optimizer: A Keras optimizer, or the name of one. Under mixed_float16, pass a
             LossScaleOptimizer: all ranks then skip the same steps.
-        name: Horovod's argument, which has no meaning here.
+        name: Horovod's argument, which has no effect here.
         device_dense: The same.
         device_sparse: The same.
-        compression: What travels; `Compression.fp16` halves the bytes. What has `compress` and
-            `decompress` of its own is called.
-        sparse_as_dense: On TensorFlow, gradients of embeddings become dense before they travel;
-            otherwise the rows of all ranks are gathered.
+        compression: The wire format; `Compression.fp16` halves the bytes. An object with its own
+            `compress` and `decompress` is called.
+        sparse_as_dense: On TensorFlow, convert gradients of embeddings to dense tensors before they
+            travel; otherwise the rows of all ranks are gathered.
         gradient_predivide_factor: Gradients are divided by it before they are added up, and the sum
             by size / factor. Only with op=Average.
-        op: Average, Sum or Adasum. Adasum combines the gradients, so that all ranks keep one state
-            of the optimizer; it needs a power of two of ranks, dense gradients, and on JAX steps
-            that are not compiled.
-        backward_passes_per_step: The gradients of so many batches are added up, and then applied at
-            once; exchanged then too, where steps are not compiled by JAX (there at every pass, to
-            the same numbers). Keras' gradient_accumulation_steps does it, and must not be set.
+        op: Average, Sum or Adasum. Adasum combines the gradients, so all ranks keep the same
+            optimizer state; it needs a number of ranks that is a power of two, dense gradients,
+            and on JAX steps that are not compiled.
+        backward_passes_per_step: The number of batches whose gradients are added up before they are
+            exchanged and applied together. In steps that JAX compiles, every pass is exchanged,
+            with the same result. It uses Keras' gradient_accumulation_steps, which must not be set.
         average_aggregated_gradients: True: the sum is divided by backward_passes_per_step, as Keras
             itself does.
         num_groups: Horovod's older name for `groups`.
-        groups: Which gradients travel together in Horovod. Results do not depend on it, and here
-            nothing does.
-        process_set: The ranks; default all. On others gradients stay as they are.
-        scale_local_gradients: Gradients of local variables are divided by the number of ranks.
+        groups: Which gradients travel together in Horovod. It does not affect results, and has no
+            effect here.
+        process_set: The ranks; by default all. On other ranks gradients are not changed.
+        scale_local_gradients: Whether gradients of local variables are divided by the number of
+            ranks.
         group: The ranks as a `Group`.
 
     Raises:
-        MismatchError: From `apply()`, on every rank, naming the first variable that differs, where
-            ranks come with different gradients or options.
+        MismatchError: From `apply()`, on every rank, if gradients or options differ between ranks;
+            it names the first variable that differs.
     """
     is_keras2 = is_of_keras2(optimizer)
     if not is_keras2:
         optimizer = keras.optimizers.get(optimizer)
         is_keras2 = is_of_keras2(optimizer)
     if isinstance(optimizer, Averaging):
-        raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
+        raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
     options, own_compression = options_of(
         op, compression, process_set, group, gradient_predivide_factor, num_groups, groups
     )
@@ -122,7 +124,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         _check_can_accumulate(optimizer, passes)
     kind: Any = type(optimizer)
     wrapped = object.__new__(_class_of(kind))
-    # One state, whoever loads or changes it; Keras would look into it while it is being set.
+    # Both objects share one state. Set in this way, since Keras would inspect the attribute.
     object.__setattr__(wrapped, "__dict__", vars(optimizer))
     sum_of = 1 if average_aggregated_gradients else passes
     vars(wrapped).update(
@@ -136,20 +138,20 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 def _check_can_accumulate(optimizer: Any, passes: int) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            "backward_passes_per_step and a LossScaleOptimizer do not go together: give the "
-            "optimizer inside of it gradient_accumulation_steps"
+            "backward_passes_per_step cannot be combined with a LossScaleOptimizer: set "
+            "gradient_accumulation_steps of the optimizer inside it"
         )
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     if optimizer.built and steps == passes:
-        return  # it had as many when it was saved, and has the memory for it
+        return  # it was saved with the same number, and has the memory for it
     if steps:
         raise ValueError(
-            "gradient_accumulation_steps of Keras and backward_passes_per_step are two names "
-            "for the same: give one of them"
+            "Keras' gradient_accumulation_steps and backward_passes_per_step mean the same: pass "
+            "only one of them"
         )
     if optimizer.built:
         raise ValueError(
-            "backward_passes_per_step needs an optimizer that has not been built: make the "
+            "backward_passes_per_step needs an optimizer that has not been built: create the "
             "DistributedOptimizer before the first step"
         )
 
@@ -171,24 +173,24 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A `DistributedOptimizer` that keeps the gradients of some layers to this rank.
+    """Return a `DistributedOptimizer` that does not exchange the gradients of some layers.
 
     Args:
         optimizer: As for `DistributedOptimizer`.
-        name: As there.
-        device_dense: As there.
-        device_sparse: As there.
-        compression: As there.
-        sparse_as_dense: As there.
-        gradient_predivide_factor: As there.
-        op: As there.
-        backward_passes_per_step: As there.
-        average_aggregated_gradients: As there.
-        num_groups: As there.
-        groups: As there.
-        process_set: As there.
-        local_layers: A layer, or several, which have been built.
-        scale_local_gradients: As there.
+        name: Likewise.
+        device_dense: Likewise.
+        device_sparse: Likewise.
+        compression: Likewise.
+        sparse_as_dense: Likewise.
+        gradient_predivide_factor: Likewise.
+        op: Likewise.
+        backward_passes_per_step: Likewise.
+        average_aggregated_gradients: Likewise.
+        num_groups: Likewise.
+        groups: Likewise.
+        process_set: Likewise.
+        local_layers: A layer, or several, that have been built.
+        scale_local_gradients: Likewise.
     """
     wrapped = DistributedOptimizer(
         optimizer,
@@ -218,7 +220,7 @@ def variables_of(local_layers: Any) -> list[Any]:
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers)
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
-            raise ValueError(f"local_layers are layers of Keras, not {layer!r}")
+            raise ValueError(f"local_layers must be Keras layers, not {layer!r}")
         if not layer.built:
             raise ValueError(f"the layer {layer.name!r} has no variables yet: build it first")
     return [variable for layer in layers for variable in layer.trainable_weights]
@@ -239,24 +241,24 @@ def load_model(
     average_aggregated_gradients: bool = False,
     group: Group | None = None,
 ) -> Any:
-    """The model that `model.save(filepath)` wrote, with a DistributedOptimizer in the old state.
+    """Load a saved model, and make its optimizer a DistributedOptimizer with the saved state.
 
-    A model without an optimizer has none afterwards.
+    If the model was saved without an optimizer, it has none.
 
     Args:
         filepath: As for `keras.models.load_model`.
         custom_optimizers: Classes of optimizers that are not Keras' own.
         custom_objects: As for `keras.models.load_model`.
-        compression: As for DistributedOptimizer; a file does not keep it, or what follows.
-        legacy_opts: Horovod's argument, which has no meaning here.
+        compression: As for DistributedOptimizer; files contain neither it nor the arguments below.
+        legacy_opts: Horovod's argument, which has no effect here.
         compile: As for `keras.models.load_model`.
-        safe_mode: As there.
+        safe_mode: Likewise.
         op: As for DistributedOptimizer.
-        sparse_as_dense: As there.
-        backward_passes_per_step: As there. Keras 3 keeps it as gradient_accumulation_steps, and
-            averages the passes of an optimizer for which it is not given again.
-        average_aggregated_gradients: As there.
-        group: As there.
+        sparse_as_dense: Likewise.
+        backward_passes_per_step: Likewise. Keras 3 saves it as gradient_accumulation_steps; if it
+            is not given again, Keras averages over the passes.
+        average_aggregated_gradients: Likewise.
+        group: Likewise.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = keras.models.load_model(filepath, known or None, compile, safe_mode)
@@ -274,15 +276,15 @@ def load_model(
 
 
 _LOSS_SCALE = (
-    "a LossScaleOptimizer around a DistributedOptimizer would skip steps on single ranks, wherever "
-    "their own gradients overflow: put them the other way round, "
+    "a LossScaleOptimizer around a DistributedOptimizer would skip steps only on the ranks whose "
+    "own gradients overflow: wrap it the other way round, "
     "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). (compile() adds a "
     "LossScaleOptimizer under mixed_float16 unless there is one.)"
 )
 
 
 class AveragingOptimizer(Averaging):
-    """What a wrapped optimizer has beside its own class."""
+    """Base class of a wrapped optimizer, in addition to its own class."""
 
     _is_averaged: bool
     _passes: int
@@ -315,8 +317,8 @@ class AveragingOptimizer(Averaging):
         *,
         weight: Any = None,
     ) -> Any:
-        # A LossScaleOptimizer looks at the gradients before it calls another's apply(); the rest
-        # call their own.
+        # A LossScaleOptimizer checks the gradients before it calls the inner optimizer's apply();
+        # other optimizers call their own.
         own = vars(self)
         grads = self._averaged(grads, None, weight)
         own["_is_averaged"] = True
@@ -332,16 +334,16 @@ class AveragingOptimizer(Averaging):
     ) -> Sequence[Any]:
         if self._passes > 1:
             if weight is not None:
-                raise ValueError("weight= and backward_passes_per_step do not go together")
-            return grads  # when they have been added up: see _clip_gradients
+                raise ValueError("weight= cannot be combined with backward_passes_per_step")
+            return grads  # exchanged when they have been added up: see _clip_gradients
         if variables is None:
             variables = self._trainable_variables
-        if self._is_averaged or len(grads) != len(variables):  # Keras says what is wrong with that
+        if self._is_averaged or len(grads) != len(variables):  # Keras raises the error
             return grads
         return self._exchange(variables, list(map(name_of, variables)), grads, weight)
 
-    # Two methods that every backend's optimizer of Keras calls, in this order, the second one with
-    # what the passes have added up to.
+    # Every backend's Keras optimizer calls these two methods in this order, the second one with the
+    # sum over the passes.
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         vars(self)["_accumulated"] = list(trainable_variables)
@@ -358,7 +360,7 @@ class AveragingOptimizer(Averaging):
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and value is None:  # as a LossScaleOptimizer does inside it
+        if name == "loss_scale_factor" and value is None:  # set by a LossScaleOptimizer around it
             raise TypeError(_LOSS_SCALE)
         super().__setattr__(name, value)
 
@@ -370,7 +372,7 @@ def _class_of(base: type) -> Any:
 
     names = {
         "__module__": __name__,
-        # Whoever asks, Keras when it saves a model above all, hears of the optimizer's own class.
+        # To others, above all Keras when it saves a model, it has the optimizer's own class.
         "__class__": property(lambda self: base),
         "from_config": classmethod(from_config),
     }

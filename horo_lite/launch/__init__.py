@@ -1,1 +1,1 @@
-"""Starting jobs: which mpiexec, hvd.run, the command line's checks."""
+"""Starting jobs: finding mpiexec, hvd.run, the command line's tools."""

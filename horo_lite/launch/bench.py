@@ -1,10 +1,10 @@
-"""`horo-lite bench`: how fast the collective operations are here, size by size.
+"""`horo-lite bench`: measure the speed of collective operations here, size by size.
 
-What it prints is read like the output of nccl-tests. A time is the median, of the slowest rank, of
-turns in which all ways of doing the same alternate, so that other load on the machine affects them
-equally. "alg." is bytes over time, "bus" that times the share of the bytes that each rank has
-to send and receive whatever the algorithm: 2 (n - 1) / n for an all-reduce, (n - 1) / n for
-allgather, reducescatter and alltoall, 1 for a broadcast
+Its output reads like that of nccl-tests. A time is the slowest rank's median over turns; all
+implementations take turns, so that other load on the machine affects them equally. "alg." is bytes
+over time, "bus" is that times the share of the bytes that each rank must send and receive with any
+algorithm: 2 (n - 1) / n for an all-reduce, (n - 1) / n for allgather, reducescatter and alltoall, 1
+for a broadcast
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
@@ -34,43 +34,43 @@ from horo_lite.start import session
 Array = NDArray[np.float32]
 
 OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall")
-FAR_NS = 320.0  # docs/performance.md: beyond that, two cores share no L3 cache
+FAR_NS = 320.0  # docs/performance.md: with longer round trips, two cores share no L3 cache
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _TURNS = 7
-_TURN_S = 0.02  # a turn repeats what takes less
+_TURN_S = 0.02  # operations that take less are repeated within a turn
 
 
 class Way(NamedTuple):
-    """One way of carrying out an operation: what is timed, and returns the result."""
+    """An implementation of an operation; `run`, which is timed, returns the result."""
 
     name: str
     run: Callable[[], Array]
     divisor: int = 1
-    """Of a result that is an average."""
+    """Divisor of the expected sum, if the result is an average."""
 
 
 class Row(NamedTuple):
-    """What was measured of one way at one size."""
+    """The measurements of one implementation at one size."""
 
     way: str
     n_bytes: int
-    """As nccl-tests counts them: of an allgather what a rank receives, otherwise what it gives."""
+    """As in nccl-tests: what a rank receives in an allgather, otherwise what it contributes."""
     us: float
     """The median time of the slowest rank, in microseconds."""
     algorithm_gb_s: float
     bus_gb_s: float
     memcpys: float
-    """The time as a multiple of one rank's copying so many bytes."""
+    """The time as a multiple of one rank's memcpy of the same bytes."""
     round_trip_ns: float
-    """From core to core, where the operation measured it; otherwise 0."""
+    """The core-to-core round trip, if the operation measured it; otherwise 0."""
 
 
 class Case:
-    """An operation at one size: this rank's numbers, and what the result has to be.
+    """An operation at one size: this rank's input, and the expected result.
 
     Args:
         operation: One of OPERATIONS.
-        n_bytes: The size; a little less where it has to be a multiple of the number of ranks.
+        n_bytes: The size, rounded down if it must be a multiple of the number of ranks.
         rank: This rank's number.
         size: The number of ranks.
     """
@@ -81,10 +81,10 @@ class Case:
         if operation not in ("allreduce", "broadcast"):
             n = max(1, n // size) * size
         self.n_bytes = 4 * n
-        # Element i of rank r is 1 where i and r are the same modulo 7, otherwise 0.
+        # Element i of rank r is 1 if i and r are equal modulo 7, otherwise 0.
         residues = np.arange(n, dtype=np.int32) % 7
         ranks = np.arange(size) % 7
-        n_ranks = np.bincount(ranks, minlength=7)  # that have a 1 there
+        n_ranks = np.bincount(ranks, minlength=7)  # how many have a 1 there
         part = slice(rank * (n // size), (rank + 1) * (n // size))
         expected: dict[str, Callable[[], NDArray[Any]]] = {
             "allreduce": lambda: n_ranks[residues],
@@ -103,14 +103,14 @@ class Case:
         return factors.get(self.operation, (size - 1) / size)
 
     def check(self, way: Way, tolerance: float) -> None:
-        """Carry it out once; ValueError if the result is wrong."""
+        """Run an implementation once; raise ValueError if the result is wrong."""
         result = np.asarray(way.run()).reshape(-1)
         if not np.allclose(result, self.expected / way.divisor, rtol=tolerance, atol=0):
             raise ValueError(f"{way.name}: wrong result of {self.operation}, {self.n_bytes} bytes")
 
 
 def ours(case: Case, size: int, compression: Any) -> Way:
-    """Return this library's way: an all-reduce is an average in place, a broadcast in place."""
+    """Return this library's implementation: all-reduce (an average) and broadcast are in place."""
     x = case.given.copy()
 
     def in_place(operation: Callable[..., object], **options: Any) -> Callable[[], Array]:
@@ -121,7 +121,7 @@ def ours(case: Case, size: int, compression: Any) -> Way:
         return run
 
     ways: dict[str, Callable[[], Any]] = {
-        # Averages, since sums of sums of sums would end at infinity.
+        # Averages, since repeated sums would reach infinity.
         "allreduce": in_place(horo_lite.allreduce_, compression=compression),
         "broadcast": in_place(horo_lite.broadcast_, root_rank=0),
         "allgather": lambda: horo_lite.allgather(x),
@@ -134,7 +134,7 @@ def ours(case: Case, size: int, compression: Any) -> Way:
 
 
 def mpi(case: Case, comm: Any) -> Way:
-    """Return MPI's way, in memory that is there already."""
+    """Return MPI's implementation, into preallocated memory."""
     from mpi4py import MPI
 
     x, result = case.given.copy(), np.empty_like(case.expected)
@@ -151,7 +151,7 @@ def mpi(case: Case, comm: Any) -> Way:
 
 
 def gloo(case: Case) -> Way:
-    """Return PyTorch's gloo's way, in memory that is there already."""
+    """Return gloo's implementation (of PyTorch), into preallocated memory."""
     import torch
     import torch.distributed as dist
 
@@ -169,7 +169,7 @@ def gloo(case: Case) -> Way:
 
 
 def _named(dist: Any, operation: str) -> Callable[..., object]:
-    """Return an operation on one tensor by its name since PyTorch 2.13, or before."""
+    """Return an operation on one tensor, by its name since PyTorch 2.13 or the earlier one."""
     old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
     found: Callable[..., object] = getattr(dist, f"{operation}_single", None) or getattr(
         dist, old[operation]
@@ -187,7 +187,7 @@ def _then(operation: Callable[[], object], result: Array) -> Callable[[], Array]
 
 @contextmanager
 def peers(wanted: bool) -> Iterator[list[Callable[[Case], Way]]]:
-    """Give the other ways that there are here: MPI, if it started this job, and PyTorch's gloo."""
+    """Provide the available peers: MPI, if it started this job, and PyTorch's gloo."""
     if not wanted:
         yield []
         return
@@ -215,7 +215,7 @@ def peers(wanted: bool) -> Iterator[list[Callable[[Case], Way]]]:
 
 
 def measure(case: Case, ways: Sequence[Way], tolerance: float) -> list[Row]:
-    """Time all ways in turn, having checked what they compute. All ranks call it.
+    """Check the results of all implementations, then time them in turn. All ranks call it.
 
     Raises:
         ValueError: A result is wrong.
@@ -260,9 +260,9 @@ def _turn(run: Callable[[], object], repeats: int) -> float:
 
 
 def sizes(begin: int, end: int, factor: float) -> list[int]:
-    """Return the sizes from `begin` to `end` bytes, each `factor` times the one before.
+    """Return the sizes from `begin` to `end` bytes, each `factor` times the previous one.
 
-    The next one has at least one number more, where that is less.
+    Each size has at least one number more than the previous one.
     """
     found = [begin]
     while (following := max(found[-1] + 4, int(found[-1] * factor))) <= end:
@@ -283,7 +283,7 @@ def _n_bytes(text: str) -> int:
 
 def _factor(text: str) -> float:
     if not 1 < (factor := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError("a factor is larger than 1")
+        raise argparse.ArgumentTypeError("a factor must be larger than 1")
     return factor
 
 
@@ -291,27 +291,27 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Time a collective operation on arrays of the host's memory, size by size. "
-        "Inside of a job (mpiexec, srun, torchrun) its ranks are measured; elsewhere it starts "
-        "ranks of its own. For GPUs NCCL does the work: use nccl-tests.",
+        description="Time a collective operation on arrays in host memory, size by size. "
+        "Inside a job (mpiexec, srun, torchrun), it measures the job's ranks; elsewhere it starts "
+        "its own ranks. On GPUs, NCCL does the work: use nccl-tests.",
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("-n", "-np", type=int, default=2, metavar="N", help="how many ranks to start (default: 2)")
-    add("-H", "--hosts", metavar="A:4,B:4", help="where, each host with its number of ranks")
-    add("--op", choices=OPERATIONS, default="allreduce", help="which (default: allreduce)")
-    add("-b", "--begin", type=_n_bytes, default=4, metavar="BYTES", help="from (default: 4)")
-    add("-e", "--end", type=_n_bytes, default=64 << 20, metavar="BYTES", help="to (default: 64M)")
-    add("-f", "--factor", type=_factor, default=4.0, help="from size to size (default: 4)")
-    add("--compression", choices=("none", "fp16", "bf16"), default="none", help="what travels")
-    add("--compare", action="store_true", help="also MPI and PyTorch's gloo, where they are here")
-    add("--json", type=Path, metavar="FILE", help="also write what was measured to this file")
-    add("--plot", type=Path, metavar="FILE", help="also draw it, with matplotlib: .png, .svg, .pdf")
+    add("-n", "-np", type=int, default=2, metavar="N", help="number of ranks to start (default: 2)")
+    add("-H", "--hosts", metavar="A:4,B:4", help="hosts, each with its number of ranks")
+    add("--op", choices=OPERATIONS, default="allreduce", help="operation (default: allreduce)")
+    add("-b", "--begin", type=_n_bytes, default=4, metavar="BYTES", help="first size (default: 4)")
+    add("-e", "--end", type=_n_bytes, default=64 << 20, metavar="BYTES", help="last (default: 64M)")
+    add("-f", "--factor", type=_factor, default=4.0, help="between sizes (default: 4)")
+    add("--compression", choices=("none", "fp16", "bf16"), default="none", help="wire format")
+    add("--compare", action="store_true", help="also MPI and PyTorch's gloo, if available")
+    add("--json", type=Path, metavar="FILE", help="also write the measurements to this file")
+    add("--plot", type=Path, metavar="FILE", help="also plot, with matplotlib: .png, .svg, .pdf")
     return made
 
 
 def work(argv: Sequence[str] | None = None) -> None:
-    """Measure as a rank; rank 0 prints."""
+    """Run the benchmark on this rank; rank 0 prints."""
     options = parser("bench").parse_args(argv)
     world = horo_lite.init(device="cpu")
     is_first = world.rank == 0
@@ -341,7 +341,7 @@ def work(argv: Sequence[str] | None = None) -> None:
 
 
 _HEAD = f"{'bytes':>12} {'':10} {'us':>12} {'alg. GB/s':>10} {'bus GB/s':>9} {'memcpys':>8}"
-_LARGE = 64 << 10  # from here on it is the bytes that take time
+_LARGE = 64 << 10  # from here on, the number of bytes determines the time
 
 
 def _line(row: Row) -> str:

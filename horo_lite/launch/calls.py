@@ -1,6 +1,6 @@
-"""A call on its way to the ranks of a job, and what comes back: files in a directory of their own.
+"""Passing a call to the ranks of a job, and their results back, through files in a directory.
 
-The files have mode 0600, in a directory of mode 0700.
+The files have mode 0600, the directory mode 0700.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def _pickler() -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """Return an object pickled, by cloudpickle where that is installed."""
+    """Return an object pickled, by cloudpickle if that is installed."""
     data: bytes = _pickler().dumps(value)
     return data
 
 
 def pickled_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the call, pickled; TypeError says which part of it cannot be."""
+    """Return the call, pickled; raise TypeError, naming the part that cannot be pickled."""
     try:
         data = dumps((fn, args, kwargs))
     except Exception as error:
@@ -50,24 +50,24 @@ def pickled_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
         return {"call": data, "main": None}
     if not os.path.exists(file):
         raise TypeError(
-            f"{fn!r} is of a notebook or a prompt, which other processes cannot import: "
-            "pip install cloudpickle, or move it into a module"
+            f"{fn!r} was defined in a notebook or at a prompt, where other processes cannot import "
+            "it from: pip install cloudpickle, or move it into a module"
         )
     return {"call": data, "main": os.path.abspath(file)}
 
 
 def unpickled(result: bytes, rank: int) -> Any:
-    """Return the result that a rank has pickled.
+    """Unpickle a rank's result.
 
     Raises:
-        TypeError: It cannot be read in this process.
+        TypeError: It cannot be unpickled in this process.
     """
     try:
         return pickle.loads(result)
     except Exception as error:
         raise TypeError(
-            f"the result of rank {rank} cannot be read in this process ({type(error).__name__}: "
-            f"{error}): return numbers, arrays, lists or dicts"
+            f"the result of rank {rank} cannot be unpickled in this process "
+            f"({type(error).__name__}: {error}): return numbers, arrays, lists or dicts"
         ) from error
 
 
@@ -79,14 +79,14 @@ def _unpicklable(parts: Mapping[str, Any], error: Exception) -> str:
         except Exception as its:
             culprit, error = f"{name} ({type(value).__name__})", its
             break
-    hint = "open files, locks and the like stay where they are: make them inside the function"
+    hint = "open files, locks and similar objects cannot be sent: create them inside the function"
     if _pickler() is pickle:
         hint = "lambdas and inner functions need the package cloudpickle: pip install cloudpickle"
     return f"{culprit} cannot be sent to the ranks ({error}); {hint}"
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically: it exists complete or not at all."""
     new = path.with_name(f"new-{path.name}")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
@@ -94,38 +94,38 @@ def write(path: Path, data: bytes) -> None:
 
 
 def command(path: Sequence[str], folder: str, size: int, rank: int | None = None) -> list[str]:
-    """Return what starts a rank that calls `serve(folder, size, rank)` with this sys.path."""
+    """Return the command for a rank that calls `serve(folder, size, rank)` with this sys.path."""
     start = f"import sys; sys.path[:] = {path!r}; from horo_lite.launch.calls import serve"
     return [sys.executable, "-c", f"{start}; serve({folder!r}, {size}, {rank})"]
 
 
 def alias_main() -> None:
-    """Let what ranks pickled with a script's classes find them in this script."""
+    """Make the script's classes available under the name by which ranks have pickled them."""
     sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
 
 
 class RankError(NamedTuple):
-    """How `fn` ended on a rank."""
+    """The error that `fn` raised on a rank."""
 
     rank: int
     where: str
     summary: str
     traceback: str
     pickled: bytes | None
-    is_victim: bool  # of another rank's end
+    is_victim: bool  # caused by the end of another rank
 
     def as_exception(self) -> BaseException:
         cause = RankTraceback(f"on {self.where}:\n{self.traceback}")
         error: BaseException = JobError(f"{self.where} raised {self.summary}")
         if self.pickled is not None:
-            with contextlib.suppress(Exception):  # its class may not be known here
+            with contextlib.suppress(Exception):  # its class may be unknown here
                 error = pickle.loads(self.pickled)
         error.__cause__ = cause
         return error
 
 
 class RankTraceback(Exception):  # noqa: N818 (shown as the cause of the exception itself)
-    """Where on the rank the exception came from."""
+    """Shows the traceback of an exception on a rank."""
 
 
 def errors_in(folder: Path) -> list[RankError]:
@@ -140,29 +140,29 @@ def errors_in(folder: Path) -> list[RankError]:
 
 
 def serve(folder: str, size: int, rank: int | None = None) -> None:
-    """Make the call in `folder` on this rank, and leave its result or error there.
+    """Execute the call in `folder` on this rank, and write its result or error there.
 
-    The error is raised as well, so that the job ends as it would have without `run`. There is
-    nothing to read from standard input: `input()` raises EOFError, and breakpoint() ends the rank.
+    The error is raised as well, so that the job ends as it would without `run`. Standard input is
+    empty: `input()` raises EOFError, and breakpoint() ends the rank.
 
     Args:
-        folder: Where `run` has left the call.
+        folder: The directory into which `run` has written the call.
         size: The number of ranks.
-        rank: The number of this one; by default as the launcher says.
+        rank: This rank's number; by default from the launcher.
     """
     if rank is None:
         launch = launcher.detect(os.environ)
         rank = (launch.rank if launch is not None else None) or 0
     call: dict[str, Any] = {"is_last": False}
-    with open(os.devnull) as nothing:  # Open MPI leaves ranks but the first a pipe that never ends
+    with open(os.devnull) as nothing:  # Open MPI gives all but the first a pipe that never ends
         os.dup2(nothing.fileno(), 0)
     try:
         try:
             call = pickle.loads(Path(folder, "call").read_bytes())
         except FileNotFoundError:
             raise HoroLiteError(
-                f"{folder} is not there on host {socket.gethostname()}: ranks on several hosts "
-                "need a common directory for temporary files; name one in TMPDIR"
+                f"{folder} does not exist on host {socket.gethostname()}: ranks on several hosts "
+                "need a shared directory for temporary files; set TMPDIR to one"
             ) from None
         sys.argv = call["argv"]
         if call["main"] is not None:
@@ -181,7 +181,7 @@ def serve(folder: str, size: int, rank: int | None = None) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             write(Path(folder, f"error.{rank}"), pickle.dumps(tuple(_error_of(rank, size, error))))
-            if call["is_last"]:  # the caller shows it; once is enough
+            if call["is_last"]:  # the caller shows it
                 sys.stderr.flush()
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         raise
@@ -195,7 +195,7 @@ def _without_serve(trace: types.TracebackType | None) -> types.TracebackType | N
 
 def _error_of(rank: int, size: int, error: BaseException) -> RankError:
     pickled = None
-    if isinstance(error, Exception):  # the caller's process is not to end by sys.exit() here
+    if isinstance(error, Exception):  # sys.exit() on a rank must not end the caller's process
         with contextlib.suppress(Exception):
             pickled = dumps(error)
             pickle.loads(pickled)  # some can only be pickled

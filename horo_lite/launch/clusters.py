@@ -1,4 +1,4 @@
-"""The clusters that `run` knows, each imported when it is asked for."""
+"""The clusters that `run` supports, each imported when it is used."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from horo_lite.launch.tasks import RankEnd, RankTask
 
 Cluster = Callable[[RankTask], list[RankEnd]]
-"""Runs the tasks of all ranks at once, and returns their ends in any order.
+"""Runs the tasks of all ranks at once, and returns how they ended, in any order.
 
-Where a rank has failed, the others are ended, and may be missing from what is returned.
+If a rank fails, the others are terminated, and may be missing from the result.
 """
 
 
 def cluster(name: str) -> Cluster:
-    """Return what runs tasks on "ray", "dask" or "spark".
+    """Return the function that runs tasks on "ray", "dask" or "spark".
 
     Raises:
-        ValueError: It is none of these.
-        ImportError: It is not installed.
+        ValueError: The name is none of these.
+        ImportError: The package is not installed.
     """
     if name == "ray":
         from horo_lite.launch import on_ray
@@ -32,4 +32,4 @@ def cluster(name: str) -> Cluster:
         from horo_lite.launch import on_spark
 
         return on_spark.run_tasks
-    raise ValueError(f"on is 'ray', 'dask' or 'spark', or None for mpiexec, not {name!r}")
+    raise ValueError(f"on must be 'ray', 'dask' or 'spark', or None for mpiexec, not {name!r}")

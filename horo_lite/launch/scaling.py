@@ -1,4 +1,4 @@
-"""`horo-lite model`: how long exchanges and steps should take on other numbers of hosts."""
+"""`horo-lite model`: predict how long exchanges and steps take on other numbers of hosts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ examples:
   %(prog)s --bytes 4e8 --hosts 8 64 --ranks 8 --cores 64 --gbit 100 --latency-us 10
   %(prog)s --costs node.json --json > forecast.json
 
-The costs of a host's cores are measured here, in a few seconds, unless --costs names a file with
-those of another machine ("costs" of --json's output).
+The costs of a host's cores are measured on this machine, in a few seconds, unless --costs names a
+file with those of another one ("costs" in the output of --json).
 """
 
 
 def _number(is_valid: Callable[[float], bool], words: str) -> Callable[[str], float]:
-    """Return what makes a number of an argument, where it is one that has a meaning."""
+    """Return a converter of an argument to a number, which checks its range."""
 
     def number(text: str) -> float:
         value = float(text)  # argparse shows a ValueError as "invalid number value"
         if not is_valid(value):
-            raise argparse.ArgumentTypeError(f"{words}, not {text}")
+            raise argparse.ArgumentTypeError(f"must be {words}, not {text}")
         return value
 
     return number
@@ -48,7 +48,7 @@ def _count(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"more than 0, not {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer more than 0, not {text}")
     return value
 
 
@@ -56,9 +56,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         prog=prog,
-        description="Predict how long averaging the gradients, and a training step, should take on "
-        "several hosts, and where compression and fewer exchanges pay. docs/scaling.md explains "
-        "the model and how far it was off.",
+        description="Predict how long averaging the gradients and a training step take on several "
+        "hosts, and where compression and fewer exchanges pay off. docs/scaling.md explains the "
+        "model and its errors.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -66,47 +66,47 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add = made.add_argument
     size = made.add_mutually_exclusive_group()
     size.add_argument(
-        "--parameters", type=_positive, metavar="N", help="float32 gradients: how many"
+        "--parameters", type=_positive, metavar="N", help="number of float32 gradients"
     )
-    size.add_argument("--bytes", type=_positive, metavar="N", help="or how many bytes (1.024e8)")
+    size.add_argument("--bytes", type=_positive, metavar="N", help="or their bytes (1.024e8)")
     add("--hosts", type=_count, nargs="+", default=[1, 2, 8, 64, 1024], metavar="H")
-    add("--ranks", type=_count, default=1, metavar="R", help="on each host (1)")
-    add("--cores", type=_positive, metavar="C", help="of a host, for its ranks (those here)")
+    add("--ranks", type=_count, default=1, metavar="R", help="ranks on each host (1)")
+    add("--cores", type=_positive, metavar="C", help="a host's cores for its ranks (as here)")
     add("--gbit", type=_positive, default=10.0, metavar="B", help="rate of a host's link (10)")
     add(
         "--flow-gbit",
         type=_positive,
         metavar="B",
-        help="of one TCP connection, where it is limited",
+        help="rate of one TCP connection, if it is limited",
     )
     add("--latency-us", type=_not_negative, default=50.0, metavar="T", help="of a message (50)")
-    add("--message-us", type=_not_negative, metavar="T", help="of a core, for a message (see docs)")
-    add("--compute-s", type=_positive, default=0.2, metavar="S", help="of a step (0.2)")
+    add("--message-us", type=_not_negative, metavar="T", help="core time per message (see docs)")
+    add("--compute-s", type=_positive, default=0.2, metavar="S", help="computation per step (0.2)")
     add(
         "--overlap",
         type=_share,
         default=2 / 3,
         metavar="SHARE",
-        help="of that, during which gradients leave: backward()'s (0.67)",
+        help="share of it in which gradients leave: backward()'s (0.67)",
     )
     add(
         "--bucket-bytes",
         type=_positive,
         default=DEFAULT_BUCKET_BYTES,
         metavar="N",
-        help="on the wire; the last, an eighth of that, leaves when backward() has ended (25 MiB)",
+        help="on the wire; the last bucket is an eighth, and leaves after backward() (25 MiB)",
     )
     add(
         "--busy-cores",
         action="store_true",
-        help="computing takes all cores: nothing of the exchange's own work can hide",
+        help="computation uses all cores: the exchange's own work does not overlap",
     )
     add(
         "--wires",
         nargs="+",
         default=["fp32", "fp16"],
         choices=["fp32", "fp16", "bf16", INT8],
-        help="on the wire; int8 is what a compressor with one byte would be (fp32 fp16)",
+        help="wire formats; int8 stands for a compressor with one byte (fp32 fp16)",
     )
     add(
         "--every",
@@ -114,10 +114,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
         nargs="+",
         default=[1, 4],
         metavar="K",
-        help="steps for one exchange: backward_passes_per_step (1 4)",
+        help="steps per exchange: backward_passes_per_step (1 4)",
     )
-    add("--costs", type=Path, metavar="FILE", help="JSON with the costs of a host, not measured")
-    add("--json", action="store_true", help="for programs: everything, in seconds")
+    add("--costs", type=Path, metavar="FILE", help="JSON file with a host's costs: do not measure")
+    add("--json", action="store_true", help="print everything as JSON, in seconds")
     return made
 
 
@@ -215,9 +215,9 @@ def _print(
         f"{4 * n_elements / 1e6:.1f} MB of float32 gradients, {args.ranks} rank(s) on each host, "
         f"{network.gbit:g} Gbit/s, {network.latency_us:g} us; computing takes "
         f"{1e3 * args.compute_s:g} ms\n"
-        f"costs {source}: {costs.cores:g} core(s); encode + reduce + decode, ns for an element: "
-        f"{wires}; TCP {costs.tcp_ns:.2f} ns for a byte sent and received; "
-        f"{costs.message_us:g} us for a message\n"
+        f"costs {source}: {costs.cores:g} core(s); encode + reduce + decode, ns per element: "
+        f"{wires}; TCP {costs.tcp_ns:.2f} ns per byte sent and received; "
+        f"{costs.message_us:g} us per message\n"
     )
     heads = ["hosts", "wire", "all-reduce", "link", "cores", "latency", "messages", "fill"]
     heads += ["two levels", "every", "step", "computing"]
@@ -229,9 +229,9 @@ def _print(
         cells += [_ms(row["two_levels_s"]), f"{row['every']}", _ms(row["step_s"])]
         print("  ".join(f"{cell:>10}" for cell in [*cells, f"{row['efficiency']:.0%}"]))
     print(
-        "\nlink, cores, latency: what these alone would take. messages: sent by a rank. fill: of "
-        "the first and the last\nwindow. two levels: hosts in groups, which the package does not "
-        "do. every: steps for one exchange.\ncomputing: of a step; 100% is linear scaling."
+        "\nlink, cores, latency: the time that each alone would take. messages: sent by a rank. "
+        "fill: first and last\nwindow. two levels: hosts in groups, which the package does not "
+        "do. every: steps per exchange.\ncomputing: share of a step; 100% is linear scaling."
     )
 
 

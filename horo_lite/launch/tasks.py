@@ -1,8 +1,8 @@
 """Ranks that the tasks of a cluster start: what Ray, Dask and Spark have in common.
 
-A cluster runs n tasks at once, each on one of its workers. Each task starts one rank, in a process
-of its own: whatever a rank does to its process, and however it ends, the worker goes on. The ranks
-find each other without MPI, at an address of the host of rank 0, as `init(address=…)` has it.
+A cluster runs n tasks at once, each on one of its workers. Each task starts one rank in its own
+process: whatever a rank does to it, and however the rank ends, the worker continues. The ranks find
+each other without MPI, at an address on rank 0's host, as with `init(address=…)`.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from typing import NamedTuple, TypeVar
 from horo_lite.launch import calls, jobs
 
 GRACE_S = 2.0
-"""Once a rank has failed, the others may take so long to end by themselves.
+"""After a rank has failed, how long the others may take to end by themselves.
 
-Those of its world do so at once. Those that still wait for it in init() would go on waiting.
+Those in the same world end at once. Those still waiting for it in init() would keep waiting.
 """
 
 T = TypeVar("T")
 
 
 class RankEnd(NamedTuple):
-    """How a rank has ended, as its task reports it."""
+    """How a rank ended, as reported by its task."""
 
     rank: int
     code: int
     """Its exit code."""
     said: str
-    """The end of what it has printed."""
+    """The end of its output."""
     files: dict[str, bytes]
-    """What `calls.serve` has left there: its result or its error."""
+    """The files that `calls.serve` has written: its result or its error."""
     when: float
     """Seconds since 1970."""
 
 
 class RankTask(NamedTuple):
-    """What every task of a job is given; they differ in the number of their rank."""
+    """What every task of a job receives; only the rank differs."""
 
     call: bytes
     """The pickled call, as `calls.serve` reads it."""
     size: int
     """The number of ranks."""
     env: dict[str, str]
-    """Variables for the ranks, on top of the worker's environment."""
+    """Variables for the ranks, added to the worker's environment."""
     path: list[str]
-    """sys.path of the process that called `run`; the ranks look there after the worker's."""
+    """sys.path of the process that called `run`; ranks search it after the worker's."""
 
     def run(
         self, rank: int, address: str, is_cancelled: Callable[[], bool] = lambda: False
@@ -62,7 +62,7 @@ class RankTask(NamedTuple):
         Args:
             rank: Its number.
             address: The host of rank 0, and a free port there.
-            is_cancelled: Whether nobody waits for the result any more, or another rank has failed;
+            is_cancelled: Returns whether the result is no longer needed or another rank has failed;
                 the rank then has GRACE_S left.
         """
         path = [*sys.path, *(entry for entry in self.path if entry not in sys.path)]
@@ -89,19 +89,19 @@ def ends_of(
     first_done: Callable[[Sequence[T], float | None], Collection[T]],
     end_of: Callable[[T], RankEnd],
 ) -> list[RankEnd]:
-    """Wait for tasks, and return the ends of their ranks.
+    """Wait for tasks, and return how their ranks ended.
 
-    Of all of them; or, once a rank has failed, of those that end within GRACE_S. The caller ends
-    the others.
+    After a rank has failed, only those that end within GRACE_S are returned. The caller ends the
+    others.
 
     Args:
-        running: The tasks, in a form of the cluster's.
-        first_done: Waits until some of these are done, or as many seconds have passed, and returns
-            those that are done.
-        end_of: Returns what a task that is done has returned.
+        running: The cluster's handles of the tasks.
+        first_done: Waits until some of the given tasks are done, or for the given seconds, and
+            returns those that are done.
+        end_of: Returns the result of a task that is done.
 
     Raises:
-        Exception: `end_of` has: the task itself has failed.
+        Exception: From `end_of`: the task itself has failed.
     """
     ends: list[RankEnd] = []
     waiting, until = list(running), None
@@ -117,9 +117,9 @@ def ends_of(
 
 
 def ranks_by_host(hosts: Sequence[str]) -> list[int]:
-    """Return a rank for each task: those of one host have consecutive ones.
+    """Return a rank for each task, such that ranks on the same host are consecutive.
 
-    The results are then those of a job with as many ranks on each host, to the bit.
+    Results then have the same bits as in any job with these numbers of ranks on the hosts.
 
     Args:
         hosts: The host of each task.
@@ -130,14 +130,14 @@ def ranks_by_host(hosts: Sequence[str]) -> list[int]:
 
 
 def address_of(host: str, port: int) -> str:
-    """Return "host:port", also of an IPv6 address."""
+    """Return "host:port", also for an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody listens at.
+    """Return a free port of this host.
 
-    It is below those that the kernel gives to outgoing connections: one of them might take it
+    It is below those that the kernel assigns to outgoing connections, which might otherwise take it
     before rank 0 does.
     """
     while True:

@@ -1,6 +1,6 @@
 """A live view of the ranks of a job: `horo-lite top`.
 
-It reads what the ranks' recorders write anyway, and the ranks do not notice.
+It reads what the ranks' recorders write in any case, without affecting the ranks.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from horo_lite.recording import recorder
 from horo_lite.recording.records import ENDING, Operation, Records, of_file, ranks_text
 
 _CLEAR = "\x1b[H\x1b[2J"
-# Below this difference between the shares of time that ranks wait, none of them is late.
+# If the shares of time that ranks spend waiting differ by less than this, no rank is reported as
+# slowest.
 _WORTH_REPORTING = 0.05
 
 
 class Sample(NamedTuple):
-    """What the ranks of one job have done so far, by their numbers."""
+    """The records of the ranks of one job at one time, by rank."""
 
     at_ns: int
     ranks: Mapping[int, Records]
 
 
 def sample(places: Sequence[Path], job: str | None = None) -> Sample:
-    """Return what the ranks of one job that runs have recorded.
+    """Return what the ranks of a running job have recorded.
 
     Args:
-        places: Folders or traces beside which recorders have their files; without any, all
-            processes of this host that one may look into.
-        job: What names the job; by default it is the one that began last.
+        places: Folders or traces beside which recorders keep their files; if empty, all accessible
+            processes of this host are searched.
+        job: The name of the job; by default the one that began last.
     """
     found = []
     for path in _files(places):
@@ -76,7 +77,7 @@ def _files_of_processes() -> Iterator[Path]:
                     continue
                 status = link.stat()
                 file = status.st_dev, status.st_ino
-                if file not in seen:  # forked children have it, too
+                if file not in seen:  # forked children have the same file
                     seen.add(file)
                     yield link
 
@@ -86,7 +87,7 @@ def _is_here(records: Records) -> bool:
 
 
 def _resident_bytes(records: Records) -> int:
-    """The memory of a process of this host; 0 once it has ended."""
+    """Return the resident memory of a process of this host; 0 after it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         path = Path("/proc") / str(int(records.description["pid"])) / "statm"
         return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -94,7 +95,7 @@ def _resident_bytes(records: Records) -> int:
 
 
 class _Row(NamedTuple):
-    """What one rank did between two samples; shares are of the time between them."""
+    """What one rank did between two samples; shares refer to the time between them."""
 
     steps_per_s: float
     operations_per_s: float
@@ -109,7 +110,7 @@ def _row(before: Records | None, now: Records, from_ns: int, at_ns: int) -> _Row
     waited_ns = now.counters.waited_ns - since.waited_ns
     exchanged_ns = now.counters.exchanged_ns - since.exchanged_ns
     last = _in_direct_call(now)
-    if last is not None:  # what it is in has not been counted yet
+    if last is not None:  # the operation in progress has not been counted yet
         begun_ns = last.begun_ns or at_ns
         waited_ns += max(0, begun_ns - max(last.submitted_ns, from_ns))
         exchanged_ns += max(0, at_ns - max(begun_ns, from_ns))
@@ -123,7 +124,7 @@ def _row(before: Records | None, now: Records, from_ns: int, at_ns: int) -> _Row
 
 
 def _in_direct_call(records: Records) -> Operation | None:
-    """The one that a rank of this host is in; of others the clock is another."""
+    """Return the direct call that a rank of this host is in; other hosts' clocks differ."""
     last = records.operations[-1] if records.operations else None
     is_in_it = last is not None and not last.done_ns and not last.asynchronous
     return last if is_in_it and _is_here(records) else None
@@ -183,24 +184,24 @@ def _doing(records: Records, now_ns: int) -> str:
 
 
 def _line(text: str) -> str:
-    """What a rank, perhaps another user's, has written, as it can be shown in one line."""
+    """Return text of a rank, perhaps another user's, in a form that is safe to show in one line."""
     return printable(text).replace("\n", " ")
 
 
 def main(places: Sequence[Path], *, interval_s: float, once: bool) -> int:
-    """Show what the ranks of a job do, until it ends.
+    """Show what the ranks of a job are doing, until it ends.
 
     Args:
         places: See `sample`.
         interval_s: Seconds between two views.
-        once: Whether one view is enough.
+        once: Whether to show only one view.
 
     Returns:
-        1 where there is no such job, else 0.
+        1 if there is no such job, otherwise 0.
     """
     before = sample(places)
     if not before.ranks:
-        print("there is no job whose memory you may read", file=sys.stderr)
+        print("there is no job whose memory this user may read", file=sys.stderr)
         return 1
     job = next(iter(before.ranks.values())).description["job"]
     while True:

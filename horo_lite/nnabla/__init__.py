@@ -7,12 +7,13 @@
     solver = hvd.DistributedOptimizer(S.Adam())
     solver.set_parameters(nn.get_parameters())
 
-`weight_decay`, `clip_grad_by_norm`, `scale_grad`, `check_inf_grad` and the like see the gradients
-of all ranks, as `update` does: the first of them after backward() exchanges. With uneven batches,
-`solver.synchronize(weight=n)` before, and `with solver.skip_synchronize(): solver.update()`.
+`weight_decay`, `clip_grad_by_norm`, `scale_grad`, `check_inf_grad` and similar methods see the
+averaged gradients, as `update` does: the first of them after backward() exchanges gradients. With
+uneven batches, call `solver.synchronize(weight=n)` first, and then
+`with solver.skip_synchronize(): solver.update()`.
 
-A script for NNabla's communicator takes `MultiProcessDataParallelCommunicator` from here and not
-from `nnabla.communicators`, or runs unchanged:
+A script for NNabla's communicator imports `MultiProcessDataParallelCommunicator` from here instead
+of `nnabla.communicators`, or runs unchanged:
 
     mpiexec -n 2 python -m horo_lite.nnabla train.py
 """
@@ -30,9 +31,9 @@ MultiProcessDataParalellCommunicator = MultiProcessDataParallelCommunicator  # N
 
 
 def install() -> None:
-    """Scripts find the communicator where they look for it: in `nnabla.communicators`.
+    """Put this communicator into `nnabla.communicators`, where scripts import it from.
 
-    And where they ask for "cudnn" without having it, they compute on the CPU: see
+    Scripts that request "cudnn" without having it then compute on the CPU: see
     `get_extension_context`.
     """
     import nnabla.communicator

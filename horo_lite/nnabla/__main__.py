@@ -10,9 +10,9 @@ from horo_lite.nnabla import install
 
 
 def main() -> None:
-    """Run a script of NNabla's with this package in the place of its communicator."""
+    """Run an NNabla script with this package in place of NNabla's communicator."""
     if len(sys.argv) < 2:
-        raise SystemExit("mpiexec -n 2 python -m horo_lite.nnabla train.py [its arguments]")
+        raise SystemExit("usage: mpiexec -n 2 python -m horo_lite.nnabla train.py [its arguments]")
     install()
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

@@ -1,4 +1,4 @@
-"""Which gradients are complete while backward() still runs."""
+"""Detect which gradients are complete while backward() is still running."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NdArray = Any  # nnabla.NdArray
 
 
 class Backward:
-    """To be told of each function that backward() has run; tells whose gradients are complete.
+    """Reports which gradients are complete; call it after each function that backward() has run.
 
-    A gradient is complete when all functions that add to it have run, and a parameter may be in
-    several. Which functions a pass will run is read off the graph at its first one, which made the
-    loss: nothing else marks where a pass begins or ends. `begin` gives the gradients and their
-    numbers; a pass that writes none of them is none that ends. Where there are none, nothing is
-    read off, and this is for one pass only.
+    A gradient is complete when all functions that add to it have run, and a parameter may be used
+    in several. NNabla does not mark where a pass begins or ends: so the functions that it will run
+    are taken from the graph when it runs the first one, which computed the loss. `begin` returns
+    the gradients and their numbers; for a pass that writes none of them, `end` is not called. If it
+    returns none, the object stays idle from then on.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Backward:
         end: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_begin, self._on_ready, self._on_end = begin, ready, end
-        self._left: dict[Function, set[int]] = {}  # what will run, and which gradients it writes
+        self._left: dict[Function, set[int]] = {}  # still to run, and the gradients each writes
         self._uses: Counter[int] = Counter()
         self.is_idle = False
 
@@ -68,17 +68,17 @@ class Backward:
 
 
 def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], None]:
-    """What backward() calls so that gradients travel while it still runs.
+    """Return a hook for backward() that sends gradients while it is still running.
 
         loss.backward(clear_buffer=True, function_post_hook=hvd.overlap(solver))
         solver.update()
 
-    `solver` is a DistributedOptimizer; made and given anew for each pass, on every rank. A bucket
-    (`bucket_bytes`) leaves as soon as its gradients are complete, the first time in the second
-    step, when all ranks know the plan; results are there when the solver next looks at gradients,
-    and they are not to be touched before. The last bucket, before which nothing is left to compute,
-    leaves when the solver looks: a model whose gradients fit into one has nothing to overlap, and
-    its backward() runs as without this. `weight` as for `update()`, which takes none then.
+    `solver` is a DistributedOptimizer. Create a new hook for each pass, on every rank. From the
+    second step on, when all ranks know the plan, a bucket (`bucket_bytes`) leaves as soon as its
+    gradients are complete. Results are available when the solver next reads gradients; do not touch
+    these before. The last bucket leaves only then, since no computation is left to overlap with: if
+    all gradients fit into one bucket, backward() runs as without the hook. `weight` is that of
+    `update()`, which must then be called without it.
     """
     if type(solver) is not DistributedOptimizer:
         raise TypeError(f"overlap() takes a DistributedOptimizer, not {type(solver).__name__}")
@@ -89,7 +89,7 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
     def begin() -> dict[NdArray, int]:
         named = own.named()
         if not own.has_begun:
-            own.forget()  # the last pass' gradients, if the solver looked at them and did not step
+            own.forget()  # gradients of the last pass, if the solver read them but did not step
             own.begin(named, weight)
         assert own.reducer is not None
         return {named[i][1].grad: i for i in own.reducer.early()}
@@ -101,7 +101,7 @@ def overlap(solver: Any, weight: float | None = None) -> Callable[[Function], No
     backward = Backward(begin, ready)
 
     def hook(function: Function) -> None:
-        if not (backward.is_idle and own.has_begun):  # else this pass overlaps with nothing
+        if not (backward.is_idle and own.has_begun):  # otherwise there is nothing to overlap
             backward.is_idle = False
             backward(function)
 

@@ -1,4 +1,4 @@
-"""NNabla's communicator, on CPUs: the calls of `nnabla.communicators`, among this job's ranks."""
+"""NNabla's communicator on CPUs: the API of `nnabla.communicators` between this job's ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ N_REDUCERS = 16
 class MultiProcessDataParallelCommunicator:
     """The communicator of NNabla's tutorial on distributed training, without CUDA.
 
-    Made and `init()`ed on every rank. Arrays are `NdArray`s, one or a list of them, and hold the
-    result themselves; `inplace`, which there chooses between memory and speed, changes nothing.
-    Results have the same bits on all ranks. Where ranks differ in what they call or in shapes, each
-    of them raises MismatchError. `src` and `dst` are places in `group`, as `new_group` was given
-    its ranks.
+    Every rank creates one and calls `init()`. Arrays are `NdArray`s, one or a list of them, and are
+    changed in place; `inplace`, which trades memory for speed in NNabla, has no effect. Results
+    have the same bits on all ranks. If the ranks' calls or shapes differ, each rank raises
+    MismatchError. `src` and `dst` are positions in the list of ranks that `new_group` was given.
 
-    context: of its `type_config`, "half" means that gradients travel as 2-byte floats.
-    compression: says so whatever the context is: `Compression.fp16`.
+    context: if its `type_config` is "half", gradients travel as 2-byte floats.
+    compression: `Compression.fp16` does so, too, whatever the context is.
     """
 
     name = "MultiProcessDataParallelCommunicator"
@@ -47,11 +46,11 @@ class MultiProcessDataParallelCommunicator:
         half = context is not None and str(context.backend[0]).endswith(":half")
         self._compression = compression or (Compression.fp16 if half else Compression.none)
         self._parameters: dict[str, Any] = {}
-        self._groups: dict[str, tuple[list[int], Group | NullGroup]] = {}  # beside the world
+        self._groups: dict[str, tuple[list[int], Group | NullGroup]] = {}  # except the world
         self._reducers: dict[Any, Reducer] = {}
 
     def init(self) -> None:
-        """The ranks know each other. Collective; `horo_lite.init()` may have been called before."""
+        """Connect the ranks. Collective; `horo_lite.init()` may have been called before."""
         if not is_initialized():
             init()
 
@@ -70,43 +69,43 @@ class MultiProcessDataParallelCommunicator:
     # Parameters, for the old allreduce() and for names in messages.
 
     def add_context_and_parameters(self, ctx_param_dict: tuple[Any, dict[str, Any]]) -> None:
-        """`allreduce` means the gradients of these parameters, too."""
+        """Add the parameters whose gradients `allreduce` reduces."""
         self._parameters.update(ctx_param_dict[1])
 
     def clear_context_parameters(self) -> None:
-        """`allreduce` means no gradients any more."""
+        """Remove all parameters from those that `allreduce` reduces."""
         self._parameters.clear()
 
     # Groups.
 
     def new_group(self, name_ranks: Any, ranks: Sequence[int] | None = None) -> str:
-        """The name of a new group, made of `(name, ranks)`; called by every rank of the world."""
+        """Create a group from `(name, ranks)`, and return its name."""
         name, ranks = name_ranks if ranks is None else (name_ranks, ranks)
         if known := self.find_group(name):
-            raise ValueError(f"there is a group {name!r} already: ranks {known}")
+            raise ValueError(f"a group {name!r} already exists, with ranks {known}")
         self._groups[name] = list(ranks), new_group(ranks)
         return str(name)
 
     def list_groups(self) -> dict[str, list[int]]:
-        """The ranks of each group, by name."""
+        """Return the ranks of each group, by name."""
         groups = {name: list(ranks) for name, (ranks, _) in self._groups.items()}
         return {"world": list(range(self.size)), **groups}
 
     def find_group(self, group: str) -> list[int]:
-        """The ranks of a group; none where there is no such group."""
+        """Return the ranks of a group; an empty list if there is no such group."""
         return self.list_groups().get(group, [])
 
-    # Gradients. An array that is zero since `zero()` on all ranks stays so, as a solver expects.
+    # Gradients. An array on which all ranks called `zero()` stays zero, as a solver expects.
 
     def all_reduce(
         self, data: Any, division: bool = False, inplace: bool = False, group: str = "world"
     ) -> None:
-        """Each array holds its sum over the group's ranks; with `division` the average."""
+        """Replace each array by its sum over the group's ranks; with `division`, by the average."""
         with watch_dog():
             self._reducer(_list_of(data), division, group).finish()
 
     def allreduce(self, division: bool = False, inplace: bool = False) -> None:
-        """As `all_reduce` of all gradients of the parameters that were added; deprecated there."""
+        """Call `all_reduce` on the gradients of all added parameters; deprecated in NNabla."""
         self.all_reduce([variable.grad for variable in self._parameters.values()], division)
 
     def all_reduce_callback(
@@ -118,14 +117,14 @@ class MultiProcessDataParallelCommunicator:
         scale_grad: float = 1.0,
         keep_dtype: bool = False,
     ) -> list[Any]:
-        """For `communicator_callbacks` of one `backward()`: when it returns, `data` is reduced.
+        """Return callbacks for one `backward()`, which then reduces `data` before it returns.
 
             loss.backward(communicator_callbacks=comm.all_reduce_callback(gradients, 1 << 20))
 
-        `pack_size` values travel together, while backward() still runs, from the second pass with
-        these arrays on. Parameters may be shared by several functions. Called for each pass anew;
-        of several callbacks for one pass, give the sum. `scale_grad` is multiplied with each rank's
-        values before. Arrays keep their dtype, with or without `keep_dtype`.
+        From the second pass with these arrays on, `pack_size` values at a time travel while
+        backward() is still running. Parameters may be shared by several functions. Call it anew
+        for each pass; if a pass needs several callbacks, pass their sum. Each rank's values are
+        multiplied by `scale_grad` first. Arrays keep their dtype, with or without `keep_dtype`.
         """
         arrays = _list_of(data)
         reducer = self._reducer(arrays, division, group, 4 * int(pack_size), scale_grad)
@@ -139,7 +138,7 @@ class MultiProcessDataParallelCommunicator:
         bucket_bytes: int = 25 * 2**20,
         scale: float = 1.0,
     ) -> Reducer:
-        """Kept for the next time, since only a plan that is known lets gradients leave early."""
+        """Return a reducer, kept for later calls: gradients leave early only with a known plan."""
         members = self._members(group)
         key = tuple(arrays), division, members, bucket_bytes, scale
         reducer = self._reducers.pop(key, None)
@@ -174,7 +173,7 @@ class MultiProcessDataParallelCommunicator:
         inplace: bool = False,
         group: str = "world",
     ) -> None:
-        """On rank `dst` each array holds its sum over the group's ranks; elsewhere what it held."""
+        """Replace each array by its sum over the group's ranks, on rank `dst` only."""
         members, arrays = self._members(group), _list_of(data)
         if not 0 <= dst < members.size:
             raise ValueError(f"dst is {dst}, but {group!r} has ranks 0 to {members.size - 1}")
@@ -183,13 +182,13 @@ class MultiProcessDataParallelCommunicator:
             _write(arrays, sums)
 
     def bcast(self, data: Any, src: int, inplace: bool = False, group: str = "world") -> None:
-        """Each array holds what it held on rank `src`."""
+        """Copy each array of rank `src` to all ranks."""
         ops.grouped_broadcast_(
             [array.data for array in _list_of(data)], src, group=self._members(group)
         )
 
     def all_gather(self, ndarray: Any, ndarray_list: Sequence[Any], group: str = "world") -> None:
-        """`ndarray_list[r]` holds what `ndarray` holds on rank r."""
+        """Copy the `ndarray` of each rank r into `ndarray_list[r]`."""
         mine = ndarray.get_data("r")
         _write(ndarray_list, ops.allgather(mine[None], group=self._members(group)))
 
@@ -200,17 +199,17 @@ class MultiProcessDataParallelCommunicator:
         division: bool = False,
         group: str = "world",
     ) -> None:
-        """`ndarray` holds, on rank r, the sum of the ranks' `ndarray_list[r]`."""
+        """Set `ndarray` on each rank r to the sum of all ranks' `ndarray_list[r]`."""
         parts = np.stack(_read(ndarray_list))
         op, members = Average if division else Sum, self._members(group)
         _write([ndarray], ops.reducescatter(parts, op, group=members))
 
     def barrier(self) -> None:
-        """All ranks of the world have called this."""
+        """Wait until all ranks of the world have called this."""
         ops.barrier()
 
     def abort(self) -> NoReturn:
-        """The job ends, on all ranks, with an exit code that is not 0."""
+        """End the job, on all ranks, with a non-zero exit code."""
         abort("Communicator.abort() was called")
 
     def _members(self, group: str) -> Group:
@@ -220,12 +219,12 @@ class MultiProcessDataParallelCommunicator:
             raise ValueError(f"there is no group {group!r} among {', '.join(self.list_groups())}")
         ranks, members = self._groups[group]
         if not members:
-            raise ValueError(f"rank {self.rank} is not in group {group!r}, which is ranks {ranks}")
+            raise ValueError(f"rank {self.rank} is not in group {group!r} of ranks {ranks}")
         return members
 
 
 class Arrays(NnablaAdapter):
-    """Arrays whose values are exchanged as if they were gradients, and so are their parameters."""
+    """Treats arrays as parameters whose gradients are the arrays' own values."""
 
     def gradient(self, parameter: NdArray) -> Any:
         return None if parameter.zeroing else memory_of(parameter)
@@ -234,7 +233,7 @@ class Arrays(NnablaAdapter):
         parameter.data = array
 
     def value(self, parameter: NdArray) -> Any:
-        return parameter.get_data("r")  # leaves alone what is zeroing
+        return parameter.get_data("r")  # keeps the flag `zeroing`
 
 
 WATCH_DOG = "NNABLA_MPI_WATCH_DOG_ENABLE"
@@ -243,9 +242,9 @@ WATCH_DOG_TIMEOUT = "NNABLA_MPI_WATCH_DOG_TIMEOUT"
 
 @contextmanager
 def watch_dog() -> Iterator[None]:
-    """NNabla's: where its variable turns it on, no reduction waits for longer than 60 seconds.
+    """Limit a reduction to 60 seconds, if NNabla's watch dog variable is set.
 
-    Of other calls it knows nothing: `barrier()` is where its users let ranks wait for each other.
+    As in NNabla, other calls are not limited: users let ranks wait for each other in `barrier()`.
     """
     if (os.environ.get(WATCH_DOG) or "0").startswith("0"):
         yield
@@ -256,8 +255,8 @@ def watch_dog() -> Iterator[None]:
             yield
     except StallError as error:
         raise StallError(
-            f"{error}. NNabla's watch dog ({WATCH_DOG}) lets a reduction wait for {timeout_s:g} s: "
-            f"set {WATCH_DOG_TIMEOUT} to more, or call barrier() before it where ranks come late"
+            f"{error}. NNabla's watch dog ({WATCH_DOG}) limits a reduction to {timeout_s:g} s: "
+            f"increase {WATCH_DOG_TIMEOUT}, or call barrier() before it if ranks are late"
         ) from None
 
 
@@ -274,8 +273,8 @@ def _write(arrays: Sequence[NdArray], values: Any) -> None:
         array.data = value
 
 
-# NNabla calls nothing of ours when backward() ends: `communicator_callbacks` is for C++ objects.
-# It does call hooks: after each function of any pass, and before a solver touches a gradient.
+# NNabla cannot call Python when backward() ends: `communicator_callbacks` takes C++ objects only.
+# But it calls hooks after each function of any pass, and before a solver touches a gradient.
 
 
 class _Waiting:
@@ -283,7 +282,7 @@ class _Waiting:
 
     def __init__(self, reducer: Reducer, arrays: list[NdArray]) -> None:
         self.reducer = reducer
-        self.ticket: list[Any] = []  # NNabla's list of callbacks, in which there are none
+        self.ticket: list[Any] = []  # the list of callbacks that NNabla receives, empty
         numbers = {array: i for i, array in enumerate(arrays)}
         self._backward = Backward(lambda: numbers, reducer.ready, self.finish)
         self._forward: set[Function] = set()
@@ -293,7 +292,10 @@ class _Waiting:
             self._backward(function)
 
     def _is_forward(self, function: Function) -> bool:
-        """A forward pass begins where nothing comes before, and no function comes twice in it."""
+        """Return whether `function` is part of a forward pass.
+
+        Such a pass begins with a function whose inputs have no parents, and runs no function twice.
+        """
         if not any(variable.parent for variable in function.inputs):
             self._forward = {function}
         elif self._forward and function not in self._forward:
@@ -303,15 +305,15 @@ class _Waiting:
         return True
 
     def finish(self) -> None:
-        """The arrays are reduced."""
+        """Reduce the arrays."""
         _waiting.remove(self)
-        self.ticket.append(_UsedUp())  # NNabla has read the list already: for the second time
+        self.ticket.append(_UsedUp())  # NNabla has read the list, and refuses it a second time
         with watch_dog():
             self.reducer.finish()
 
 
 class _UsedUp:
-    """What NNabla refuses, by name, where a callback is given to a second backward()."""
+    """An object that makes NNabla refuse a used list of callbacks, with this class' name."""
 
 
 _UsedUp.__name__ = "all_reduce_callback_that_was_used_before_call_it_for_each_backward_anew"
@@ -324,14 +326,14 @@ def _waiting_for(reducer: Reducer, arrays: list[NdArray]) -> list[Any]:
         _hooks.append(True)
         nn.set_function_post_hook("horo_lite", _on_function)
         nn.set_solver_pre_hook("horo_lite", _on_solver)
-    for earlier in [each for each in _waiting if each.reducer is reducer]:  # was never used
+    for earlier in [each for each in _waiting if each.reducer is reducer]:  # never used
         _waiting.remove(earlier)
         reducer.abandon()
     _waiting.append(_Waiting(reducer, arrays))
     return _waiting[-1].ticket
 
 
-# Never removed: NNabla walks through its hooks while it calls them.
+# Never removed: NNabla iterates over its hooks while it calls them.
 _hooks: list[bool] = []
 
 
@@ -341,5 +343,5 @@ def _on_function(function: Function) -> None:
 
 
 def _on_solver() -> None:
-    for each in tuple(_waiting):  # the pass was not recognised, or had nothing to do
+    for each in tuple(_waiting):  # the pass was not recognized, or had nothing to do
         each.finish()

@@ -16,9 +16,9 @@ _told: list[str] = []
 
 
 def get_extension_context(ext_name: str, **options: Any) -> Any:
-    """NNabla's own; "cuda" and "cudnn" mean the CPU where their extension is not installed.
+    """Return NNabla's context; "cuda" and "cudnn" mean the CPU if their extension is missing.
 
-    A line on stderr says so, once. `device_id` has no meaning then.
+    A line on stderr says so, once. `device_id` then has no effect.
     """
     if ext_name not in ("cuda", "cudnn", "cuda.cudnn") or find_spec("nnabla_ext.cuda") is not None:
         return context_of(ext_name, **options)
@@ -26,7 +26,7 @@ def get_extension_context(ext_name: str, **options: Any) -> Any:
     if not _told and (launch is None or not launch.rank):
         _told.append(ext_name)
         print(
-            f"[horo_lite] there is no NNabla extension {ext_name!r} here (nnabla-ext-cuda): "
+            f"[horo_lite] NNabla's extension {ext_name!r} (nnabla-ext-cuda) is not installed: "
             "this script computes on the CPU",
             file=sys.stderr,
             flush=True,

@@ -1,1 +1,1 @@
-"""What the ranks did last, and when: recorded always, and written as a flight record or a trace."""
+"""The ranks' last operations and their times, always recorded, for a flight record or a trace."""

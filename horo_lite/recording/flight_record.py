@@ -1,8 +1,8 @@
-"""The flight record: what every rank did last, in the form of PyTorch's flight recorder.
+"""The flight record: every rank's last operations, in the format of PyTorch's flight recorder.
 
-Every rank's recorder is in a file `<rank>.operations` of a folder. Whoever ends a job that fails
-makes of these, also of ranks that hang or have died, the files `rank_<rank>` that PyTorch's
-`torchfrtrace FOLDER` compares.
+Every rank's recorder is in a file `<rank>.operations` of a folder. The process that ends a failed
+job converts these files, also those of ranks that hang or have died, to files `rank_<rank>` that
+PyTorch's `torchfrtrace FOLDER` compares.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from horo_lite.recording.records import ENDED, ENDING, Operation, Records, of_fi
 _PREFIX = "rank_"
 _VERSION = "2.10"
 
-# PyTorch's name for each kind of operation: of those whose sizes may differ between ranks one whose
-# sizes its tools do not compare. What moves no arrays is a barrier to them.
+# PyTorch's name for each kind of operation. If sizes may differ between ranks, it is a name for
+# which its tools do not compare sizes. Operations that move no arrays appear as barriers.
 _KINDS = {
     "allreduce": "all_reduce",
     "exchange": "all_reduce",
@@ -52,7 +52,7 @@ _DTYPES = {
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Return where the recorder of this rank has its memory."""
+    """Return the file that holds the memory of this rank's recorder."""
     return folder / f"{rank}{ENDING}"
 
 
@@ -62,11 +62,11 @@ def read(folder: Path, job: str | None = None) -> list[Records]:
 
 
 def write(folder: Path, everyone: Sequence[Records]) -> None:
-    """Write what the ranks have recorded for PyTorch's tools.
+    """Write the ranks' records for PyTorch's tools.
 
     Args:
-        folder: Where the files are to be. Those of another job are replaced.
-        everyone: The records of as many ranks as there are.
+        folder: The folder for the files. Those of another job are replaced.
+        everyone: The records of all ranks that have any.
 
     Raises:
         OSError: The folder cannot be written.
@@ -74,7 +74,7 @@ def write(folder: Path, everyone: Sequence[Records]) -> None:
     first = _first_positions(everyone)
     for records in everyone:
         path = folder / f"{_PREFIX}{records.rank}"
-        # Not under its name before it is complete; the other name has no number at its end.
+        # Renamed when it is complete; the temporary name does not end with a number.
         partial = folder / f"{records.rank}.{os.getpid()}.partial"
         descriptor = os.open(
             partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -87,7 +87,7 @@ def write(folder: Path, everyone: Sequence[Records]) -> None:
 
 
 def _remove_others(folder: Path, size: int) -> None:
-    """Remove the records of ranks that this job does not have."""
+    """Remove the records of ranks that do not exist in this job."""
     for path in folder.glob(f"{_PREFIX}*"):
         number = path.name.removeprefix(_PREFIX)
         if number.isdecimal() and int(number) >= size:
@@ -100,14 +100,14 @@ def _channel(operation: Operation) -> tuple[tuple[int, ...], bool]:
 
 
 def _first_positions(everyone: Sequence[Records]) -> Mapping[tuple[tuple[int, ...], bool], int]:
-    """Of every channel, the first operation that all its ranks still have, if they had it at all.
+    """Return, for every channel, the first operation that is still in the rings of all its ranks.
 
-    The ring of a rank with more operations on other channels reaches less far back.
+    A rank with more operations on other channels has lost more of the older ones.
     """
     first: dict[tuple[tuple[int, ...], bool], int] = {}
     for records in everyone:
         if not records.operations or records.operations[0].number == 1:
-            continue  # it has all since the beginning
+            continue  # its ring still contains all operations
         lowest: dict[tuple[tuple[int, ...], bool], int] = {}
         for operation in records.operations:
             if operation.position:
@@ -151,11 +151,11 @@ def _entry(operation: Operation, group: str, records: Records) -> dict[str, Any]
     return {
         "pg_id": 0,
         "process_group": (group, "undefined"),
-        # What no other rank has learned of yet has no position: one that no other operation has.
+        # An operation that no other rank knows yet has no position: use a unique number.
         "collective_seq_id": operation.position or (1 << 62) + operation.number,
         "p2p_seq_id": 0,
         "op_id": operation.number,
-        # Which records all ranks have is known already: see _first_positions().
+        # Not needed: _first_positions() determines which records all ranks have.
         "record_id": 0,
         "profiling_name": f"gloo:{_KINDS.get(operation.kind, 'barrier')}",
         "time_created_ns": at(operation.submitted_ns),
@@ -166,12 +166,12 @@ def _entry(operation: Operation, group: str, records: Records) -> dict[str, Any]
         "input_dtypes": dtypes,
         "output_sizes": sizes,
         "output_dtypes": dtypes,
-        # "started" on some ranks and "scheduled" on others would only say that they were looked at
-        # one after the other.
+        # "started" on some ranks and "scheduled" on others would only reflect that ranks are read
+        # at different times.
         "state": "completed" if done and not operation.failed else "scheduled",
         "retired": bool(done),
         "timeout_ms": 0,
         "is_p2p": False,
-        # Where the tools print a stack: what messages call the operation.
+        # The tools print a stack here: the operation's name in messages.
         "frames": [{"name": f"{operation.label}{tensors}", "filename": "horo_lite", "line": 0}],
     }

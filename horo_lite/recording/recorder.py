@@ -1,11 +1,11 @@
-"""The recorder: this process's last operations, in a ring of memory (csrc/recorder).
+"""The recorder: this process's last operations, in a ring buffer (csrc/recorder).
 
-All operations of all frameworks pass `Group` and its engine, which report to these functions: what
-a direct call is, when all ranks have come to it, when it is over. The engine reports itself what
-becomes of the operations that it was given.
+All operations of all frameworks pass through `Group` and its engine. `Group` reports to these
+functions what a direct call is, when all ranks have reached it, and when it has ended; the engine
+itself reports the progress of its operations.
 
-The ring is this process's memory, or that of a file (`keep_in`), which then holds it after any end
-of the process. `records.py` reads it.
+The ring is in this process's memory, or in a mapped file (`keep`), so that it survives any end of
+the process. `records.py` reads it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from horo_lite._native import Job, Tensors
 
 CAPACITY = 1024
-"""Operations that are kept: of a training loop with ten buckets those of a hundred steps."""
+"""The number of operations kept: those of a hundred steps with ten buckets each."""
 NAME = "horo_lite_operations"
-"""Of the memory, where it is no file's."""
+"""The name of the memory, if it is not that of a file."""
 DESCRIPTION_AT = 1024
 DESCRIPTION_ENDS = 4096
-"""Where the memory's header describes the process, as JSON that ends with a 0."""
+"""The position of the process's description in the memory's header, as zero-terminated JSON."""
 
 enter = _native.Recorder.enter
 begin = _native.Recorder.begin
 leave = _native.Recorder.leave
 step = _native.Recorder.step
 operation_called = _native.Recorder.operation
-"""`operation(label)`, of which nothing else is known, or which Group.run() has told already."""
+"""`operation(label)`, if nothing else is known, or if Group.run() has already reported it."""
 
 _places: dict[str | tuple[str, ...], int] = {}
 _file: Path | None = None
@@ -47,11 +47,11 @@ _description: dict[str, Any] = {}
 
 
 def _place_of(text: str | tuple[str, ...]) -> int:
-    """The place of a text, or of names, in the memory; 0 where there is no room for more."""
+    """Return the position of a text, or of names, in the memory; 0 if there is no more room."""
     place = _places.get(text)
     if place is None:
         written = text if isinstance(text, str) else json.dumps(text)
-        # What has found no room finds none later; remembering that would take memory without end.
+        # Texts for which there was no room are not cached: their number is unlimited.
         place = _native.Recorder.text(written)
         if place:
             _places[text] = place
@@ -59,16 +59,16 @@ def _place_of(text: str | tuple[str, ...]) -> int:
 
 
 def channel_of(ranks: Sequence[int]) -> int:
-    """What the recorder calls these ranks, by their numbers in the world."""
+    """Return the recorder's number for these ranks of the world."""
     return _place_of(json.dumps(list(ranks)))
 
 
 def operation(
     label: str, kind: str, names: Sequence[str] = (), tensors: Tensors | None = None
 ) -> None:
-    """Say what the direct call is that this thread is in, unless that has been said already.
+    """Record this thread's direct call, unless it has been recorded already.
 
-    The rank has come to it, and waits for the others.
+    The rank has reached the call, and waits for the others.
     """
     operation_called(
         label,
@@ -81,22 +81,22 @@ def operation(
 def submitted(
     channel: int, job: Job, kind: str, names: Sequence[str] = (), tensors: Tensors | None = None
 ) -> None:
-    """Follow an operation that the engine has got."""
+    """Record an operation that was submitted to the engine."""
     job.record(channel, _place_of(kind), _place_of(tuple(names)) if names else 0, tensors)
 
 
 def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None = None) -> None:
-    """Keep the operations in memory of another size, from now on: that of a file, if given.
+    """Keep operations in new memory from now on, in a file if a path is given.
 
     Args:
-        capacity: Operations that it has room for.
-        path: The file. One of that name is replaced, and the former one removed.
-        description: Of this process as a rank of a new world, for those who read the memory:
-            `rank`, `size`, `job`, `epoch_ns` (since 1970, when the monotonic clock was 0). All
-            ranks begin to count anew. None: the same world as before.
+        capacity: The number of operations to keep.
+        path: The file, which is replaced if it exists; the previous one is removed.
+        description: Describes this process as a rank of a new world, for readers of the memory:
+            `rank`, `size`, `job`, `epoch_ns` (the time since 1970 when the monotonic clock was 0).
+            All ranks restart their counts. None: the world has not changed.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be created.
     """
     global _file, _memory, _description
     n_bytes = _native.Recorder.memory_bytes(capacity)
@@ -104,10 +104,10 @@ def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None
         memory = _anonymous(n_bytes)
     else:
         path.unlink(missing_ok=True)
-        # Links of other users are not followed, and what they see is their business only.
+        # Neither follow links of other users nor let them read the file.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # All of it now: on a full disk, writing into the mapping would end the process.
+            # Allocate all of it: on a full disk, writing into the mapping would kill the process.
             os.posix_fallocate(descriptor, 0, n_bytes)
             memory = mmap.mmap(descriptor, n_bytes)
         finally:
@@ -125,7 +125,7 @@ def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None
 
 
 def _anonymous(n_bytes: int) -> mmap.mmap:
-    """Memory that `horo-lite top` finds by its name, where the kernel lets it have one."""
+    """Return memory that `horo-lite top` finds by its name, if the kernel supports names."""
     try:
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
     except OSError:
@@ -139,19 +139,19 @@ def _anonymous(n_bytes: int) -> mmap.mmap:
 
 
 def file() -> Path | None:
-    """Return where the memory is, if it is a file's."""
+    """Return the path of the memory's file, if it has one."""
     return _file
 
 
 def release() -> Path | None:
-    """Return where the memory is, if it is a file's, and leave the file to the caller."""
+    """Return the path of the memory's file, if it has one, and leave its removal to the caller."""
     global _file
     former, _file = _file, None
     return former
 
 
 def _remove(path: Path | None) -> None:
-    if path is not None and os.getpid() == _description.get("pid"):  # and not in a forked child
+    if path is not None and os.getpid() == _description.get("pid"):  # not in a forked child
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
@@ -162,5 +162,5 @@ def memory() -> bytes:
 
 
 def job() -> str:
-    """Return what names the world that this process was in last."""
+    """Return the name of the world that this process was in last."""
     return str(_description.get("job", ""))

@@ -1,4 +1,4 @@
-"""Reads what recorders have left in memory: of this process, or of any whose file is there."""
+"""Reading recorders' memory, of this process or from files of others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from horo_lite.recording.recorder import DESCRIPTION_AT, DESCRIPTION_ENDS
 
 ENDING = ".operations"
-"""Of the names of recorders' files."""
+"""The suffix of recorders' files."""
 ENDED = ".operations.ended"
-"""Of those whose ranks have left the world."""
+"""The suffix of files of ranks that have left the world."""
 
-# As csrc/recorder/recorder.h has them.
+# As in csrc/recorder/recorder.h.
 _MAGIC = b"horo_lite ops 1\0"
 _HEADER = struct.Struct("<16s4I6Q")
 _OPERATION = struct.Struct("<2Q3qQ6q4I3B5x4q104s")
@@ -30,7 +30,7 @@ _DESCRIBED: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("host", "job"), str),
     "began": float,
 }
-# As csrc/pack/dtype.h numbers them.
+# Numbered as in csrc/pack/dtype.h.
 DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "longdouble"),
@@ -38,25 +38,25 @@ DTYPES = (
 
 
 class Operation(NamedTuple):
-    """One operation of one rank. Times are those of its host's monotonic clock, in ns; 0: not yet.
+    """One operation of one rank. Times are ns of its host's monotonic clock; 0 means: not yet.
 
     Attributes:
-        number: Of all that the rank has recorded, from 1.
-        position: The same on all ranks of the channel; 0 where that is not known yet.
-        ranks: Those that take part.
-        asynchronous: Whether the engine runs it; it is matched by its label then.
-        label: What messages call it.
-        kind: Such as "allreduce".
-        names: Of its tensors, where they have any.
-        submitted_ns: When this rank came to it.
-        begun_ns: When all ranks had.
-        done_ns: When it was over on this rank.
+        number: Its number among all operations that the rank has recorded, from 1.
+        position: Its number in the channel, the same on all ranks; 0 if it is not known yet.
+        ranks: The ranks that take part.
+        asynchronous: Whether the engine runs it; it is then matched by its label.
+        label: The operation's name in messages.
+        kind: Its kind, such as "allreduce".
+        names: The names of its tensors, if they have any.
+        submitted_ns: When this rank reached it.
+        begun_ns: When all ranks had reached it.
+        done_ns: When it ended on this rank.
         failed: Whether it raised an error.
-        n_bytes: Of all its tensors on this rank.
-        n_tensors: How many they are.
-        dtype: Of the first tensor; "" if there is none.
-        shape: Of the first tensor, up to six axes.
-        phases_ns: What its time was spent on, by name; empty unless a timeline is written.
+        n_bytes: The bytes of all its tensors on this rank.
+        n_tensors: The number of its tensors.
+        dtype: The dtype of the first tensor; "" if there is none.
+        shape: The shape of the first tensor, up to six axes.
+        phases_ns: The time spent in each phase, by name; empty unless a timeline is written.
     """
 
     number: int
@@ -78,7 +78,7 @@ class Operation(NamedTuple):
 
     @property
     def n_elements(self) -> int:
-        """Of the first tensor."""
+        """The number of elements of the first tensor."""
         return prod(self.shape)
 
 
@@ -86,13 +86,13 @@ PHASES = ("pack", "wait", "reduce", "unpack")
 
 
 class Counters(NamedTuple):
-    """What a rank has counted since its world began.
+    """A rank's counters since its world began.
 
     Attributes:
-        n_operations: Operations that it has come to.
-        n_done: Those of them that are over.
-        n_bytes: Of the arrays of these.
-        waited_ns: How long its program has waited for other ranks to come to an operation.
+        n_operations: Operations that it has reached.
+        n_done: How many of them have ended.
+        n_bytes: The bytes of the arrays of those that have ended.
+        waited_ns: How long its program has waited for other ranks to reach operations.
         exchanged_ns: How long it was in operations after that.
         n_steps: Steps of its optimizers.
     """
@@ -106,26 +106,26 @@ class Counters(NamedTuple):
 
 
 class Records(NamedTuple):
-    """What one rank has recorded."""
+    """The records of one rank."""
 
     rank: int
     size: int
     description: dict[str, Any]
-    """Of its process: host, pid, job, epoch_ns and what else `recorder.describe` was given."""
+    """Describes its process: host, pid, job, epoch_ns and what else `recorder.keep` was given."""
     operations: list[Operation]
-    """The last ones, in the order in which the rank came to them."""
+    """The last operations, in the order in which the rank reached them."""
     counters: Counters = Counters()
 
 
 def of_memory(memory: bytes | mmap.mmap, most: int = 1 << 30) -> Records:
-    """Return what is in a recorder's memory.
+    """Read a recorder's memory.
 
     Args:
         memory: The memory, or a copy of it.
-        most: How many operations are read, at most.
+        most: The maximum number of operations to read.
 
     Raises:
-        ValueError: It is not that.
+        ValueError: It is not the memory of a recorder.
     """
     try:
         return _read(memory, most)
@@ -163,7 +163,7 @@ def _read(memory: bytes | mmap.mmap, most: int) -> Records:
     operations = []
     for number in range(max(0, n_operations - min(capacity, most)) + 1, n_operations + 1):
         values = _OPERATION.unpack_from(memory, first + number % capacity * _OPERATION.size)
-        if values[0] != number:  # it is being written
+        if values[0] != number:  # being written now
             continue
         label = values[23].partition(b"\0")[0].decode(errors="replace")
         n_tensors, names, channel, kind, dtype, n_axes, flags = values[12:19]
@@ -192,15 +192,15 @@ def _read(memory: bytes | mmap.mmap, most: int) -> Records:
 
 
 def of_file(path: Path, most: int | None = None) -> Records:
-    """Return what a recorder has left in its file, or writes there now.
+    """Read a recorder's file, which may still be written.
 
     Args:
-        path: The file. A link is not followed, unless /proc has it.
-        most: How many operations are read, of a memory that changes meanwhile; by default all, of
-            a copy.
+        path: The file. A link is not followed, unless it is in /proc.
+        most: The maximum number of operations to read, without a copy, from memory that may change
+            meanwhile; by default all operations are read, from a copy.
 
     Raises:
-        ValueError: It is not a recorder's.
+        ValueError: It is not a recorder's file.
         OSError: It cannot be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -210,7 +210,7 @@ def of_file(path: Path, most: int | None = None) -> Records:
     try:
         n_bytes = os.fstat(descriptor).st_size
         if not DESCRIPTION_ENDS <= n_bytes <= _LARGEST_FILE:
-            raise ValueError("it has not the size of one")
+            raise ValueError("it does not have the size of a recorder's memory")
         with mmap.mmap(descriptor, n_bytes, prot=mmap.PROT_READ) as memory:
             return of_memory(memory[:]) if most is None else of_memory(memory, most)
     finally:
@@ -220,11 +220,11 @@ def of_file(path: Path, most: int | None = None) -> Records:
 def of_files(
     paths: Iterable[Path], job: str | None = None, most: int | None = None
 ) -> list[Records]:
-    """Return what ranks of one job have left in their files, in rank order; others are left out.
+    """Read the files of the ranks of one job, in rank order; skip others.
 
     Args:
         paths: The files.
-        job: What names the job; by default it is the one that began last.
+        job: The name of the job; by default the one that began last.
         most: As for `of_file`.
     """
     found = []
@@ -245,7 +245,7 @@ def _text(memory: bytes | mmap.mmap, begin: int, end: int) -> str:
 
 
 def ranks_text(ranks: Sequence[int], size: int) -> str:
-    """Return which ranks these are, in words."""
+    """Return a phrase that names these ranks."""
     if len(ranks) == size and list(ranks) == list(range(size)):
         return "all ranks"
     return f"ranks {', '.join(map(str, ranks))}"

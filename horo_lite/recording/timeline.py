@@ -1,24 +1,24 @@
 """A trace of the ranks' operations, for ui.perfetto.dev or chrome://tracing.
 
-While one is written, a rank's recorder has room for more operations, in a file beside the trace.
-When its timeline ends, the rank adds them to the trace and removes that file. Ranks do so one after
-the other, in any order: the trace is valid between them, and complete when the last one has ended.
-Where a job ends badly, the rank that reports it adds what all have left; after a job whose
-processes were killed, `horo-lite trace` does. Both mend what a rank left that was killed while it
-wrote, as the next rank does.
+While a timeline is written, a rank's recorder has room for more operations, in a file beside the
+trace. When the timeline ends, the rank adds its operations to the trace and removes that file.
+Ranks do so one at a time, in any order: in between, the trace is valid, and it is complete after
+the last rank. If a job fails, the rank that reports the failure adds the operations of all ranks;
+after a job whose processes were killed, `horo-lite trace` does so. Both repair a trace that a rank
+was writing when it was killed, as the next rank does.
 
-The trace is in Chrome's trace event format. Of each operation it has
+The trace is in Chrome's trace event format. For each operation it contains
 
-- a pair of events "b" and "e" with the category "queue": from its submission until every rank had
+- a pair of events "b" and "e" with the category "queue", from its submission until every rank had
   submitted it;
 - an event "X", from then until it was complete on this rank. Its category is the kind of operation;
-- within that, for reductions in the host's memory, an event "X" of the category "phase" for each of
-  its phases. These are sums: large arrays pass through the phases piece by piece.
+- within that, for reductions in host memory, an event "X" of the category "phase" for each of its
+  phases. These are sums: large arrays pass through the phases piece by piece.
 
-All carry the operation's name, and in `args` the names of its tensors, where they have any, and
-its size. `pid` is the rank; each group of ranks has a `tid` for its direct calls and one for its
-asynchronous operations. Times are in microseconds since 1970, by the clock of rank 0's host. On a
-GPU, an operation ends when it has been queued there.
+All of them contain the operation's name, and in `args` its size and the names of its tensors, if
+they have any. `pid` is the rank; each group of ranks has a `tid` for its direct calls and one for
+its asynchronous operations. Times are in microseconds since 1970, by the clock of rank 0's host. On
+a GPU, an operation ends when it has been queued there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from horo_lite.recording import recorder
 from horo_lite.recording.records import ENDING, Operation, Records, of_files, of_memory, ranks_text
 
 CAPACITY = 1 << 16
-"""Operations of each rank that a timeline keeps: the last ones."""
+"""How many of each rank's last operations a timeline keeps."""
 PATIENCE_S = 600.0
-"""How long a rank waits for others to write: one after the other, for seconds each."""
+"""How long a rank waits while others write, which takes seconds for each."""
 _BEGIN, _END, _UNJOINED_END = b"[\n", b"\n]\n", b"\n] "
 
 
@@ -51,9 +51,9 @@ class _Running(NamedTuple):
     first: int
     """The number of its first operation."""
     former: Path | None
-    """Where the recorder's memory was before."""
+    """The previous file of the recorder's memory."""
     pid: int
-    """Forked children are no ranks."""
+    """To recognize forked children, which are not ranks."""
 
 
 _running: _Running | None = None
@@ -63,16 +63,16 @@ def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None
     """Start a timeline: see `horo_lite.start_timeline`.
 
     Args:
-        path: Where the trace is to be.
+        path: The file of the trace.
         rank: This rank's number.
-        anew: Whether what is there is to be replaced.
+        anew: Whether to replace an existing trace.
 
     Raises:
-        ValueError: One is being written already.
+        ValueError: A timeline is already being written.
         OSError: The file cannot be written.
     """
     if _running is not None:
-        raise ValueError("a timeline is being written already: call stop_timeline() first")
+        raise ValueError("a timeline is already being written: call stop_timeline() first")
     trace = Path(os.fspath(path).replace("{rank}", str(rank))).absolute()
     try:
         _start(trace, rank, anew)
@@ -81,7 +81,7 @@ def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None
     except OSError as error:
         raise OSError(
             error.errno,
-            f"rank {rank} cannot write its timeline to {trace} ({error.strerror}): name another "
+            f"rank {rank} cannot write its timeline to {trace} ({error.strerror}): use another "
             "file in start_timeline() or HORO_LITE_TIMELINE",
         ) from error
 
@@ -89,7 +89,7 @@ def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None
 def _start(trace: Path, rank: int, anew: bool) -> None:
     global _running
     with _locked(trace) as file:
-        # The first rank that begins finds what another job or an earlier timeline has left.
+        # The first rank to begin may find files of another job or an earlier timeline.
         others = _files_of(trace)
         if anew and not of_files(others, recorder.job()):
             os.truncate(file, 0)
@@ -105,7 +105,7 @@ def stop() -> None:
     """Write this rank's operations into the trace, if a timeline is being written.
 
     Raises:
-        OSError: The file cannot be written. The operations stay beside it.
+        OSError: The trace cannot be written. The operations remain in a file beside it.
     """
     global _running
     running, _running = _running, None
@@ -116,48 +116,48 @@ def stop() -> None:
     path = recorder.file()
     try:
         with _locked(running.path) as file:
-            if path is not None and path.exists():  # nobody has done it for this rank
+            if path is not None and path.exists():  # no other process has added them already
                 _append(file, list(events_of(mine, running.first)))
                 path.unlink()
     except OSError as error:
         recorder.release()
-        with contextlib.suppress(OSError):  # there may be no room for its file either
+        with contextlib.suppress(OSError):  # there may be no room for its file, either
             recorder.keep(recorder.CAPACITY, running.former)
         if isinstance(error, TimeoutError):
             raise
         raise OSError(
             error.errno,
             f"the operations of rank {mine.rank} cannot be added to {running.path} "
-            f"({error.strerror}): they are kept in {path}, from where `horo-lite trace "
-            f"{running.path}` adds them",
+            f"({error.strerror}): they are kept in {path}; `horo-lite trace {running.path}` adds "
+            "them later",
         ) from error
     recorder.keep(recorder.CAPACITY, running.former)
 
 
 def is_running() -> bool:
-    """Tell whether a timeline is being written by this rank."""
+    """Return whether this rank is writing a timeline."""
     return _running is not None
 
 
 def path() -> Path | None:
-    """Return where the trace is to be, while a timeline is being written."""
+    """Return the path of the trace, while a timeline is being written."""
     return None if _running is None else _running.path
 
 
 def finish(trace: Path, job: str | None = None, patience_s: float = PATIENCE_S) -> list[int]:
-    """Write into a trace what ranks have recorded that have not done so themselves.
+    """Add to a trace the records of ranks that have not added them themselves.
 
     Args:
         trace: The file.
-        job: What names the job of the ranks; by default it is the one that began last.
+        job: The name of the ranks' job; by default the one that began last.
         patience_s: Seconds to wait for a rank that is writing.
 
     Returns:
-        The ranks whose operations have come into the trace.
+        The ranks whose operations were added to the trace.
 
     Raises:
         OSError: The file cannot be written.
-        TimeoutError: Another rank writes, and does not end.
+        TimeoutError: Another rank is writing, and does not finish.
     """
     done: list[int] = []
     if not _files_of(trace):
@@ -169,7 +169,7 @@ def finish(trace: Path, job: str | None = None, patience_s: float = PATIENCE_S) 
         for one in paths:
             for records in of_files([one], job):
                 events = list(events_of(records))
-                # A rank may have been killed between writing them and removing its file.
+                # A rank may have been killed after writing them and before removing its file.
                 if events and not _contains(file, events[-1]):
                     _append(file, events)
                 one.unlink(missing_ok=True)
@@ -190,12 +190,12 @@ def _files_of(trace: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _locked(trace: Path, patience_s: float = PATIENCE_S) -> Iterator[int]:
-    """The trace's descriptor, while no other rank writes."""
+    """Provide the trace's descriptor, under a lock that excludes other ranks."""
     descriptor = os.open(trace, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     until = time.monotonic() + patience_s
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a file to which every rank can add its part")
+            raise OSError(errno.EINVAL, "not a regular file, to which every rank can add its part")
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,8 +203,8 @@ def _locked(trace: Path, patience_s: float = PATIENCE_S) -> Iterator[int]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise TimeoutError(
-                        f"another rank has been writing {trace} for {patience_s:g} s: it may be "
-                        f"stopped. `horo-lite trace {trace}` completes the trace once it has ended"
+                        f"another rank has been writing {trace} for {patience_s:g} s, or is "
+                        f"stopped. When it has ended, `horo-lite trace {trace}` completes the trace"
                     ) from None
                 time.sleep(0.01)
         yield descriptor
@@ -213,7 +213,7 @@ def _locked(trace: Path, patience_s: float = PATIENCE_S) -> Iterator[int]:
 
 
 def _append(file: int, events: Sequence[dict[str, Any]]) -> None:
-    """Add events to a list of them that is complete before and afterwards, also after an error."""
+    """Append events to the file's JSON list, which is valid before and after, even on errors."""
     if not events:
         return
     text = ",\n".join(map(json.dumps, events)).encode()
@@ -226,14 +226,15 @@ def _append(file: int, events: Sequence[dict[str, Any]]) -> None:
     except OSError:
         os.truncate(file, end)
         raise
-    # No room is needed any more. What a rank that is killed here leaves can be told apart, since
-    # no event has a newline: `_END` is in the middle until the lists are one, and then nowhere.
+    # From here on no more room is needed. If a rank is killed here, its incomplete file can be
+    # recognized, since no event contains a newline: `_END` is in the middle until the lists are
+    # joined, and then nowhere.
     _write(file, b",\n" + text[:1], end - len(_END))
     _write(file, _END, end + len(text) - 1)
 
 
 def _complete_bytes(file: int) -> int:
-    """Mend what a rank left that was killed while it wrote; how many bytes there are then."""
+    """Repair the file if a rank was killed while it wrote; return the resulting size in bytes."""
     n_bytes = os.fstat(file).st_size
     last = os.pread(file, len(_END), max(0, n_bytes - len(_END)))
     if n_bytes and last != _END:
@@ -264,7 +265,7 @@ def events_of(records: Records, first: int = 1) -> Iterator[dict[str, Any]]:
     """Yield the events of one rank's operations, from the first one on.
 
     Args:
-        records: What the rank has recorded.
+        records: The rank's records.
         first: The number of the first operation.
     """
     rank, epoch_ns = records.rank, int(records.description["epoch_ns"])
@@ -328,5 +329,5 @@ def _events(operation: Operation, rank: int, row: int, epoch_ns: int) -> Iterato
 
 
 def _category(operation: Operation) -> str:
-    """The kind of operation in MPI's words: an optimizer's exchange is an all-reduce."""
+    """Return the kind of operation in MPI's terms: an optimizer's exchange is an all-reduce."""
     return "allreduce" if operation.kind == "exchange" else operation.kind

@@ -1,4 +1,4 @@
-"""SINGA over several processes, on CPUs too: `import horo_lite.singa as hvd`.
+"""SINGA on several processes, also on CPUs: `import horo_lite.singa as hvd`.
 
     world = hvd.init()
     hvd.broadcast_parameters(model.get_params())
@@ -6,16 +6,16 @@
     ...
     sgd(loss)                                               # or sgd.backward_and_update(loss)
 
-`DistributedOptimizer` has the methods of SINGA's `DistOpt`, whose `Communicator` is only in builds
-with CUDA and NCCL. A program that is to stay as it is calls `install()` first: from then on
-`opt.DistOpt` itself works, with the `Communicator` here.
+`DistributedOptimizer` has the methods of SINGA's `DistOpt`, whose `Communicator` exists only in
+builds with CUDA and NCCL. To keep a program unchanged, call `install()` first: from then on
+`opt.DistOpt` itself works, with the `Communicator` of this package.
 
-Models must not be compiled with `use_graph=True`: SINGA then replays C++ operations, and no Python
-runs that could exchange anything; the first step says so.
+Models must not be compiled with `use_graph=True`: SINGA then replays C++ operations without running
+Python, so nothing could be exchanged; the first step raises an error.
 
 Tested on a stand-in with SINGA's Python interface, and by hand on SINGA 3.0.0.dev1 for CPUs, the
-only wheel on PyPI, whose accessors had to be mended first; not on a build with CUDA. All that
-touches SINGA's memory is in horo_lite.adapters.singa.
+only wheel on PyPI, whose accessors had to be fixed first; not on a build with CUDA. Only
+horo_lite.adapters.singa accesses SINGA's memory.
 """
 
 from __future__ import annotations

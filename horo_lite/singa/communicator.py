@@ -1,4 +1,4 @@
-"""What SINGA's extension has only where it was built with CUDA and NCCL."""
+"""Classes that SINGA's extension has only if it was built with CUDA and NCCL."""
 
 # ruff: noqa: N802 (the names are SINGA's)
 from __future__ import annotations
@@ -21,12 +21,12 @@ from horo_lite.singa.sparse import sparse_sum
 from horo_lite.start import launcher
 from horo_lite.start.session import init
 
-Raw = Any  # what SINGA's tensors have in `.data`
+Raw = Any  # the `.data` of SINGA's tensors
 Arrays = list[NDArray[Any]]
 
 
 class NcclIdHolder:
-    """Where the ranks meet that a program starts with `multiprocessing`: a port of this host."""
+    """The address, a port on this host, for ranks that a program starts with `multiprocessing`."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -35,16 +35,17 @@ class NcclIdHolder:
 
 
 class Communicator:
-    """Sums of raw tensors over all ranks, in place; a stand-in for singa_wrap.Communicator.
+    """Sums raw tensors over all ranks, in place; replaces singa_wrap.Communicator.
 
-    `Communicator(buffSize)` calls `horo_lite.init()` where nobody has. So does
-    `Communicator(local_rank, world_size, nccl_id, buffSize)`, for processes of one host that no
-    launcher has started, which needs PyTorch; ValueError where the world is another. The size of
-    the buffer means nothing here. Made by every rank, as often and in the same order.
+    `Communicator(buffSize)` calls `horo_lite.init()`, unless it has been called. So does
+    `Communicator(local_rank, world_size, nccl_id, buffSize)`, for processes of one host that were
+    not started by a launcher; this needs PyTorch, and raises ValueError if the world has another
+    rank or size. The size of the buffer has no effect. Every rank creates the same communicators in
+    the same order.
 
-    When a call returns, the tensors hold their sums: SINGA queues what follows on the same GPU
-    behind the sum, and on the host there is no such queue. MismatchError, on every rank, where the
-    ranks call different things. Sums are float32, in rank order, the same bits on every rank.
+    When a call returns, the tensors hold their sums: in SINGA, later work is queued behind the sum
+    on the same GPU, but on the host there is no such queue. If the ranks' calls differ, every rank
+    raises MismatchError. Sums are float32, in rank order, with the same bits on every rank.
     """
 
     def __init__(self, *arguments: Any, group: Group | None = None) -> None:
@@ -62,47 +63,47 @@ class Communicator:
         expected = arguments[:2]
         if len(arguments) == 4 and expected != (self.global_rank, self.world_size):
             raise ValueError(
-                f"this is rank {self.global_rank} of {self.world_size}, and not {expected[0]} of "
-                f"{expected[1]}: leave nccl_id out where a launcher has started the ranks"
+                f"this is rank {self.global_rank} of {self.world_size}, not {expected[0]} of "
+                f"{expected[1]}: leave nccl_id out if a launcher has started the ranks"
             )
         self._number = self.group.new_number("Communicator")
         self._n_calls = 0
         self._buffers: dict[str, Arrays] = {}
 
     def synch(self, t: Raw) -> None:
-        """`t` holds the sum over all ranks."""
+        """Replace `t` by its sum over all ranks."""
         self._sum("synch", [t], [array_of(t)], Compression.none)
 
     def synchHalf(self, t: Raw) -> None:
-        """The same, with float16 on the wire; scaled, so that nothing overflows or vanishes."""
+        """Like `synch`, with scaled float16 on the wire, which causes no overflow or underflow."""
         self._sum("synchHalf", [t], [array_of(t)], Compression.fp16)
 
     def fusedSynch(self, ts: Iterable[Raw], send: bool = True) -> None:
-        """The tensors hold their sums; they travel together.
+        """Replace the tensors by their sums over all ranks; they travel together.
 
-        With `send=False` what they hold now is set aside; the next call that sends takes what was
-        set aside, in that order, and names the tensors that are to hold the sums.
+        With `send=False`, their current values are stored. The next call with `send=True` sends
+        the stored values, in that order, and writes the sums into its own tensors.
         """
         self._fused("fusedSynch", list(ts), send, Compression.none)
 
     def fusedSynchHalf(self, ts: Iterable[Raw], send: bool = True) -> None:
-        """The same, with float16 on the wire."""
+        """Like `fusedSynch`, with float16 on the wire."""
         self._fused("fusedSynchHalf", list(ts), send, Compression.fp16)
 
     def sparsification(self, t: Raw, *rest: Any) -> None:
-        """`t` holds the sum of what is large on each rank.
+        """Replace `t` by the sum of each rank's large elements.
 
         The arguments are (t, accumulation, spars, topK) or (t, spars, topK); see `sparse_sum` for
-        what they mean. The raw tensor `accumulation` holds what has not travelled so far.
+        their meaning. The raw tensor `accumulation` holds what has not been sent so far.
         """
         self._sparse("sparsification", [t], *rest)
 
     def fusedSparsification(self, ts: Iterable[Raw], *rest: Any) -> None:
-        """The same for several tensors, as if they were one."""
+        """Like `sparsification`, for several tensors as if they were one."""
         self._sparse("fusedSparsification", list(ts), *rest)
 
     def wait(self) -> None:
-        """Nothing: every call above has waited. Programs call it as they do on GPUs."""
+        """Do nothing, since every call above waits; programs call it because GPUs need it."""
 
     def _fused(self, call: str, ts: list[Raw], send: bool, compression: Compressor) -> None:
         aside = self._buffers.setdefault(call, [])
@@ -113,8 +114,8 @@ class Communicator:
         shapes, here = [array.shape for array in arrays], [tuple(t.shape()) for t in ts]
         if shapes != here:
             raise ValueError(
-                f"{call}: with send=False tensors of shapes {shapes} were set aside on rank "
-                f"{self.global_rank}, and the sums are to go to tensors of shapes {here}"
+                f"{call}: rank {self.global_rank} has stored tensors of shapes {shapes} with "
+                f"send=False, but the sums are to go to tensors of shapes {here}"
             )
         self._sum(call, ts, arrays, compression)
 
@@ -149,7 +150,7 @@ class Communicator:
             write(accumulation[0], left_over)
 
     def label(self, call: str) -> str:
-        """Which call this is, counted on every rank."""
+        """Return a label for this call, numbered in the same way on every rank."""
         self._n_calls += 1
         return f"call {self._n_calls} of SINGA's Communicator {self._number}, {call}"
 
@@ -163,14 +164,14 @@ def _world(rank: int = 0, size: int = 1, holder: Any = None) -> World:
 
 
 def install() -> None:
-    """SINGA's own `opt.DistOpt` works in this process, on CPUs: its program can stay as it is.
+    """Make SINGA's own `opt.DistOpt` work in this process, on CPUs, without changes to a program.
 
-    Called before the first DistOpt is made. Puts `Communicator` and `NcclIdHolder` into
-    `singa.singa_wrap`, in place of those that a build with NCCL has.
+    Call it before the first DistOpt is created. It puts `Communicator` and `NcclIdHolder` into
+    `singa.singa_wrap`, in place of those of a build with NCCL.
     """
     from singa import singa_wrap
 
     singa_wrap.Communicator = Communicator
     singa_wrap.NcclIdHolder = NcclIdHolder
-    if not hasattr(singa_wrap, "VecTensor"):  # builds without NCCL that were seen had none
+    if not hasattr(singa_wrap, "VecTensor"):  # missing in the known builds without NCCL
         singa_wrap.VecTensor = list

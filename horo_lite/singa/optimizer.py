@@ -1,4 +1,4 @@
-"""DistributedOptimizer: what SINGA's DistOpt does; gradients travel while backward() goes on."""
+"""DistributedOptimizer: SINGA's DistOpt, with gradients that travel during backward()."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from horo_lite.training.reducer import Reducer
 
 Tensor = Any
 Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
-THRESHOLD = 2097152  # elements that travel together, as SINGA has it
+THRESHOLD = 2097152  # elements that travel together, as in SINGA
 
 
 class DistributedOptimizer:
-    """`opt`, one of SINGA's optimizers, which from now on steps with the gradients of all ranks.
+    """Wrap a SINGA optimizer `opt` so that it steps with the gradients of all ranks.
 
-    In place of `opt.DistOpt(opt, …)`, with its methods and attributes; whatever else is asked of it
-    is the inner optimizer's (`get_states`, `lr_value`). Every rank makes one with the same options
-    and calls the same methods equally often. Parameters are known by their names, so names must be
-    alike on all ranks: those that SINGA makes up (`Dummy#7`) are, where every rank has made the
-    same tensors.
+    Replaces `opt.DistOpt(opt, …)`, with the same methods and attributes; all others are those of
+    the inner optimizer (`get_states`, `lr_value`). Every rank creates one with the same options and
+    makes the same calls. Parameters are identified by their names, which must be the same on all
+    ranks; names that SINGA generates (`Dummy#7`) are, if every rank creates the same tensors.
 
     Args:
-        parameters: `model.get_params()`, or another dict or list of tensors: needed where some rank
-            may lack a gradient in the first step, or some tensors' names differ; a dict's names
-            count.
-        compression: what travels in `backward_and_update`; `Compression.fp16` halves the bytes.
-        group: the ranks; default all.
+        parameters: `model.get_params()`, or another dict or list of tensors: needed if some rank
+            may lack a gradient in the first step, or if some tensors' names differ; the names of a
+            dict take precedence.
+        compression: the wire format of `backward_and_update`; `Compression.fp16` halves the bytes.
+        group: the ranks; by default all.
         nccl_id, local_rank, world_size, buffSize: see `Communicator`.
-        gpu_num, gpu_per_node: what SINGA called local_rank and world_size before.
+        gpu_num, gpu_per_node: SINGA's earlier names for local_rank and world_size.
 
-    MismatchError on every rank, naming the first that differs, where ranks come with different
-    gradients or options; a gradient missing on some ranks counts as zeros there.
+    If gradients or options differ between ranks, every rank raises MismatchError, which names the
+    first difference; a gradient missing on some ranks counts as zeros there.
     """
 
     def __init__(
@@ -84,19 +83,19 @@ class DistributedOptimizer:
         self.backward_and_update(loss, weight=weight)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "opt":  # of a half-made object, while it is copied
+        if name == "opt":  # the object is being copied, and not complete yet
             raise AttributeError(name)
         return getattr(self.opt, name)
 
     def backward_and_update(
         self, loss: Tensor, threshold: int = THRESHOLD, weight: float | None = None
     ) -> None:
-        """Every parameter has been updated with the average of all ranks' gradients.
+        """Update every parameter with the average of all ranks' gradients.
 
-        Gradients leave in buckets of `threshold` elements while backward() goes on, from the second
-        step on. `weight` is the rank's number of samples, given on every rank or on none: with it
-        the average is the mean over all samples, however uneven the batches. A rank without any
-        calls it with `loss=None` and `weight=0`.
+        From the second step on, gradients leave in buckets of `threshold` elements during
+        backward(). `weight` is the rank's number of samples, given on every rank or on none: the
+        average is then the mean over all samples, however uneven the batches. A rank without
+        samples calls it with `loss=None` and `weight=0`.
         """
         self._update(loss, threshold, weight, self._compression)
 
@@ -108,17 +107,17 @@ class DistributedOptimizer:
         clip_Value: float = 100,
         weight: float | None = None,
     ) -> None:
-        """The same with float16 on the wire: see `Compression.fp16`, which is scaled.
+        """Like `backward_and_update`, with scaled float16 on the wire: see `Compression.fp16`.
 
-        With `clipping`, every rank's gradients are cut off at `clip_Value`, either way, before.
+        With `clipping`, every rank's gradients are first clipped to ±`clip_Value`.
         """
         self._update(loss, threshold, weight, Compression.fp16, clip_Value if clipping else None)
 
     def backward_and_partial_update(self, loss: Tensor, threshold: int = THRESHOLD) -> None:
-        """Every parameter has taken its own rank's gradient, and one part of them was averaged.
+        """Update every parameter with this rank's gradient; then average a part of the parameters.
 
-        A part is a parameter of more than `threshold` elements, or several smaller ones; each step
-        takes the next, and begins anew after the last. Replicas differ in between.
+        A part is a parameter of more than `threshold` elements, or several smaller ones. Each step
+        averages the next part, and the first one again after the last. Replicas differ in between.
         """
 
         def updated() -> Iterator[Pair]:
@@ -155,11 +154,11 @@ class DistributedOptimizer:
         topK: bool = False,
         corr: bool = True,
     ) -> None:
-        """Every parameter has been updated with what is large in the ranks' gradients.
+        """Update every parameter with the large elements of the ranks' gradients.
 
-        What travels (see `sparse_sum`) is the fraction `spars` with `topK`, and otherwise whatever
-        is at least `spars`, of each part of the gradients, parts as above. With `corr`, what has
-        not travelled is kept, for each parameter, and added to its next gradient.
+        Of each part of the gradients (parts as in `backward_and_partial_update`), the elements sent
+        are (see `sparse_sum`) the fraction `spars` with `topK`, otherwise those of at least
+        `spars`. With `corr`, the rest is kept for each parameter and added to its next gradient.
         """
         self._forget()
         for k, part in enumerate(_parts(_backward(loss), threshold), 1):
@@ -187,11 +186,11 @@ class DistributedOptimizer:
         self._step()
 
     def update(self, param: Tensor, grad: Tensor) -> None:
-        """`param` has been updated with `grad`, a sum over the ranks, divided by their number."""
+        """Update `param` with `grad`, a sum over the ranks, divided by their number."""
         grad /= self.world_size
         self._apply(param, grad)
 
-    # What a training loop of one's own is made of, as in DistOpt: see `Communicator`.
+    # Operations for your own training loop, as in DistOpt: see `Communicator`.
 
     def all_reduce(self, tensor: Any) -> None:
         self.communicator.synch(tensor)
@@ -233,9 +232,9 @@ class DistributedOptimizer:
         for p, g in _backward(loss):
             if reducer is not None and id(p) not in self._known:
                 raise RuntimeError(
-                    f"the first gradient of {p.name!r} came on rank {self.global_rank} after "
-                    "others had left: pass parameters=model.get_params() to DistributedOptimizer, "
-                    "so that it knows them all from the beginning"
+                    f"on rank {self.global_rank}, the first gradient of {p.name!r} appeared after "
+                    "others had been sent: pass parameters=model.get_params() to "
+                    "DistributedOptimizer, so that it knows all parameters from the beginning"
                 )
             gradient = self._gradient_of(p).receive(g, clip)
             if reducer is not None:
@@ -246,7 +245,7 @@ class DistributedOptimizer:
         self._step()
 
     def _reducer(self, compression: Compressor, threshold: int, weight: float | None) -> Reducer:
-        # Its buckets begin with what comes last, and backward() begins there, too.
+        # Reversed: buckets begin with the last parameters, and so does backward().
         named = [(gradient.name, gradient) for gradient in reversed(self._known.values())]
         for place, (_, gradient) in enumerate(named):
             gradient.place = place
@@ -271,7 +270,7 @@ class DistributedOptimizer:
         return self._known[id(p)]
 
     def _step(self) -> None:
-        """The inner optimizer has stepped with the gradients, which are those of all ranks."""
+        """Step the inner optimizer with the averaged gradients."""
         for gradient in self._known.values():
             if gradient.array is not None:
                 self._apply(gradient.parameter, gradient.averaged())
@@ -279,7 +278,7 @@ class DistributedOptimizer:
         self.opt.step()
 
     def _forget(self) -> None:
-        """No gradient is here or in flight, of this step or of one that failed."""
+        """Discard all gradients, also in flight, of this step or one that failed."""
         for reducer in self._reducers.values():
             reducer.abandon()
         for gradient in self._known.values():
@@ -295,12 +294,12 @@ class DistributedOptimizer:
 
 
 class _Gradient:
-    """A parameter's gradient, in memory of ours while it travels."""
+    """A parameter's gradient, in our own memory while it travels."""
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.name = name
         self.parameter = parameter
-        self.place = 0  # among all, as the reducer counts them
+        self.place = 0  # its index in the reducer
         self.given: Tensor | None = None
         self.array: Array = None
         self.left_over: NDArray[Any] | None = None
@@ -313,15 +312,15 @@ class _Gradient:
         return self
 
     def not_sent(self) -> NDArray[Any]:
-        """What sparse updates have kept back of it so far."""
+        """Return the part of the gradients that sparse updates have not sent so far."""
         if self.left_over is None:
             return np.zeros(int(self.parameter.size()), np.float32)
         return self.left_over
 
     def averaged(self) -> Tensor:
-        """The gradient for the optimizer, now that `array` is that of all ranks."""
-        # Alike on every rank, whether it had one or not: SINGA adds weight decay wrongly to a
-        # transposed tensor (seen in 3.0.0.dev1).
+        """Return the averaged gradient, from `array`, as a tensor for the optimizer."""
+        # Never transposed, so that all ranks compute the same, whether they had a gradient or not:
+        # SINGA adds weight decay wrongly to a transposed tensor (seen in 3.0.0.dev1).
         if self.given is None or self.given.data.transpose():
             return new_tensor(self.array, self.parameter.device)
         write(self.given.data, self.array)
@@ -342,11 +341,11 @@ class _GradientAdapter(Adapter):
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int = 0, *, group: Group | None = None
 ) -> None:
-    """`optimizer` goes on as rank `root_rank`'s would: momenta, step count.
+    """Copy the optimizer's state (momenta, step count) from rank `root_rank` to all ranks.
 
-    Collective; one of SINGA's optimizers or a DistributedOptimizer. It is asked for `get_states()`,
-    and the other ranks' are given that with `set_states()`, tensors in the host's memory. SINGA
-    keeps momenta by the names of parameters, which must be alike.
+    Collective; for SINGA's optimizers and a DistributedOptimizer. The root's `get_states()` is
+    passed to the other ranks' `set_states()`, with tensors in host memory. SINGA stores momenta by
+    the names of parameters, which must be the same on all ranks.
     """
     group = ops.ranks_of(group)
     mine = mapped(optimizer.get_states(), _portable) if group.rank == root_rank else None
@@ -356,9 +355,9 @@ def broadcast_optimizer_state(
 
 
 def _renamed(old: str, by_old: int | None, new: str, by_new: int | None) -> int | None:
-    """The argument `new`, by whichever of its two names it was given."""
+    """Return the argument `new`, which may have been passed by either of its two names."""
     if by_old is not None and by_new is not None:
-        raise TypeError(f"{old} is the earlier name of {new}: give one of them")
+        raise TypeError(f"{old} is the earlier name of {new}: pass only one of them")
     return by_new if by_old is None else by_old
 
 
@@ -371,12 +370,12 @@ def _local(x: Any) -> Any:
 
 
 def _backward(loss: Tensor | None) -> Iterator[Pair]:
-    """Parameters and their gradients, as they become ready; none where there is no loss."""
+    """Yield parameters and their gradients, as they become ready; nothing without a loss."""
     return iter(()) if loss is None else autograd.backward(loss)
 
 
 def _parts(pairs: Iterator[Pair], threshold: int) -> Iterator[list[Pair]]:
-    """What travels together: a large parameter alone, small ones until they are many enough."""
+    """Yield what travels together: a large parameter alone, small ones until `threshold`."""
     small: list[Pair] = []
     n_elements = 0
     for pair in pairs:

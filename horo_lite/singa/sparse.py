@@ -1,4 +1,4 @@
-"""The sum over ranks of what is large in each rank's vector."""
+"""Sums over ranks of the large elements of each rank's vector."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def sparse_sum(
     label: str,
     what: str,
 ) -> NDArray[np.float32]:
-    """The sum of the elements of all ranks' vectors that travel; called by every rank.
+    """Return the sum of the large elements of all ranks' vectors; every rank calls it.
 
-    With `top_k` these are the fraction `spars` of all, rounded up, the largest by magnitude;
-    without it all of at least the magnitude `spars`. `left_over`, if given, is added before and
-    holds the rest afterwards. NaN travels. `what` describes the vector, alike on every rank.
+    With `top_k`, these are the fraction `spars` of all elements, rounded up, with the largest
+    magnitudes; otherwise all of magnitude `spars` or more. `left_over`, if given, is added first
+    and holds the rest afterwards. NaN is always sent. `what` describes the vector, in the same way
+    on every rank.
 
-    8 bytes an element that travels, to each rank. Summed in rank order in float64: the same bits on
-    every rank, and of what travelled nothing is lost.
+    Each element sent costs 8 bytes per rank. The sum is in rank order, in float64: it has the same
+    bits on every rank, and loses nothing of what was sent.
     """
     group.agree(label, f"{label}\nspars {spars}, topK {bool(top_k)}\n{what}")
     values = vector.astype(np.float32)

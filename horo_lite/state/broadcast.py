@@ -1,4 +1,4 @@
-"""Everyone starts from one rank's weights and optimizer state."""
+"""Broadcast of one rank's weights and optimizer state to all ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ if TYPE_CHECKING:
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None = None) -> Any:
-    """`params` with the values of rank `root_rank`, and so alike on every rank.
+    """Give all ranks the values that rank `root_rank` has in `params`.
 
     Collective, at any time. `params` is an array or parameter, any nesting of dicts, lists, tuples
-    and (name, parameter) pairs of them, a module (torch: its whole state_dict, buffers too), or an
-    optimizer. Objects are kept and written in place. What cannot be written (JAX arrays, numbers)
-    is replaced in the dict or list that holds it; tuples that hold such are made anew, so use what
-    is returned: `params = broadcast_parameters(params)`.
+    and (name, parameter) pairs of them, a module (torch: its whole state_dict, including buffers),
+    or an optimizer. Objects are written in place. Values that cannot be written (JAX arrays,
+    numbers) are replaced in the dict or list that holds them; tuples that hold such values are
+    rebuilt, so use the result: `params = broadcast_parameters(params)`.
 
-    MismatchError on every rank, naming the first that differs and who has what, where names, dtypes
-    or shapes are not alike; nothing has been written then. Dicts may be in any order. ValueError
-    for a generator that has been used, of which nothing or a part would be broadcast.
+    Dicts may be in any order.
 
     Args:
         params: The tree, module or optimizer.
@@ -40,14 +38,19 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         group: The ranks that take part, all of which call it; by default all.
 
     Returns:
-        `params`, or what takes its place where it cannot be written.
+        `params`, or a new object if it cannot be written in place.
+
+    Raises:
+        MismatchError: On every rank, if names, dtypes or shapes differ; it names the first
+            difference and the ranks. Nothing has been written.
+        ValueError: `params` is a generator that has already been used in part or completely.
     """
     group = ops.ranks_of(group)
     if isgenerator(params) and getgeneratorstate(params) != GEN_CREATED:
         raise ValueError(
-            "params is a generator of which values were taken before, which would not be "
-            "broadcast: an optimizer that was given model.parameters() has used them up. Call it "
-            "again for broadcast_parameters"
+            "params is a generator from which values have already been taken, so they would not be "
+            "broadcast: an optimizer that received model.parameters(), for example, has consumed "
+            "it. Call model.parameters() again for broadcast_parameters"
         )
     if isinstance(params, Iterator):
         params = list(params)
@@ -56,11 +59,11 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
             f"broadcast_parameters needs parameters, a module or an optimizer, not {params!r}"
         )
     tree = Tree(params, opened=opened)
-    # None and strings in a tree are no parameters, and are left alone.
+    # None and strings in a tree are not parameters, and are left unchanged.
     arrays = [(name, x) for name, x in tree.named if x is not None and type(x) is not str]
     values = [_value(name, leaf) for name, leaf in arrays]
     targets = [value if is_writable(value) else np.array(value) for value in values]
-    # A number's copy is in the host's memory, where its neighbours may be on a GPU.
+    # The copy of a number is in host memory, even if other values are on a GPU.
     for here in (None, *sorted({gpu for gpu in map(gpu_of, targets) if gpu is not None})):
         chosen = [i for i, target in enumerate(targets) if gpu_of(target) == here]
         if chosen or here is None:
@@ -84,16 +87,15 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
 def broadcast_optimizer_state(
     optimizer: Any, root_rank: int = 0, *, group: Group | None = None
 ) -> None:
-    """`optimizer` goes on as rank `root_rank`'s would: momenta, step counts, learning rates.
+    """Copy the optimizer's state (momenta, step counts, learning rates) from rank `root_rank`.
 
-    Collective, at any time; the other ranks may have no state yet. Parameters are not touched: see
-    `broadcast_parameters`. Optimizers with `state_dict()` and `load_state_dict()`, or whose adapter
-    has another way, are asked for theirs. Of any other, every attribute that is a number, an array
-    or a list, tuple or dict of such is taken over; keys that are parameters, or the `id()` of one,
-    stand for the parameter at the same position on the other ranks. Attributes of other kinds stay
-    as they are.
+    Collective, at any time; the other ranks may have no state yet. Parameters are not changed: see
+    `broadcast_parameters`. The state is that of `state_dict()` and `load_state_dict()`, or that of
+    the optimizer's adapter. For other optimizers, it is every attribute that is a number, an array
+    or a list, tuple or dict of these; keys that are parameters, or the `id()` of one, stand for the
+    parameter at the same position on the other ranks. Other attributes are not changed.
 
-    The state travels pickled: for a moment, it is in memory twice.
+    The state is sent pickled, so for a moment it is in memory twice.
 
     Args:
         optimizer: The optimizer, wrapped or not.
@@ -110,7 +112,7 @@ def broadcast_optimizer_state(
 
 
 def opened(tree: Any, path: str) -> Node | None:
-    """What a module or optimizer contains, for `Tree`; None for anything else."""
+    """Return the contents of a module or optimizer, for `Tree`; None for anything else."""
     if isinstance(tree, (list, tuple, str, *NUMBERS)) or type(tree) is dict:
         return None
     if isinstance(tree, Mapping) and not isinstance(tree, dict):
@@ -125,7 +127,7 @@ def opened(tree: Any, path: str) -> Node | None:
         if is_array(parameter) and not is_writable(to_host(parameter)):
             raise TypeError(
                 f"{type(tree).__name__} holds {name!r} as a {type(parameter).__name__}, which "
-                "cannot be written: broadcast the dict or list that it keeps them in"
+                "cannot be written: broadcast the dict or list that contains it"
             )
     return Node([(join(path, name), x) for name, x in named], lambda _: tree) if named else None
 
@@ -138,7 +140,7 @@ def _value(name: str, leaf: Any) -> Any:
 
 
 def is_writable(value: Any) -> bool:
-    """Whether a received value can be written into it."""
+    """Return whether a received value can be written into `value`."""
     try:
         Tensors([value], stream=NO_ORDER)
     except (ValueError, BufferError):
@@ -147,7 +149,7 @@ def is_writable(value: Any) -> bool:
 
 
 def _received(leaf: Any, target: Any, value: Any, is_root: bool) -> Any:
-    """The leaf, now that `target` holds what it should: the same object where that can be."""
+    """Return the leaf with the values in `target`, as the same object if possible."""
     if is_root:
         return leaf
     if isinstance(leaf, NUMBERS):

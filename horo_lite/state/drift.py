@@ -1,4 +1,4 @@
-"""Whether the replicas are alike on all ranks; and if not, which rank is odd, and how far off."""
+"""Compare replicas between ranks, and report which ranks deviate, and by how much."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from horo_lite.transports import Transport
 
 LABEL = "check_in_sync"
-JOINED = -1  # in place of a hash
+JOINED = -1  # sent in place of a hash
 
 ADVICE = (
     "Usual causes: no broadcast_parameters() after the model was made or loaded; a step, a "
@@ -52,34 +52,36 @@ def check_in_sync(
     step: int | None = None,
     group: Group | None = None,
 ) -> bool:
-    """True: `replica` has the same bits on every rank.
+    """Check that `replica` has the same bits on every rank.
 
-    Collective, at any time. `replica` is what `broadcast_parameters` takes: an array, any nesting
-    of dicts and lists of them, a module or an optimizer. Of a module, its parameters are compared,
-    and with `buffers` its buffers too: leave BatchNorm's running means out where ranks compute them
-    from their own samples. Of an optimizer, with `state` also its momenta, counts and options.
-    `step` is for the message. All arguments are alike on all ranks.
+    Collective, at any time. `replica` is an array, any nesting of dicts and lists of arrays, a
+    module or an optimizer, as for `broadcast_parameters`. For a module, its parameters are
+    compared, and with `buffers` also its buffers: leave out BatchNorm's running means if ranks
+    compute them from their own samples. For an optimizer, `state` also compares its momenta, counts
+    and options. All arguments must be the same on all ranks.
 
-    Where bits differ (-0.0 from 0.0, too, and one NaN from another), every rank does what
-    `on_drift` says: "raise" a DriftError that names the first parameter that differs, the odd ranks
-    and how far off they are; "warn" with a RuntimeWarning of the same words on rank 0, and return
-    False; or "heal": give all ranks the values of the rank that most agree with (the lowest if it
-    is a tie), warn, and return False. What heal writes must be writable: no JAX arrays, no numbers.
+    If bits differ (even -0.0 and 0.0, or two kinds of NaN), every rank does what `on_drift` says:
+    "raise" raises a DriftError that names the first parameter that differs, the deviating ranks and
+    by how much they deviate; "warn" issues a RuntimeWarning with the same text on rank 0, and
+    returns False; "heal" gives all ranks the values of the rank with which most agree (the lowest
+    in a tie), warns, and returns False. "heal" needs writable values: no JAX arrays, no numbers.
 
-    MismatchError on every rank where names, dtypes or shapes are not alike. Costs a hash, about as
-    fast as memory can be read (7 ms for 100 MB), and one handshake. Arrays on a GPU, and
-    those not in C order, are copied to the host one by one.
+    Costs a hash, about as fast as memory can be read (7 ms for 100 MB), and one handshake. Arrays
+    on a GPU, and those not in C order, are copied to the host one by one.
 
     Args:
-        replica: What `broadcast_parameters` takes.
+        replica: The parameters, module or optimizer.
         on_drift: "raise", "warn" or "heal".
-        buffers: Whether a module's buffers are compared too.
-        state: Whether an optimizer's state is compared too.
-        step: The step that messages name.
+        buffers: Whether to compare a module's buffers, too.
+        state: Whether to compare an optimizer's state, too.
+        step: The step to name in messages.
         group: The ranks that take part, all of which call it; by default all.
 
     Returns:
         Whether `replica` has the same bits on every rank.
+
+    Raises:
+        MismatchError: On every rank, if names, dtypes or shapes differ.
     """
     check_reaction(on_drift)
     if isinstance(replica, Iterator):
@@ -100,9 +102,9 @@ def check_in_sync(
 
 
 def check_reaction(on_drift: str) -> None:
-    """ValueError unless `on_drift` is one of the three."""
+    """Raise ValueError unless `on_drift` is one of the three."""
     if on_drift not in ("raise", "warn", "heal"):
-        raise ValueError(f'on_drift is "raise", "warn" or "heal", not {on_drift!r}')
+        raise ValueError(f'on_drift must be "raise", "warn" or "heal", not {on_drift!r}')
 
 
 def compare(
@@ -115,10 +117,10 @@ def compare(
     n_parameters: int | None = None,
     needs_all: bool = True,
 ) -> bool:
-    """`check_in_sync` of named leaves; from `n_parameters` on they are the state of `stateful`.
+    """Do `check_in_sync` for named leaves; from `n_parameters` on they are `stateful`'s state.
 
-    Unless it `needs_all` ranks, nothing is compared while some wait in join(): their replicas stay
-    behind.
+    Unless it `needs_all` ranks, nothing is compared while some wait in join(), since their replicas
+    are not updated.
     """
     if group.size == 1:
         return True
@@ -150,24 +152,24 @@ def compare(
 
 
 class DriftCheck:
-    """Counts steps, after every so many of which the ranks compare their parameters.
+    """Counts steps, and compares the ranks' parameters every `every` steps.
 
     Args:
-        every: How many; 0 for never.
-        on_drift: What they do where these differ: see `check_in_sync`.
+        every: The number of steps between comparisons; 0 for never.
+        on_drift: What to do if parameters differ: see `check_in_sync`.
     """
 
     def __init__(self, every: int, on_drift: str) -> None:
         self._every, self._on_drift = every, on_drift
         self.n_steps = 0
-        self.n_together = 0  # since all ranks began to count
+        self.n_together = 0  # since all ranks started to count
 
     def reset_counts(self) -> None:
-        """All ranks, whatever they have counted, count to the next comparison from here."""
+        """Restart the count to the next comparison, as all ranks do, whatever their counts were."""
         self.n_together = 0
 
     def stepped(self, named: Callable[[], Sequence[tuple[str, Any]]], group: Group) -> None:
-        """A step is done; compares what `named` gives if that is due. Ranks may be in join()."""
+        """Count a step; if a comparison is due, compare `named()`. Ranks may be in join()."""
         self.n_steps += 1
         self.n_together += 1
         if self._every and self.n_together % self._every == 0:
@@ -177,7 +179,7 @@ class DriftCheck:
 
 
 class _Found(NamedTuple):
-    """What differs, alike on every rank, and which rank's values are the likeliest."""
+    """A difference, the same on every rank, and the rank whose values are probably correct."""
 
     text: str
     which: list[int]
@@ -186,7 +188,7 @@ class _Found(NamedTuple):
 
 
 class _Check:
-    """One comparison: a handshake, and if that finds a difference, what its report needs."""
+    """One comparison: a handshake and, if there is a difference, exchanges for the report."""
 
     def __init__(
         self,
@@ -216,7 +218,7 @@ class _Check:
             contract,
             lambda: "\n".join(contract),
             count=_native.hash64(self._hashes.tobytes()),
-            weight=self._step,  # ranks that have joined earlier have made fewer
+            weight=self._step,  # ranks that have joined have taken fewer steps
             participation=(
                 None
                 if self._needs_all
@@ -233,7 +235,7 @@ class _Check:
         everyone = exchange_bytes(transport, mine, [len(mine)] * transport.size)
         table = np.array([np.frombuffer(hashes, np.uint64) for hashes in everyone])
         which = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
-        # By each parameter that differs, every rank gets a vote from all that agree with it.
+        # For each parameter that differs, every rank gets a vote from each rank that agrees.
         votes = np.zeros(transport.size, np.int64)
         for i in which:
             _, kinds, counts = np.unique(table[:, i], return_inverse=True, return_counts=True)
@@ -251,7 +253,7 @@ class _Check:
         return _Found(text, which, source, transport.ranks[source])
 
     def _how_far(self, transport: Transport, first: int, source: int) -> str:
-        """How far the ranks' first array that differs is from that of rank `source`."""
+        """Describe how far the first differing array of each rank is from that of `source`."""
         mine = self._plain(self._values[first])
         theirs = np.empty(mine.nbytes, np.uint8)
         is_source = transport.rank == source
@@ -279,17 +281,17 @@ class _Check:
         off = f"{'; '.join(told[:4])}{more}"
         return f"Against rank {transport.ranks[source]}'s{size} it is off: {off}."
 
-    # Arrays as the core can look at them.
+    # Arrays in a form that the core can read.
 
     def _hash_all(self) -> NDArray[np.uint64]:
         try:
             hashes = _native.fingerprints(Tensors(self._values, writable=False))
-        except (TypeError, ValueError, BufferError):  # some need a copy: one after the other
+        except (TypeError, ValueError, BufferError):  # some need a copy: process them one by one
             hashes = [_native.fingerprints(self._plain(value))[0] for value in self._values]
         return np.array(hashes, np.uint64)
 
     def _plain(self, value: Any) -> Tensors:
-        """The array in the host's memory, in C order; as bytes, where the core lacks its dtype."""
+        """Return the array in host memory, in C order; as bytes if the core lacks its dtype."""
         if gpu_of(value) is not None:
             return self._downloaded(value)
         try:
@@ -303,8 +305,8 @@ class _Check:
             return Tensors([value.contiguous().reshape(-1).view(sys.modules["torch"].uint8)])
 
     def _downloaded(self, value: Any) -> Tensors:
-        """What an array on a GPU holds, in memory that the next one will be in, too."""
-        memory = self._group.memory([value], fresh=True)  # only to be read
+        """Copy an array from a GPU into host memory, which the next call overwrites."""
+        memory = self._group.memory([value], fresh=True)  # only read
         assert memory.stream is not None
         memory.use_c_order()
         memory.begin()
@@ -314,22 +316,22 @@ class _Check:
 
 
 def _stand_by(group: Group, asynchronous: bool, *, contract: list[str]) -> None:
-    """A rank that has joined takes part in a comparison: nobody compares anything."""
+    """Take part in a comparison as a rank that has joined, so that nothing is compared."""
     group.direct(lambda transport: agree(transport, LABEL, contract, lambda: LABEL, count=JOINED))
 
 
-# What is compared.
+# The values to compare.
 
 
 def _named(replica: Any, buffers: bool) -> list[tuple[str, Any]]:
-    """Every array, parameter and number of `replica`, by name."""
+    """Return every array, parameter and number of `replica`, with names."""
     own_buffers = getattr(replica, "named_buffers", None)
-    if callable(own_buffers):  # a module that tells them from parameters
+    if callable(own_buffers):  # a module that distinguishes them from parameters
         replica = list(chain(replica.named_parameters(), own_buffers() if buffers else ()))
         if not replica:
             return []
     elif buffers:
-        raise ValueError(f"buffers=True is for modules: a {type(replica).__name__} shows none")
+        raise ValueError(f"buffers=True is for modules: a {type(replica).__name__} has no buffers")
     leaves = Tree(replica, opened=opened).named
     return [
         (name or "the array", leaf)
@@ -345,7 +347,7 @@ def _value(name: str, leaf: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(leaf, torch.Tensor):
             raise TypeError(f"{name!r}: {error}") from error
-        value = leaf.detach()  # of a dtype that NumPy does not have
+        value = leaf.detach()  # its dtype does not exist in NumPy
     if getattr(value, "dtype", None) == np.dtype(object):
         raise TypeError(f"{name!r}: arrays of Python objects cannot be compared")
     return value
@@ -355,7 +357,7 @@ def _look(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-# Words.
+# Phrases of messages.
 
 
 def _who(
@@ -374,6 +376,6 @@ def _who(
 
 
 def _non_finite(n_nan: float, n_inf: float) -> str:
-    """What a clause about an array adds where not all of it is finite."""
+    """Return what to add to a clause about an array with non-finite elements."""
     parts = [f"{int(n):,} {what}" for n, what in ((n_nan, "NaN"), (n_inf, "inf")) if n]
     return f", with {' and '.join(parts)}" if parts else ""

@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside its parameters: one reader and writer, for all who need it."""
+"""Reading and writing an optimizer's state, apart from its parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from horo_lite.state.wrapper import unwrapped
 
 
 class OptimizerState:
-    """The state of `optimizer`: momenta, counts, options; wrapped in a DistributedOptimizer or not.
+    """The state of `optimizer` (momenta, counts, options), which may be a DistributedOptimizer.
 
-    Asked for it are, in this order: its adapter (`state`, `set_state`), the optimizer itself
-    (`state_dict`, `load_state_dict`), and else its attributes. Of these, whatever is a number, an
-    array, or a list, tuple or dict of such is state, unless it holds a parameter; keys that are
-    parameters, or the `id()` of one, stand for the parameter's position.
+    It is read from the first of these that provides it: the optimizer's adapter (`state`,
+    `set_state`), the optimizer itself (`state_dict`, `load_state_dict`), or its attributes. An
+    attribute is state if it is a number, an array, or a list, tuple or dict of these, and contains
+    no parameter; keys that are parameters, or the `id()` of one, stand for the parameter's
+    position.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -35,7 +36,7 @@ class OptimizerState:
         )
 
     def check(self) -> None:
-        """TypeError for what is not an optimizer: a module's state, sent as one, would do harm."""
+        """Raise TypeError if it is not an optimizer: sending a module's state as one is harmful."""
         inner, steps = self._inner, self._finder.steps
         is_container = isinstance(inner, (type, Mapping, Set))
         if is_container or not (
@@ -45,19 +46,19 @@ class OptimizerState:
             raise TypeError(
                 f"{type(inner).__name__} is not an optimizer: it has no "
                 + " or ".join(f"{name}()" for name in steps)
-                + ". For a module, a state_dict() or arrays there is broadcast_parameters; where "
-                "the methods have other names, see register_adapter"
+                + ". For a module, a state_dict() or arrays, use broadcast_parameters; if the "
+                "optimizer's methods have other names, see register_adapter"
             )
 
     def read(self) -> Any:
-        """The state, ready to be pickled, for `write` on any rank."""
+        """Return the state, in picklable form, for `write` on any rank."""
         kept = self._finder.state(self._inner)
         if kept is not None:
             return kept
         return in_host_memory(self._inner.state_dict()) if self._has_dict else self._attributes()
 
     def write(self, state: Any) -> None:
-        """The optimizer goes on as the one that this was read from; arrays are kept and written."""
+        """Set the optimizer's state to one that was read; arrays are written in place."""
         inner = self._inner
         if self._finder.state(inner) is not None:
             self._finder.set_state(inner, state)
@@ -67,7 +68,7 @@ class OptimizerState:
             for options, old_options in zip(
                 getattr(inner, "param_groups", ()), before, strict=False
             ):
-                for key, value in options.items():  # a learning rate on a GPU stays on it
+                for key, value in options.items():  # a learning rate on a GPU stays there
                     if gpu_of(old_options.get(key)) is not None and hasattr(value, "to"):
                         options[key] = value.to(old_options[key].device)
         else:
@@ -76,14 +77,14 @@ class OptimizerState:
                 setattr(inner, name, overwritten(old, value, self._local, self._local_key))
 
     def named(self) -> Named:
-        """Its arrays, where they lie, and numbers, named after the parameters they belong to."""
+        """Return its arrays, not copied, and numbers, named after their parameters."""
         names = [name for name, _ in self._named]
         state: Any
         if (kept := self._finder.state(self._inner)) is not None:
             state = kept if isinstance(kept, dict) else {"state": kept}
         elif self._has_dict:
             state = dict(self._inner.state_dict())
-            if isinstance(state.get("state"), dict):  # torch's, by the parameters' positions
+            if isinstance(state.get("state"), dict):  # torch's, keyed by the parameters' positions
                 state["state"] = {
                     names[key] if isinstance(key, int) and key < len(names) else key: value
                     for key, value in state["state"].items()
@@ -99,7 +100,7 @@ class OptimizerState:
         found = [(name, x) for name, x in leaves if isinstance(x, NUMBERS) or is_array(x)]
         if not found and not names:
             kind = type(self._inner).__name__
-            raise ValueError(f"state=True is for optimizers: a {kind} shows none")
+            raise ValueError(f"state=True is for optimizers: a {kind} has no optimizer state")
         return found
 
     # Attributes.
@@ -117,7 +118,7 @@ class OptimizerState:
 
     @cached_property
     def _held(self) -> list[Any]:
-        """What belongs to parameters; held, since the id() of what is gone may come back."""
+        """Objects that belong to parameters, kept alive since id() is reused for new objects."""
         adapter = self._adapter
         found = [x for _, p in self._named for x in (p, adapter.value(p), adapter.gradient(p))]
         return [x for x in found if x is not None]
@@ -146,7 +147,7 @@ class OptimizerState:
         return is_array(value) or isinstance(value, self._adapter.array_types)
 
     def _local(self, old: Any, value: Any) -> Any:
-        if isinstance(value, (dict, list, tuple)):  # and `old` is something else
+        if isinstance(value, (dict, list, tuple)):  # but `old` is something else
             return overwritten(None, value, self._local, self._local_key)
         if not isinstance(value, np.ndarray):
             return value
@@ -176,11 +177,11 @@ class _Position(NamedTuple):
 
 
 class _Foreign(Exception):  # noqa: N818 (no error: a kind of value)
-    """What holds a parameter or something unknown is not state to hand over."""
+    """Marks an attribute that is not state, since it contains a parameter or something unknown."""
 
 
 def in_host_memory(tree: Any) -> Any:
-    """Pickled as they are, a GPU's tensors would come to that same GPU on the other ranks."""
+    """Copy a GPU's tensors to the host: unpickling would put them on the same GPU on all ranks."""
 
     def moved(x: Any) -> Any:
         return x.cpu() if hasattr(x, "cpu") and gpu_of(x) is not None else x

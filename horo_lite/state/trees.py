@@ -1,14 +1,14 @@
 """Nested dicts, lists and tuples: their leaves by name, and the same tree with other leaves.
 
-`Tree` is the walker of everything whose leaves the ranks compare by name: gradients, parameters,
-optimizer states. Its order and its names are alike on all ranks: dicts are walked by their keys'
-text, since ranks may have filled them in different orders, and named by their keys; lists and
-tuples by position, unless they consist of pairs (name, leaf). `mapped` and `overwritten` are for
-what has no names, because it is copied or kept on one rank.
+`Tree` walks everything whose leaves the ranks compare by name: gradients, parameters, optimizer
+states. Its order and names are the same on all ranks: the items of dicts are named by their keys
+and sorted by the keys' text, since ranks may have filled them in different orders; those of lists
+and tuples are named by position, unless they consist of pairs (name, leaf). `mapped` and
+`overwritten` are for trees that need no names, because they are copied or stay on one rank.
 
-Two walkers are apart, since what they promise differs. `adapters.object.name_leaves` names an
-optimizer's parameters in the order in which it has them, which is a plan's, and runs in every step.
-`jax.trees.named_arrays` leaves it to JAX what a node is.
+Two walkers are separate, because their contracts differ. `adapters.object.name_leaves` names an
+optimizer's parameters in the optimizer's order, which a plan uses, and runs in every step. In
+`jax.trees.named_arrays`, JAX decides what a node is.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ NUMBERS = (bool, int, float, complex, np.generic)
 
 
 Rebuild: TypeAlias = Callable[[Iterator[Any], bool], Any]
-"""Makes a tree of the next leaves; True: in place, where that can be."""
+"""Builds a tree from the next leaves; if the flag is True, in place where possible."""
 
 
 class Node(NamedTuple):
-    """A container, opened."""
+    """The contents of a container."""
 
     children: list[tuple[str, Any]]
-    """What it holds, each with its whole name."""
+    """Its items, each with its full name."""
 
     other: Callable[[list[Any]], Any]
-    """Makes another one of the same kind that holds these; or, if it has to, changes itself."""
+    """Returns a container of the same kind with other items; if that is impossible, changes it."""
 
     hold: Callable[[list[Any]], None] | None = None
-    """Makes this one hold these; None where only another one can."""
+    """Replaces the items in place; None if that is impossible."""
 
 
 class Tree:
-    """The leaves of a tree, named, and how to get the tree with others in their place.
+    """The named leaves of a tree, and ways to build the tree with other leaves.
 
     Args:
-        tree: Dicts, lists, tuples and named tuples of each other and of leaves. What is neither
-            one of these nor opened by `opened`, and None, is a leaf.
-        root: The name of a tree that is a leaf, and what the names in a list begin with.
-        opened: Asked before anything else what an object with that name contains; None: it is to
-            be looked at as usual. Not asked about arrays, which are leaves.
-        join: The name of a dict's item, by the dict's and the key.
+        tree: Nested dicts, lists, tuples and named tuples of leaves. An object that is none of
+            these, and that `opened` does not open, is a leaf; so is None.
+        root: The name of the tree if it is a leaf, and the prefix of names in a list.
+        opened: Returns the contents of an object with a name, or None to treat it as usual. It is
+            called first for every object except arrays, which are leaves.
+        join: Returns the name of a dict's item, from the dict's name and the key.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Tree:
         self._rebuilt = self._walk(tree, "") or _next
 
     def copied(self, leaves: Iterable[Any]) -> Any:
-        """Another tree of these leaves, in containers of the same kinds."""
+        """Return a new tree with these leaves, in containers of the same kinds."""
         return self._rebuilt(iter(leaves), False)
 
     def written(self, leaves: Iterable[Any]) -> Any:
-        """The tree itself holds these leaves; what cannot be written is made anew around them."""
+        """Put these leaves into the tree itself; containers that cannot be changed are rebuilt."""
         return self._rebuilt(iter(leaves), True)
 
     def _walk(self, tree: Any, path: str) -> Rebuild | None:
-        """Name the leaves; return what makes the tree from others, or None for a leaf."""
+        """Name the leaves; return a function that rebuilds the tree, or None for a leaf."""
         is_leaf = tree is None or is_array(tree)
         node = None if is_leaf else self._opened(tree, path) or self._node(tree, path)
         if node is None:
@@ -85,7 +85,7 @@ class Tree:
         return partial(_rebuilt, tree, node, [self._walk(x, name) for name, x in node.children])
 
     def _node(self, tree: Any, path: str) -> Node | None:
-        if isinstance(tree, (dict, Mapping)):  # the first is quick to see
+        if isinstance(tree, (dict, Mapping)):  # the check for dict is fast
             keys = sorted(tree, key=str)
             if len(set(map(type, keys))) > 1:  # 1 and "1" have one name
                 keys.sort(key=lambda key: (str(key), type(key).__name__))
@@ -116,8 +116,8 @@ class Tree:
         )
 
 
-# What rebuilds nodes: partial() holds its arguments in fewer objects for the garbage collector to
-# visit than a closure does, and there are several for each node.
+# Functions that rebuild nodes, for partial(), which creates fewer objects for the garbage collector
+# to visit than a closure does; there are several for each node.
 
 
 def _rebuilt(
@@ -152,20 +152,20 @@ def _mapping_like(tree: Mapping[Any, Any], keys: list[Any], new: list[Any]) -> A
     items = dict(zip(keys, new, strict=True))
     if not isinstance(tree, (dict, MutableMapping)):
         return type(tree)({key: items[key] for key in tree})  # type: ignore[call-arg]
-    other = copy.copy(tree)  # and so in the same order
+    other = copy.copy(tree)  # to keep the order
     other.update(items)
     return other
 
 
 def in_brackets(path: str, key: object) -> str:
-    """A `join` that names items as Python would: `state['w'][0]`."""
+    """Return names of items as Python expressions: `state['w'][0]`. For `Tree(join=)`."""
     return f"{path}[{key!r}]" if path else str(key)
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], key: Callable[[Any], Any] | None = None) -> Any:
-    """Plain dicts, lists and tuples, like those of `tree`, of what `change` makes of each leaf.
+    """Return `tree` as plain dicts, lists and tuples, with `change` applied to each leaf.
 
-    Everything that is neither dict, list nor tuple is a leaf. `key` changes the dicts' keys.
+    Everything that is neither dict, list nor tuple is a leaf. `key` is applied to the dicts' keys.
     """
     if isinstance(tree, dict):
         return {key(k) if key else k: mapped(x, change, key) for k, x in tree.items()}
@@ -181,10 +181,10 @@ def overwritten(
     leaf: Callable[[Any, Any], Any],
     key: Callable[[Any], Any] = lambda key: key,
 ) -> Any:
-    """`old`, or what takes its place, holding what `new` holds: dicts and lists are kept.
+    """Overwrite `old` with the contents of `new`, keeping its dicts and lists; return the result.
 
-    `leaf(old, new)` does the same for what is no container, or not on both sides; a container that
-    is new here is filled from `leaf(None, …)`. `key` makes the dicts' keys from those of `new`.
+    `leaf(old, new)` does the same for leaves, and if only one of the two is a container; containers
+    that are new here are filled from `leaf(None, …)`. `key` converts the keys of `new`'s dicts.
     """
     if isinstance(new, dict) and (old is None or isinstance(old, dict)):
         kept = {} if old is None else old
@@ -208,5 +208,5 @@ def _tuple_like(tree: tuple[Any, ...], items: list[Any]) -> Any:
         return tree._make(items)
     try:
         return type(tree)(items)
-    except TypeError:  # a class of its own, which holds other things, or is made otherwise
+    except TypeError:  # a derived class with another constructor
         return tuple(items)

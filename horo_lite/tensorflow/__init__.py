@@ -6,11 +6,11 @@
     if is_first_batch:
         hvd.broadcast_variables(variables, root_rank=0)
 
-All of that works eagerly and inside tf.function, where Python does the exchange in a node of the
-graph (tf.numpy_function, in the host's memory). XLA cannot compile that: tf.function(jit_compile=
-True) is an error whose node is called horo_lite_needs_jit_compile_False.
+All of this works eagerly and inside tf.function, where a node of the graph calls Python for the
+exchange (tf.numpy_function, in host memory). XLA cannot compile such a node: tf.function(
+jit_compile=True) raises an error about a node named horo_lite_needs_jit_compile_False.
 
-Everything that `horo_lite` has is here as well; what is not listed below takes tensors eagerly.
+Everything in `horo_lite` is available here as well; functions not listed below take eager tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from horo_lite.tensorflow.operations import (
     size_op,
 )
 
-# Those that need Keras, which is imported when they are first used.
+# Names that need Keras, which is imported when they are first used.
 _WITH_KERAS = {
     "PartialDistributedOptimizer": "horo_lite.keras.optimizer",
     "SyncBatchNormalization": "horo_lite.tensorflow.sync_batch_norm",

@@ -12,12 +12,12 @@ __all__ = ["HostsUpdatedInterrupt", "ObjectState", "State", "TensorFlowState", "
 
 
 class TensorFlowState(State):
-    """A `State` of tf.Variables and whatever else is named.
+    """A `State` of tf.Variables and any other objects.
 
     Args:
-        variables: The variables, such as `model.variables`. TensorFlow 2 has no collection of all.
-        session: TensorFlow 1's, which has no meaning here.
-        **things: What else belongs to the state: see `horo_lite.elastic.State`.
+        variables: The variables, such as `model.variables`; TensorFlow 2 has no collection of all.
+        session: TensorFlow 1's argument, which has no effect here.
+        **things: Other objects that belong to the state: see `horo_lite.elastic.State`.
     """
 
     def __init__(self, variables: Sequence[Any], session: Any = None, **things: Any) -> None:

@@ -1,4 +1,4 @@
-"""Gradients averaged on their way from a tape to an optimizer, and variables alike on all ranks."""
+"""Averaging of gradients between tape and optimizer, and broadcast of variables."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class _Rows(NamedTuple):
 
 
 class Transform(transform.Transform):
-    """The same for tensors and IndexedSlices, at once or as one node of a graph.
+    """A transformation of tensors and IndexedSlices, executed now or as one node of a graph.
 
-    Of IndexedSlices, what an embedding's gradient is, the rows of all ranks are gathered, as many
-    as each has; they do not compress.
+    For IndexedSlices, such as an embedding's gradient, the rows of all ranks are gathered, whatever
+    their number on each; they are not compressed.
     """
 
     def __init__(self, options: Options, sparse_as_dense: bool = False) -> None:
@@ -55,8 +55,8 @@ class Transform(transform.Transform):
             for name, gradient in zip(names, results, strict=True):
                 if _is_sparse(gradient):
                     raise ValueError(
-                        f"the gradient of {name!r} is IndexedSlices, and op=hvd.Adasum combines "
-                        "dense tensors: use sparse_as_dense=True"
+                        f"the gradient of {name!r} is IndexedSlices, but op=hvd.Adasum combines "
+                        "only dense tensors: use sparse_as_dense=True"
                     )
         if tf.executing_eagerly():
             averages = self._averages(names, [_in_numpy(g) for g in results], weight)
@@ -99,11 +99,11 @@ class Transform(transform.Transform):
         gradients: Sequence[Array | _Rows | None],
         weight: Any = None,
     ) -> list[Array | _Rows | None]:
-        """The averages of these gradients, all in NumPy."""
+        """Return the averages of these gradients, all as NumPy arrays."""
         weight = None if weight is None else float(weight)
         dense = [None if isinstance(g, _Rows) else g for g in gradients]
         reducer = self._bound(names)
-        # Ranks without rows of an embedding's gradient, which others have, hear of it by this.
+        # Tells ranks without rows of an embedding's gradient that others have some.
         reducer.note = json.dumps(
             {i: _look(g) for i, g in enumerate(gradients) if isinstance(g, _Rows)}
         )
@@ -114,7 +114,7 @@ class Transform(transform.Transform):
                 known = looks.setdefault(int(i), look)
                 if not all(a == b or None in (a, b) for a, b in zip(known, look, strict=True)):
                     raise MismatchError(
-                        f"the gradient of {names[int(i)]!r} is IndexedSlices of unlike tensors: "
+                        f"the gradient of {names[int(i)]!r} is IndexedSlices of different tensors: "
                         f"{_in_words(*known)} on some ranks and {_in_words(*look)} on others"
                     )
         share = self._share(weight) if looks else 1.0
@@ -144,7 +144,7 @@ class Transform(transform.Transform):
         return results
 
     def _share(self, weight: float | None) -> float:
-        """What this rank's rows are multiplied by."""
+        """Return the factor for this rank's rows."""
         if self.options.op is not Average:
             return 1.0
         if weight is None:
@@ -161,25 +161,27 @@ class DistributedGradientTape:
             ...
         tape = hvd.DistributedGradientTape(tape)
 
-    or around the tape from the beginning, `with hvd.DistributedGradientTape(tf.GradientTape()) as
-    tape`. Every rank makes the same calls of `gradient()`. Everything else is the tape's own:
-    `jacobian()` and `batch_jacobian()` are this rank's.
+    Alternatively, wrap the tape from the beginning: `with hvd.DistributedGradientTape(
+    tf.GradientTape()) as tape`. Every rank makes the same calls of `gradient()`. Everything else is
+    that of the tape: `jacobian()` and `batch_jacobian()` return this rank's own.
 
     Args:
-        gradtape: The tape; it may be a persistent one.
-        device_dense: Horovod's argument, which has no meaning here.
+        gradtape: The tape, which may be persistent.
+        device_dense: Horovod's argument, which has no effect here.
         device_sparse: The same.
-        compression: What travels; `Compression.fp16` halves the bytes. What has `compress` and
-            `decompress` of its own is called.
-        sparse_as_dense: Gradients of embeddings become dense before they travel; otherwise they
-            stay tf.IndexedSlices, with the rows of all ranks.
-        op: Average, Sum or Adasum, which needs a power of two of ranks and dense gradients.
+        compression: The wire format; `Compression.fp16` halves the bytes. An object with its own
+            `compress` and `decompress` is called.
+        sparse_as_dense: Convert gradients of embeddings to dense tensors before they travel;
+            otherwise they stay tf.IndexedSlices, with the rows of all ranks.
+        op: Average, Sum or Adasum, which needs a number of ranks that is a power of two, and dense
+            gradients.
         gradient_predivide_factor: Gradients are divided by it before they are added up, and the sum
             by size / factor. Only with op=Average.
         num_groups: Horovod's older name for `groups`.
-        groups: Which gradients travel together in Horovod; here nothing depends on it.
-        process_set: The ranks; default all. On others gradients stay as they are.
-        scale_local_gradients: Gradients of local sources are divided by the number of ranks.
+        groups: Which gradients travel together in Horovod; it has no effect here.
+        process_set: The ranks; by default all. On other ranks gradients are not changed.
+        scale_local_gradients: Whether gradients of local sources are divided by the number of
+            ranks.
         group: The ranks as a `Group`.
     """
 
@@ -201,7 +203,7 @@ class DistributedGradientTape:
     ) -> None:
         if isinstance(gradtape, DistributedGradientTape) or not hasattr(gradtape, "gradient"):
             raise TypeError(
-                "DistributedGradientTape is put around a tf.GradientTape, once, not around "
+                "DistributedGradientTape wraps a tf.GradientTape, and only once, but got "
                 f"{type(gradtape).__name__}"
             )
         self._tape = gradtape
@@ -214,9 +216,9 @@ class DistributedGradientTape:
         )
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradient of this variable to this rank.
+        """Do not exchange the gradient of this variable.
 
-        It is divided by the number of ranks unless scale_local_gradients=False.
+        The gradient is divided by the number of ranks unless scale_local_gradients=False.
         """
         self._exchange.register_local([source])
 
@@ -231,20 +233,21 @@ class DistributedGradientTape:
         weight: Any = None,
         use_generic_names: bool = False,
     ) -> Any:
-        """The averages over all ranks of what the tape's own `gradient()` returns.
+        """Return the averages over all ranks of what the tape's own `gradient()` returns.
 
-        None where no rank has a gradient. Where only some have one, the others' counts as zeros;
-        inside tf.function, where that is known when the function is traced, it is MismatchError.
+        None for a source without a gradient on any rank. If only some ranks have a gradient, it
+        counts as zeros on the others; inside tf.function, where it is known at tracing time which
+        gradients there are, this raises MismatchError instead.
 
         Args:
-            target: As the tape's.
-            sources: As the tape's.
-            output_gradients: As the tape's.
-            unconnected_gradients: As the tape's.
-            weight: This rank's number of samples, given on every rank or on none: with it the
-                average is the mean over all samples, however uneven the batches. 0 is allowed.
-            use_generic_names: Horovod's argument: gradients are known by their places, not by the
-                names of the sources.
+            target: As for the tape.
+            sources: As for the tape.
+            output_gradients: As for the tape.
+            unconnected_gradients: As for the tape.
+            weight: This rank's number of samples, given on every rank or on none: the average is
+                then the mean over all samples, however uneven the batches. 0 is allowed.
+            use_generic_names: Horovod's argument: identify gradients by their positions instead of
+                the names of the sources.
         """
         gradients = self._tape.gradient(target, sources, output_gradients, unconnected_gradients)
         variables = tf.nest.flatten(sources)
@@ -281,21 +284,21 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> DistributedGradientTape:
-    """A `DistributedGradientTape` that keeps the gradients of some layers to this rank.
+    """Return a `DistributedGradientTape` that does not exchange the gradients of some layers.
 
     Args:
         gradtape: As for `DistributedGradientTape`.
-        device_dense: As there.
-        device_sparse: As there.
-        compression: As there.
-        sparse_as_dense: As there.
-        op: As there.
-        gradient_predivide_factor: As there.
-        num_groups: As there.
-        groups: As there.
-        process_set: As there.
-        local_layers: A Keras layer, or several, which have been built.
-        scale_local_gradients: As there.
+        device_dense: Likewise.
+        device_sparse: Likewise.
+        compression: Likewise.
+        sparse_as_dense: Likewise.
+        op: Likewise.
+        gradient_predivide_factor: Likewise.
+        num_groups: Likewise.
+        groups: Likewise.
+        process_set: Likewise.
+        local_layers: A Keras layer, or several, that have been built.
+        scale_local_gradients: Likewise.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -334,11 +337,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     *,
     group: Group | None = None,
 ) -> Any:
-    """A Keras optimizer that applies the gradients of all ranks.
+    """Return a Keras optimizer that averages gradients over all ranks before it applies them.
 
-    Not for gradients that a DistributedGradientTape has averaged already.
-    See `horo_lite.keras.DistributedOptimizer` for what it does and for the arguments, which are in
-    another order there, as in Horovod; `use_locking` has no meaning here.
+    Not for gradients that a DistributedGradientTape has already averaged.
+    See `horo_lite.keras.DistributedOptimizer` for details and for the arguments, which have another
+    order there, as in Horovod; `use_locking` has no effect here.
     """
     return import_module("horo_lite.keras").DistributedOptimizer(
         optimizer,
@@ -366,20 +369,20 @@ def broadcast_variables(
     *,
     group: Group | None = None,
 ) -> None:
-    """The variables, TensorFlow's or Keras', have the values of rank `root_rank`.
+    """Set the variables, in place, to the values of rank `root_rank`.
 
-    Called by every rank, at once or inside tf.function.
+    Every rank calls it, eagerly or inside tf.function.
 
     Args:
-        variables: tf.Variables or Keras', such as `model.variables` and `optimizer.variables`.
-        root_rank: Whose values: the world's number of a rank of the set; among the ranks of
-            `group`, if that is given.
-        process_set: The ranks; default all.
-        inplace: Horovod's argument, which changes nothing here.
+        variables: Variables of TensorFlow or Keras, such as `model.variables` and
+            `optimizer.variables`.
+        root_rank: The root's rank in the world; with `group`, its rank in the group.
+        process_set: The ranks; by default all.
+        inplace: Horovod's argument, which has no effect here.
         group: The ranks as a `Group`.
 
     Raises:
-        MismatchError: On every rank, where names, dtypes or shapes are not alike.
+        MismatchError: On every rank, if names, dtypes or shapes differ between ranks.
     """
     _assign("broadcast_variables", list(variables), root_rank, process_set, group)
 
@@ -393,17 +396,17 @@ def broadcast_(
     *,
     group: Group | None = None,
 ) -> Any:
-    """The variables have the values of rank `root_rank`, which are returned as tensors.
+    """Set the variables to the values of rank `root_rank`, and return these as tensors.
 
-    Called by every rank, at once or inside tf.function. As Horovod's `broadcast_`, it takes a list
-    of tf.Variables; beyond that a single one, or an array that can be written (NumPy's), which is
-    returned itself. Tensors cannot be written: `broadcast` returns new ones.
+    Every rank calls it, eagerly or inside tf.function. Like Horovod's `broadcast_`, it takes a list
+    of tf.Variables; in addition, it takes a single variable, or a writable array (NumPy), which it
+    returns. Tensors cannot be changed: `broadcast` returns new ones.
 
     Args:
-        variables: What is to be written.
+        variables: The variables or the array to change.
         root_rank: As for `broadcast_variables`.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
     """
     if isinstance(variables, (list, tuple)):
@@ -416,10 +419,10 @@ def broadcast_(
 
 
 def broadcast_global_variables(root_rank: int = 0) -> None:
-    """Not in TensorFlow 2, which has no collection of all variables.
+    """Raise an error: TensorFlow 2 has no collection of all variables.
 
     Raises:
-        RuntimeError: Always; it says what to call.
+        RuntimeError: Always; it says what to call instead.
     """
     raise RuntimeError(
         "broadcast_global_variables() needs TensorFlow 1's collection of all variables, which "
@@ -441,7 +444,7 @@ def _assign(
     for i, variable in enumerate(variables):
         if not callable(getattr(variable, "assign", None)):
             raise TypeError(
-                f"{what} writes tf.Variables, and variables[{i}] is "
+                f"{what} changes tf.Variables, but variables[{i}] is "
                 f"{type(variable).__name__}: call broadcast(), which returns a new tensor"
             )
     names = [_name(variable, i) for i, variable in enumerate(variables)]
@@ -468,7 +471,7 @@ def _is_sparse(gradient: Any) -> bool:
 
 
 def _parts(gradient: Any) -> tuple[Any, ...]:
-    """The tensors, or arrays, that a gradient consists of."""
+    """Return the tensors, or arrays, that a gradient consists of."""
     if _is_sparse(gradient) or isinstance(gradient, _Rows):
         return gradient.values, gradient.indices
     return (gradient,)
@@ -493,7 +496,7 @@ def _known_shape(slices: tf.IndexedSlices) -> Array | None:
 
 
 def _look(rows: _Rows) -> tuple[str, list[int], str, list[int] | None]:
-    """What such rows are, for a rank that has none."""
+    """Describe such rows, for a rank that has none."""
     shape = None if rows.dense_shape is None else [int(n) for n in rows.dense_shape]
     return rows.values.dtype.name, list(rows.values.shape[1:]), rows.indices.dtype.name, shape
 
@@ -506,5 +509,5 @@ def _in_words(values_dtype: str, row: list[int], indices_dtype: str, shape: Any)
 def _name(variable: Any, i: int) -> str:
     try:
         return str(getattr(variable, "path", None) or variable.name)
-    except AttributeError:  # a tensor, outside of a graph
+    except AttributeError:  # an eager tensor
         return f"sources[{i}]"

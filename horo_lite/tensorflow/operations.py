@@ -1,10 +1,10 @@
-"""Operations among ranks on TensorFlow's tensors: at once, or as nodes of a graph; differentiable.
+"""Operations between ranks on TensorFlow tensors: eager, or as nodes of a graph; differentiable.
 
-Every rank calls them in the same order; inside tf.function that is the order of the program, since
-the nodes have effects. Results are new tensors.
+Every rank calls them in the same order; inside tf.function this is the program order, since the
+nodes have side effects. Results are new tensors.
 
-The gradients are Horovod's, since scripts were tuned with them. Where Horovod's differs from the
-derivative of the sum of all ranks' losses, which `horo_lite.jax` has, it is as follows (N ranks):
+Gradients are those of Horovod, since scripts were tuned with them. With N ranks, the following
+differ from the derivative of the sum of all ranks' losses (which `horo_lite.jax` uses):
 
     allgather       the average of the upstream gradients, this rank's rows: 1/N of the derivative
     broadcast       their average on the root, zeros elsewhere: 1/N of the derivative
@@ -41,14 +41,14 @@ from horo_lite.horovod.reductions import AdasumOp, AnyOp, op_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Tensor = Any  # tf.Tensor, and what tf.convert_to_tensor takes
+Tensor = Any  # tf.Tensor, and anything that tf.convert_to_tensor accepts
 Array = np.ndarray[Any, Any]
 Shape = Sequence[int | None] | None
 
-# XLA's message that it cannot compile a node tells nothing but the node's name.
+# XLA's message that it cannot compile a node contains only the node's name.
 NODE = "horo_lite_needs_jit_compile_False"
 
-# A graph's attribute: the operation that was added last.
+# The attribute of a graph that holds our last operation in it.
 _LAST = "_horo_lite_last"
 
 _DTYPES = {
@@ -58,15 +58,15 @@ _DTYPES = {
 
 
 def as_it_is(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which tf.function does not rewrite.
+    """Return `function`, marked so that tf.function does not rewrite it.
 
-    It rewrites the Python it traces, and whatever that calls, unless it is told not to.
+    Otherwise AutoGraph rewrites the Python code that it traces, and everything that it calls.
     """
     return cast("Callable[P, T]", tf.autograph.experimental.do_not_convert(function))
 
 
 def ranks_of(ranks: Set) -> Group:
-    """To be asked when an operation runs: there may be another world than when it was traced."""
+    """Return the ranks when an operation runs: the world may have changed since it was traced."""
     return group_of(ranks)
 
 
@@ -75,11 +75,11 @@ def in_python(
     tensors: Sequence[Tensor | None],
     results: Sequence[tuple[Any, Shape]],
 ) -> list[Any]:
-    """What `function` makes of the tensors as NumPy arrays, which it must not change.
+    """Call `function` on the tensors as NumPy arrays, which it must not change; return its results.
 
-    At once, or when the graph runs that is being traced. `results` are the dtypes and shapes;
-    shapes None and dimensions None are those that the ranks may have different ones of. None among
-    the tensors is None in the arrays; a graph has none.
+    It is called now or, while a graph is being traced, whenever the graph runs. `results` gives the
+    results' dtypes and shapes; a shape or dimension is None if it may differ between ranks. An
+    eager call passes on None in `tensors`; a graph has no None.
     """
     if tf.executing_eagerly():
         arrays = function(*(None if x is None else array_of(x) for x in tensors))
@@ -88,8 +88,8 @@ def in_python(
         return []
 
     def call(*arrays: Any) -> list[Array]:
-        views = [np.asarray(array) for array in arrays]  # a scalar is none before
-        for view in views:  # of the graph's own memory, which others may read
+        views = [np.asarray(array) for array in arrays]  # scalars are not arrays yet
+        for view in views:  # the memory is the graph's, and other nodes may read it
             view.flags.writeable = False
         try:
             return [np.asarray(result) for result in function(*views)]
@@ -97,7 +97,7 @@ def in_python(
             raised_in_graphs.append(error)
             raise
 
-    # tf.function keeps nodes with effects in order, but not in what it makes to differentiate them.
+    # tf.function keeps nodes with side effects in order, but not those of its gradient functions.
     graph = tf.compat.v1.get_default_graph()
     before = getattr(graph, _LAST, None)
     with tf.control_dependencies([] if before is None else [before]):
@@ -124,32 +124,32 @@ def allreduce(
     *,
     group: Group | None = None,
 ) -> Tensor:
-    """The op over all ranks' `tensor`, as a new one; called by every rank.
+    """Return the op over all ranks' `tensor` as a new tensor; every rank calls it.
 
-    Of tf.IndexedSlices the rows of all ranks are gathered, as many as each has, and for an average
-    divided by the number of ranks: the result is IndexedSlices, too.
+    For tf.IndexedSlices, the rows of all ranks are gathered, whatever their number on each, and for
+    an average divided by the number of ranks: the result is IndexedSlices, too.
 
-    The gradient of an average or a sum is the same op of the upstream gradients.
+    The gradient of an average or a sum is the same op over the upstream gradients.
 
     Args:
-        tensor: Of the same shape and dtype on every rank.
+        tensor: A tensor of the same shape and dtype on every rank.
         average: Horovod's older form: True for Average, False for Sum.
-        device_dense: Horovod's argument, which has no meaning here.
+        device_dense: Horovod's argument, which has no effect here.
         device_sparse: The same.
-        compression: What travels, such as Compression.fp16; not for IndexedSlices. What has
-            `compress` and `decompress` of its own is called.
+        compression: The wire format, such as Compression.fp16; not for IndexedSlices. An object
+            with its own `compress` and `decompress` is called.
         op: Average (the default), Sum, Min, Max, Product or Adasum, or Horovod's number for one.
-            IndexedSlices take the first two. Adasum needs a power of two of ranks, and no
-            compression. Averages of integers are cut towards zero.
-        prescale_factor: Multiplies what this rank contributes.
+            IndexedSlices support the first two. Adasum needs a number of ranks that is a power of
+            two, and no compression. Averages of integers are truncated towards zero.
+        prescale_factor: Multiplies this rank's contribution.
         postscale_factor: Multiplies the result.
-        name: For messages; where given, alike on all ranks.
-        process_set: The ranks; default all.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
+        name: For messages; if given, the same on all ranks.
+        process_set: The ranks; by default all.
+        ignore_name_scope: Horovod's argument, which has no effect here.
         group: The ranks as a `Group`.
 
     Raises:
-        MismatchError: On every rank, where shapes, dtypes or options are not alike.
+        MismatchError: On every rank, if shapes, dtypes or options differ between ranks.
     """
     (result,) = grouped_allreduce(
         [tensor],
@@ -180,7 +180,7 @@ def grouped_allreduce(
     *,
     group: Group | None = None,
 ) -> list[Tensor]:
-    """The op over all ranks' `tensors`, reduced as one. See `allreduce`."""
+    """Return the op over all ranks' `tensors`, reduced in one operation. See `allreduce`."""
     op = op_of(average, op)
     ranks = ranks_given(process_set, group)
     results = list(tensors)
@@ -254,16 +254,16 @@ def allgather(
     *,
     group: Group | None = None,
 ) -> Tensor:
-    """All ranks' `tensor`, one after the other along the first dimension, which may differ.
+    """Return all ranks' `tensor`, concatenated along the first dimension, which may differ.
 
-    A scalar counts as one row. The gradient, as Horovod's, is this rank's rows of the *average* of
-    the upstream gradients: of N ranks, 1/N of the derivative of the sum of their losses.
+    A scalar counts as one row. The gradient is Horovod's: this rank's rows of the *average* of the
+    upstream gradients, which for N ranks is 1/N of the derivative of the sum of their losses.
 
     Args:
-        tensor: Alike on every rank in dtype and all dimensions but the first.
-        name: For messages; where given, alike on all ranks.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
-        process_set: The ranks; default all.
+        tensor: A tensor with the same dtype and dimensions, except the first, on every rank.
+        name: For messages; if given, the same on all ranks.
+        ignore_name_scope: Horovod's argument, which has no effect here.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
     """
     members = ranks_given(process_set, group)
@@ -301,7 +301,7 @@ def grouped_allgather(
     *,
     group: Group | None = None,
 ) -> list[Tensor]:
-    """`allgather` of each of these."""
+    """Return `allgather` of each tensor."""
     ranks = ranks_given(process_set, group)
     return [allgather(x, name=_of_many(name, i), process_set=ranks) for i, x in enumerate(tensors)]
 
@@ -316,18 +316,17 @@ def broadcast(
     *,
     group: Group | None = None,
 ) -> Tensor:
-    """What `tensor` is on rank `root_rank`, as a new one.
+    """Return the `tensor` of rank `root_rank` as a new tensor.
 
-    The gradient, as Horovod's, is the *average* of the upstream gradients on that rank and zeros
-    elsewhere: of N ranks, 1/N of the derivative of the sum of their losses.
+    The gradient is Horovod's: the *average* of the upstream gradients on that rank and zeros
+    elsewhere, which for N ranks is 1/N of the derivative of the sum of their losses.
 
     Args:
-        tensor: Of the same shape and dtype on every rank.
-        root_rank: Whose: the world's number of a rank of the set; among the ranks of `group`, if
-            that is given.
-        name: For messages; where given, alike on all ranks.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
-        process_set: The ranks; default all.
+        tensor: A tensor of the same shape and dtype on every rank.
+        root_rank: The root's rank in the world; with `group`, its rank in the group.
+        name: For messages; if given, the same on all ranks.
+        ignore_name_scope: Horovod's argument, which has no effect here.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
     """
     members = ranks_given(process_set, group)
@@ -363,16 +362,16 @@ def alltoall(
     *,
     group: Group | None = None,
 ) -> Any:
-    """The rows that all ranks had for this one, in rank order; called by every rank.
+    """Send rows to every rank; return those received, in rank order. Every rank calls it.
 
-    The gradient takes the way back: every row's goes to the rank that the row came from.
+    The gradient of each row is sent back to the rank that the row came from.
 
     Args:
-        tensor: Alike on every rank in dtype and all dimensions but the first.
-        splits: How many rows go to each rank, in order; without it, each gets as many.
-        name: For messages; where given, alike on all ranks.
-        ignore_name_scope: Horovod's argument, which has no meaning here.
-        process_set: The ranks; default all.
+        tensor: A tensor with the same dtype and dimensions, except the first, on every rank.
+        splits: How many rows go to each rank, in order; by default the same number to each.
+        name: For messages; if given, the same on all ranks.
+        ignore_name_scope: Horovod's argument, which has no effect here.
+        process_set: The ranks; by default all.
         group: The ranks as a `Group`.
 
     Returns:
@@ -383,7 +382,7 @@ def alltoall(
     if splits is not None:
         splits = tf.convert_to_tensor(splits)
         if not splits.dtype.is_integer:
-            raise TypeError(f"alltoall: splits are numbers of rows, not {splits.dtype.name}")
+            raise TypeError(f"alltoall: splits must be integers, not {splits.dtype.name}")
 
     def exchange(array: Array, splits: Array | None = None) -> list[Array]:
         ranks = ranks_of(members)
@@ -426,12 +425,12 @@ def reducescatter(
     *,
     group: Group | None = None,
 ) -> Tensor:
-    """This rank's rows of `allreduce(tensor)`; called by every rank.
+    """Return this rank's rows of `allreduce(tensor)`; every rank calls it.
 
     The first `rows % size` ranks get one row more than the others.
 
-    The gradient, as Horovod's, is for Sum N times the gathered upstream gradients, and for Average
-    the gathered ones: of N ranks, N times the derivative of the sum of their losses.
+    The gradient is Horovod's: for Sum N times the gathered upstream gradients, for Average the
+    gathered ones. For N ranks this is N times the derivative of the sum of their losses.
 
     The arguments are those of `allreduce`.
     """
@@ -495,7 +494,7 @@ def grouped_reducescatter(
     *,
     group: Group | None = None,
 ) -> list[Tensor]:
-    """`reducescatter` of each of these."""
+    """Return `reducescatter` of each tensor."""
     ranks = ranks_given(process_set, group)
     return [
         reducescatter(
@@ -513,31 +512,31 @@ def grouped_reducescatter(
 
 @as_it_is
 def size_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """The number of ranks when the graph runs; of the set with that number, if given."""
+    """Return the number of ranks at run time, of the process set with that number if given."""
     return _number(lambda: set_of(process_set_id).size())
 
 
 @as_it_is
 def rank_op(name: str | None = None) -> Tensor:
-    """This rank's number when the graph runs."""
+    """Return this rank's number at run time."""
     return _number(lambda: world().rank)
 
 
 @as_it_is
 def local_size_op(name: str | None = None) -> Tensor:
-    """The number of ranks on this host when the graph runs."""
+    """Return the number of ranks on this host at run time."""
     return _number(lambda: world().local_size)
 
 
 @as_it_is
 def local_rank_op(name: str | None = None) -> Tensor:
-    """This rank's number on its host when the graph runs."""
+    """Return this rank's number on its host at run time."""
     return _number(lambda: world().local_rank)
 
 
 @as_it_is
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Tensor:
-    """1 if this rank is in the set of that number when the graph runs, otherwise 0."""
+    """Return 1 if this rank is in the process set with that number at run time, otherwise 0."""
     return _number(lambda: int(set_of(process_set_id).included()))
 
 
@@ -549,18 +548,18 @@ def _number(known: Callable[[], int]) -> Tensor:
 
 
 def _differentiable(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-    """What `function`, which returns (results, their backward function), makes of the tensors."""
+    """Call `function`, which returns results and their backward function; return the results."""
     return tf.custom_gradient(as_it_is(function))(*tensors)
 
 
 def _gathered_slices(
     slices: tf.IndexedSlices, op: AnyOp, name: str | None, factor: float, ranks: Set
 ) -> tf.IndexedSlices:
-    """All ranks' rows, the ranks' average or sum as soon as rows of one index are added up."""
+    """Gather all ranks' rows: adding up rows with the same index gives the average or sum."""
     if op not in (Average, Sum):
         raise ValueError(
-            f"allreduce of IndexedSlices takes op=Average or op=Sum, not {op}: for others, call it "
-            "with tf.convert_to_tensor(slices)"
+            f"allreduce of IndexedSlices takes op=Average or op=Sum, not {op}: for other ops, pass "
+            "tf.convert_to_tensor(slices)"
         )
     title = name or "allreduce of IndexedSlices"
     values = allgather(slices.values, name=f"{title}, values", process_set=ranks)
@@ -576,7 +575,7 @@ def _gathered_slices(
 
 
 def _when_run(known: Callable[[Group], object], ranks: Set, dtype: Any, near: Tensor) -> Tensor:
-    """What `known` says of the ranks when the graph runs that has the tensor `near`; a scalar."""
+    """Return `known(ranks)` as a scalar, evaluated whenever the graph of the tensor `near` runs."""
     (value,) = in_python(
         lambda _: [np.array(known(ranks_of(ranks)), dtype.as_numpy_dtype)],
         [tf.shape(near)],
@@ -600,7 +599,7 @@ def _tensor(what: str, given: Tensor) -> Tensor:
 
 
 def check_dtype(what: str, tensor: Tensor) -> None:
-    """TypeError if the ranks cannot exchange such tensors, where a graph is traced already."""
+    """Raise TypeError, also while a graph is traced, if the ranks cannot exchange such tensors."""
     if tensor.dtype.name not in _DTYPES:
         raise TypeError(
             f"{what}: dtype {tensor.dtype.name} cannot be reduced or sent: use integers, bool, or "
@@ -614,7 +613,7 @@ def _check_linear(what: str, op: AnyOp) -> None:
 
 
 def _some_rows(x: Tensor) -> Shape:
-    """The shape of rows like those of `x`; None where that is not known."""
+    """Return the shape of any number of rows like those of `x`; None if it is unknown."""
     return None if x.shape.rank is None else [None, *x.shape[1:]]
 
 

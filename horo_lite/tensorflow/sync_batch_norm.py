@@ -1,4 +1,4 @@
-"""SyncBatchNormalization: Keras' layer, over the samples of all ranks."""
+"""SyncBatchNormalization: batch normalization over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from horo_lite.tensorflow.operations import allreduce
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """What BatchNormalization is on one process, on the whole batch of all ranks.
+    """BatchNormalization with the statistics of the whole batch of all ranks.
 
-    Collective while training: every rank calls the layer equally often, in one order with the
-    others. With n_r values a channel on rank r, their mean m_r and variance v_r,
+    Collective while training: every rank calls such layers the same number of times, in the same
+    order. With n_r values per channel on rank r, their mean m_r and variance v_r,
 
         mean = sum(n_r * m_r) / sum(n_r),    variance = sum(n_r * (v_r + (m_r - mean)^2)) / sum(n_r)
 
-    which is Horovod's where all n_r are equal; where they are not, Horovod counts ranks alike.
-    Gradients flow through both. On Keras' TensorFlow backend, and with tf_keras.
+    This equals Horovod's if all n_r are equal; otherwise, Horovod gives all ranks the same weight.
+    Gradients flow through both. Works with Keras' TensorFlow backend, and with tf_keras.
 
     Args:
         fused: Horovod's argument, which may only be False.
-        process_set: The ranks; default all. A copy from the configuration (`clone_model`,
-            `load_model`) has the same ranks, which must be a registered set then.
+        process_set: The ranks; by default all. A copy made from the configuration (`clone_model`,
+            `load_model`) has the same ranks, which must then be a registered set.
         **kwargs: As for keras.layers.BatchNormalization.
     """
 
@@ -42,7 +42,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     ) -> None:
         if fused:
             raise ValueError("SyncBatchNormalization does not support fused=True")
-        # Keras 2 has a kernel that does without _moments().
+        # Keras 2 has a fused kernel that does not call _moments().
         super().__init__(**kwargs, **({"fused": False} if is_keras2 else {}))
         self._process_set = process_set
 
@@ -60,7 +60,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return super().from_config({**config, "process_set": given})
 
     def _moments(self, inputs: Any, *how: Any, **named: Any) -> tuple[Any, Any]:
-        # Keras 3 gives (inputs, mask), Keras 2 (inputs, axes, keep_dims=…, mask=…).
+        # Keras 3 passes (inputs, mask), Keras 2 (inputs, axes, keep_dims=…, mask=…).
         if is_keras2:
             axes, mask = how[0], named.get("mask")
             mean, variance = super()._moments(inputs, *how, **named)
@@ -77,7 +77,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         else:
             count = tf.math.count_nonzero(mask)
         count = tf.cast(count, mean.dtype)
-        # Without samples they are NaN, which times a count of 0 would still be NaN on all ranks.
+        # Without samples they are NaN, and NaN times a count of 0 would make all ranks' result NaN.
         mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
         sums = self._sum(tf.concat([count[None], count * mean], 0), "means")
         total = tf.maximum(sums[0], 1)

@@ -1,1 +1,1 @@
-"""Gradients on their way: which bucket, when it leaves, and the optimizers around it."""
+"""The exchange of gradients: buckets, when they leave, and the optimizers that use them."""

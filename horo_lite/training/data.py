@@ -1,9 +1,9 @@
-"""Which samples each rank trains on, for any framework.
+"""Distribution of samples over the ranks, for any framework.
 
-Two ways, both drawn from one permutation that every rank computes alike from `(seed, epoch)`:
-`partition_dataset` cuts each global batch into one share per rank, so that N ranks train on
-exactly the batches one process would; `DistributedSampler` deals out indices for a data loader
-that makes its own batches. Neither talks to the other ranks.
+Both ways use one permutation, which every rank computes from `(seed, epoch)`: `partition_dataset`
+divides each global batch into one share per rank, so that N ranks train on exactly the batches of
+one process; `DistributedSampler` distributes indices for a data loader that makes its own batches.
+Neither communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Indices = npt.NDArray[np.intp]
 
 
 class _Shares:
-    """What both ways have in common: the order of each epoch, and whose share of it is meant."""
+    """What both have in common: the order of each epoch, and which rank's share to return."""
 
     def __init__(
         self, n: int, *, rank: int | None, size: int | None, shuffle: bool, seed: int
@@ -37,12 +37,12 @@ class _Shares:
 
     @property
     def rank(self) -> int:
-        """Whose share it is: this rank's number in the current world, unless another was given."""
+        """The rank whose share this is: by default this rank's number in the current world."""
         return self._resolve()[0]
 
     @property
     def size(self) -> int:
-        """How many ranks share: those of the current world, unless another number was given."""
+        """The number of ranks that share: by default that of the current world."""
         return self._resolve()[1]
 
     @property
@@ -50,7 +50,7 @@ class _Shares:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration has the order of this epoch: the same one on every rank."""
+        """Use the order of this epoch, the same on every rank, in the next iteration."""
         self._epoch = non_negative("epoch", epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,30 +63,30 @@ class _Shares:
         return sample_order(self._n, self._shuffle, self._seed, self._epoch)
 
     def _resolve(self) -> tuple[int, int]:
-        # Not only once: `elastic.run` may have lost ranks since. After shutdown() it is the last
-        # world's, as in a copy that a data loader's worker has.
+        # On each call, since `elastic.run` may have lost ranks. After shutdown(), and in a data
+        # loader's worker, the values of the last world remain.
         if self._place is None or (self._follows and context.is_initialized()):
             self._place = self._checked(rank_and_size(None, None))
         return self._place
 
     def _checked(self, place: tuple[int, int]) -> tuple[int, int]:
-        """The rank and the size; ValueError where there are too few samples for them."""
+        """Return the rank and the size; raise ValueError if there are too few samples for them."""
         raise NotImplementedError
 
 
 class DistributedSampler(_Shares):
-    """The indices this rank visits in an epoch: as many on every rank, together all of them.
+    """The indices of this rank's samples in an epoch: as many on every rank, together all samples.
 
-    `dataset_or_n` is anything with a length, or the number of samples itself: the same on every
-    rank. Where that number does not divide by the number of ranks, the first indices of the epoch
-    are dealt a second time (nothing is left out, up to `size - 1` samples count twice), or, with
-    `drop_last=True`, the last ones are left out. Iterating gives Python integers, so that a torch
-    `DataLoader(…, sampler=…)` takes it as it is. Call `set_epoch(e)` before each epoch, or every
-    epoch has the order of the first.
+    `dataset_or_n` is anything with a length, or the number of samples, the same on every rank. If
+    the number is not divisible by the number of ranks, the first indices of the epoch are used a
+    second time (nothing is left out, up to `size - 1` samples count twice), or, with
+    `drop_last=True`, the last ones are left out. Iteration yields Python integers, so it can be
+    passed to a torch `DataLoader(…, sampler=…)`. Call `set_epoch(e)` before each epoch; otherwise
+    every epoch has the order of the first.
 
-    `rank` and `size` are those of the world when an iteration begins, unless both are given. So
-    under `elastic.run` those that are left share all samples, in an epoch that begins anew;
-    `elastic.Sampler` deals out only what is left of it.
+    Unless both are given, `rank` and `size` are those of the world when an iteration begins. So
+    under `elastic.run`, the remaining ranks share all samples, in an epoch that begins anew;
+    `elastic.Sampler` distributes only the rest of the epoch.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DistributedSampler(_Shares):
 
     def __iter__(self) -> Iterator[int]:
         rank, size = self._resolve()
-        # np.resize wraps round as often as it takes, also where n < size.
+        # np.resize repeats the order as often as necessary, also if n < size.
         return iter(np.resize(self._order(), len(self) * size)[rank::size].tolist())
 
     def _checked(self, place: tuple[int, int]) -> tuple[int, int]:
@@ -115,7 +115,7 @@ class DistributedSampler(_Shares):
         if self._drop_last and self._n < size:
             raise ValueError(
                 f"DistributedSampler: {_samples(self._n)} on {size} ranks with drop_last=True "
-                "leaves nothing for any rank; pass drop_last=False to visit some of them twice, "
+                "leaves nothing for any rank; pass drop_last=False to use some of them twice, "
                 "or start fewer ranks"
             )
         return place
@@ -124,7 +124,7 @@ class DistributedSampler(_Shares):
 class ShardedLoader(_Shares):
     """This rank's share of every global batch of an epoch; made by `partition_dataset`.
 
-    Can be iterated any number of times; `set_epoch(e)` chooses the order of the next time.
+    It can be iterated any number of times; `set_epoch(e)` selects the order of the next iteration.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class ShardedLoader(_Shares):
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of a full batch that fall to this rank."""
+        """This rank's number of samples in a full batch."""
         start, stop = _share(self.batch_size, *self._resolve())
         return stop - start
 
     def __len__(self) -> int:
-        """Batches in an epoch: the same number on every rank."""
+        """Return the number of batches in an epoch, the same on every rank."""
         full = self._n // self.batch_size
         return full if self._drop_last else -(-self._n // self.batch_size)
 
@@ -167,14 +167,14 @@ class ShardedLoader(_Shares):
         if self.batch_size < size:
             raise ValueError(
                 f"partition_dataset: batch_size={self.batch_size} is the batch of all {size} ranks "
-                "together and leaves some of them without a sample; pass "
+                "together, which leaves some of them without a sample; pass "
                 f"{size} or more, or start fewer ranks"
             )
         return place
 
 
 def _share(n: int, rank: int, size: int) -> tuple[int, int]:
-    """Where a rank's part of a batch of n begins and ends; parts differ by one at most."""
+    """Return where a rank's part of a batch of n begins and ends; sizes differ by at most one."""
     return n * rank // size, n * (rank + 1) // size
 
 
@@ -188,46 +188,45 @@ def partition_dataset(
     seed: int = 0,
     drop_last: bool = True,
 ) -> tuple[ShardedLoader, int]:
-    """`(loader, local_batch_size)`: the loader gives this rank's share of every global batch.
+    """Return a loader of this rank's share of every global batch, and the share's size.
 
-    The shares of batch i, joined in rank order, are exactly the batch i that one process gets
-    with the same `batch_size` and `seed`, whatever the number of ranks: so a run on N ranks takes
-    the steps of a run on one. Every rank calls this with an equal dataset and equal arguments.
+    The shares of batch i, joined in rank order, are exactly the batch i of one process with the
+    same `batch_size` and `seed`, whatever the number of ranks: so a run on N ranks takes the same
+    steps as a run on one. Every rank calls this with an equal dataset and equal arguments.
 
-    `batch_size` counts the samples of all ranks together. It need not divide by the number of
-    ranks, since the script should not have to change with the `-np` it is started with: shares
-    then differ by one sample, and the mean over the batch is the average of the ranks' means
-    *weighted by their sample counts*. Tell the optimizer the count
-    (see `weight` of `DistributedOptimizer`); with equal shares that changes nothing.
+    `batch_size` counts the samples of all ranks together. It need not be divisible by the number of
+    ranks, so a script works with any `-np`: shares then differ by one sample, and the mean over the
+    batch is the average of the ranks' means *weighted by their sample counts*. Pass the count to
+    the optimizer (see `weight` of `DistributedOptimizer`); with equal shares it has no effect.
 
     `dataset` is one of
 
-    - an array (NumPy, torch, JAX, CuPy …): batches are arrays `array[indices]`; of pandas' objects,
-      rows are taken by position, whatever their labels;
+    - an array (NumPy, torch, JAX, CuPy …): batches are arrays `array[indices]`; rows of pandas
+      objects are selected by position, whatever their labels;
     - a tuple or a dict of arrays of equal length, such as `(images, labels)`: batches are tuples
       or dicts of arrays;
     - any other sequence of samples, such as a list or a torch dataset: samples are fetched one by
-      one and stacked into NumPy arrays, field by field where they are tuples or dicts.
+      one and stacked into NumPy arrays, field by field if they are tuples or dicts.
 
-    `drop_last=True` leaves out a last batch that is not full (other samples each epoch, if
-    shuffled). With `drop_last=False` it is dealt out too, and a rank's share of it may be empty:
-    right for evaluation; in training, give the optimizer its weight of 0.
+    `drop_last=True` leaves out a last batch that is not full (if shuffled, these are other samples
+    in each epoch). With `drop_last=False` it is distributed too, and a rank's share of it may be
+    empty: use this for evaluation; in training, pass a weight of 0 to the optimizer.
 
-    `rank` and `size` are those of the world when an iteration begins, unless both are given. So
-    under `elastic.run` those that are left share every batch, and the shares grow:
-    `loader.local_batch_size` tells it, and the weight is the number of samples in hand.
+    Unless both are given, `rank` and `size` are those of the world when an iteration begins. So
+    under `elastic.run`, the remaining ranks share every batch, and the shares grow:
+    `loader.local_batch_size` is the current size, and the weight is the actual number of samples.
 
     Args:
         dataset: The arrays or samples; the same on every rank.
-        batch_size: Samples of a batch, of all ranks together.
+        batch_size: The number of samples in a batch, of all ranks together.
         rank: This rank's number; by default that in the world.
-        size: How many ranks there are; by default in the world.
+        size: The number of ranks; by default that of the world.
         shuffle: Whether each epoch has an order of its own.
-        seed: Of that order; the same on every rank.
-        drop_last: Whether a last batch that is not full is left out.
+        seed: The seed of the order; the same on every rank.
+        drop_last: Whether to leave out a last batch that is not full.
 
     Returns:
-        The loader, and how many samples of a full batch this rank gets.
+        The loader, and this rank's number of samples in a full batch.
     """
     batch_size = operator.index(batch_size)
     gather, n = _reader(dataset)
@@ -251,20 +250,20 @@ def partition_dataset(
 
 
 def sample_order(n: int, shuffle: bool, seed: int, epoch: int) -> Indices:
-    """The indices of n samples: in order, or in that of an epoch, alike on all ranks."""
+    """Return the indices of n samples, in order or in the epoch's order, the same on all ranks."""
     if not shuffle:
         return np.arange(n, dtype=np.intp)
-    # A sequence seeds every (seed, epoch) apart; a sum would make (0, 1) and (1, 0) the same.
+    # A sequence as seed distinguishes every (seed, epoch); a sum would not: (0, 1) and (1, 0).
     return np.random.default_rng([seed, epoch]).permutation(n).astype(np.intp, copy=False)
 
 
 def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Both as given, or those of the world; ValueError where they make no sense."""
+    """Return both as given, or those of the world; raise ValueError if they are invalid."""
     if rank is None and size is None:
         here = context.world()
         return here.rank, here.size
     if rank is None or size is None:
-        raise ValueError(f"give both rank and size or neither, not rank={rank}, size={size}")
+        raise ValueError(f"pass both rank and size or neither, not rank={rank}, size={size}")
     rank, size = operator.index(rank), operator.index(size)
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is not one of the {size} ranks 0 … {size - 1}")
@@ -272,7 +271,7 @@ def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
 
 
 def _reader(dataset: Any) -> tuple[Callable[[Indices], Any], int]:
-    """A function from indices to a minibatch, and the number of samples."""
+    """Return a function from indices to a batch, and the number of samples."""
     if isinstance(dataset, Mapping):
         columns = {key: _array(column) for key, column in dataset.items()}
         n = _common_length(columns)
@@ -291,7 +290,7 @@ def _array(column: Any) -> Any:
 
 
 def _rows(array: Any, indices: Indices) -> Any:
-    """The rows at these positions: pandas' own brackets take labels, or names of columns."""
+    """Return the rows at these positions: in pandas, `[]` takes labels or column names."""
     return getattr(array, "iloc", array)[indices]
 
 
@@ -301,7 +300,7 @@ def _common_length(columns: Mapping[Any, Any]) -> int:
     lengths = {key: length_of(column) for key, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            "the arrays of a dataset hold one row per sample and must be equally long, but have "
+            "the arrays of a dataset have one row per sample and must be equally long, but have "
             + ", ".join(f"{n} in array {key!r}" for key, n in lengths.items())
             + "; a sequence of samples must be a list, not a tuple"
         )
@@ -309,7 +308,7 @@ def _common_length(columns: Mapping[Any, Any]) -> int:
 
 
 def _stack_samples(dataset: Any, indices: Indices) -> Any:
-    if len(indices) == 0:  # One sample shows the shapes and dtypes of none.
+    if len(indices) == 0:  # one sample is needed for shapes and dtypes
         return _map_fields(lambda batch: batch[:0], _stack([dataset[0]]))
     return _stack([dataset[int(i)] for i in indices])
 
@@ -333,7 +332,7 @@ def _map_fields(f: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def length_of(dataset_or_n: Any) -> int:
-    """The number of samples of a dataset, or the number itself."""
+    """Return the number of samples of a dataset, or the number itself."""
     try:
         n = len(dataset_or_n)
     except TypeError:
@@ -353,8 +352,8 @@ def _samples(n: int) -> str:
 
 
 def non_negative(name: str, value: int) -> int:
-    """The value as an int; ValueError below 0."""
+    """Return the value as an int; raise ValueError if it is negative."""
     value = operator.index(value)
     if value < 0:
-        raise ValueError(f"{name} must not be negative, but is {value}")
+        raise ValueError(f"{name} must not be negative, but it is {value}")
     return value

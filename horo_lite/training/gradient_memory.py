@@ -1,4 +1,4 @@
-"""The gradients that a rank has, as memory: which can be written, is shared, or is not finite."""
+"""A rank's gradients as memory: whether they are writable, overlap, or are not finite."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def tensors_of(arrays: Sequence[Any]) -> Tensors:
-    """Those that are there, to be looked at: nobody's stream waits for another's."""
+    """Return the arrays that are not None, for inspection: no stream waits for another."""
     return Tensors([array for array in arrays if array is not None], stream=NO_ORDER)
 
 
 class Gradients(NamedTuple):
-    """Of all parameters, in their order; None where there is no gradient."""
+    """The gradients of all parameters, in their order; None for a missing gradient."""
 
     arrays: list[Any]
-    copied: dict[int, Any]  # those that are copies, to be put back
+    copied: dict[int, Any]  # the copies, which must be written back
     tensors: Tensors
     overlaps: list[tuple[int, int, int, bool]]
 
     def owners(self, parameters: Named) -> tuple[int, ...]:
-        """Gradients that are one tensor (of tied weights) travel once; others lie apart."""
+        """Return each gradient's owner: gradients that are one tensor (tied weights) have one."""
         owners = list(range(len(self.arrays)))
         here = [i for i, array in enumerate(self.arrays) if array is not None]
         for first, second, _, same in self.overlaps:
@@ -40,8 +40,8 @@ class Gradients(NamedTuple):
                 )
                 raise ValueError(
                     f"the gradients of {a!r} ({a_look}) and {b!r} ({b_look}) overlap in memory, "
-                    "and what they share would be averaged twice: give each memory of its own, or "
-                    "both the same (tied weights)"
+                    "so shared elements would be averaged twice: give each its own memory, or both "
+                    "exactly the same (tied weights)"
                 )
             owners[k] = min(owners[k], i)
         return tuple(owners)
@@ -51,7 +51,7 @@ NONE = Gradients([], {}, Tensors([]), [])
 
 
 def gradients_of(adapter: Adapter, parameters: Named) -> Gradients:
-    """Every gradient as memory that can be written: its own, or a copy."""
+    """Return every gradient as writable memory: its own, or a copy."""
     adapter.compute([parameter for _, parameter in parameters])
     arrays: list[Any] = []
     for name, parameter in parameters:
@@ -63,7 +63,7 @@ def gradients_of(adapter: Adapter, parameters: Named) -> Gradients:
     tensors = _writable(parameters, arrays, copied)
     overlaps = tensors.overlaps()
     crowded = [first for first, second, *_ in overlaps if first == second]
-    if crowded:  # expanded, for instance: the result needs memory for each of its elements
+    if crowded:  # such as an expanded tensor: the result needs memory for each element
         here = [i for i, array in enumerate(arrays) if array is not None]
         for i in crowded:
             arrays[here[i]] = copied[here[i]] = copy_of(arrays[here[i]])
@@ -76,7 +76,7 @@ def _writable(parameters: Named, arrays: list[Any], copied: dict[int, Any]) -> T
     try:
         return tensors_of(arrays)
     except (TypeError, ValueError, BufferError):
-        pass  # one by one, to find the names
+        pass  # process them one by one, to find the name
     for i, array in enumerate(arrays):
         if array is None:
             continue
@@ -91,7 +91,7 @@ def _writable(parameters: Named, arrays: list[Any], copied: dict[int, Any]) -> T
 
 
 class Finding(NamedTuple):
-    """What is not finite among a rank's own gradients: the first that leaves, and how many."""
+    """A rank's non-finite gradients: the first to leave, and how many there are."""
 
     name: str
     n_nan: int
@@ -100,13 +100,13 @@ class Finding(NamedTuple):
 
 
 def find_non_finite(named: Named, known: Finding | None) -> Finding | None:
-    """What was known, and which of these gradients, still this rank's own, are not finite."""
+    """Check this rank's own gradients, and return the finding `known` so far, updated."""
     arrays = [array for _, array in named if array is not None]
     tensors = tensors_of(arrays)
     if tensors.device != HOST:
         raise ValueError(
-            "check_finite looks at gradients in the host's memory, and these are on a GPU: "
-            "leave it out, and look at them there before step()"
+            "check_finite works on gradients in host memory, but these are on a GPU: "
+            "leave it out, and check them there before step()"
         )
     if tensors.strided:
         tensors = tensors_of([copy_of(array) for array in arrays])
@@ -119,16 +119,16 @@ def find_non_finite(named: Named, known: Finding | None) -> Finding | None:
 
 
 def in_words(findings: dict[int, Finding | None], label: str) -> str:
-    """The sentence about what the ranks have found in the exchange with that label."""
+    """Return the message about what the ranks have found in the exchange with that label."""
     found = {rank: one for rank, one in findings.items() if one}
     rank, first = next(iter(found.items()))
     counts = ((first.n_nan, "NaN"), (first.n_inf, "inf"))
     what = " and ".join(f"{n:,} {name}" for n, name in counts if n)
-    more = f", one of {first.n_tensors} such there" if first.n_tensors > 1 else ""
+    more = f", one of {first.n_tensors} such tensors there" if first.n_tensors > 1 else ""
     others = [str(other) for other in found if other != rank]
-    also = f" Ranks with such gradients, too: {', '.join(others)}." if others else ""
+    also = f" Other ranks with such gradients: {', '.join(others)}." if others else ""
     return (
         f"the gradient of {first.name!r} has {what} on rank {rank}, before averaging{more} "
-        f"({label}).{also} Look at that rank's samples of this step, at divisions by 0 "
-        "and logarithms of it, and at the learning rate."
+        f"({label}).{also} Check that rank's samples of this step, divisions by 0 and logarithms "
+        "of 0, and the learning rate."
     )

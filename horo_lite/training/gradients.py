@@ -1,4 +1,4 @@
-"""Gradients as functions give them: trees of arrays in, the averages over all ranks out."""
+"""Averages of gradients that functions return: trees of arrays in, trees of averages out."""
 
 from __future__ import annotations
 
@@ -35,32 +35,35 @@ def average_gradients(
     name: str | None = None,
     group: Group | None = None,
 ) -> T:
-    """A tree like `gradients`, whose arrays hold the averages over all ranks.
+    """Return a tree like `gradients` with the arrays averaged over all ranks.
 
-    Called by every rank of `group` (default: all), with the same names, shapes, dtypes and options.
-    `gradients` are an array or a number, or dicts, lists, tuples, named tuples, dataclasses and
-    (where JAX is imported) pytrees of them, as jax.grad, torch.func.grad, mlx.nn.value_and_grad,
-    autograd.grad or a function of one's own return. They are not changed: the result has new arrays
-    of the same kinds in containers of the same kinds. In compiled functions of JAX, too.
+    Every rank of `group` calls it, with the same names, shapes, dtypes and options. `gradients` is
+    an array or a number, or dicts, lists, tuples, named tuples, dataclasses and (if JAX is
+    imported) pytrees of them, as returned by jax.grad, torch.func.grad, mlx.nn.value_and_grad,
+    autograd.grad or your own function. They are not changed: the result has new arrays of the same
+    kinds in containers of the same kinds. It also works in functions that JAX compiles.
 
-    A leaf that is None on every rank stays None; where other ranks have an array, it counts as
-    zeros and receives the result. (On GPUs every rank needs every array.)
+    A leaf that is None on every rank stays None; if other ranks have an array, it counts as zeros
+    and receives the result. (On GPUs every rank needs every array.)
 
-    MismatchError on every rank, naming the first leaf that differs ("layers[0].weight") and who has
-    what; the next call may be made. TypeError, naming it, for a leaf that is no array. All arrays
-    travel as one. Costs a copy of them, and two handshakes beside the bytes.
+    All arrays travel together. Costs a copy of them, and two handshakes in addition to the bytes.
 
     Args:
         gradients: The tree. It is not changed.
-        op: `Average` or `Sum`. Averages of integer arrays are cut towards zero.
-        compression: What travels; `Compression.fp16` halves the bytes.
-        weight: This rank's number of samples, given on every rank or on none: with it the
-            average is the mean over all samples, however uneven the batches. 0 is allowed.
-        name: What messages call this exchange; the same on every rank.
+        op: `Average` or `Sum`. Averages of integer arrays are truncated towards zero.
+        compression: The wire format; `Compression.fp16` halves the bytes.
+        weight: This rank's number of samples, given on every rank or on none: the average is
+            then the mean over all samples, however uneven the batches. 0 is allowed.
+        name: The exchange's name in messages; the same on every rank.
         group: The ranks that take part, all of which call it; by default all.
 
     Returns:
         A tree like `gradients`, of new arrays.
+
+    Raises:
+        MismatchError: On every rank, if their trees differ; it names the first leaf that does
+            ("layers[0].weight") and the ranks. Further calls are possible.
+        TypeError: A leaf, which it names, is not an array.
     """
     options = Options(op=op, compression=compression, group=group)
     tree = Tree(gradients, "gradients", opened=_opened)
@@ -86,24 +89,25 @@ def grad_and_average(
     name: str | None = None,
     group: Group | None = None,
 ) -> Callable[..., T]:
-    """`fn`, whose result is averaged over all ranks: what it returns is alike on every rank.
+    """Return a function that calls `fn` and averages its result over all ranks.
 
         gradient = hvd.grad_and_average(jax.value_and_grad(loss))
         value, gradients = gradient(params, batch, weight=len(batch))
 
-    `fn` returns gradients, or anything that holds gradients: jax.grad(loss), torch.func.grad(loss),
-    autograd.grad(loss), mlx.nn.value_and_grad(model, loss) or a function of one's own. All numbers
-    and arrays in its result are averaged, the loss as well; it must hold nothing else. To leave
-    something out (predictions, a count of samples), call `average_gradients` on the rest.
+    `fn` returns gradients, or a structure that contains gradients: jax.grad(loss),
+    torch.func.grad(loss), autograd.grad(loss), mlx.nn.value_and_grad(model, loss) or your own
+    function. All numbers and arrays in its result are averaged, including the loss; it must contain
+    nothing else. To exclude something (predictions, a number of samples), call `average_gradients`
+    on the rest.
 
-    Every rank calls the new function equally often, with arguments of its own. `weight` is its
-    number of samples, as in `average_gradients`, and is not passed on; the other arguments are.
+    Every rank calls the new function the same number of times, with its own arguments. `weight` is
+    its number of samples, as in `average_gradients`, and is not passed on; other arguments are.
 
     Args:
-        fn: A function of which everything it returns is averaged.
-        op: `Average` or `Sum`. Averages of integer arrays are cut towards zero.
-        compression: What travels; `Compression.fp16` halves the bytes.
-        name: What messages call this exchange; the same on every rank.
+        fn: A function whose entire result is averaged.
+        op: `Average` or `Sum`. Averages of integer arrays are truncated towards zero.
+        compression: The wire format; `Compression.fp16` halves the bytes.
+        name: The exchange's name in messages; the same on every rank.
         group: The ranks that take part, all of which call it; by default all.
 
     Returns:
@@ -114,7 +118,7 @@ def grad_and_average(
     def averaged(*args: Any, weight: float | None = None, **kwargs: Any) -> T:
         if weight is not None and takes_weight(fn):
             raise TypeError(
-                f"{fn!r} has an argument `weight` of its own: call it, and then "
+                f"{fn!r} has its own argument `weight`: call it directly, and then "
                 "hvd.average_gradients(result, weight=…)"
             )
         return average_gradients(
@@ -130,11 +134,11 @@ def grad_and_average(
 
 
 def _transform(options: Options, names: list[str], name: str | None) -> Transform:
-    """Who exchanges a tree with leaves of these names: one for each tree, since it keeps a plan."""
+    """Return the Transform for trees with these names; each has its own, since it keeps a plan."""
     known: dict[Any, Transform] = options.ranks.kept.setdefault("average_gradients", {})
     key = (tuple(names), options.op, options.compression, name)
     if key not in known:
-        if len(known) == 8:  # which leaves there are changes all the time
+        if len(known) == 8:  # the set of leaves changes all the time
             known.clear()
         title = "average_gradients" if name is None else f"average_gradients '{name}'"
         known[key] = Transform(replace(options, group=options.ranks), copies=True, title=title)
@@ -142,7 +146,7 @@ def _transform(options: Options, names: list[str], name: str | None) -> Transfor
 
 
 def _opened(tree: Any, path: str) -> Node | None:
-    """What else holds gradients: a class that JAX was told of, or a dataclass."""
+    """Return the contents of other containers: classes registered with JAX, and dataclasses."""
     if isinstance(tree, (dict, list, tuple, Mapping)):
         return None
     util = sys.modules.get("jax.tree_util")

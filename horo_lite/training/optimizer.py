@@ -32,71 +32,72 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The method of an optimizer after which nothing is left of its gradients, by any of its names.
+# The names of an optimizer's method that clears the gradients.
 _ZERO_GRAD = ("zero_grad", "reset_grad", "clear_grad")
 
 
 class DistributedOptimizer(Wrapper):
-    """`optimizer`, which from now on steps with the gradients of all ranks.
+    """Wrap an optimizer so that it steps with gradients averaged over all ranks.
 
-    Collective: every rank wraps its optimizer with the same options and calls `step()` equally
-    often. It takes any object that has parameters with a `.grad` (in `param_groups`, `params` or
-    `parameters`, or given as `parameters=`: a list, a dict by name, or a function that returns
-    one) and a `step()` or an `update()`. For any other: `horo_lite.register_adapter`.
+    Collective: every rank wraps its optimizer with the same options and calls `step()` the same
+    number of times. The optimizer is any object with a `step()` or an `update()`, and parameters
+    with a `.grad` (in `param_groups`, `params` or `parameters`, or passed as `parameters=`: a list,
+    a dict by name, or a function that returns one). For others, see `horo_lite.register_adapter`.
 
-    Everything but `step`, `update`, `synchronize`, `skip_synchronize` and `inner` is the inner
-    optimizer's, reading and writing, and `isinstance` takes the wrapper for one of its kind.
+    All attributes except `step`, `update`, `synchronize`, `skip_synchronize` and `inner` are those
+    of the inner optimizer, for reading and writing, and `isinstance` returns what it would for it.
 
     Args:
-        named_parameters: pairs (name, parameter), as `model.named_parameters()` gives them: names
-            for error messages, and parameters where the optimizer shows none.
-        compression: what travels; `Compression.fp16` halves the bytes.
-        op: Average or Sum. What a step leaves in the gradients is exchanged again, with what later
-            passes add: averages stay what they are, sums are summed again unless `zero_grad()` came
-            between.
+        named_parameters: pairs (name, parameter), as from `model.named_parameters()`: names for
+            error messages, and parameters if the optimizer exposes none.
+        compression: the wire format; `Compression.fp16` halves the bytes.
+        op: Average or Sum. Gradients that remain after a step are exchanged again, with what later
+            passes add: averages remain averages, but sums are summed again unless `zero_grad()` was
+            called.
         backward_passes_per_step: how many backward passes add to the gradients before `step()` is
-            called, once, after the last. Their sum is exchanged; dividing it is the caller's.
-        bucket_bytes: gradients that travel together, on the wire; default 25 MiB, or
-            HORO_LITE_BUCKET_BYTES. The results do not depend on it.
-        group: the ranks; default all.
-        check_every: after every so many steps the ranks compare their parameters, and where these
-            differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or
-            0: never, because a comparison reads all parameters (7 ms for 100 MB).
-        check_finite: "raise" or "warn" where a rank's own gradient, before it is averaged, has NaN
-            or inf: NonFiniteError before the step, on every rank, or a RuntimeWarning on rank 0,
-            with the rank, the tensor and how many. Of several tensors the last one is named, where
-            a backward pass comes by first. Reads the gradients once more (4 ms for 100 MB), in the
-            host's memory only; off by default, and not for loss scalers (GradScaler), to which inf
-            is nothing new.
+            called, once, after the last. Their sum is exchanged, and not divided.
+        bucket_bytes: size of the buckets in which gradients travel, on the wire; by default
+            HORO_LITE_BUCKET_BYTES, or 25 MiB. Results do not depend on it.
+        group: the ranks; by default all.
+        check_every: how many steps to take between comparisons of the ranks' parameters; if they
+            differ, `on_drift` says what to do: see `check_in_sync`. By default
+            HORO_LITE_CHECK_EVERY, or 0: never, because a comparison reads all parameters (7 ms for
+            100 MB).
+        check_finite: "raise" or "warn" if a rank's own gradient, before it is averaged, contains
+            NaN or inf: a NonFiniteError before the step, on every rank, or a RuntimeWarning on
+            rank 0, with the rank, the tensor and the number of elements. Of several tensors, it
+            names the last one, which a backward pass reaches first. Reads the gradients once more
+            (4 ms for 100 MB), in host memory only; off by default. Do not use it with loss scalers
+            (GradScaler), which produce inf in normal operation.
 
-    An optimizer of torch's becomes what `horo_lite.torch.DistributedOptimizer` makes of it, and so
-    those of JAX, Keras and MLX with their modules here. torch's gradients are averages when
-    backward() returns, so that clipping and `GradScaler` need no `synchronize()`; for uneven
-    batches, call `optimizer.set_weight(len(batch))` before backward(), which sends it (a step
-    with a closure takes `weight=` as here). What follows is about all others.
+    For an optimizer of torch, this returns `horo_lite.torch.DistributedOptimizer`, and likewise
+    those of this package's modules for JAX, Keras and MLX. With torch, gradients are averages when
+    backward() returns, so clipping and `GradScaler` need no `synchronize()`; for uneven batches,
+    call `optimizer.set_weight(len(batch))` before backward(), which sends the gradients (a step
+    with a closure takes `weight=` as here). The following applies to all others.
 
-    Until `step()` or `synchronize()`, gradients are each rank's own: whatever looks at them or
-    changes them (clipping, loss scalers, noise) belongs behind `synchronize()`, as shown there.
-    torch's, in an optimizer of one's own, changed in place between backward() and step(), are a
-    RuntimeError. `step()` after `synchronize()` never averages twice. Several backward passes may
-    add to the gradients before either is called.
+    Until `step()` or `synchronize()`, gradients are each rank's own: code that inspects or changes
+    them (clipping, loss scalers, noise) must follow `synchronize()`, as shown there. If your own
+    optimizer has torch parameters, changing their gradients in place between backward() and step()
+    is a RuntimeError. `step()` after `synchronize()` never averages twice. Several backward passes
+    may add to the gradients before either is called.
 
-    Costs two handshakes a step beside the bytes. MismatchError on every rank, naming
-    the first that differs, where ranks come with different parameters, gradients, options or (in
-    `param_groups`) learning rates; a gradient missing on some ranks counts as zeros there.
+    Costs two handshakes per step in addition to the bytes. If parameters, gradients, options or (in
+    `param_groups`) learning rates differ between ranks, every rank raises MismatchError, which
+    names the first difference; a gradient missing on some ranks counts as zeros there.
     """
 
-    if not TYPE_CHECKING:  # there, the options are those of __init__
+    if not TYPE_CHECKING:  # type checkers see the options of __init__
 
         def __new__(cls, optimizer: Any, **options: Any) -> Any:
-            """Where a framework's optimizers are no objects that step, its own kind of wrapper."""
+            """Return the framework's own wrapper, if it has one."""
             face = adapter_of(optimizer).face
             if face is not None and cls is DistributedOptimizer:
                 if options.pop("parameters", None) is not None:
                     raise TypeError(
                         "horo_lite.DistributedOptimizer takes no parameters= with a "
-                        f"{type(optimizer).__name__}, which {face} asks for its own: leave it out. "
-                        "For names in messages torch's takes named_parameters="
+                        f"{type(optimizer).__name__}, which has its own, used by {face}: leave it "
+                        "out. For names in messages, torch's takes named_parameters="
                     )
                 return import_module(face).DistributedOptimizer(optimizer, **options)
             return super().__new__(cls)
@@ -119,8 +120,8 @@ class DistributedOptimizer(Wrapper):
         check_finite: str | None = None,
     ) -> None:
         if type(optimizer) is DistributedOptimizer:
-            raise TypeError("this optimizer is a DistributedOptimizer already: wrap it once")
-        # A list or dict may be changed later: what it holds counts at each step.
+            raise TypeError("this optimizer is already a DistributedOptimizer: wrap it only once")
+        # A list or dict may be changed later: its current contents are used at each step.
         is_kept = parameters is None or isinstance(parameters, (list, tuple, Mapping))
         if not is_kept and not callable(parameters):
             parameters = list(parameters)
@@ -150,22 +151,24 @@ class DistributedOptimizer(Wrapper):
         return self._own.inner
 
     def step(self, *args: Any, weight: float | None = None, **kwargs: Any) -> Any:
-        """The inner optimizer has stepped with the gradients of all ranks; what it returned.
+        """Average the gradients, step the inner optimizer, and return its result.
 
-        Collective. `weight` is the rank's number of samples of this step, given on every rank or on
-        none: with it the average is the mean over all samples, however uneven the batches (a rank
-        without any gives 0). It is never passed on; the other arguments are.
+        Collective. `weight` is the rank's number of samples in this step, given on every rank or on
+        none: the average is then the mean over all samples, however uneven the batches (a rank
+        without samples passes 0). It is never passed on; the other arguments are.
 
-        A closure (a callable first argument, or `closure=`) is called by the inner optimizer, and
-        each time the gradients it leaves and the loss it returns are averaged, so that optimizers
-        that look at the loss decide alike on every rank; that loss is float64.
+        A closure (a callable first argument, or `closure=`) is called by the inner optimizer. After
+        each call, its gradients and the loss that it returns are averaged, so that optimizers that
+        depend on the loss decide in the same way on every rank; that loss is float64.
 
-        RuntimeError after `synchronize()`: step inside `with optimizer.skip_synchronize():`.
+        Raises:
+            RuntimeError: `synchronize()` was called: step inside `with
+                optimizer.skip_synchronize():`.
         """
         return self._apply(self._own.step_names()[0], args, weight, kwargs)
 
     def synchronize(self, weight: float | None = None) -> None:
-        """The gradients are those of all ranks, to be clipped or looked at before stepping.
+        """Average the gradients now, so that they can be clipped or inspected before stepping.
 
         Collective. Then step without exchanging them a second time:
 
@@ -174,19 +177,19 @@ class DistributedOptimizer(Wrapper):
             with optimizer.skip_synchronize():
                 optimizer.step()
 
-        `weight` as for `step()`.
+        `weight` is that of `step()`.
         """
         self._own.exchange(self._own.named(), weight)
         self._own.is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step()` uses the gradients as `synchronize()` left them."""
+        """Make `step()`, inside the block, use the gradients as they are after `synchronize()`."""
         own = self._own
         if not own.is_synchronized:
             raise RuntimeError(
-                "skip_synchronize() without synchronize(): every rank would step with gradients of "
-                "its own. Call synchronize() first; to step alone on purpose, call inner.step()"
+                "skip_synchronize() without synchronize(): every rank would step with its own "
+                "gradients. Call synchronize() first; to do that on purpose, call inner.step()"
             )
         own.is_skipping = True
         try:
@@ -201,16 +204,16 @@ class DistributedOptimizer(Wrapper):
         step = getattr(own.inner, name)
         if weight is not None and takes_weight(step):
             raise TypeError(
-                f"{type(own.inner).__name__}.{name}() has an argument `weight` of its own: "
-                "give the number of samples to synchronize(weight=…), and step inside "
+                f"{type(own.inner).__name__}.{name}() has its own argument `weight`: "
+                "pass the number of samples to synchronize(weight=…), and step inside "
                 "skip_synchronize()"
             )
         named = own.named()
         if own.is_skipping or own.has_looked:
             own.check_unchanged(name)
             if weight is not None:
-                where = "inside skip_synchronize()" if own.is_skipping else "averaged already,"
-                raise TypeError(f"{where} the weight belongs to synchronize()")
+                where = "inside skip_synchronize()" if own.is_skipping else "after averaging"
+                raise TypeError(f"{where}, a step takes no weight: pass it to synchronize()")
             if own.has_looked:
                 own.forget()
             return own.counted(step(*args, **kwargs), named)
@@ -242,10 +245,10 @@ class DistributedOptimizer(Wrapper):
             own.changed = own.finder.watch(own.digest)
         return result
 
-    # A proxy in everything else.
+    # For everything else, a proxy of the inner optimizer.
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_own":  # of a half-made object, while it is copied
+        if name == "_own":  # the object is being copied, and not complete yet
             raise AttributeError(name)
         own = self._own
         found = getattr(own.inner, name)
@@ -258,8 +261,8 @@ class DistributedOptimizer(Wrapper):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Schedulers patch step() of the optimizer they are given, which is this one: handed on, the
-        # patched method would call itself.
+        # Schedulers patch step() of the optimizer that they receive, which is this one: if it were
+        # passed on, the patched method would call itself.
         if name in self._own.finder.steps:
             self.__dict__[name] = value
         else:
@@ -302,7 +305,7 @@ class DistributedOptimizer(Wrapper):
         return _rebuilt(own.copied(**copy.deepcopy(parts, memo)))
 
 
-# For help() and editors, who would see that of __new__; without `self`.
+# For help() and editors, which would otherwise show that of __new__; without `self`.
 _of_init = inspect.signature(DistributedOptimizer.__init__)
 DistributedOptimizer.__signature__ = _of_init.replace(  # type: ignore[attr-defined]
     parameters=list(_of_init.parameters.values())[1:], return_annotation=inspect.Signature.empty
@@ -311,7 +314,7 @@ DistributedOptimizer.__signature__ = _of_init.replace(  # type: ignore[attr-defi
 
 @dataclass(eq=False)
 class _Own:
-    """What the wrapper has for itself, kept apart: its attributes are the inner optimizer's."""
+    """The wrapper's own state, kept separate since its attributes are the inner optimizer's."""
 
     inner: Any
     parameters: Any
@@ -320,15 +323,15 @@ class _Own:
     drift: DriftCheck
     is_synchronized: bool = False
     is_skipping: bool = False
-    has_looked: bool = False  # synchronized by a method that needed it: the next step does not
-    looked_by: str = ""  # the latest such method,
-    changed: Callable[[], bool] | None = None  # and whether gradients have changed since
-    has_begun: bool = False  # gradients of this step may be on their way
-    streams: bool = False  # they are announced while backward runs
+    has_looked: bool = False  # a method that needed averages has synchronized: step() need not
+    looked_by: str = ""  # the latest such method
+    changed: Callable[[], bool] | None = None  # returns whether gradients have changed since
+    has_begun: bool = False  # gradients of this step may be in flight
+    streams: bool = False  # gradients are announced during backward()
     reducer: Reducer | None = None
 
     def __post_init__(self) -> None:
-        # A home-made optimizer may well hold torch's parameters.
+        # A home-made optimizer may hold torch parameters.
         self.finder = self.adapter = adapter_of(self.inner)
         _check_named(self.named_parameters, "named_parameters")
         if self.parameters is None:
@@ -341,9 +344,9 @@ class _Own:
         _alive.add(self)
 
     def follow_world(self) -> None:
-        """The ranks are those of another world, and the step that they were in is lost.
+        """Reset after a change of the world: the current step is lost.
 
-        So are its gradients, to which the first pass of the next step would be added.
+        Its gradients are cleared, since the first pass of the next step would be added to them.
         """
         self.is_synchronized = self.is_skipping = self.has_looked = self.has_begun = False
         self.changed = self.reducer = None
@@ -352,7 +355,7 @@ class _Own:
             getattr(self.inner, name)()
 
     def check(self) -> None:
-        """The inner optimizer is one, and has parameters. Errors say what was looked for."""
+        """Raise unless the inner object is an optimizer with parameters; say what is missing."""
         kind = type(self.inner).__name__
         steps = " or ".join(f"{name}()" for name in self.finder.steps)
         is_class = isinstance(self.inner, type)
@@ -360,25 +363,25 @@ class _Own:
             why = "it is a class" if is_class else f"it has no {steps}"
             raise TypeError(
                 f"{self.inner!r} is not an optimizer: {why}. DistributedOptimizer wraps an "
-                "optimizer object; where its methods have other names, see register_adapter"
+                "optimizer object; if its methods have other names, see register_adapter"
             )
         if not self.named() and not self.finder.is_filled_later:
             raise ValueError(
                 f"{kind} shows no parameters with a .grad, neither in its named_parameters(), "
                 "param_groups, params (with or without grads) nor parameters: pass parameters=…, "
-                "or teach horo_lite its way with horo_lite.register_adapter"
+                "or write an adapter for it, see horo_lite.register_adapter"
             )
         for name, parameter in self.named():
             if type(self.adapter) is Adapter and not hasattr(parameter, "grad"):
                 raise TypeError(
-                    f"parameter {name!r} ({type(parameter).__name__}) has no .grad: give objects "
-                    "that have one, or teach horo_lite their way with horo_lite.register_adapter"
+                    f"parameter {name!r} ({type(parameter).__name__}) has no .grad: pass objects "
+                    "that have one, or write an adapter, see horo_lite.register_adapter"
                 )
         names = Counter(name for name, _ in self.named_parameters)
         twice = [name for name, count in names.items() if count > 1]
         if twice:
             raise ValueError(f"named_parameters has {twice[0]!r} more than once")
-        _ = self.options.ranks  # there is a world
+        _ = self.options.ranks  # raises if there is no world
 
     @property
     def n_steps(self) -> int:
@@ -388,7 +391,7 @@ class _Own:
         return [name for name in self.finder.steps if callable(getattr(self.inner, name, None))]
 
     def named(self) -> Named:
-        """The named parameters as they are now: groups may have been added."""
+        """Return the current named parameters: groups may have been added."""
         parameters = self.parameters() if callable(self.parameters) else self.parameters
         if parameters is not None:
             found = name_leaves(parameters, "parameters")
@@ -400,7 +403,7 @@ class _Own:
         return [(names.get(id(parameter), name), parameter) for name, parameter in found]
 
     def begin(self, named: Named, weight: float | None) -> Reducer:
-        """The reducer of this step, which takes gradients from here on."""
+        """Return the reducer of this step, which accepts gradients from now on."""
         group = self.options.ranks
         if self.reducer is None or self.reducer.group is not group:
             self.drift.reset_counts()
@@ -418,41 +421,41 @@ class _Own:
         return self.reducer
 
     def average(self, named: Named, name: str, weight: float | None) -> None:
-        """The gradients are those of all ranks, for `name`, which is about to use them."""
+        """Average the gradients for the method `name`, which is about to use them."""
         self.check_own(named, name)
         self.exchange(named, weight)
 
     def exchange(self, named: Named, weight: float | None) -> None:
-        """The gradients are those of all ranks."""
+        """Average the gradients."""
         if self.has_begun and weight is not None:
-            raise TypeError("gradients have left during backward: give the weight before that")
+            raise TypeError("gradients have left during backward(): pass the weight before it")
         reducer = self.reducer if self.has_begun and self.reducer else self.begin(named, weight)
         self.has_begun = False
         reducer.rates = learning_rates(getattr(self.inner, "param_groups", ()))
         try:
             reducer.finish()
         except MismatchError:
-            self.drift.reset_counts()  # they may have been in different steps
+            self.drift.reset_counts()  # ranks may have been in different steps
             raise
 
     def check_own(self, named: Named, name: str) -> None:
-        """RuntimeError before gradients are averaged that each rank has changed by itself."""
+        """Raise RuntimeError if this rank has changed its own gradients before their average."""
         for parameter_name, parameter in named:
             if self.adapter.changed_by_hand(parameter):
                 raise RuntimeError(
                     f"the gradient of {parameter_name!r} has been changed since backward() (was it "
-                    f"clipped?), before {name} averages it over the ranks: each rank has done that "
-                    "with a gradient of its own. Call optimizer.synchronize() after "
+                    f"clipped?), before {name} averages it over the ranks: each rank has changed "
+                    "its own gradient instead of the average. Call optimizer.synchronize() after "
                     "backward(), change the averages, and step inside `with "
                     "optimizer.skip_synchronize():`"
                 )
 
     def forget_marks(self, named: Named) -> None:
-        """Changes of the gradients as they are now are nobody's concern."""
+        """Accept the gradients as they are now: earlier changes no longer matter."""
         self.adapter.forget_marks([parameter for _, parameter in named])
 
     def check_unchanged(self, name: str) -> None:
-        """RuntimeError before `name` uses gradients that are no longer the averages they were."""
+        """Raise RuntimeError if gradients have changed since they were averaged, before `name`."""
         if self.changed is None or not self.changed():
             return
         raise RuntimeError(
@@ -464,14 +467,14 @@ class _Own:
         )
 
     def digest(self) -> list[int | None]:
-        """A hash of each gradient; of one in a GPU's memory only whether it is there."""
+        """Return a hash of each gradient; for one on a GPU, only whether it exists."""
         parameters = [parameter for _, parameter in self.named()]
         self.adapter.compute(parameters)
         gradients = [self.adapter.gradient(parameter) for parameter in parameters]
         return [None if g is None else 0 if gpu_of(g) is not None else _hash(g) for g in gradients]
 
     def forget(self) -> None:
-        """The next gradients are those of another step."""
+        """Forget this step's gradients: the next ones belong to another step."""
         self.forget_marks(self.named())
         self.is_synchronized = self.has_looked = False
         self.changed = None
@@ -480,13 +483,13 @@ class _Own:
             self.reducer.abandon()
 
     def counted(self, result: T, named: Named) -> T:
-        """The result of a step that is now done, and after which a comparison may be due."""
+        """Count a step that has ended, compare parameters if that is due, and return `result`."""
         self.forget_marks(named)
         self.drift.stepped(self.named, self.options.ranks)
         return result
 
     def averaging(self, closure: Callable[..., Any], weight: float | None) -> Callable[..., Any]:
-        """`closure`, after which gradients and loss are those of all ranks."""
+        """Return `closure`, followed by averaging of gradients and loss."""
 
         def exchange() -> None:
             self.average(self.named(), "the closure", weight)
@@ -497,7 +500,7 @@ class _Own:
         )
 
     def copied(self, **changes: Any) -> _Own:
-        """The same for a copy of the inner optimizer, which nobody has synchronized yet."""
+        """Return this state for a copy of the inner optimizer, which is not synchronized yet."""
         return replace(
             self,
             is_synchronized=False,
@@ -512,7 +515,7 @@ class _Own:
 
     def __getstate__(self) -> dict[str, Any]:
         if self.options.group is not None:
-            raise TypeError("a DistributedOptimizer with a group of its own cannot be pickled")
+            raise TypeError("a DistributedOptimizer with its own group cannot be pickled")
         own = vars(self.copied())
         return {name: value for name, value in own.items() if name not in ("finder", "adapter")}
 
@@ -542,8 +545,8 @@ def _check_named(named: Iterable[Any], whose: str) -> None:
     for pair in named:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(
-                f"{whose} gives a {type(pair).__name__} where a pair (name, parameter) belongs: "
-                "names tell which gradient is which, alike on every rank"
+                f"{whose} contains a {type(pair).__name__} instead of a pair (name, parameter): "
+                "names identify gradients, and must be the same on every rank"
             )
 
 
@@ -568,10 +571,10 @@ def _looker(name: str) -> Callable[..., Any]:
 
 
 def takes_weight(step: Callable[..., Any]) -> bool:
-    """Whether `weight=` would be this function's own argument."""
+    """Return whether this function has its own argument `weight`."""
     try:
         return "weight" in inspect.signature(step).parameters
-    except (TypeError, ValueError):  # written in C, perhaps
+    except (TypeError, ValueError):  # perhaps written in C
         return False
 
 

@@ -1,7 +1,7 @@
-"""The options of everything that averages gradients: what they mean, their defaults, their checks.
+"""The options of everything that averages gradients: their meaning, defaults and checks.
 
-Each framework's DistributedOptimizer takes them as keywords of its own, so that editors complete
-them and type checkers see typos, and makes one `Options` of them.
+Each framework's DistributedOptimizer takes them as its own keywords, so that editors complete them
+and type checkers find typos, and combines them in an `Options`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every rank gives alike.
+    """Options that must be the same on every rank.
 
     Attributes:
         op: Average or Sum.
-        compression: What travels; `Compression.fp16` halves the bytes.
-        group: The ranks; None for all of the world as it is at the time.
-        bucket_bytes: Gradients that travel together, on the wire; None for HORO_LITE_BUCKET_BYTES
-            or 25 MiB.
+        compression: The wire format; `Compression.fp16` halves the bytes.
+        group: The ranks; None for all ranks of the current world.
+        bucket_bytes: Size of the buckets in which gradients travel, on the wire; None for
+            HORO_LITE_BUCKET_BYTES or 25 MiB.
         backward_passes_per_step: How many passes add to the gradients before they travel.
-        check_every: After so many steps the ranks compare their parameters; None for
+        check_every: How many steps to take between comparisons of parameters; None for
             HORO_LITE_CHECK_EVERY, 0 for never.
-        on_drift: What they do where these differ: "raise", "warn" or "heal".
-        check_finite: "raise" or "warn" where a gradient has NaN or inf; None to look at none.
+        on_drift: What to do if parameters differ: "raise", "warn" or "heal".
+        check_finite: "raise" or "warn" if a gradient contains NaN or inf; None for no check.
     """
 
     op: Op = Average
@@ -59,7 +59,9 @@ class Options:
         object.__setattr__(self, "backward_passes_per_step", passes)
         check_reaction(self.on_drift)
         if self.check_finite not in (None, "raise", "warn"):
-            raise ValueError(f'check_finite is "raise", "warn" or None, not {self.check_finite!r}')
+            raise ValueError(
+                f'check_finite must be "raise", "warn" or None, not {self.check_finite!r}'
+            )
         n_bytes = settings.bucket_bytes(self.bucket_bytes) or DEFAULT_BUCKET_BYTES
         object.__setattr__(self, "bucket_bytes", n_bytes)
         object.__setattr__(self, "check_every", settings.check_every(self.check_every))
@@ -69,7 +71,8 @@ class Options:
             raise ValueError(f"gradients take op=Average or op=Sum, not {self.op}")
         if not isinstance(self.compression, Compressor):
             raise ValueError(
-                f"compression is hvd.Compression.none, .fp16 or .bf16, not {self.compression!r}"
+                "compression must be hvd.Compression.none, .fp16 or .bf16, not "
+                f"{self.compression!r}"
             )
 
     @property
@@ -78,11 +81,11 @@ class Options:
 
     @property
     def on_parameters(self) -> list[tuple[str, str]]:
-        """Those about the parameters' comparison, for the ranks to compare."""
+        """Return the options of the parameters' comparison, for the ranks to compare."""
         return [("check_every", str(self.check_every)), ("on_drift", self.on_drift)]
 
     def reducer(self, adapter: Adapter, named: Sequence[tuple[str, Any]], **other: Any) -> Reducer:
-        """What exchanges the gradients of these parameters; `other` arguments are Reducer's."""
+        """Return a Reducer for the gradients of these parameters, with `other` arguments."""
         given: dict[str, Any] = {
             "op": self.op,
             "compression": self.compression,
@@ -94,9 +97,9 @@ class Options:
 
 
 def checked_passes(passes: Any) -> int:
-    """The number of backward passes per step; ValueError where it is none."""
+    """Return the number of backward passes per step; raise ValueError if it is invalid."""
     if not hasattr(passes, "__index__") or operator.index(passes) < 1:
-        raise ValueError(f"backward_passes_per_step is {passes}, not 1 or more")
+        raise ValueError(f"backward_passes_per_step must be 1 or more, not {passes}")
     return operator.index(passes)
 
 
@@ -109,17 +112,17 @@ def averaging(
     weight: Callable[[], float | None],
     like: Callable[[Any, Any], Any] = from_numpy,
 ) -> Callable[..., Any]:
-    """`closure`, after which gradients and loss are those of all ranks.
+    """Return `closure`, followed by averaging of gradients and loss.
 
     Args:
-        closure: It leaves gradients and returns the loss, a number in any form. Anything else that
-            it returns stays this rank's: no optimizer could decide by it.
-        exchange: It averages the gradients.
+        closure: Computes gradients and returns the loss, a number in any form. Any other result is
+            returned as it is, since no optimizer can base a decision on it.
+        exchange: Averages the gradients.
         group: The ranks.
         op: Average or Sum, for the loss as for the gradients.
-        weight: It returns this rank's number of samples, or None on every rank, as used by
+        weight: Returns this rank's number of samples, or None on every rank, as used by
             `exchange`.
-        like: It makes an object like the second argument, a loss, of a float64 array.
+        like: Converts a float64 array to an object like the second argument, a loss.
     """
 
     @wraps(closure)
@@ -128,7 +131,7 @@ def averaging(
         exchange()
         try:
             value = to_host(loss)
-            if not isinstance(value, (np.ndarray, np.generic)):  # on a GPU, or a bfloat16
+            if not isinstance(value, (np.ndarray, np.generic)):  # on a GPU, or bfloat16
                 value = float(loss)
             value = np.array(value, np.float64).reshape(())
         except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Whether gradients leave while backward() computes the others, or together when it has ended."""
+"""Decide whether gradients leave during backward(), or together after it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
 
 ENOUGH = 0.5
-"""Of a core, or of what a rank has of one, beside what backward() uses: docs/performance.md."""
+"""The share of a core, or of a rank's part of one, that must be free during backward():
+docs/performance.md."""
 
 
 class Overlap:
-    """Whether an exchange pays beside backward(), as this rank sees it.
+    """Decides whether it pays for this rank to exchange gradients during backward().
 
-    Between hosts ranks wait for the link, so it does. Among the ranks of one host an exchange is
-    work for the cores, and where backward() leaves them no time, each interrupts the other. So it
-    is measured how much of its cores this rank uses from the first gradient of a step to the last,
-    not counting exchanges. Results do not depend on it, nor on whether all ranks see it alike.
+    Between hosts it does, since ranks wait for the link. Among the ranks of one host, an exchange
+    is work for the cores; if backward() keeps them busy, the two interrupt each other. So this
+    measures how much of its cores the rank uses from the first gradient of a step to the last, not
+    counting exchanges. Results do not depend on the decision, which may differ between ranks.
 
     Args:
-        cores: How many this rank has to itself. With math.inf it always pays, with 0 never.
-        exchanging_s: How long exchanges have had a core, in seconds.
+        cores: How many cores the rank has to itself. With math.inf it always pays, with 0 never.
+        exchanging_s: Returns the CPU time of exchanges so far, in seconds.
 
     Attributes:
-        pays: Whether it does, in the next step.
+        pays: Whether it pays in the next step.
     """
 
     def __init__(
@@ -40,12 +41,12 @@ class Overlap:
         self._exchanging_s = exchanging_s
         self._enough = ENOUGH * min(cores, 1.0)
         self._began: tuple[float, float] | None = None
-        self._used = self._elapsed = 0.0  # seconds of cores, and of time
+        self._used = self._elapsed = 0.0  # seconds of CPU time, and of wall time
         self.pays = cores > 0
 
     @classmethod
     def of(cls, group: Group) -> Overlap:
-        """Return that of gradients in the host's memory among these ranks."""
+        """Return the Overlap of gradients in host memory between these ranks."""
         if not context.is_initialized() or group.transport.host.native_group is None:
             return cls()
         world = context.world()
@@ -53,16 +54,16 @@ class Overlap:
         return cls(cores, group.busy_s)
 
     def begin(self) -> None:
-        """A gradient of the step is there."""
+        """Begin to measure, when the first gradient of the step is complete."""
         if self._began is None and 0 < self._cores < math.inf:
             self._began = self._busy_s(), time.perf_counter()
 
     def end(self) -> None:
-        """All of them are."""
+        """End the measurement, when all gradients are complete, and decide."""
         if self._began is None:
             return
         used, elapsed = self._began
-        # The latest step counts as much as all before it.
+        # The latest step has the same weight as all steps before it.
         self._used = self._used / 2 + self._busy_s() - used
         self._elapsed = self._elapsed / 2 + time.perf_counter() - elapsed
         self._began = None
@@ -72,5 +73,5 @@ class Overlap:
         return time.process_time() - self._exchanging_s()
 
     def forget(self) -> None:
-        """The step was given up."""
+        """Discard the measurement of a step that was given up."""
         self._began = None

@@ -1,4 +1,4 @@
-"""Which gradient lies where in which bucket: pure integers, no arrays."""
+"""Assignment of gradients to buckets: integers only, no arrays."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from horo_lite.errors import MismatchError, ranks_in_words
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 LAST_BUCKETS = 8, 4, 2
-"""The last bucket has at most `bucket_bytes` divided by the first of them, and so on."""
+"""The last bucket has at most `bucket_bytes` divided by the first of these, and so on."""
 
 
 def is_one_bucket(n_bytes: float, bucket_bytes: float) -> bool:
-    """Whether gradients of `n_bytes` in all are too few to be divided into smaller last buckets."""
+    """Return whether gradients of `n_bytes` in total are too small for smaller last buckets."""
     return n_bytes <= 2 * bucket_bytes / LAST_BUCKETS[0]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The gradient of one parameter: its name and what it looks like in memory."""
+    """The gradient of one parameter: its name and memory layout."""
 
     name: str
     dtype: str
@@ -39,17 +39,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """What travels, and in which company: the same on every rank, or it is not carried out.
+    """What travels, and in which buckets; executed only if it is the same on every rank.
 
     `entries` has one item per parameter, in parameter order. `present[i]` says whether parameter i
-    has a gradient; `owners[i]` is the index of the first parameter whose gradient lies in the same
-    memory (i itself for an ordinary one), so that memory shared by two parameters travels once.
-    `buckets` are the indices that travel together, the last parameters first, because backward
-    passes produce those first; a gradient larger than `bucket_bytes` (bytes on the wire) is a
-    bucket of its own. The last buckets are smaller: they leave when little is left to compute that
-    could hide them. `together` numbers the group of each parameter, or is empty: gradients of one
-    group, unless it is -1, are a bucket whatever their size. `travelling` are all of them in that
-    order. `digest` has 63 bits and is the same in every process.
+    has a gradient; `owners[i]` is the index of the first parameter whose gradient has the same
+    memory (normally i itself), so that memory shared by two parameters travels once. `buckets` are
+    the indices that travel together, the last parameters first, because backward passes produce
+    those first; a gradient larger than `bucket_bytes` (bytes on the wire) has its own bucket. The
+    last buckets are smaller, since they leave when little computation is left to overlap with.
+    `together` numbers the group of each parameter, or is empty: the gradients of a group, unless it
+    is -1, form one bucket of any size. `travelling` are all indices in the order of the buckets.
+    `digest` has 63 bits and is the same in every process.
     """
 
     entries: tuple[Entry, ...]
@@ -74,18 +74,18 @@ class Plan:
         object.__setattr__(self, "digest", self._hash())
 
     def wire_bytes(self, i: int) -> int:
-        """Bytes that gradient i takes between ranks; compressed, a float takes two."""
+        """Return the bytes of gradient i on the wire; a compressed float has two."""
         entry = self.entries[i]
         narrow = self.wire != "none" and entry.dtype.startswith("float")
         return entry.n_elements * (min(entry.itemsize, 2) if narrow else entry.itemsize)
 
     @property
     def gpu(self) -> bool:
-        """Whether the gradients lie in the memory of a GPU."""
+        """Whether the gradients are in a GPU's memory."""
         return ("memory", "GPU") in self.options
 
     def lacks_only_some_of(self, other: Plan) -> bool:
-        """Whether zeros in place of some missing gradients make it `other`."""
+        """Return whether this plan becomes `other` if missing gradients are replaced by zeros."""
         return (
             (self.bucket_bytes, self.wire, self.options, self.together)
             == (other.bucket_bytes, other.wire, other.options, other.together)
@@ -111,12 +111,12 @@ class Plan:
                 grouped.setdefault(self.together[i], []).append(i)
             else:
                 alone.append(i)
-        # A bucket is complete with its first parameter, the last one reached.
+        # A bucket is complete when its first parameter, which backward() reaches last, is ready.
         buckets = [*self._divide(alone), *map(tuple, grouped.values())]
         return tuple(sorted(buckets, key=min, reverse=True))
 
     def _divide(self, indices: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Divide them into buckets that become smaller towards the end."""
+        """Divide indices into buckets that become smaller towards the end."""
         total = sum(map(self.wire_bytes, indices))
         parts = () if is_one_bucket(total, self.bucket_bytes) else LAST_BUCKETS
         largest = chain((self.bucket_bytes // part for part in parts), repeat(self.bucket_bytes))
@@ -133,7 +133,7 @@ class Plan:
             yield tuple(reversed(current))
 
     def _hash(self) -> int:
-        # A missing gradient has only a name here: what it looks like is the other ranks' to say.
+        # A missing gradient has only a name here: other ranks know its dtype and shape.
         seen = [
             (e.name, e.dtype, e.shape, owner) if here else (e.name,)
             for e, here, owner in zip(self.entries, self.present, self.owners, strict=True)
@@ -142,23 +142,23 @@ class Plan:
 
 
 def hash63(text: str) -> int:
-    """63 bits of `text` that are the same in every process."""
+    """Return a hash of `text` with 63 bits, the same in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def merge(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> Plan:
-    """The plan all ranks can carry out together; `plans[r]` is what rank r brought.
+    """Return the plan that all ranks can execute together; `plans[r]` is that of rank r.
 
-    `ranks` are the world's numbers of the ranks, where not all of them take part.
+    `ranks` are the ranks in the world, if not all of them take part.
 
     A gradient that only some ranks have takes its dtype and shape from the first rank that has it.
-    Anything else that differs is a MismatchError which names the first entry that does; every rank
-    calls this with the same `plans`, so it is raised with the same words on every rank.
+    Any other difference raises a MismatchError that names the first entry that differs; every rank
+    calls this with the same `plans`, so the message is the same on every rank.
     """
     difference = first_difference(plans, ranks)
     if difference is not None:
         raise MismatchError(difference)
-    # Where no rank has a gradient, rank 0's word stands.
+    # If no rank has a gradient, use rank 0's entry.
     witness = [
         next((plan for plan in plans if plan.present[i]), plans[0])
         for i in range(len(plans[0].entries))
@@ -175,9 +175,9 @@ def merge(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> Plan:
 
 
 def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | None:
-    """In words, where the ranks' plans first differ and who has what.
+    """Return a description of the first difference between the ranks' plans.
 
-    None if they can be carried out together: a gradient missing on some ranks is no difference.
+    None if they can be executed together: a gradient missing on some ranks is not a difference.
     """
     settings = [
         {
@@ -193,7 +193,7 @@ def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | 
         if len(set(values)) > 1:
             return (
                 f"The options differ between the ranks: {who_has(values, ranks)}. "
-                "Give every rank the same."
+                "Use the same on every rank."
             )
     for i in range(max(len(plan.entries) for plan in plans)):
         names = {plan.entries[i].name if i < len(plan.entries) else None for plan in plans}
@@ -211,16 +211,16 @@ def first_difference(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> str | 
 
 
 def _is_torn(plans: Sequence[Plan], i: int) -> bool:
-    """Whether gradient i lies in memory that another has without it on some rank.
+    """Return whether gradient i shares memory with another one that some rank has without it.
 
-    It would not get the result there, nor its zeros into it.
+    On that rank, neither its zeros nor the result could be in the shared memory.
     """
     owners = {plan.owners[i] for plan in plans if plan.present[i]}
     return any(plan.present[owner] and not plan.present[i] for plan in plans for owner in owners)
 
 
 def who_has(values: Sequence[str], ranks: Sequence[int] = ()) -> str:
-    """What each rank has, equal words told once: `rank 0 has a, ranks 1 and 2 have b`."""
+    """Describe each rank's value, with equal ones grouped: `rank 0 has a, ranks 1 and 2 have b`."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in zip(ranks or range(len(values)), values, strict=True):
         ranks_of.setdefault(value, []).append(rank)

@@ -1,4 +1,4 @@
-"""Carries a plan out: `ready(i)` as gradients appear, `finish()` when no more will come."""
+"""Executes a plan: `ready(i)` when gradients are complete, `finish()` at the end of a step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Numbers:
-    """The numbers of a group's reducers; which of these still exist may differ between ranks."""
+    """Numbers a group's reducers, independent of which still exist, which may differ by rank."""
 
     def __init__(self, group: Group) -> None:
         self.reset_counts()
@@ -59,11 +59,11 @@ _numbers: WeakKeyDictionary[Group, _Numbers] = WeakKeyDictionary()
 
 
 class Offer(NamedTuple):
-    """What a rank reports to the others once they know that something differs."""
+    """What a rank reports to the others after a difference was detected."""
 
-    plan: Plan  # of this step, as this rank sees it
-    agreed: Plan | None  # under which buckets may have left
-    n_begun: int  # how many have
+    plan: Plan  # of this step, on this rank
+    agreed: Plan | None  # the plan under which buckets may have left
+    n_begun: int  # how many buckets have left
     step: str
     attempt: int
     note: str
@@ -74,32 +74,34 @@ class Offer(NamedTuple):
 class Reducer:
     """Replaces every gradient by the average (or sum) over the ranks of `group`.
 
-    Streaming, gradients are announced with `ready(i)`, in any order, `passes` times each; a bucket
-    leaves as soon as all its gradients and those of the buckets before it are ready. `finish()`
-    sends what is left and returns when all results are in the gradients' own memory; without any
-    `ready` before it, it is the whole exchange. Every rank calls `finish()` once a step.
+    When streaming, gradients are announced with `ready(i)`, in any order, `passes` times each; a
+    bucket leaves as soon as all its gradients and those of the buckets before it are ready.
+    `finish()` sends the rest and returns when all results are in the gradients' own memory; without
+    previous calls of `ready`, it performs the whole exchange. Every rank calls `finish()` once per
+    step.
 
-    Buckets leave early only where that pays (`overlap`), and under a plan that all ranks agreed on
-    in an earlier `finish()`, so the first step exchanges everything at its end, and a step in which
-    gradients changed falls back to that. Gradients that changed alike on all ranks (shape, dtype,
-    more or fewer of them) thus cost one step's overlap; changed on some ranks only, they are a
-    MismatchError on every rank, after which gradients of this step are undefined and the next one
+    Buckets leave early only if that pays (`overlap`), and under a plan that all ranks agreed on in
+    an earlier `finish()`. So the first step exchanges everything at its end, and so does a step in
+    which gradients have changed. If gradients change in the same way on all ranks (shape, dtype,
+    more or fewer of them), this costs the overlap of one step. If they change on some ranks only,
+    every rank raises MismatchError; gradients of this step are then undefined, and the next step
     may begin.
 
-    A step that cannot be finished, since a backward pass raised on this rank, is given up with
-    `abandon()`: what was not carried out yet is withdrawn, and the step's next attempt has another
-    number, which is part of what is matched. So gradients of two attempts never meet. Where ranks
-    come to `finish()` with different attempts, and some bucket was carried out with gradients that
-    a rank has abandoned since, that is a MismatchError on every rank; otherwise they go on.
+    A step that cannot be finished because a backward pass raised on this rank is given up with
+    `abandon()`: what has not been executed yet is withdrawn, and the step's next attempt has
+    another number, which is part of the label that is matched. So gradients of two attempts are
+    never combined. If ranks call `finish()` in different attempts, and some bucket was executed
+    with gradients that a rank has abandoned since, every rank raises MismatchError; otherwise they
+    continue.
 
-    A gradient that only some ranks have counts as zeros on the others, which receive the result
-    too. One that no rank has stays as it is.
+    A gradient that only some ranks have counts as zeros on the others, which receive the result,
+    too. A gradient that no rank has stays as it is.
 
-    `title` says what is exchanged, alike on all ranks; without it, the gradients of an optimizer
-    that is counted at its first step.
+    `title` describes what is exchanged, in the same way on all ranks; by default, the gradients of
+    an optimizer that is numbered at its first step.
 
-    With `check_finite`, "raise" or "warn", a gradient that is not finite on some rank, before it is
-    exchanged, is told by `finish()` on all of them, when everything has been exchanged.
+    With `check_finite`, "raise" or "warn", `finish()` reports gradients that were not finite on
+    some rank before the exchange, on all ranks, after everything has been exchanged.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Reducer:
         self._passes = passes
         self._streams = streams
         self._overlap = overlap or Overlap.of(group)
-        self._how: dict[str, Any] = {  # what every exchange is asked for
+        self._how: dict[str, Any] = {  # arguments of every exchange
             "op": op,
             "compression": compression,
             "prescale_factor": prescale_factor,
@@ -144,17 +146,17 @@ class Reducer:
         self._check_finite = check_finite
         self._finding: Finding | None = None
         self._findings: dict[int, Finding | None] = {}
-        self.shared: SharedMemory | None = None  # gradients that lie there are reduced in place
+        self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         self.all_are_here = True  # no rank had joined when the last exchange ended
-        self.rates: tuple[float, ...] = ()  # with which this rank will step: alike on all
+        self.rates: tuple[float, ...] = ()  # this rank's learning rates: must be equal on all
         self.note = ""
         self.notes: dict[int, str] = {}
         self._title = title
         self._number = 0
         self._position = ""
-        self._step = ""  # which exchange of which optimizer
+        self._step = ""  # identifies the optimizer and its exchange
         self._attempt = 1
-        self._label = ""  # both of them
+        self._label = ""  # step and attempt
         self._weight: float | None = None
         self._parameters: list[tuple[str, Any]] = []
         self._handles: list[Handle] = []
@@ -163,9 +165,9 @@ class Reducer:
         group.counting.add(self)
 
     def bind(self, parameters: Sequence[tuple[str, Any]], together: Sequence[int] = ()) -> None:
-        """From the next step on, these named parameters are meant; cheap if nothing changed.
+        """Use these named parameters from the next step on; cheap if nothing changed.
 
-        `together` as in `Plan`.
+        `together` is that of `Plan`.
         """
         if (
             parameters
@@ -185,7 +187,7 @@ class Reducer:
         self._reset()
 
     def reset_counts(self) -> None:
-        """Ranks that had joined are back: they do not know what was agreed on, or who was first."""
+        """Restart: ranks that had joined are back, and know neither the plan nor the numbers."""
         self._forget()
         self._number = 0
         self._attempt = 1
@@ -200,9 +202,9 @@ class Reducer:
 
     @property
     def weight(self) -> float | None:
-        """This step's weight of this rank, such as its number of samples; None: all alike.
+        """This rank's weight in this step, such as its number of samples; None: equal weights.
 
-        To be set before the step's first `ready()`, on every rank or on none; forgotten afterwards.
+        Set it before the step's first `ready()`, on every rank or on none; it is reset afterwards.
         """
         return self._weight
 
@@ -215,7 +217,7 @@ class Reducer:
 
     @property
     def position(self) -> str:
-        """Which exchange the next one is, in the owner's words: the same on every rank."""
+        """The owner's description of the next exchange, the same on every rank."""
         return self._position
 
     @position.setter
@@ -232,7 +234,7 @@ class Reducer:
                 self._label += f", attempt {self._attempt}"
 
     def ready(self, i: int) -> None:
-        """Parameter i has its gradient of one backward pass; not to be touched until `finish()`."""
+        """Announce that the gradient of parameter i is ready; do not touch it until `finish()`."""
         n_ready = self._n_ready[i] = self._n_ready[i] + 1
         if n_ready < self._passes:
             return
@@ -241,7 +243,7 @@ class Reducer:
             self._n_ready[i] = self._passes
             raise RuntimeError(
                 f"the gradient of {name!r} became ready {self._passes + 1} times before step(), "
-                f"and backward_passes_per_step={self._passes}: call step() after so many"
+                f"but backward_passes_per_step={self._passes}: call step() after that many passes"
             )
         self._overlap.begin()
         bucket = self._bucket_of.get(i) if self._streams else None
@@ -258,17 +260,18 @@ class Reducer:
             self._leave_early()
 
     def early(self) -> list[int]:
-        """The parameters whose gradients `ready()` may send before all are there.
+        """Return the parameters whose gradients `ready()` may send before all are complete.
 
-        None of the last bucket, for which `finish()` needs no engine: in that one, all are there.
+        Those of the last bucket are not among them: with it, all gradients are complete, and
+        `finish()` can send it without the engine.
         """
         last = len(self._n_members) - 1
         return [i for i, bucket in self._bucket_of.items() if bucket < last] if last > 0 else []
 
     def hold(self, i: int) -> bool:
-        """Parameter i's gradient changes after it was ready: nothing leaves before `finish()`.
+        """Send nothing before `finish()`, since parameter i's gradient changes after it was ready.
 
-        False if it has left already.
+        Returns False if it has already left.
         """
         self._changed = True
         return self._agreed is None or self._bucket_of.get(i, len(self._handles)) >= len(
@@ -276,9 +279,12 @@ class Reducer:
         )
 
     def finish(self) -> None:
-        """All gradients hold the result. Every rank calls it; MismatchError where plans differ.
+        """Exchange the remaining gradients, and wait for all results. Every rank calls it.
 
-        What each rank, by its number in the world, had in `note` is in `notes` then.
+        Afterwards, `notes` contains every rank's `note`, by its number in the world.
+
+        Raises:
+            MismatchError: The ranks' plans differ.
         """
         try:
             self._finish()
@@ -288,7 +294,7 @@ class Reducer:
             if any(self._findings.values()):
                 self._report_findings()
         except (PeerLostError, StallError):
-            raise  # nothing of this world can be used further
+            raise  # this world can no longer be used
         except BaseException:
             self.abandon()
             raise
@@ -303,7 +309,7 @@ class Reducer:
         if self._check_finite:
             begun = len(self._handles)
             here = [i for i in range(len(arrays)) if self._bucket_of.get(i, begun) >= begun]
-            here.reverse()  # in the order in which they leave
+            here.reverse()  # the order in which they leave
             self._scan(here, [arrays[i] for i in here])
         mine = self._describe(arrays)
         if self._compares_later() and self._follow(mine, arrays, copied):
@@ -333,10 +339,10 @@ class Reducer:
         self._adopt(plan, arrays)
 
     def abandon(self) -> None:
-        """Give this step up, on this rank alone: none of its buckets is in flight any more.
+        """Give up this step, on this rank only, so that none of its buckets is in flight any more.
 
-        Nobody writes into gradients when this returns, and the next gradients are those of another
-        attempt. It waits for no other rank's program.
+        When it returns, nothing writes into gradients, and the next gradients belong to another
+        attempt. It does not wait for other ranks' programs.
         """
         if self._handles:
             self._withdraw()
@@ -344,22 +350,22 @@ class Reducer:
         self._reset()
 
     def _withdraw(self) -> bool:
-        """Nothing is in flight; whether gradients of this rank were changed by the exchange."""
+        """Withdraw everything in flight; return whether this rank's gradients were changed."""
         is_changed = (
             bool(self._handles) and type(self._compression).prepare is not Compressor.prepare
         )
         for handle in self._handles:
             if not handle.withdraw():
                 is_changed = True
-                with suppress(Exception):  # this step's errors are nobody's any more
+                with suppress(Exception):  # errors of this step no longer matter
                     self.group.synchronize(handle)
         if (self._handles or any(self._n_ready)) and self._agreed is not None and self._agreed.gpu:
-            # What was queued on GPUs cannot be withdrawn: the ranks meet before they queue more.
+            # Work queued on GPUs cannot be withdrawn: the ranks agree before they queue more.
             self._forget()
         self._handles = []
         return is_changed
 
-    # What this rank has.
+    # This rank's gradients.
 
     def _describe(self, arrays: list[Any]) -> Plan:
         present = tuple([array is not None for array in arrays])
@@ -370,7 +376,7 @@ class Reducer:
         )
         key = (present, self._own.tensors.signature, tuple(self._own.overlaps), options)
         if key not in self._plans:
-            if len(self._plans) == 8:  # which gradients there are changes all the time
+            if len(self._plans) == 8:  # the set of gradients changes all the time
                 self._plans.clear()
             self._plans[key] = Plan(
                 entries=tuple(
@@ -387,7 +393,7 @@ class Reducer:
         return self._plans[key]
 
     def _fill(self, plan: Plan, arrays: list[Any], copied: dict[int, Any]) -> None:
-        """Zeros where `plan` has a gradient and this rank has none."""
+        """Fill in zeros for gradients of `plan` that this rank does not have."""
         for i in plan.travelling:
             if arrays[i] is not None:
                 continue
@@ -400,10 +406,10 @@ class Reducer:
                 arrays[i] = self._adapter.missing(parameter, entry.dtype, entry.shape)
             copied[i] = arrays[i]
 
-    # What is not finite.
+    # Non-finite gradients.
 
     def _scan(self, chosen: Sequence[int], arrays: Sequence[Any]) -> None:
-        """Remembers whether these gradients are finite; arrays[k] is that of chosen[k]."""
+        """Record whether these gradients are finite; arrays[k] is the gradient of chosen[k]."""
         names = [self._parameters[i][0] for i in chosen]
         named = list(zip(names, arrays, strict=True))
         self._finding = find_non_finite(named, self._finding)
@@ -422,20 +428,21 @@ class Reducer:
         return agreed is not None and agreed.gpu and self.group.compares_later(self._gpu())
 
     def _gpu(self) -> int | None:
-        """Where the gradients lie; None for the host's memory."""
+        """Return the GPU of the gradients; None for host memory."""
         if len(self._own.tensors):
             self._place = self._own.tensors.device
-        elif self._place is None:  # no gradient so far: it would lie where its parameter does
+        elif self._place is None:  # no gradient yet: assume that it is where its parameter is
             gpu = gpu_of(self._adapter.value(self._parameters[0][1])) if self._parameters else None
             self._place = HOST if gpu is None else gpu
         return None if self._place == HOST else self._place
 
     def _follow(self, mine: Plan, arrays: list[Any], copied: dict[int, Any]) -> bool:
-        """The exchange is queued under the plan of an earlier step; False if no rank can do that.
+        """Queue the exchange under the plan of an earlier step; return False if no rank can do so.
 
-        A rank whose gradients fit that plan waits for nobody. One whose do not waits to hear of the
-        others: if it only lacks some and others follow the plan, zeros go in their place; if nobody
-        follows, the ranks come to agree on a new plan; anything else is a MismatchError.
+        A rank whose gradients fit that plan does not wait for others. A rank whose gradients do not
+        fit waits to learn what the others do: if it only lacks some gradients and others follow the
+        plan, it sends zeros for them; if no rank follows the plan, the ranks agree on a new one;
+        anything else is a MismatchError.
         """
         plan = self._agreed
         assert plan is not None
@@ -457,10 +464,10 @@ class Reducer:
             self._write_back(plan, zeros)
         return True
 
-    # What all ranks have.
+    # All ranks' gradients.
 
     def _agree(self, mine: Plan) -> tuple[Plan, int]:
-        """The plan of all ranks, and how many buckets of the last one some rank has begun."""
+        """Return the common plan, and how many buckets of the last plan some rank has begun."""
         if not (self._title or self._number):
             if self.group not in _numbers:
                 _numbers[self.group] = _Numbers(self.group)
@@ -471,7 +478,7 @@ class Reducer:
         )
         if total_weight <= 0:
             self._begin_attempt(self._attempt + 1)
-            raise ValueError("every rank gave weight 0 for this step: at least one needs samples")
+            raise ValueError("every rank passed weight 0 in this step: at least one needs samples")
         return plan, n_begun
 
     def _meet(self, transport: Transport, mine: Plan) -> tuple[Plan, int, float]:
@@ -493,14 +500,14 @@ class Reducer:
         if len({headers[r].digest for r in here}) == 1:
             plan, n_begun = mine, max(headers[r].count for r in here)
             if len(here) < len(headers):
-                # Ranks that have joined are needed for the exchange, and not for this.
+                # Ranks that have joined take part in the exchange, but not in this.
                 exchange_texts(transport, "")
         else:
             plan, n_begun = self._settle(mine, here)
         return plan, n_begun, sum(header.weight for header in headers)
 
     def _settle(self, mine: Plan, here: Sequence[int]) -> tuple[Plan, int]:
-        """The plan of the ranks `here` that came with different ones, if it is possible."""
+        """Return a common plan of the ranks `here`, whose plans differ, if that is possible."""
         offer = Offer(
             mine,
             self._agreed,
@@ -532,10 +539,10 @@ class Reducer:
             if not all(_are_close(offer.rates, offers[0].rates) for offer in offers):
                 rates = who_has([_shown(offer.rates) for offer in offers], ranks)
                 raise MismatchError(
-                    f"The ranks' learning rates differ: {rates}. They would step "
-                    "apart. Let a scheduler see the same number on every rank (allreduce() the "
-                    "loss that it follows), and call broadcast_optimizer_state() where one rank "
-                    "alone has loaded a checkpoint."
+                    f"The ranks' learning rates differ: {rates}, so their parameters would "
+                    "diverge. Give a scheduler the same number on every rank (allreduce() the "
+                    "loss that it follows), and call broadcast_optimizer_state() if only one rank "
+                    "has loaded a checkpoint."
                 )
             if len(set(attempts)) > 1:
                 self._join_attempts(attempts, here)
@@ -544,8 +551,8 @@ class Reducer:
                 sent = [f"sent {offer.n_begun} buckets" for offer in offers]
                 raise MismatchError(
                     f"The ranks' plans come from different steps: {who_has(sent, ranks)} "
-                    "before step(), and some do not know them. Make, change and step the optimizer "
-                    "alike on every rank."
+                    "before step(), and some do not know these. Create, change and step the "
+                    "optimizer in the same way on every rank."
                 )
         except MismatchError:
             self._begin_attempt(max(attempts) + 1)
@@ -553,7 +560,7 @@ class Reducer:
         return plan, n_begun
 
     def _join_attempts(self, attempts: Sequence[int], here: Sequence[int]) -> None:
-        """Go on with one attempt, from its beginning; MismatchError where gradients were mixed."""
+        """Continue with one attempt, from its beginning; MismatchError if gradients were mixed."""
         transport = self.group.transport
         is_changed = self._withdraw()
         headers = transport.agree(hash63(self._step), count=int(is_changed), label=self._step)
@@ -567,13 +574,14 @@ class Reducer:
             raise MismatchError(
                 "A backward pass was abandoned on some ranks, after an error or an interrupt, and "
                 f"finished on others: of {self._step}, {who}. So {who_has(what, mixed)}. Drop the "
-                "gradients of this step on every rank, zero_grad(), and go on with the next batch."
+                "gradients of this step on every rank with zero_grad(), and continue with the next "
+                "batch."
             )
         self._attempt = max(attempts)
         self._relabel()
 
     def _begin_attempt(self, number: int) -> None:
-        """All ranks give up this one, and all call the next by that number."""
+        """Give up this attempt, as all ranks do, and give the next one that number."""
         self._withdraw()
         self._attempt = number
 
@@ -584,8 +592,8 @@ class Reducer:
         number = len(self._handles)
         bucket = self._agreed.buckets[number]
         arrays = [self._adapter.gradient(self._parameters[i][1]) for i in bucket]
-        # A gradient that is not what was agreed on waits for finish(), and all after it: there,
-        # ranks find out whether it changed on all of them.
+        # A gradient that differs from the plan, and all after it, wait for finish(), where the
+        # ranks determine whether it changed on all of them.
         try:
             tensors = tensors_of(arrays)
             self._changed = tensors.signature != self._signatures[number] or bool(
@@ -606,7 +614,7 @@ class Reducer:
         label = f"{self._label}, bucket {number} of {len(plan.buckets)} ({_some_of(names)})"
         how = {"names": names, "label": label, "weight": self._weight, **self._how}
         if plan.gpu and self._compares_later():
-            # A stream keeps order by itself: no need to match names.
+            # A stream keeps operations in order, so names need not be matched.
             sent = self.group.exchange(arrays, follows=follows, **how)
             if sent:
                 self._handles.append(Handle(label, None, lambda: None))
@@ -620,7 +628,7 @@ class Reducer:
                 self._adapter.set_gradient(self._parameters[i][1], copied[owner])
 
     def _adopt(self, plan: Plan, arrays: list[Any]) -> None:
-        """From now on, buckets may leave early under `plan`."""
+        """Let buckets leave early under `plan` from now on."""
         if self._agreed == plan:
             return
         self._agreed = plan
@@ -634,15 +642,15 @@ class Reducer:
         self._n_members = [members[number] for number in range(len(plan.buckets))]
 
     def _reset(self) -> None:
-        """A new step begins: nothing is ready, nothing in flight."""
+        """Begin a new step, in which nothing is ready or in flight."""
         self._overlap.forget()
         self._weight = None
         self._finding = None
         self._findings = {}
         self._changed = False
-        self._relabel()  # another rank's may have been completed
+        self._relabel()  # the attempt may have changed
         self._handles = []
-        self._own = NONE  # gradients that the caller drops are dropped
+        self._own = NONE  # do not keep gradients alive that the caller drops
         self._n_ready = [0] * len(self._parameters)
         self._n_awaited = list(self._n_members)
 
@@ -652,7 +660,7 @@ class Reducer:
 
 
 def learning_rates(param_groups: Any) -> tuple[float, ...]:
-    """Return those of groups like torch's, as far as they are numbers."""
+    """Return the learning rates of groups like torch's, as far as they are numbers."""
     rates = [group.get("lr") for group in param_groups if isinstance(group, dict)]
     return tuple(rate for rate in rates if isinstance(rate, (int, float)))
 
@@ -662,7 +670,7 @@ def _shown(rates: tuple[float, ...]) -> str:
 
 
 def _are_close(rates: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    """Whether they differ by no more than the last digits, which may be another library's."""
+    """Return whether rates are equal up to the last digits, which may depend on libraries."""
     return len(rates) == len(others) and all(
         math.isclose(rate, other, rel_tol=1e-6) or (math.isnan(rate) and math.isnan(other))
         for rate, other in zip(rates, others, strict=True)

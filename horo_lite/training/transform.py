@@ -1,4 +1,4 @@
-"""Gradients in, averages out: for optimizers that are given gradients and own none."""
+"""Gradients in, averages out: for optimizers that receive gradients and own none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from horo_lite.training.reducer import Reducer
 class Transform:
     """A function from this rank's gradients to the averages (or sums) over the ranks.
 
-    Every rank calls it equally often, with gradients of the same names, shapes and dtypes, or
-    MismatchError on all names the first that differs. None counts as zeros where other ranks have a
-    gradient, and receives the result. What can be written is changed in place and returned, as
-    torch's are; of others the result has new ones. With `copies` nothing is changed, and the result
-    has arrays of the core's own, to be given back through `like`. `weight`, on every rank or on
-    none, is this rank's number of samples; `title` as for the Reducer.
+    Every rank calls it the same number of times, with gradients of the same names, shapes and
+    dtypes; otherwise all raise MismatchError, which names the first difference. None counts as
+    zeros if other ranks have a gradient, and receives the result. Writable gradients, such as
+    torch's, are changed in place and returned; for others, the result has new arrays. With
+    `copies`, nothing is changed, and the result has the core's own arrays, to be returned through
+    `like`. `weight`, on every rank or on none, is this rank's number of samples; `title` is that of
+    the Reducer.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Transform:
         self._adapter = _SlotAdapter()
         self._slots: list[_Slot] = []
         self._reducer: Reducer | None = None
-        self._ranks: Any = None  # that it was made for
+        self._ranks: Any = None  # for which the reducer was made
 
     def __call__(
         self, names: Sequence[str], gradients: Sequence[Any], weight: float | None = None
@@ -79,12 +80,12 @@ class Transform:
     def _inside_jit(
         self, names: Sequence[str], gradients: Sequence[Any], weight: float | None
     ) -> list[Any]:
-        """The same as a part of what JAX compiles; None, on all ranks, stays None there."""
+        """Do the same in a function that JAX compiles; None, which all ranks have, stays None."""
         if self.options.op not in (Average, Sum):
             raise ValueError(
                 f"steps that JAX compiles take op=Average or Sum, not {self.options.op}"
             )
-        # Several may have one name.
+        # Several gradients may have the same name.
         keys = [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names)]
         named = zip(keys, gradients, strict=True)
         averages = import_module("horo_lite.jax").average_gradients(
@@ -98,7 +99,7 @@ class Transform:
 
 
 class _Slot:
-    """A gradient's place in the plan, the same from call to call."""
+    """A gradient's place in the plan, the same in all calls."""
 
     grad: Any = None
 
@@ -108,7 +109,7 @@ class _Slot:
 
 class _SlotAdapter(Adapter):
     like: Any = None
-    """Of the kind that a gradient gets which only other ranks have."""
+    """An array of the kind to create for a gradient that only other ranks have."""
 
     def compute(self, parameters: Sequence[_Slot]) -> None:
         for one_of_its_kind in {type(slot.grad): slot.grad for slot in parameters}.values():
@@ -122,7 +123,7 @@ class _SlotAdapter(Adapter):
         parameter.grad = array if old is None else from_numpy(array, old)
 
     def value(self, parameter: _Slot) -> Array | None:
-        return None  # it has nothing but gradients
+        return None  # there are only gradients
 
     def missing(self, parameter: _Slot, dtype: str, shape: tuple[int, ...]) -> Array:
         if gpu_of(self.like) is None or not str(self.like.dtype).endswith(dtype):
@@ -139,6 +140,6 @@ def _copied(name: str, array: Array | None) -> Array | None:
 
 
 def is_traced(gradients: Sequence[Any]) -> bool:
-    """Whether this is a function of JAX that is being compiled, where there are no values yet."""
+    """Return whether JAX is tracing a function for compilation, so that there are no values yet."""
     core = sys.modules.get("jax.core")
     return core is not None and any(isinstance(g, core.Tracer) for g in gradients)

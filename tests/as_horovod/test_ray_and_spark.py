@@ -161,7 +161,7 @@ def test_what_a_ray_executor_asks_for(ray: Any) -> None:
         ({"num_workers": 2, "num_hosts": 1}, "num_workers, or num_hosts"),
         ({"num_workers": 0}, "1 or more, not 0"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "use_gpu=True"),
-        ({"min_workers": 1, "max_workers": 2}, "do not come and go"),
+        ({"min_workers": 1, "max_workers": 2}, "number of workers on Ray is fixed"),
     ],
 )
 def test_wrong_options_of_a_ray_executor(ray: Any, options: dict[str, Any], words: str) -> None:
@@ -175,7 +175,7 @@ def test_parts_that_there_are_not(ray: Any) -> None:
     for module in ("horovod.spark.keras", "horovod.spark.common.store", "horovod.spark.torch"):
         with pytest.raises(ModuleNotFoundError, match=r"there are no estimators"):
             importlib.import_module(module)
-    with pytest.raises(ModuleNotFoundError, match=r"do not come and go"):
+    with pytest.raises(ModuleNotFoundError, match=r"RayExecutor, with a fixed number of workers"):
         importlib.import_module("horovod.ray.elastic_v2")
     import horovod.ray
 

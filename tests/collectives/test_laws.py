@@ -312,7 +312,7 @@ def test_a_public_reduction_may_be_weighted(call: str, end: str) -> None:
         x = np.full(3, [1.0, 5.0, np.nan][group.rank])
         with pytest.raises(ValueError, match="a weight needs op=Average"):
             reduced(x.copy(), op=Sum, weight=1)
-        with pytest.raises(ValueError, match="weight is a number of samples"):
+        with pytest.raises(ValueError, match="weight must be a number of samples"):
             reduced(x.copy(), weight=-1)
         with pytest.raises(hvd.MismatchError, match="weighted"):
             reduced(x.copy(), weight=2 if group.rank else None, name="on some")

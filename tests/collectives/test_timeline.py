@@ -334,7 +334,7 @@ def test_a_trace_is_mended_wherever_a_rank_was_killed(
 
 @pytest.mark.parametrize(
     ("path", "why"),
-    [("/dev/null", "not a file to which"), ("/", "Is a directory"), ("{tmp}/none/t", "No such")],
+    [("/dev/null", "not a regular file"), ("/", "Is a directory"), ("{tmp}/none/t", "No such")],
 )
 def test_where_no_timeline_can_be_written(path: str, why: str, tmp_path: Path) -> None:
     path = path.replace("{tmp}", str(tmp_path))

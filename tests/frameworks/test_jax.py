@@ -444,7 +444,7 @@ for name, function in ahead.items():
 assert (jax.jit(functions["broadcast"])(x) == size * (hvd.rank() == 0)).all()
 
 # What has no meaning is an error where it is traced.
-for op, text in ((hvd.Average, "the average of bool has no meaning"), ("sum", "op is one of")):
+for op, text in ((hvd.Average, "the average of bool has no meaning"), ("sum", "op must be one of")):
     error = raised(lambda: jax.jit(lambda x: hvd.allreduce(x, op)).lower(x > 1))
     assert isinstance(error, ValueError) and text in str(error), error
 """,

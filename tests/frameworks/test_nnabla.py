@@ -316,7 +316,7 @@ loss.forward(), solver.zero_grad(), loss.backward(), solver.check_nan_grad()
 try:
     solver.update(weight=3)
 except TypeError as error:
-    assert "belongs to synchronize()" in str(error)
+    assert "pass it to synchronize()" in str(error)
     print("late", flush=True)
 
 # What a pass adds after clipping is this rank's own, and is not stepped with.
@@ -657,7 +657,7 @@ def test_the_watch_dog_ends_a_reduction_that_takes_too_long(call: str) -> None:
     assert result.returncode != 0, str(result)
     assert result.stdout.count("reduced") == 2, str(result)
     assert "went on" not in result.stdout, str(result)
-    assert re.search("StallError: .*rank 1 did not come", result.stderr), str(result)
+    assert re.search("StallError: .*rank 1 did not arrive", result.stderr), str(result)
     assert "set NNABLA_MPI_WATCH_DOG_TIMEOUT to more" in result.stderr, str(result)
 
 

@@ -270,7 +270,7 @@ def check_loss_scaling() -> None:
         check_close(model, alone)
         assert float(model.optimizer.loss_scale) == 512.0
         assert int(model.optimizer.iterations) == N_STEPS  # Keras 2 counts what it leaves out
-    with pytest.raises(ValueError, match="LossScaleOptimizer do not go together"):
+    with pytest.raises(ValueError, match="cannot be combined with a LossScaleOptimizer"):
         hvd.DistributedOptimizer(mixed(keras.optimizers.Adam()), backward_passes_per_step=2)
 
 

@@ -267,7 +267,7 @@ def test_addresses() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"on": "flink"}, "on is 'ray', 'dask' or 'spark'"),
+        ({"on": "flink"}, "on must be 'ray', 'dask' or 'spark'"),
         ({"on": "ray", "hosts": "a:2"}, "mpiexec's"),
         ({"on": "dask", "mpiexec_args": ["-v"]}, "mpiexec's"),
     ],

@@ -178,7 +178,7 @@ def test_a_commit_that_finds_no_room_names_the_file_and_leaves_none(tmp_path: Pa
 def test_a_file_that_is_no_commit_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("print('a script and no commit, given by mistake')\n" * 9)
-    with pytest.raises(hvd.CheckpointError, match="no commit of horo_lite"):
+    with pytest.raises(hvd.CheckpointError, match="not a commit of horo_lite"):
         checkpoint.load(path)
     assert os.listdir(tmp_path) == ["train.py"]
 
@@ -340,7 +340,7 @@ def test_who_ends_the_launcher_wants_no_restart_and_finds_the_last_commit(tmp_pa
         result = job.wait(10)
         assert result.returncode == 128 + signal.SIGTERM
         assert not job.processes()
-    kept = re.search(r"to go on from it: HORO_LITE_CHECKPOINT=(\S+)", result.stderr)
+    kept = re.search(r"to continue from it, set HORO_LITE_CHECKPOINT=(\S+)", result.stderr)
     assert kept is not None, str(result)
     assert checkpoint.load(kept[1]) == {"step": 7}
     assert "restart" not in result.stderr
@@ -415,7 +415,7 @@ def test_pauses_grow_until_there_is_a_new_commit(
     said = capsys.readouterr().err
     assert "restart 1 of 9 in 1 s, from the beginning" in said
     assert re.search(r"restart 3 of 5 in 1 s, from the commit of \d\d:\d\d:02", said)
-    assert said.strip().endswith("(rank 5 of 9: odd xxxxx), and no restart is left of 5")
+    assert said.strip().endswith("(rank 5 of 9: odd xxxxx), and all 5 restarts have been used")
 
 
 def test_a_job_that_never_gets_going_is_told_so(

@@ -186,10 +186,10 @@ def test_one_rank_needs_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"np": "2"}, ValueError, "np is the number of ranks, 1 or more.*not '2'"),
-        ({"np": 0}, ValueError, "np is the number of ranks"),
+        ({"np": "2"}, ValueError, "np must be the number of ranks .1 or more.*not '2'"),
+        ({"np": 0}, ValueError, "np must be the number of ranks"),
         ({"np": 2, "mpiexec_args": "--bind-to none"}, TypeError, r"\['--bind-to', 'none'\]"),
-        ({"np": 2, "env": {"A": 1}}, TypeError, "env holds texts, but A is 1: give '1'"),
+        ({"np": 2, "env": {"A": 1}}, TypeError, "env must be strings, but A is 1: pass '1'"),
     ],
 )
 def test_wrong_options_say_what_to_give(
@@ -320,8 +320,8 @@ def test_the_command_runs_scripts_modules_and_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "which program"),
-        (["train.py"], "-n: how many ranks"),
+        ([], "no program was given"),
+        (["train.py"], "-n must be 1 or more"),
         (["-n", "0", "train.py"], "1 or more"),
         (["-n", "2", "--restarts", "-1", "train.py"], "0 or more"),
         (["-n", "1", "/nowhere/train"], "there is no /nowhere/train"),

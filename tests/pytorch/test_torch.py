@@ -628,7 +628,7 @@ def test_weights_last_for_a_step_and_come_before_it() -> None:
         assert averaged() == 2  # a step that was skipped has forgotten it as well
         optimizer.step()
         for wrong in (-1, float("nan"), "3"):
-            with pytest.raises(ValueError, match="weight is a number of samples"):
+            with pytest.raises(ValueError, match="weight must be a number of samples"):
                 optimizer.set_weight(wrong)
         for ranks in ([0], [1]):
             with pytest.raises(MismatchError, match="weighted"):
@@ -754,7 +754,7 @@ def test_options_reach_the_wrapper_of_torch() -> None:
             DistributedOptimizer(torch.optim.SGD, group=group)
         with pytest.raises(ValueError, match="a bucket has a whole number of bytes"):
             DistributedOptimizer(inner, bucket_bytes=0, group=group)
-        with pytest.raises(ValueError, match="check_finite is"):
+        with pytest.raises(ValueError, match="check_finite must be"):
             DistributedOptimizer(inner, check_finite="yes", group=group)
         optimizer = DistributedOptimizer(
             inner,

@@ -394,7 +394,7 @@ def test_wrong_arguments() -> None:
             "more than once": {"named_parameters": [*named, (named[0][0], named[1][1])]},
             "lacks 1": {"named_parameters": named[1:]},
             "pairs": {"named_parameters": list(net.parameters())},
-            "not 1 or more": {"backward_passes_per_step": 0},
+            "must be 1 or more": {"backward_passes_per_step": 0},
             "op=Average, Sum or Adasum": {"op": Min},
             "needs op=Average": {"op": Sum, "gradient_predivide_factor": 2.0},
             "more than 0": {"gradient_predivide_factor": 0.0},
@@ -409,7 +409,7 @@ def test_wrong_arguments() -> None:
             DistributedOptimizer(object(), process_set=group)
         with pytest.raises(TypeError, match="the class SGD is not an optimizer"):
             DistributedOptimizer(torch.optim.SGD, process_set=group)
-        with pytest.raises(TypeError, match="two names for the same"):
+        with pytest.raises(TypeError, match="pass group= or process_set=, not both"):
             DistributedOptimizer(sgd(net), process_set=group, group=group)
 
     run_threads(1, rank)

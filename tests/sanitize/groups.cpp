@@ -220,7 +220,7 @@ void lose(unsigned seed, Loss loss) {
           me.detector->check();
         }
       };
-      expect(contains(thrown_by<Stalled>(waits), "did not come"), "the reason is told");
+      expect(contains(thrown_by<Stalled>(waits), "did not arrive"), "the reason is told");
     }
     if (me.rank == lost && (loss == Loss::kLeaves || loss == Loss::kLeftByAnotherThread)) return;
     const auto once_more = [&] { me.direct.agree("one more", {}); };

@@ -78,12 +78,12 @@ def test_one_report_of_one_stall(asynchronous: bool, capfd: pytest.CaptureFixtur
     assert len(HEADLINE.findall(text)) == 1, text
     stalled = re.search(rf"stalled for {S}: rank 1 is late$", text, re.M)
     waited = re.search(rf"ranks 0, 2 have waited {S} in allreduce 'loss' for rank 1$", text, re.M)
-    (went_on,) = re.findall(rf"rank [02] goes on, after waiting for {S}", text)
+    (went_on,) = re.findall(rf"rank [02] continues after waiting for {S}", text)
     assert stalled is not None, text
     assert waited is not None, text
     assert 1.0 <= float(stalled[1]) <= float(went_on), text
     assert 1.0 <= float(waited[1]) <= float(went_on), text
-    assert re.search(r"rank 1 \(a thread\) was last in barrier, which it came to", text), text
+    assert re.search(r"rank 1 \(a thread\) was last in barrier, which it reached", text), text
 
 
 def test_who_comes_and_leaves_during_the_report_of_a_stall_has_come() -> None:
@@ -136,7 +136,7 @@ def test_a_stall_ends_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert set(failed.value.errors) == {0, 1, 2}
     for error in failed.value.errors.values():
         assert isinstance(error, hvd.StallError)
-        assert "rank 1 did not come; rank 1 has made no call yet" in str(error)
+        assert "rank 1 did not arrive; rank 1 has made no call yet" in str(error)
     assert len(HEADLINE.findall(capfd.readouterr().err)) == 1
 
 
@@ -325,7 +325,7 @@ def test_where_the_late_rank_is() -> None:
         # The main thread's comes first, and the innermost of its frames.
         assert re.search(rf"its Python stacks:\n.*\n +File .* line \d+ in {what}\n", first), first
     (first, *_) = [one for one in told if "SIGSTOP" in one]
-    assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 lets it go on", first), first
+    assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 resumes it", first), first
 
 
 @pytest.mark.mpi
@@ -362,7 +362,7 @@ print("came through", flush=True)
     in_ = "allreduce 'loss'" if waiting == "direct" else "(allreduce 'loss'|the matching of asyn)"
     assert re.search(f"in {in_}", told[0]), told[0]
     assert "SIGSTOP" in told[0]
-    assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not come", result.stderr)
+    assert re.search(r"rank [02] of 3 .*StallError: .*rank 1 did not arrive", result.stderr)
 
 
 @pytest.mark.mpi
@@ -387,7 +387,7 @@ print("came through", flush=True)
         job.wait(20).check()
         (told, *_) = [one for one in reports(job) if "SIGSTOP" in one]
     assert "rank 1 is late" in told, told
-    assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 lets it go on", told), told
+    assert re.search(r"rank 1 \(pid (\d+) .*kill -CONT \1 resumes it", told), told
 
 
 @pytest.mark.mpi

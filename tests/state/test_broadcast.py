@@ -110,7 +110,7 @@ def test_a_generator_that_has_been_used_is_refused(n_taken: int) -> None:
         generator = (each for each in parameters)
         for _ in range(n_taken):
             next(generator)
-        with pytest.raises(ValueError, match="values were taken before"):
+        with pytest.raises(ValueError, match="values have already been taken"):
             broadcast_parameters(generator, 0, group=group)
 
     run_threads(2, rank)

@@ -348,7 +348,9 @@ def test_objects_are_refused_by_name() -> None:
 def test_a_world_of_one_is_in_sync_but_for_its_arguments() -> None:
     ((result, _),) = run_threads(1, check(lambda *_: None))
     assert result is True
-    assert "on_drift is" in raises_alike(1, check(lambda *_: None, on_drift="ignore"), ValueError)
+    assert "on_drift must be" in raises_alike(
+        1, check(lambda *_: None, on_drift="ignore"), ValueError
+    )
 
 
 # DistributedOptimizer.
@@ -508,13 +510,13 @@ def spoil(rank: int, optimizer: Any) -> None:
 def test_the_first_rank_and_tensor_that_are_not_finite_are_named() -> None:
     message = raises_alike(3, train(3, 2, spoil, check_finite="raise"), hvd.NonFiniteError)
     assert "the gradient of 'w' has 1 NaN and 1 inf on rank 1, before averaging (" in message
-    assert "Ranks with such gradients, too: 2." in message
+    assert "Other ranks with such gradients: 2." in message
 
     def last(rank: int, optimizer: Any) -> None:
         spoil(2, optimizer)
 
     message = raises_alike(3, train(3, 2, last, check_finite="raise"), hvd.NonFiniteError)
-    assert "'b' has 2 inf on rank 0, before averaging, one of 2 such there" in message
+    assert "'b' has 2 inf on rank 0, before averaging, one of 2 such tensors there" in message
 
 
 def test_a_step_that_was_refused_has_changed_nothing_and_the_next_one_works() -> None:

@@ -1134,7 +1134,7 @@ def check_weights(group: Group) -> None:
     large = ops.allreduce(large, prescale_factor=100.0, postscale_factor=0.01, group=group)
     np.testing.assert_allclose(large, 3000, rtol=2e-3)
     for wrong in (-1.0, float("nan"), float("inf"), "3"):
-        with pytest.raises(ValueError, match="weight is a number of samples"):
+        with pytest.raises(ValueError, match="weight must be a number of samples"):
             ops.grouped_allreduce([inputs[rank]], weight=wrong, group=group)
     with pytest.raises(ValueError, match="a weight needs op=Average"):
         ops.grouped_allreduce([inputs[rank]], Sum, weight=1.0, group=group)

@@ -637,7 +637,7 @@ def stalled() -> None:
     fails(
         lambda: ops.allreduce_(x, Sum, group=group),
         hvd.StallError,
-        "rank 1 did not come",
+        "rank 1 did not arrive",
         "allreduce 'x'",
     )
     print("told", flush=True)

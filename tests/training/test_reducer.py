@@ -385,7 +385,7 @@ def test_weight_zero_everywhere_is_an_error_on_all_ranks(streaming: bool) -> Non
                 if streaming:
                     reducer.ready(i)
             if step == 1:
-                with pytest.raises(ValueError, match="every rank gave weight 0"):
+                with pytest.raises(ValueError, match="every rank passed weight 0"):
                     reducer.finish()
             else:
                 reducer.finish()

@@ -5,6 +5,6 @@ import sys
 from horo_lite.horovod.aliases import alias, install
 
 is_horo_lite = True
-# The command line has refused, unless told otherwise, where a real Horovod is installed.
+# If a real Horovod is installed, the command line has refused, unless told to replace it.
 install(replace=True)
-sys.modules[__name__] = alias(__name__)  # which is what the import then returns
+sys.modules[__name__] = alias(__name__)  # the import statement returns this module
