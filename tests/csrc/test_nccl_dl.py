@@ -60,7 +60,7 @@ def crippled() -> str:
 def test_the_environment_variable_is_the_only_place(newer: str, older: str) -> None:
     assert opened(older, loaded=older, HORO_LITE_NCCL_LIB=newer) == f"{newer} 22707"
     text = opened(newer, loaded=newer, ok=False, HORO_LITE_NCCL_LIB="/nowhere/libnccl.so.2")
-    assert "/nowhere/libnccl.so.2 (HORO_LITE_NCCL_LIB; nothing else is tried): not there" in text
+    assert "/nowhere/libnccl.so.2 (HORO_LITE_NCCL_LIB; nothing else is tried): no such file" in text
     assert newer not in text
     assert opened(newer, HORO_LITE_NCCL_LIB="") == f"{newer} 22707"  # empty is unset
 
@@ -99,7 +99,7 @@ def test_the_error_lists_every_place_and_what_to_install(
     assert lines[0].startswith("refused: no NCCL of version 2.18.0 or newer was found")
     assert lines[1:3] == [
         f"  {crippled} (already in this process): lacks the symbol ncclCommSplit",
-        "  /nowhere/libnccl.so.2 (the nvidia-nccl package): not there",
+        "  /nowhere/libnccl.so.2 (the nvidia-nccl package): no such file",
     ]
     assert lines[3].startswith(f"  {broken} (the nvidia-nccl package): cannot be loaded: ")
     assert "invalid ELF header" in lines[3] or "file too short" in lines[3]

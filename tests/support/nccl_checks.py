@@ -422,7 +422,7 @@ def without_nccl() -> None:
     good = os.environ["HORO_LITE_NCCL_LIB"]
     travels(["given to init() is the CPU"], DEVICE="cpu")
     os.environ["HORO_LITE_DEVICE"] = ""
-    travels([*install, "/nowhere/libnccl.so.2", "not there"], NCCL_LIB="/nowhere/libnccl.so.2")
+    travels([*install, "/nowhere/libnccl.so.2", "no such file"], NCCL_LIB="/nowhere/libnccl.so.2")
     travels([*install, good, "2.17.1", "2.18"], NCCL_LIB=good, FAKE_NCCL_VERSION="21701")
     lacks = compiled(["ncclCommSplit"])
     travels([*install, lacks, "ncclCommSplit"], NCCL_LIB=lacks, FAKE_NCCL_VERSION="22707")
