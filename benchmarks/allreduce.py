@@ -535,6 +535,8 @@ def time_start(how: str, output: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """Describe the machine."""
+    from horo_lite import _native
+
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "CPU part")):
@@ -543,6 +545,7 @@ def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": model,
+        "kernels": _native.instruction_set(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "kernel": platform.release(),
