@@ -298,8 +298,8 @@ class Waiters:
 class _Stream:
     """All short messages to and from one peer.
 
-    A packet is sent from the memory in which its message is posted. It is kept until the peer has
-    acknowledged it: only this shows, without a wait, that gloo no longer needs it.
+    A packet is sent by the thread that posts its message, and kept until the peer has acknowledged
+    it: only this shows, without a wait, that gloo no longer needs it.
     """
 
     def __init__(self, connections: GlooConnections, peer: int) -> None:
