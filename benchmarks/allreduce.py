@@ -1,4 +1,4 @@
-"""Time averaging gradients, and moving arrays, among the ranks of one host, next to yardsticks.
+"""Time averaging gradients and moving arrays among the ranks of one host, next to baselines.
 
 `python benchmarks/allreduce.py` (or `make bench`) starts mpiexec jobs itself and prints one table
 per set of arrays and number of ranks. Within a job all contenders take turns, so that other load on
@@ -6,18 +6,18 @@ the machine affects them equally; a figure is the median over the turns of the s
 Before each turn every rank fills its arrays with its own numbers, and afterwards compares them with
 the exact result: a wrong result ends the benchmark.
 
-Cores share an L3 cache or not, and virtual ones change that within seconds. So a core-to-core round
-trip is measured before and after each turn: both at most 320 ns, and the turn is "near"; both more,
-"far"; anything else, and it is not counted. The cores are those of as many ranks as there are
-cores, while the others sleep: a rank that waits for a core cannot answer. Turns go on until each
-contender has enough of both kinds, or the time is over.
+Cores may share an L3 cache or not, and for virtual cores this changes within seconds. So a
+core-to-core round trip is measured before and after each turn: if both take at most 320 ns, the
+turn is "near"; if both take more, "far"; otherwise it is not counted. The cores are those of as
+many ranks as there are cores, while the others sleep: a rank that waits for a core cannot answer.
+Turns continue until each contender has enough of both kinds, or the time is over.
 
-The yardstick is one memcpy of the same bytes by one rank while the others sleep. How many of them
-fit into what several cores get from memory differs between machines, so there is another row:
-"read and write, every rank", in which each negates its own arrays in place, at once. Averaging
-arrays that fit into no cache can hardly take less. The MPI rows of the all-reduce only sum; the
-others also divide. Arrays are as NumPy makes them, if no row says otherwise: large ones begin 16
-bytes into a page.
+The unit is one memcpy of the same bytes by one rank while the others sleep. The ratio of several
+cores' memory bandwidth to that of one differs between machines, so there is another row: "read and
+write, every rank", in which all negate their own arrays in place, concurrently. Averaging arrays
+that fit into no cache can hardly take less. The MPI rows of the all-reduce only sum; the others
+also divide. Unless a row says otherwise, arrays are allocated by NumPy: large ones begin 16 bytes
+into a page.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ LIMIT = "read and write, every rank"
 NEAR, FAR, UNCLEAR = "near", "far", "unclear"
 FAR_NS = 320.0  # as in csrc/shm/distance.cpp
 PAGE_BYTES = 4096
-MAPPED_BYTES = 128 << 10  # from here on, malloc gives an array pages of its own
+MAPPED_BYTES = 128 << 10  # malloc gives an array of this size or more its own pages
 COLLECTIVES = "collectives"
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The shapes of ResNet-50's parameters, in the order of torchvision's."""
+    """Return the shapes of ResNet-50's parameters, in torchvision's order."""
     shapes: list[tuple[int, ...]] = []
 
     def convolution(outputs: int, inputs: int, side: int) -> None:
@@ -85,7 +85,7 @@ SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 
 
 class Gradients:
-    """One set of gradients on this rank, the numbers to fill it with, and the exact average."""
+    """A set of gradients on this rank, the numbers to fill it with, and the exact average."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> None:
         self.arrays = [np.empty(shape, np.float32) for shape in shapes]
@@ -116,9 +116,9 @@ class Gradients:
 
 
 class Transfers:
-    """Numbers that differ in the whole job, and what each rank has after the other collectives."""
+    """Numbers that are unique in the job, and each rank's results of the other collectives."""
 
-    N_BYTES = 64 << 20  # that every rank has in the end
+    N_BYTES = 64 << 20  # of every rank's result
 
     def __init__(self, rank: int, size: int) -> None:
         n = self.N_BYTES // 4 // size * size
@@ -141,8 +141,8 @@ class Contender:
     Args:
         name: The row's title.
         run: The timed function. It returns a list of results, or None if they are in `arrays`.
-        arrays: What is filled before each turn.
-        exact: The results.
+        arrays: The arrays to fill before each turn.
+        exact: The expected results.
         alone: Only rank 0 runs it; the others sleep.
     """
 
@@ -158,7 +158,7 @@ class Contender:
         self.name, self.run, self.arrays = name, run, arrays
         self.exact, self.alone = exact, alone
         self.times: list[float] = []  # milliseconds
-        self.distances: list[str] = []  # of these turns: NEAR, FAR or UNCLEAR
+        self.distances: list[str] = []  # of the same turns: NEAR, FAR or UNCLEAR
 
     def check(self, results: Sequence[Array]) -> None:
         """Check the results of a turn."""
@@ -168,10 +168,10 @@ class Contender:
 
 
 class Cores:
-    """How far from each other the cores are on which the ranks of this job run."""
+    """Measures how far the cores of this job's ranks are from each other."""
 
     N_ATTEMPTS = 5
-    N_OPERATIONS = 5  # of an attempt
+    N_OPERATIONS = 5  # per attempt
 
     def __init__(self, comm: Any) -> None:
         import horo_lite as hvd
@@ -180,15 +180,15 @@ class Cores:
         self.allowed = os.sched_getaffinity(0)
         cores = sorted(set().union(*comm.allgather(self.allowed)))
         self.group = hvd.new_group(range(min(comm.size, len(cores))))
-        # With more ranks than cores, those that measure must not wait for the same core.
+        # With more ranks than cores, ranks that measure must not wait for the same core.
         self.only = {cores[comm.rank]} if self.group and comm.size > len(cores) else self.allowed
         self.native = self.group.transport.native_group if self.group else None
         if self.native is not None:
             self.native.write_slots("auto")  # otherwise nothing is measured
-        self.array = np.zeros(1 << 18, np.float32)  # in so many chunks that it is worth measuring
+        self.array = np.zeros(1 << 18, np.float32)  # enough chunks that distances are measured
 
     def round_trip_ns(self) -> float:
-        """Return the largest between neighbours at present; 0 if no rank has an answer."""
+        """Return the current maximum between neighbours; 0 if no rank has an answer."""
         for _ in range(self.N_ATTEMPTS):
             everyone: list[tuple[float, bool]] = self.comm.allgather(self._attempt())
             if any(is_new for _, is_new in everyone):
@@ -202,7 +202,7 @@ class Cores:
         rest(self.comm)
         ns, is_new = 0.0, False
         if self.native is not None:
-            # An operation without an answer, since a peer does not run just then, leaves the last.
+            # An operation without an answer, because a peer is not running, keeps the last one.
             os.sched_setaffinity(0, self.only)
             last = self.native.round_trip_ns
             for _ in range(self.N_OPERATIONS):
@@ -215,13 +215,13 @@ class Cores:
 
 
 def distance(*round_trips_ns: float) -> str:
-    """Return what the round trips before and after a turn say about it: NEAR, FAR or UNCLEAR."""
+    """Classify a turn by the round trips before and after it: NEAR, FAR or UNCLEAR."""
     kinds = {UNCLEAR if ns == 0 else NEAR if ns <= FAR_NS else FAR for ns in round_trips_ns}
     return kinds.pop() if len(kinds) == 1 else UNCLEAR
 
 
 def at_a_page(shape: tuple[int, ...]) -> Array:
-    """Return a new array that begins at a page, if it is one of the large ones."""
+    """Return a new array, which is aligned to a page if it is large."""
     n = math.prod(shape)
     if n * 4 < MAPPED_BYTES:
         return np.empty(shape, np.float32)
@@ -290,7 +290,7 @@ def averaging(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
 
 
 def in_shared_memory(gradients: Gradients) -> list[Contender]:
-    """Average in place, as PyTorch's optimizer with gradient_as_bucket_view=True does."""
+    """Average in place, like PyTorch's optimizer with gradient_as_bucket_view=True."""
     import horo_lite as hvd
     from horo_lite.collectives.shared_memory import share
     from horo_lite.transports.shm import SharedMemory
@@ -313,7 +313,7 @@ def in_shared_memory(gradients: Gradients) -> list[Contender]:
 
 
 def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
-    """Average as DistributedDataParallel does with its buckets, if PyTorch is installed."""
+    """Average in buckets, like DistributedDataParallel, if PyTorch is installed."""
     try:
         import torch
         import torch.distributed as dist
@@ -354,8 +354,8 @@ def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
 def moving(transfers: Transfers, comm: Any) -> list[Contender]:
     """Return the other collectives.
 
-    Those of horo_lite return new arrays, whose memory the system clears; MPI's receive into arrays
-    that exist, so they have a row with new ones, too.
+    Those of horo_lite return new arrays, whose memory the system clears; MPI's receive into
+    existing arrays, so there is another row with new arrays for MPI.
     """
     import horo_lite as hvd
 
@@ -391,7 +391,7 @@ def moving(transfers: Transfers, comm: Any) -> list[Contender]:
 
 
 def rest(comm: Any) -> None:
-    """Wait for all ranks, sleeping: waiting must not occupy a core."""
+    """Wait for all ranks, sleeping, so that waiting does not occupy a core."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.0002)
@@ -438,7 +438,7 @@ def take_turns(
     *,
     counts: bool,
 ) -> None:
-    """Give every contender one turn and check its result; record time and distance if it counts."""
+    """Give every contender a turn and check its result; record time and distance if it counts."""
 
     def round_trip_ns() -> float:
         return 0.0 if cores is None else cores.round_trip_ns()
@@ -460,7 +460,7 @@ def take_turns(
         after = round_trip_ns()
         if contender.exact:
             contender.check(contender.arrays if results is None else results)
-        del results  # not in the next one's time
+        del results  # not during the next contender's turn
         slowest = max(comm.allgather(elapsed))
         if counts:
             contender.times.append(1e3 * slowest)
@@ -562,7 +562,7 @@ def launch(
     script: Path = HERE,
     network: Any = None,
 ) -> Any:
-    """Run a job, on one host or on those of a network, and return the results of its rank 0."""
+    """Run a job, on one host or on a network's hosts, and return the results of its rank 0."""
     mpiexec = os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=True)
     env = dict(os.environ)
@@ -637,12 +637,12 @@ def table(jobs: Sequence[dict[str, Any]], which: str) -> str:
             if result["set"] != which:
                 continue
             title = f"{result['title']}, {job['ranks']} ranks"
-            memcpys = result["milliseconds"][MEMCPY]  # which distance does not matter to
+            memcpys = result["milliseconds"][MEMCPY]  # independent of the distance
             kinds = [kind for of_row in result["distances"].values() for kind in of_row]
             for kind in (NEAR, FAR) if {NEAR, FAR} & set(kinds) else (UNCLEAR,):
                 name = f"{job['name']}, {kind}"
                 columns.append((name, statistics.median(memcpys), turns_of(result, kind)))
-            # Other load on the machine shows here first.
+            # The first indication of other load on the machine.
             low, high = np.quantile(memcpys, [0.25, 0.75])
             counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in (NEAR, FAR, UNCLEAR))
             notes.append(
@@ -691,19 +691,19 @@ def main() -> None:
         nargs="+",
         choices=[*SETS, COLLECTIVES],
         default=[*SETS, COLLECTIVES],
-        help="what to average; the other collectives",
+        help="gradients to average; the other collectives",
     )
     parser.add_argument(
         "--repeats",
         type=int,
         default=15,
-        help="turns at least, if possible as many near and far; four times that for small arrays",
+        help="minimum turns, near and far ones if possible; four times as many for small arrays",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=60.0,
-        help="how long a job may take further turns while near or far ones are missing",
+        help="how long a job may continue while near or far turns are missing",
     )
     parser.add_argument(
         "--mpich-python",

@@ -2,9 +2,9 @@
 
     python benchmarks/fp16_on_nccl.py
 
-Needs no GPU: the host version of the kernels packs and unpacks, bit for bit as a GPU would, and
-NumPy adds in half precision, one rank after the other, as an NCCL ring does. Without a scale,
-gradients are cast, added and divided by the number of ranks, as in Horovod.
+Needs no GPU: the host version of the kernels packs and unpacks, bit-identically to a GPU, and NumPy
+adds in half precision, one rank after the other, like an NCCL ring. Without a scale, gradients are
+cast, added and divided by the number of ranks, as in Horovod.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Halves = NDArray[np.float16]
 
 
 def gradients(n_ranks: int, magnitude: float) -> list[Floats]:
-    """Return a direction that all ranks share plus an equal amount of each rank's own noise."""
+    """Return a direction that all ranks share plus as much noise, different on each rank."""
     random = np.random.default_rng(7)
     shared = random.standard_normal(N)
     return [
@@ -80,7 +80,7 @@ def scaled(xs: Sequence[Floats]) -> Floats:
 
 
 def column(result: Floats, mean: NDArray[np.float64]) -> str:
-    """Format the error of the finite elements, and how many became infinite or zero."""
+    """Format the error of the finite elements, and how many elements became infinite or zero."""
     finite = np.isfinite(result)
     n_over, n_zero = int((~finite).sum()), int(((result == 0) & (mean != 0)).sum())
     error = result[finite].astype(np.float64) - mean[finite]

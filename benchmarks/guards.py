@@ -1,4 +1,4 @@
-"""The cost of a step's checks, of those that are optional, and of a timeline.
+"""The cost of a step's default and optional checks, and of a timeline.
 
 `python benchmarks/guards.py` (or `make bench`) starts mpiexec jobs itself. Within a job all
 contenders take turns, as in allreduce.py; a time is the slowest rank's, and every result is
@@ -8,12 +8,12 @@ handshake that compares nothing, and the reduction, in separate shared memory wi
 detection.
 
 The second set has the same number of arrays with one element each: there the exchange is little
-more than the handshake, and the cost of checks, which does not depend on sizes, stands out.
+more than the handshake, and the cost of checks, which does not depend on sizes, is most visible.
 
 The cost of a timeline is the median of the additional time over a step without one in the same
-turn, each right after another such step; starting and completing it is not counted. Below that,
-what a rank needs by itself to record an operation, as it always does, and what it needs while a
-timeline is written. A training step has forward and backward passes as well: its share is smaller.
+turn, each right after another such step; starting and completing it is not counted. The rows below
+it show a rank's time to record an operation, which it always does, without and with a timeline. A
+training step also has forward and backward passes, so its share is smaller.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WITHOUT = "step, once more"
 TIMELINE = "the same, with a timeline"
 RECORDING = "recording an operation, µs"
 RECORDING_TIMELINE = "recording an operation with a timeline, µs"
-N_RECORDED = 1000  # operations, so that its milliseconds are microseconds of one
+N_RECORDED = 1000  # operations, so that milliseconds for all are microseconds for one
 COMPARISON = "check_in_sync"
 
 
@@ -70,7 +70,7 @@ class Idle:
 
 
 def unwatched(comm: Any) -> Any:
-    """Make a group of the ranks, all on this host, in separate shared memory."""
+    """Create a group of the ranks, all on this host, in separate shared memory."""
     from horo_lite._native import Segment, ShmGroup
 
     n_bytes = ShmGroup.memory_bytes(comm.size)
@@ -84,10 +84,10 @@ def unwatched(comm: Any) -> Any:
 
 
 def record() -> None:
-    """Record operations as direct calls do (see Group.direct)."""
+    """Record operations like direct calls (see Group.direct)."""
     from horo_lite.recording import recorder
 
-    channel = recorder.channel_of([])  # no group's
+    channel = recorder.channel_of([])  # of no group
     for _ in range(N_RECORDED):
         recorder.enter(channel)
         recorder.operation("allreduce of nothing", "allreduce")
@@ -98,7 +98,7 @@ def record() -> None:
 def contenders(
     gradients: Gradients, comm: Any
 ) -> tuple[list[Contender], list[Contender], Contender]:
-    """Return those without a timeline, those with one, and the step that these compare with."""
+    """Return contenders without a timeline, with one, and the step to compare the latter with."""
     import horo_lite as hvd
     from horo_lite._native import Tensors
     from horo_lite.adapters import adapter_of
@@ -156,14 +156,14 @@ def work(repeats: int, output: Path) -> None:
         field, traced, without = contenders(gradients, comm)
         for turn in range(repeats + 2):  # the second step is the first with an agreed plan
             take_turns(gradients, field, comm, counts=turn > 1)
-            # Both after a step that is not timed: the first with a timeline writes down all names.
+            # Both after a step that is not timed: the first with a timeline writes all names.
             take_turns(gradients, [without], comm, counts=False)
             take_turns(gradients, [without], comm, counts=turn > 1)
             hvd.start_timeline(f"{output}.trace")
             take_turns(gradients, traced[:1], comm, counts=False)
             take_turns(gradients, traced, comm, counts=turn > 1)
             hvd.stop_timeline()
-            comm.Barrier()  # a rank that starts one while another's goes on joins it
+            comm.Barrier()  # a rank that starts a timeline while another's is active joins it
         results.append(
             {
                 "set": which,
@@ -182,7 +182,7 @@ def work(repeats: int, output: Path) -> None:
 
 
 def table(job: dict[str, Any], result: dict[str, Any]) -> str:
-    """Format medians, and the cost of each step beyond the bare exchange of the same turn."""
+    """Format medians, and the additional time of each step over the same turn's bare exchange."""
     times = {name: np.array(ms) for name, ms in result["milliseconds"].items()}
     bare = times[BARE]
     width = max(map(len, times))

@@ -1,28 +1,27 @@
-"""Time averaging gradients across hosts joined by links of a known rate, next to MPI and gloo.
+"""Time averaging gradients across hosts connected by links of known rates, next to MPI and gloo.
 
-`python benchmarks/hosts.py` (or `make bench-hosts`) makes the hosts itself, as network namespaces
+`python benchmarks/hosts.py` (or `make bench-hosts`) creates the hosts itself, as network namespaces
 of this machine (tests/support/network.py), which needs root. It starts mpiexec jobs on them, which
-use TCP across hosts, and prints one row for each rate and number of hosts and ranks as it is ready.
+use TCP across hosts, and prints a row for each rate and number of hosts and ranks when it is ready.
 
-The yardstick is bytes over bandwidth: 2 (H - 1) / H times the bytes of the gradients is what a ring
-sends over the link of each of H hosts; that, divided by the link's rate, is 1.0. With fp16 or bf16
-on the wire 0.5 would be ideal. Links are as fast in both directions at once.
+The unit is bytes over bandwidth: a ring sends 2 (H - 1) / H times the bytes of the gradients over
+the link of each of H hosts; these bytes divided by the link's rate are 1.0. With fp16 or bf16 on
+the wire 0.5 would be ideal. Links are full duplex.
 
 Within a job all contenders take turns, so that other load on the machine affects them equally; a
 figure is the median over the turns of the slowest rank's time. Before each turn every rank fills
 its arrays with its own numbers, and afterwards compares them with the exact result: a wrong result
 ends the benchmark. MPI only sums one flat buffer; the others average 40 arrays.
 
-"exposed" is the share of an asynchronous exchange in fp32 that a step still waits for, beside
-computing that takes as long as the exchange alone does: (both at once - computing) / exchange. The
-training thread computes either in Python, without ever giving up the GIL by itself, or by NumPy's
-matrix products on one core. "Python, cores free": so that the exchange has a core to run on, the
-training threads of all ranks compute on one core, which they share.
+"exposed" is the share of an asynchronous fp32 exchange that is not overlapped with a computation as
+long as the exchange alone: (both together - computation) / exchange. The training thread computes
+either in Python, without ever releasing the GIL voluntarily, or by NumPy's matrix products on one
+core. "Python, cores free": the training threads of all ranks share one core, so that the exchange
+has another to run on.
 
-All hosts share the cores of this machine: what the ranks compute, and the kernel's work for TCP,
-may limit fast links here where it would not on real hosts. So the table ends with how many cores
-the ranks were seen to use during the exchange in fp32, and with the bytes on a host's link as a
-multiple of a ring's.
+All hosts share the cores of this machine: the ranks' computation, and the kernel's work for TCP,
+may limit fast links here, but not on real hosts. So the last columns show how many cores the ranks
+used during the exchange in fp32, and the bytes on a host's link as a multiple of a ring's.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Configuration(NamedTuple):
         return text
 
     def ideal_s(self, n_bytes: int) -> float:
-        """Return the seconds that a ring needs for gradients of so many bytes."""
+        """Return the seconds that a ring needs for gradients of n_bytes."""
         return 2 * (self.hosts - 1) / self.hosts * n_bytes * 8 / (self.rate_mbit * 1e6)
 
 
@@ -98,13 +97,13 @@ def shapes(megabytes: float) -> list[tuple[int, ...]]:
 
 
 class Observed:
-    """What a contender's turns use beside time, on this rank."""
+    """Records the resources that a contender's turns use on this rank."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
         self._sent = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
         self.turns: list[tuple[float, float, int]] = []
-        """Seconds, seconds of all cores together, and bytes that the host has sent."""
+        """Seconds, CPU seconds of all cores, and bytes that the host has sent."""
 
     def __call__(self) -> Any:
         """Take a turn."""
@@ -116,7 +115,7 @@ class Observed:
 
 
 class Work:
-    """Computing of the training thread, in units of about a millisecond."""
+    """The training thread's computation, in units of about a millisecond."""
 
     def __init__(self, kind: str) -> None:
         self._a = np.full((SIDE, SIDE), 0.5, np.float32)
@@ -142,7 +141,7 @@ class Work:
 
     @contextmanager
     def _bound(self) -> Iterator[None]:
-        """Bind this thread, and none of its process's others, to the cores for computing."""
+        """Bind this thread, but no other of its process, to the cores for computing."""
         os.sched_setaffinity(0, self._cores)
         try:
             yield
@@ -150,7 +149,7 @@ class Work:
             os.sched_setaffinity(0, self._all_cores)
 
     def calibrate(self, seconds: float, comm: Any) -> None:
-        """Take about that long, while all ranks compute; the same amount on every rank."""
+        """Set the computation, the same on every rank, to about that long if all compute."""
         until = time.perf_counter() + min(seconds, 0.5)
         rest(comm)
         began, n = time.perf_counter(), 0
@@ -189,7 +188,7 @@ def contenders(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
 
 
 def beside_computing(gradients: Gradients) -> tuple[list[Contender], dict[str, Work]]:
-    """Return asynchronous exchanges beside computing, the computing alone, and its amounts."""
+    """Return asynchronous exchanges with computation, the computation alone, and its amounts."""
     import horo_lite as hvd
 
     arrays = gradients.arrays
@@ -248,7 +247,7 @@ def work(options: argparse.Namespace) -> None:
             "hosts": hvd.size() // hvd.local_size(),
             "bytes": numbers.flat.nbytes,
             "milliseconds": {c.name: c.times for c in [*field, *busy]},
-            # Of each turn: cores that all ranks used, and the most bytes that a host has sent.
+            # For each turn: cores that all ranks used, and maximum bytes sent by a host.
             "cores": {name: cores_used([rank[name] for rank in used]) for name in seen},
             "sent": {name: bytes_sent([rank[name] for rank in used]) for name in seen},
         }
@@ -262,12 +261,12 @@ def work(options: argparse.Namespace) -> None:
 
 
 def cores_used(ranks: Sequence[Sequence[tuple[float, float, int]]]) -> list[float]:
-    """Return the cores that all ranks together kept busy in each turn."""
+    """Return the number of cores that all ranks together used in each turn."""
     return [sum(r[1] for r in turn) / max(r[0] for r in turn) for turn in zip(*ranks, strict=True)]
 
 
 def bytes_sent(ranks: Sequence[Sequence[tuple[float, float, int]]]) -> list[int]:
-    """Return the most bytes that a host has sent in each turn."""
+    """Return the maximum bytes that a host has sent in each turn."""
     return [max(r[2] for r in turn) for turn in zip(*ranks, strict=True)]
 
 
@@ -275,16 +274,16 @@ def bytes_sent(ranks: Sequence[Sequence[tuple[float, float, int]]]) -> list[int]
 
 
 def measure(python: str, row: Configuration, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a job on hosts of its own, and return its results."""
+    """Run a job on its own hosts, and return its results."""
     mpiexec = os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
     version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=True)
     mpi = "openmpi" if "Open MPI" in version.stdout + version.stderr else "mpich"
     env = {**os.environ, **environment(mpi), "HORO_LITE_THREADS": "1"}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     ideal_s = row.ideal_s(int(options.megabytes * 1e6))
-    # What takes seconds varies little.
+    # Exchanges of seconds vary little.
     repeats = options.repeats if ideal_s < 2 else (options.repeats + 1) // 2
-    # Ten times what the slowest contender should need, and what a job needs to start and end.
+    # Ten times the expected time of the slowest contender, and time for the job's start and end.
     timeout_s = 120 + 10 * (repeats + 2) * (12 if options.overlap else 6) * ideal_s
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -309,7 +308,7 @@ def measure(python: str, row: Configuration, options: argparse.Namespace) -> dic
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
         result: dict[str, Any] = json.loads(output.read_text())
     if result["hosts"] != row.hosts:
-        raise SystemExit(f"{result['hosts']} hosts were found where there are {row.hosts}")
+        raise SystemExit(f"{result['hosts']} hosts were found instead of {row.hosts}")
     result["name"] = "Open MPI" if mpi == "openmpi" else "MPICH"
     result["ideal_ms"] = 1e3 * row.ideal_s(result["bytes"])
     return result | {"row": row._asdict()}
@@ -324,7 +323,7 @@ HEADINGS = [
 
 
 def cells(job: dict[str, Any]) -> list[str]:
-    """Return a row's figures, formatted; "–" for what was not measured."""
+    """Return a row's formatted figures; "–" if not measured."""
     ideal_ms = job["ideal_ms"]
     times = {name: statistics.median(ms) for name, ms in job["milliseconds"].items() if ms}
     ratios = [times.get(name, 0.0) / ideal_ms for name in (MPI_FLAT, GLOO, *WIRES)]
@@ -405,20 +404,20 @@ def main() -> None:
     parser.add_argument("--losses", type=float, nargs="+", default=[0], help="share of packets")
     parser.add_argument("--megabytes", type=float, default=52.0, help="of gradients, 10^6 bytes")
     parser.add_argument(
-        "--repeats", type=int, default=5, help="turns; half as many where one takes seconds"
+        "--repeats", type=int, default=5, help="turns; half as many if one takes seconds"
     )
     parser.add_argument(
-        "--no-overlap", dest="overlap", action="store_false", help="leave out computing beside"
+        "--no-overlap", dest="overlap", action="store_false", help="do not measure overlap"
     )
-    parser.add_argument("--only", nargs="+", choices=[MPI_FLAT, GLOO, *WIRES], help="these alone")
+    parser.add_argument("--only", nargs="+", choices=[MPI_FLAT, GLOO, *WIRES], help="contenders")
     parser.add_argument(
         "--pythons",
         nargs="+",
         default=[sys.executable, *([str(mpich)] if mpich.exists() else [])],
-        help="of environments with one MPI each, to measure all of them",
+        help="Pythons of environments with one MPI each, to measure all of them",
     )
     parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
-    parser.add_argument("--plot", type=Path, help="also draw them (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="also plot all results (needs matplotlib)")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -440,9 +439,9 @@ def main() -> None:
     if max(row.hosts * row.ranks for row in rows) > 16:
         parser.error("averages over more than 16 ranks would not be exact in bfloat16")
     if any(row.flow_mbit for row in rows) and (why := no_flow_limits()):
-        raise SystemExit(f"links of this kernel have no limits for each connection: {why}")
+        raise SystemExit(f"this kernel cannot limit the rate of each connection: {why}")
 
-    # Hosts have the machine's own, and may not have another.
+    # Hosts have the machine's algorithm, and may not set another.
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     here = machine() | {"tcp": control, "load": round(os.getloadavg()[0], 1)}
     print("  ".join(f"{name}: {value}" for name, value in here.items()))

@@ -7,9 +7,9 @@ contender's time divided by NumPy's in the same turn. Every result is compared w
 average: a wrong result ends the benchmark.
 
 The compiled functions only exchange, and receive new arrays in every turn: donated, like a step's
-own gradients, which may be overwritten, or kept, so that XLA has to copy them first. Every step
-spends the time that JAX takes to call a function with so many arrays: it is measured with an
-identity function, and subtracted in the last column.
+own gradients, which may be overwritten, or kept, so that XLA has to copy them first. JAX's overhead
+for calling a function with that many arrays is part of every step: it is measured with an identity
+function, and subtracted in the last column.
 """
 
 from __future__ import annotations

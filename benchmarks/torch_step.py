@@ -1,4 +1,4 @@
-"""Time training steps with PyTorch, and what their exchange of gradients adds to a local step.
+"""Time PyTorch training steps, and the additional time of their gradient exchange.
 
 `python benchmarks/torch_step.py` (or `make bench`) starts mpiexec jobs itself and prints one table
 per model, optimizer and number of ranks. Within a job all contenders take turns, so that other load
@@ -6,29 +6,29 @@ on the machine affects them equally. A step is zero_grad, forward, backward and 
 step, timed on the slowest rank, after one that is not timed; its exchange time is the additional
 time over the step without communication in the same turn. Figures are medians over the turns. After
 each turn every rank compares all gradients with the average over the ranks: a wrong result ends the
-benchmark. Turns of an exchange are near or far, as in allreduce.py, each with a table of its own;
-where nothing is known of the distance (a job of one rank), the table has none in its title.
+benchmark. Turns of an exchange are near or far, as in allreduce.py, each with its own table; if the
+distance is unknown (a job of one rank), it is missing in the table's title.
 
 The models:
 
     sums         ResNet-50's parameters, whose gradients cost no more than writing them
-    waiting      the same, but backward() waits before each, as for an accelerator, three times as
-                 long as the exchange alone: cores are free for the exchange
-    resnet50     ResNet-50, on images that are so small that backward() takes a few exchanges
-    transformer  that of examples/torch/language_model.py
+    waiting      the same, but backward() waits before each gradient, as for an accelerator, three
+                 times as long as the exchange alone: cores are free for the exchange
+    resnet50     ResNet-50, on small images, so that backward() takes as long as a few exchanges
+    transformer  the model of examples/torch/language_model.py
 
-`--contenders "overlap always" "overlap never"` compares gradients that leave during backward() with
-those that leave after it, and "barrier" is a step in which ranks only wait for each other.
-`--contenders "buckets of 25 MiB" "buckets of 4 MiB" …` compares sizes of buckets, with `--link-mbit
-1000` between hosts, as many as ranks: network namespaces of this machine, which need root.
+`--contenders "overlap always" "overlap never"` compares exchanges during backward() with exchanges
+after it, and "barrier" is a step in which ranks only wait for each other. `--contenders "buckets of
+25 MiB" "buckets of 4 MiB" …` compares bucket sizes, with `--link-mbit 1000` between hosts with one
+rank each: network namespaces of this machine, which need root.
 
 "DDP, nothing exchanged" is DistributedDataParallel with a communication hook that leaves every
-bucket as it is (torch's `noop_hook`): what a step takes beyond it, DDP's exchange adds. "alone" is
-the same exchange of gradients that are all there, beside no backward(). "hidden" is the share of it
-that a step does not take longer: 1 - exchange / alone. What the exchange computes can hide only
-where cores are free: with as many ranks as cores, all busy, it cannot.
+bucket unchanged (torch's `noop_hook`): a step's additional time over it is that of DDP's exchange.
+"alone" is the same exchange with all gradients ready, without backward(). "hidden" is the share of
+it that overlaps with the step: 1 - exchange / alone. The exchange's computation can overlap only
+if cores are free: with as many ranks as cores, all busy, it cannot.
 
-The yardstick is one memcpy of the gradients by one rank while the others sleep. Memory is measured
+The unit is one memcpy of the gradients by one rank while the others sleep. Memory is measured
 in separate jobs, one per contender: the peak resident size of a process during five steps, minus
 that during local steps before; pages shared by several processes are counted proportionally.
 """
@@ -76,11 +76,11 @@ TURNS = {"sums": 10, "waiting": 6, "resnet50": 6, "transformer": 6}
 BACKWARD_PER_EXCHANGE = 3  # of "waiting"
 
 
-# --- what is trained --------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------
 
 
 class Wait(torch.autograd.Function):
-    """The identity, whose backward() takes a time in which this rank computes nothing."""
+    """The identity; its backward() sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Sums(nn.Module):
     """Parameters of given shapes, whose gradients cost little more than writing them.
 
     Each parameter's gradient is a vector of this rank's numbers; backward() produces them one by
-    one, from the last to the first, as in a network. It waits `seconds` in all.
+    one, from the last to the first, as in a network. It waits `seconds` in total.
     """
 
     seconds = 0.0
@@ -149,7 +149,7 @@ def _convolution(inputs: int, outputs: int, side: int, stride: int = 1) -> list[
 
 
 def resnet50_network() -> nn.Module:
-    """Make ResNet-50, whose parameters have the order of torchvision's."""
+    """Return ResNet-50, with parameters in torchvision's order."""
     blocks = []
     inputs = 64
     for width, n_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -170,7 +170,7 @@ def resnet50_network() -> nn.Module:
 
 
 class Model(NamedTuple):
-    """How to make a set of parameters and their loss, and the exact result."""
+    """Functions that create a module and compute its loss, and the exact averages."""
 
     make: Callable[[], nn.Module]
     loss: Callable[[nn.Module], torch.Tensor]
@@ -179,7 +179,7 @@ class Model(NamedTuple):
 
 
 def sums(comm: Any, options: argparse.Namespace) -> Model:
-    """The shapes of ResNet-50's 161 parameters, and gradients that are exact in half precision."""
+    """Return a model with ResNet-50's 161 shapes and gradients that are exact in half precision."""
     shapes = resnet50_shapes()
     sizes = [math.prod(shape) for shape in shapes]
     of_rank = [
@@ -199,7 +199,7 @@ def sums(comm: Any, options: argparse.Namespace) -> Model:
 
 
 def resnet50(comm: Any, options: argparse.Namespace) -> Model:
-    """ResNet-50 itself."""
+    """Return ResNet-50 itself."""
     numbers = torch.Generator().manual_seed(comm.rank)
     images = torch.randn(2, 3, options.image, options.image, generator=numbers)
     classes = torch.randint(1000, (2,), generator=numbers)
@@ -211,7 +211,7 @@ def resnet50(comm: Any, options: argparse.Namespace) -> Model:
 
 
 def transformer(comm: Any, options: argparse.Namespace) -> Model:
-    """The transformer of examples/torch/language_model.py, 4 layers of 256."""
+    """Return the transformer of examples/torch/language_model.py, with 4 layers of 256."""
     path = HERE.parent.parent / "examples/torch/language_model.py"
     spec = importlib.util.spec_from_file_location("language_model", path)
     assert spec is not None
@@ -232,7 +232,7 @@ def transformer(comm: Any, options: argparse.Namespace) -> Model:
 def _computed(
     make: Callable[[], nn.Module], loss: Callable[[nn.Module], torch.Tensor], comm: Any
 ) -> Model:
-    """A model of which only running it tells the gradients."""
+    """Return a model whose gradients are determined by running it."""
     from mpi4py import MPI
 
     def made() -> nn.Module:
@@ -257,7 +257,7 @@ MODELS: dict[str, Callable[[Any, argparse.Namespace], Model]] = {
     "transformer": transformer,
 }
 
-# They read and write as much as any, and leave the parameters unchanged.
+# They read and write as much as with other arguments, but leave the parameters unchanged.
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.0),
@@ -278,16 +278,16 @@ class Contender:
         self.module = model.make()
         self.optimizer: Any = OPTIMIZERS[optimizer](self.module.parameters())
         self.call: nn.Module = self.module  # the module that forward calls
-        self.exchange: Callable[[], None] | None = None  # of gradients that are all there
+        self.exchange: Callable[[], None] | None = None  # with all gradients ready
 
     def share_memory(self, other: Contender) -> None:
-        """Use the other's parameters and state, after a step of it."""
+        """Use the parameters and state of `other`, after a step of it."""
         for p, q in zip(self.module.parameters(), other.module.parameters(), strict=True):
             p.data = q.data
             self.optimizer.state[p] = other.optimizer.state[q]
 
     def step(self) -> tuple[float, float]:
-        """Take a step; return the seconds that it, and its backward(), took."""
+        """Take a step; return the seconds of the step and of its backward()."""
         began = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.model.loss(self.call)
@@ -298,7 +298,7 @@ class Contender:
         return time.perf_counter() - began, backward - forward
 
     def check(self) -> None:
-        """Check that its gradients, if it exchanges any, are the average over the ranks."""
+        """Check that its gradients are the average over the ranks, if it exchanges any."""
         if self.name in (LOCAL, NOTHING, BARRIER):
             return
         for i, (p, average) in enumerate(
@@ -314,7 +314,7 @@ class Contender:
                 raise ValueError(f"{self.name}: gradient {i} is not the average over the ranks")
 
     def forget(self) -> None:
-        """Free its gradients while others have their turns."""
+        """Free its gradients during the turns of others."""
         self.optimizer.zero_grad()
 
     def time_exchange(self) -> float:
@@ -345,7 +345,7 @@ def horo_lite(compression: str, **options: Any) -> Callable[[Contender], None]:
 
 
 def overlapping(cores: float) -> Callable[[Contender], None]:
-    """Let gradients leave as where a rank has so many cores to itself."""
+    """Overlap as if each rank had that many cores to itself."""
 
     def wrap(contender: Contender) -> None:
         from horo_lite.training.overlap import Overlap
@@ -403,7 +403,7 @@ def _group(backend: str) -> Any:
 
 
 def _all_reduce(parameters: Sequence[nn.Parameter], dtype: torch.dtype, group: Any) -> None:
-    """Average gradients in buckets, as DistributedDataParallel does."""
+    """Average gradients in buckets, like DistributedDataParallel."""
     import torch.distributed as dist
 
     buckets: list[list[torch.Tensor]] = [[]]
@@ -425,7 +425,7 @@ def _all_reduce(parameters: Sequence[nn.Parameter], dtype: torch.dtype, group: A
             gradient.view(-1).copy_(part)
 
 
-# Name, wire dtype, and how to wrap a plain module and optimizer.
+# Name, wire dtype, and the function that wraps a plain module and optimizer.
 FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     "horo_lite fp32": (torch.float32, horo_lite("none")),
     SHARED: (torch.float32, horo_lite("none", gradient_as_bucket_view=True)),
@@ -448,7 +448,7 @@ FIELD: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     ),
     "DDP gloo, fp16 hook": (torch.float16, ddp("gloo", "fp16_compress_hook", torch.float16)),
 }
-# Those that are not compared unless they are asked for.
+# Compared only on request.
 OTHERS: dict[str, tuple[torch.dtype, Callable[[Contender], None]]] = {
     "overlap always": (torch.float32, overlapping(math.inf)),
     "overlap never": (torch.float32, overlapping(0)),
@@ -473,7 +473,7 @@ def contender(name: str, model: Model, optimizer: str) -> Contender:
     if name == LOCAL:
         return Contender(name, model, optimizer, 0.0)
     dtype, wrap = (FIELD | OTHERS)[name]
-    # A float32 sum in another order than the reference's differs in the last digits too.
+    # A float32 sum in a different order from the reference's also differs in the last digits.
     made = Contender(name, model, optimizer, max(torch.finfo(dtype).eps, 1e-5))
     wrap(made)
     return made
@@ -496,7 +496,7 @@ def measure(
     copies = [torch.zeros_like(source) for source in sources]
 
     def together(timed: Callable[[], Any]) -> list[Any]:
-        """Call it on all ranks at once; return what each rank returned."""
+        """Call `timed` on all ranks concurrently; return each rank's result."""
         rest(comm)
         comm.Barrier()
         found = timed()
@@ -516,7 +516,7 @@ def measure(
         before = cores.round_trip_ns()
         if one.exchange is not None and comm.size > 1:
             times["alone"] = max(together(one.time_exchange))
-        together(one.step)  # what it frees, and finds in cache, are its own
+        together(one.step)  # so that freed memory and cache contents are its own
         everyone = together(one.step)
         times["step"] = max(step for step, _ in everyone)
         times["backward"] = max(backward for _, backward in everyone)
@@ -527,7 +527,7 @@ def measure(
 
     turns: list[dict[str, Any]] = []
     n_turns = options.repeats or TURNS[which]
-    for turn in range(-2, n_turns):  # the first two make and agree on plans
+    for turn in range(-2, n_turns):  # the first two create and agree on plans
         times: dict[str, Any] = {MEMCPY: max(together(copy))}
         times |= {one.name: take(one) for one in field}
         if which == "waiting" and turn == -1:
@@ -546,7 +546,7 @@ def measure(
 
 
 def peak_bytes() -> int:
-    """Return the peak resident size of this process, minus other processes' share of it."""
+    """Return this process's peak resident size, minus the share of other processes."""
     sizes = {}
     for name in ("status", "smaps_rollup"):
         for line in Path("/proc/self", name).read_text().splitlines():
@@ -557,7 +557,7 @@ def peak_bytes() -> int:
 
 
 def measure_memory(options: argparse.Namespace, name: str, comm: Any) -> int:
-    """Return a contender's peak memory beyond that of local steps, on the worst rank."""
+    """Return a contender's maximum over the ranks of peak memory minus that of local steps."""
     model = MODELS["sums"](comm, options)
     plain = contender(LOCAL, model, "sgd")
     for _ in range(3):
@@ -607,7 +607,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def usual_optimizer(model: str) -> str:
-    """Return the optimizer that trains such a model, as a rule."""
+    """Return the optimizer that is usual for such a model."""
     return "adam" if model == "transformer" else "sgd"
 
 
@@ -624,7 +624,7 @@ def tables(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int]) 
 
 
 def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], kind: str) -> str:
-    """Format the table of the turns at one distance, which local steps do not depend on."""
+    """Format the table of the turns at one distance; local steps do not depend on it."""
     turns = result["turns"]
     memcpys = [1e3 * turn[MEMCPY] for turn in turns]
     unit = statistics.median(memcpys)
@@ -670,7 +670,7 @@ def table(job: dict[str, Any], result: dict[str, Any], memory: dict[str, int], k
         times = median(LOCAL, "backward") / median(names[1], "alone")
         backward += f", {times:.1f} times the exchange alone of {names[1]}"
     lines.append(backward)
-    # Other load on the machine shows here first.
+    # The first indication of other load on the machine.
     steps = [1e3 * turn[LOCAL]["step"] for turn in turns]
     spreads = {MEMCPY: memcpys, LOCAL: steps}
     lines.append(
@@ -691,13 +691,13 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="job sizes")
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to train"
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to train"
     )
     parser.add_argument(
         "--optimizers",
         nargs="+",
         choices=OPTIMIZERS,
-        help="if not adam for the transformer and sgd, with momentum, for the others",
+        help="instead of adam for the transformer and sgd, with momentum, for the others",
     )
     parser.add_argument(
         "--contenders",
@@ -705,17 +705,17 @@ def main() -> None:
         choices=FIELD | OTHERS,
         metavar="CONTENDER",
         default=list(FIELD),
-        help="with several ranks",
+        help="contenders with several ranks",
     )
     parser.add_argument(
-        "--link-mbit", type=float, help="between hosts of one rank each, joined by such links"
+        "--link-mbit", type=float, help="rate of links between hosts with one rank each"
     )
     parser.add_argument("--delay-ms", type=float, default=0.0, help="latency of these links")
     parser.add_argument(
-        "--image", type=int, default=64, help="side of resnet50's images: how much it computes"
+        "--image", type=int, default=64, help="side of resnet50's images, for more computation"
     )
-    parser.add_argument("--repeats", type=int, help=f"turns, if not {TURNS}")
-    parser.add_argument("--memory", action="store_true", help="measure memory, too (sums)")
+    parser.add_argument("--repeats", type=int, help=f"turns, instead of {TURNS}")
+    parser.add_argument("--memory", action="store_true", help="also measure memory (sums)")
     parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)

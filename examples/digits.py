@@ -36,7 +36,7 @@ def _bundled() -> tuple[Images, Labels, Images, Labels]:
     except ImportError:
         raise SystemExit(
             "the bundled digits are scikit-learn's: pip install scikit-learn, "
-            "or give a folder of MNIST files with --data"
+            "or pass a folder of MNIST files with --data"
         ) from None
     pixels, labels = scikit_learn_digits(return_X_y=True)
     pictures = (pixels.reshape(-1, 8, 8, 1) / 16).astype(np.float32)

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def network(n_pixels: int, n_hidden: int, n_classes: int, seed: int) -> Params:
-    """Two dense layers with tanh in between."""
+    """Return the parameters of two dense layers with tanh in between."""
     random = np.random.RandomState(seed)
     shapes = {"hidden": (n_pixels, n_hidden), "out": (n_hidden, n_classes)}
     return {
@@ -85,7 +85,7 @@ def scores(params: Params, images: Any) -> Any:
 
 
 def mean_loss(params: Params, images: Any, labels: Any) -> Any:
-    """Cross-entropy, averaged over the batch."""
+    """Return the cross-entropy, averaged over the batch."""
     x = scores(params, images)
     x = x - x.max(axis=1, keepdims=True)
     chosen = x[np.arange(len(labels)), labels]

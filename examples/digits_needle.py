@@ -3,7 +3,7 @@
     python digits_needle.py                       one process
     mpiexec -n 2 python digits_needle.py          two ranks
 
-Needle is written by the course's students: put yours on PYTHONPATH. This example uses nn.Linear,
+Needle is written by the course's students: add your own to PYTHONPATH. This example uses nn.Linear,
 nn.ReLU, nn.Sequential, nn.SoftmaxLoss and optim.Adam. The code that only several ranks need
 contains `hvd`.
 """

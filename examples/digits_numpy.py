@@ -90,9 +90,9 @@ class SGD:
 class Network:
     """Twice (convolution, SiLU, pooling), then two dense layers; images are `[n, h, w, channels]`.
 
-    Its gradient is continuous, so that ranks on shares of a batch get the result of one rank on the
-    whole batch, however matrix products are rounded. With ReLU or max pooling that sometimes fails:
-    which of two values is larger may depend on the last bit, which depends on the row's position.
+    Its gradient is continuous, so that ranks with shares of a batch get the result of one rank with
+    the whole batch, regardless of rounding in matrix products. With ReLU or max pooling that may
+    fail: which of two values is larger may depend on the last bit, and so on the row's position.
     """
 
     def __init__(self, image_shape: Sequence[int], n_classes: int, seed: int) -> None:

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def network(widths: list[int], seed: int) -> Net:
-    """Weights and biases of a perceptron with these widths."""
+    """Return the weights and biases of a perceptron with these widths."""
     rng = np.random.default_rng(seed)
     net = {}
     for i, (n_in, n_out) in enumerate(pairwise(widths)):

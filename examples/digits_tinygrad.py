@@ -60,7 +60,7 @@ def main() -> None:
         opt, named_parameters=named.items(), compression=args.compression
     )
 
-    # Only the computation of the gradients is compiled; the exchange comes after it.
+    # Only the computation of the gradients is compiled, not the exchange after it.
     @TinyJit
     def gradients(images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         opt.zero_grad()

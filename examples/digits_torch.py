@@ -52,7 +52,7 @@ def main() -> None:
             # Weighted, because the ranks' shares of a batch may differ by one image.
             opt.set_weight(len(labels))
             loss = mean_loss(net(images), labels)
-            loss.backward()  # gradients are exchanged meanwhile
+            loss.backward()  # overlaps with the exchange of gradients
             opt.step()
             loss_sum += loss.item() * len(labels)
             n_seen += len(labels)

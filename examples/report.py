@@ -1,4 +1,4 @@
-"""Shared by the digits examples: the flags, the printed table, and the check at the end."""
+"""The flags, the printed table and the final check of the digits examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import horo_lite as hvd
 try:
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"{error}. What the examples need: pip install 'horo_lite[examples]'")
+    sys.exit(f"{error}. To install the examples' dependencies: pip install 'horo_lite[examples]'")
 
 T = TypeVar("T")
 WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -112,10 +112,10 @@ class Report:
             loader,
             desc=f"epoch {epoch + 1}/{self._args.epochs}",
             unit="step",
-            ncols=72,  # Given, because a pseudo-terminal made by a launcher has no size.
+            ncols=72,  # Set explicitly, because a launcher's pseudo-terminal has no size.
             nrows=20,
             leave=False,
-            file=sys.stdout,  # One stream for bar and table: launchers reorder two.
+            file=sys.stdout,  # The same stream as for the table: launchers reorder streams.
             disable=self._world.rank != 0 or not _on_terminal(),
         ) as bar:
             for batch in bar:
@@ -131,7 +131,7 @@ class Report:
         self._epoch_exchange_s += time.perf_counter() - start
 
     def epoch(self, train_loss_sum: float, n_seen: int, n_correct: int, n_tested: int) -> None:
-        """Print a line of the table. Counts and sums are this rank's: their total is exact."""
+        """Print a line of the table. Arguments are this rank's, so that the totals are exact."""
         sums = np.array([train_loss_sum, n_seen, n_correct, n_tested], np.float64)
         loss_sum, seen, correct, tested = hvd.allreduce(sums, op=hvd.Sum)
         times = np.array([self._epoch_train_s, self._epoch_exchange_s], np.float64)
@@ -219,10 +219,10 @@ class Report:
 
 
 def _on_terminal() -> bool:
-    """Whether rank 0's output goes to a terminal.
+    """Return whether rank 0's output goes to a terminal.
 
-    Rank 0's own stdout does not tell, since launchers insert a pipe or a pseudo-terminal: look at
-    the launcher's stdout.
+    Checks the launcher's stdout instead of rank 0's, for which launchers insert a pipe or a
+    pseudo-terminal.
     """
     launchers = ("mpi", "prte", "orte", "hydra")
     try:

@@ -3,8 +3,8 @@
     python restart.py
     python restart.py --ranks 4 --epochs 8 --kill-in-epoch 5
 
-In the middle of an epoch the last rank is killed, as the OOM killer would do it. The job restarts
-from its last commit, and ends with weights that are bit-identical to those of an undisturbed run.
+In the middle of an epoch the last rank is killed, as by the OOM killer. The job restarts from its
+last commit, and ends with weights that are bit-identical to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train(n_epochs: int, kill_in_epoch: int | None) -> list[Any]:
     # Everything that the rest of the training depends on.
     state = hvd.elastic.State(weights=[p.data for p in net.params], opt=opt, epoch=1)
 
-    @hvd.elastic.run  # Reads the last commit, if there is one, and gives it to all ranks.
+    @hvd.elastic.run  # Reads the last commit, if there is one, and broadcasts it.
     def go_on(state: Any) -> None:
         while state.epoch <= n_epochs:
             batches.set_epoch(state.epoch)

@@ -4,8 +4,8 @@
     mpiexec -n 2 python language_model.py
 
 Mixed precision (bfloat16 under autocast), gradient clipping, warm-up and cosine decay. At the end,
-its loss on unseen files is compared with that of a unigram model, which only knows how often each
-byte occurs.
+its loss on unseen files is compared with that of a unigram model, which knows only byte
+frequencies.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=int, default=2, help="default %(default)s")
     add("--width", type=int, default=128, help="default %(default)s")
     add("--heads", type=int, default=4, help="default %(default)s")
-    add("--lr", type=float, default=3e-3, help="the highest learning rate (default %(default)s)")
+    add("--lr", type=float, default=3e-3, help="maximum learning rate (default %(default)s)")
     add("--warmup", type=int, default=30, help="steps of linear warm-up (default %(default)s)")
-    add("--clip", type=float, default=1.0, help="largest gradient norm (default %(default)s)")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm (default %(default)s)")
     add("--no-autocast", action="store_true", help="compute in float32 throughout")
     add("--fp16-allreduce", action="store_true", help="send gradients as float16")
-    add("--no-cuda", action="store_true", help="stay on the CPU")
+    add("--no-cuda", action="store_true", help="train on the CPU")
     add("--seed", type=int, default=0, help="default %(default)s")
     add("--log-interval", type=int, default=50, help="steps between lines (default %(default)s)")
     return parser.parse_args()
 
 
 def read_sources(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return bytes to train on and bytes to test on: nine and one of every ten files."""
+    """Return bytes for training and for testing: nine and one of every ten files."""
     folder = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     size = 0
@@ -132,7 +132,7 @@ def main() -> None:
     )
 
     def rate(step: int) -> float:
-        """Linear warm-up to 1, then cosine decay to 0.05."""
+        """Return the rate's factor: linear warm-up to 1, then cosine decay to 0.05."""
         if step < args.warmup:
             return (step + 1) / args.warmup
         done = (step - args.warmup) / max(1, args.steps - args.warmup)

@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=10, help="default %(default)s")
     add("--lr", type=float, default=0.01, help="learning rate for one rank (default %(default)s)")
     add("--momentum", type=float, default=0.9, help="default %(default)s")
-    add("--no-cuda", action="store_true", help="stay on the CPU")
+    add("--no-cuda", action="store_true", help="train on the CPU")
     add("--seed", type=int, default=42, help="default %(default)s")
     add("--log-interval", type=int, default=10, help="steps between lines (default %(default)s)")
     add("--fp16-allreduce", action="store_true", help="send gradients as float16")
@@ -86,7 +86,7 @@ class Net(nn.Module):
         self.classes = nn.Sequential(
             nn.Linear(32 * (height // 4) * (width // 4), 64), nn.ReLU(), nn.Linear(64, 10)
         )
-        # PyTorch's own starting weights are so small that the loss stays flat at first.
+        # PyTorch's default initial weights are so small that the loss stays flat at first.
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu")

@@ -26,7 +26,7 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", default="resnet50", help="resnet50, or any of torchvision's if it is installed")
+    add("--model", default="resnet50", help="resnet50, or a torchvision model if it is installed")
     add(
         "--batch-size", type=int, default=32 if on_gpu else 4, help="per rank (default %(default)s)"
     )
@@ -55,7 +55,7 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
         action="store_true",
         help="combine the ranks' steps with Adasum instead of averaging gradients",
     )
-    add("--no-cuda", action="store_true", help="stay on the CPU")
+    add("--no-cuda", action="store_true", help="train on the CPU")
     return parser.parse_args()
 
 
@@ -88,7 +88,7 @@ def convolution(inputs: int, outputs: int, side: int, stride: int = 1) -> list[n
 
 
 def resnet50(classes: int = 1000) -> nn.Module:
-    """25,557,032 parameters in 161 tensors."""
+    """Return ResNet-50, with 25,557,032 parameters in 161 tensors."""
     layers: list[nn.Module] = [
         *convolution(3, 64, 7, 2),
         nn.ReLU(inplace=True),
@@ -108,7 +108,7 @@ def network(name: str) -> nn.Module:
     try:
         from torchvision import models
     except ImportError:
-        raise SystemExit(f"--model {name} is torchvision's: pip install torchvision") from None
+        raise SystemExit(f"--model {name} needs torchvision: pip install torchvision") from None
     try:
         return models.get_model(name)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank: one complete interface, one file or folder a way."""
+"""Transports between ranks: one complete interface, one file or folder per implementation."""
 
 from horo_lite.transports.interface import Header, QueuedReductions, Reduction, Transport
 from horo_lite.transports.links import Links, connect

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to do the same thing; and if not, who has what."""
+"""Check that all ranks are about to do the same thing; if not, report which ranks differ."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Participation: TypeAlias = "Callable[[Sequence[int]], tuple[float, bytes]]"
-"""Given the numbers of the ranks that have joined: the weight of what they contribute, and a
-pickled function with its arguments. MismatchError where they cannot take part."""
+"""Given the numbers of the ranks that have joined, return the weight of their contributions, and a
+pickled function with its arguments. Raise MismatchError if they cannot take part."""
 
 
 def digest_of(contract: object) -> int:
-    """63 bits of everything that must be alike on all ranks."""
+    """Return a 63-bit hash of everything that must be the same on all ranks."""
     return _native.hash64(repr(contract).encode())
 
 
@@ -43,9 +43,9 @@ def agree(
     weight: float = 1.0,
     participation: Participation | None = None,
 ) -> list[Header]:
-    """Everyone's header, now that all ranks do the same thing; MismatchError if they do not.
+    """Return every rank's header if all ranks do the same thing; else raise MismatchError.
 
-    Ranks that have joined do it, too, where `participation` says how.
+    Ranks that have joined take part as described by `participation`.
     """
     digest = digest_of(contract)
     recorder.operation_called(label)
@@ -70,52 +70,52 @@ def agree(
 
 
 def needs_all(label: str) -> Participation:
-    """What cannot be done while a rank has joined."""
+    """Return the participation of an operation that is impossible while a rank has joined."""
 
     def refuse(joined: Sequence[int]) -> tuple[float, bytes]:
         who = ", ".join(map(str, joined))
         raise MismatchError(
             f"{label} needs every rank, but rank {who} has no more batches and waits in join(). "
-            "Do this before the first rank joins, or after the last one has. Until then there are "
+            "Do this before the first rank joins, or after the last one has. Until then only "
             "reductions (minima, maxima and products without prescale_factor), allgathers, "
-            "broadcasts from ranks that have not joined, and barriers; on GPUs none of them."
+            "broadcasts from ranks that have not joined, and barriers are possible; on GPUs none."
         )
 
     return refuse
 
 
 def give_up_unless_alike(transport: Transport, error: BaseException) -> None:
-    """Give the group up if only this rank raises `error`, which ended an operation under way.
+    """Abandon the group if only this rank raises `error`, which ended an operation in progress.
 
-    The other ranks wait for this one where it will not come, or would take its next operation for
-    the rest of this one. They raise PeerLostError, and so does the next operation of this rank.
+    Otherwise the others would wait for this rank forever, or take its next operation for the rest
+    of this one. They raise PeerLostError, and so does the next operation of this rank.
     """
     if not isinstance(error, (*RAISED_ALIKE, *GROUP_IS_LOST)):
         transport.abandon(in_one_line(error))
 
 
-# A result of this size or more is allocated before the ranks begin to move anything. To agree on
-# that costs no more than moving such a result does.
+# A result of this size or more is allocated before the ranks begin to transfer data. Agreeing on
+# the allocation costs no more than the transfer of such a result.
 LARGE_BYTES = 1 << 20
 
 
 def allocated(
     transport: Transport, label: str, n_bytes: Sequence[int], allocate: Callable[[], T]
 ) -> T:
-    """Return what `allocate()` makes, once every rank has the memory for its result.
+    """Return the result of `allocate()`, once every rank has allocated its own.
 
     Every rank calls it, in an operation that all have agreed on. `n_bytes[r]` is the size of rank
-    r's result, known to all. A rank that fails to allocate a small result gives up the group.
+    r's result, known to all. A rank that fails to allocate a small result abandons the group.
 
     Raises:
-        AllocationError: Some rank has no memory for its result; on every rank.
+        AllocationError: A rank has no memory for its result; raised on every rank.
     """
     if max(n_bytes) < LARGE_BYTES:
         return allocate()
     failure, memory = "", None
     try:
         memory = allocate()
-    except Exception as error:  # frameworks have errors of their own for it
+    except Exception as error:  # frameworks have their own errors for it
         failure = in_one_line(error)
     headers = transport.agree(0, int(bool(failure)), label=label)
     failed = [r for r, header in enumerate(headers) if header.count]
@@ -129,12 +129,12 @@ def allocated(
             f"of {label} ({texts[r]})"
             for r in failed
         )
-        + ". Nothing was moved on any rank, and the world can be used further"
+        + ". No data was moved on any rank, and the world remains usable"
     )
 
 
 def in_units(n_bytes: int) -> str:
-    """A number of bytes as people read it, such as "4.0 GiB"."""
+    """Return a human-readable number of bytes, such as "4.0 GiB"."""
     size = float(n_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -147,15 +147,15 @@ JOINED = digest_of("join()")
 
 
 def not_joined(headers: Sequence[Header]) -> list[int]:
-    """The ranks, as the transport counts them, that are not in join()."""
+    """Return the transport's numbers of the ranks that are not in join()."""
     return [r for r, header in enumerate(headers) if header.digest != JOINED]
 
 
 class Report(NamedTuple):
-    """What a rank sends the others after digests differed, whichever call each of them is in."""
+    """A rank's message to the others after digests differed, whichever call each of them is in."""
 
     text: str
-    """For people: what this rank does, line by line, or what is wrong."""
+    """Human-readable: what this rank does, line by line, or what is wrong."""
     data: Any = None
     """For ranks in the same call, or, as bytes, how ranks that have joined participate in it."""
 
@@ -175,7 +175,7 @@ def exchange_texts(transport: Transport, text: str) -> list[str]:
 
 
 def on_ranks(ranks: Sequence[int], texts: Sequence[str]) -> str:
-    """Join the texts that are not empty, each with its rank."""
+    """Join the non-empty texts, each with its rank."""
     pairs = zip(ranks, texts, strict=True)
     return "; ".join(f"on rank {rank}, {text}" for rank, text in pairs if text)
 
@@ -195,9 +195,9 @@ def exchange_bytes(
 
 
 def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) -> str:
-    """The text of a MismatchError, from one description a rank: the first line that differs.
+    """Return the text of a MismatchError: the first line in which the ranks' descriptions differ.
 
-    `ranks` are the world's numbers of the ranks, where not all of them take part.
+    `ranks` are the ranks' numbers in the world, if not all of them take part.
     """
     lines = [description.split("\n") for description in descriptions]
     longest = max(map(len, lines))

@@ -1,4 +1,4 @@
-"""What the layers above use of a transport: all of it, so that they need to know no transport."""
+"""The interface of transports: everything that the layers above use, whatever the transport."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Header", "OverHost", "QueuedReductions", "Reduction", "Transport"]
 
 
 class Header(NamedTuple):
-    """What each rank contributes to an `agree`."""
+    """A rank's contribution to an `agree`."""
 
     digest: int
-    """A hash of everything that must be alike on all ranks, at most 63 bits."""
+    """A hash, of at most 63 bits, of everything that must be the same on all ranks."""
     count: int  # type: ignore[assignment]  # hides tuple's method of that name
-    """Something that may differ, such as a size."""
+    """A number that may differ between ranks, such as a size."""
     weight: float
     """This rank's weight in a weighted average."""
 
@@ -29,24 +29,24 @@ class Header(NamedTuple):
 class Reduction(NamedTuple):
     """The arithmetic of an all-reduce: reduced(prescale * w[r] * x over ranks r) * scale / divisor.
 
-    A named tuple, since one is made for every all-reduce: a frozen dataclass takes twice as long.
+    A named tuple, since every all-reduce creates one: a frozen dataclass takes twice as long.
     """
 
     op: str
     """As `Op.value` ("sum", "average", ...), or "weighted average"."""
     wire: str = "none"
-    """What travels instead of wider floating point numbers: "none", "fp16" or "bf16"."""
+    """The wire format of wider floating point numbers: "none", "fp16" or "bf16"."""
     prescale: float = 1.0
     scale: float = 1.0
     divisor: float = 1.0
     weights: Sequence[float] = ()
-    """One a rank, or none where all are 1. What is multiplied by 0 counts as zeros."""
+    """One per rank, or empty if all are 1. A contribution with weight 0 counts as zeros."""
 
     @classmethod
     def of(
         cls, op: str, wire: str, prescale: float, scale: float, given: Sequence[float]
     ) -> Reduction:
-        """The arithmetic where the ranks' weights are `given`: those of their headers."""
+        """Return the arithmetic with the ranks' weights `given`, which are in their headers."""
         weights, divisor = _native.weighting(op, given)
         return cls(op, wire, prescale, scale, divisor, weights)
 
@@ -55,69 +55,70 @@ ReduceScatter = Callable[[Sequence[_native.Tensors], _native.Tensors, Reduction]
 
 
 class QueuedReductions(Protocol):
-    """Reductions that return when the GPU's work is queued, and on which nobody has agreed before.
+    """Reductions that return when the GPU's work is queued, without agreeing on them before.
 
-    Whether all ranks queue the same is compared beside them, by a `Watchdog`.
+    A `Watchdog` compares concurrently whether all ranks queue the same.
     """
 
     def only_queues(
         self, tensors: _native.Tensors, reduction: Reduction, weight: float | None
     ) -> bool:
-        """Whether `reduce` does no more than that; else the ranks must agree on it before."""
+        """Return whether `reduce` only queues work; if not, the ranks must agree on it before."""
 
     def reduce(self, tensors: _native.Tensors, reduction: Reduction, weight: float | None) -> None:
-        """As `allreduce`; an average is divided by the sum of all ranks' weights, or by size.
+        """Reduce like `allreduce`; divide averages by the sum of all ranks' weights, or by size.
 
         `weight` is this rank's; the reduction has neither weights nor a divisor.
         """
 
 
 class Transport(ABC):
-    """One way between a set of ranks. All of them make the same calls in the same order.
+    """Communication between a set of ranks. All of them make the same calls in the same order.
 
-    Only `agree` finds out whether they do; it is called before anything else. A peer
-    that dies, leaves or gives up while this rank waits for it raises PeerLostError.
+    Only `agree` checks whether they do; it is called before any other operation. If a peer dies,
+    leaves or gives up while this rank waits for it, the call raises PeerLostError.
     """
 
     name: str
     rank: int
     size: int
     ranks: Sequence[int]
-    """The ranks' numbers in the world, as messages name them."""
+    """The ranks' numbers in the world, which are used in messages."""
     stall_detector: _native.StallDetector | None = None
-    """Records which rank waits for which; None where no rank can wait."""
+    """Records which rank waits for which; None if no rank can wait."""
     executor: MainThreadExecutor | None = None
-    """Makes all MPI calls in one thread, where MPI does not grant THREAD_MULTIPLE."""
+    """Makes all MPI calls in one thread, if MPI does not grant THREAD_MULTIPLE."""
     native_group: _native.ShmGroup | None = None
-    """The C++ group behind the transport, where all ranks are on one host."""
+    """The transport's C++ group, if all ranks are on one host."""
     engine_group: _native.EngineGroup | None = None
-    """What an engine reduces through without Python."""
+    """The C++ group through which an engine reduces without Python."""
     reads_sources = False
-    """`allreduce` reads what tensors contribute where `Tensors.read_from` says."""
+    """Whether `allreduce` reads contributions from `Tensors.read_from`, if set."""
     shares_memory = False
-    """All ranks are on one host, and see each other's `SharedMemory`."""
+    """Whether all ranks are on one host, and can access each other's `SharedMemory`."""
 
     @property
     def host(self) -> Transport:
-        """The transport for tensors in the host's memory: this one, unless it is for a GPU's."""
+        """The transport for tensors in host memory: this one, unless it is for a GPU."""
         return self
 
     @property
     def queued(self) -> QueuedReductions | None:
-        """How reductions are queued on a GPU without agreeing on each, where that is possible."""
+        """Queues reductions on a GPU without agreeing on each; None if that is impossible."""
         return None
 
     @property
     def label(self) -> str:
-        """What the operation that began last is called."""
+        """The name of the operation that began last."""
         return ""
 
     @property
     def reduce_scatter(self) -> ReduceScatter | None:
-        """Leaves in a list of tensors the reduction of what all ranks have for this one.
+        """A function that reduces all ranks' contributions for this rank into a list of tensors.
 
-        Given are what this rank has for each, which stays as it is, the result and the reduction.
-        None where everything travels to every rank anyway: `allreduce` is then as good.
+        Its arguments are this rank's contribution for each rank, which remains unchanged, the
+        result, and the reduction. None if all data travels to every rank anyway, so that
+        `allreduce` is as good.
         """
         return None
 
@@ -137,7 +138,7 @@ class Transport(ABC):
     def reduce_in_place(
         self, tensors: _native.Tensors, memory: SharedMemory, reduction: Reduction
     ) -> None:
-        """As `allreduce`, for tensors at the same place in every rank's shared memory.
+        """Reduce like `allreduce`, tensors at the same offsets in every rank's shared memory.
 
         The reduction has wire "none", no prescale and no weights.
         """
@@ -145,11 +146,11 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
-        """Leave in every tensor what the root's holds."""
+        """Copy the root's tensors to those of all ranks."""
 
     @abstractmethod
     def allgather(self, send: _native.Tensors, receive: Sequence[_native.Tensors]) -> None:
-        """Leave in receive[r] what rank r sent, for each other rank r; the own one is untouched."""
+        """Receive in receive[r] what rank r sends, for each other rank r; leave this rank's."""
 
     @abstractmethod
     def alltoall(
@@ -158,9 +159,9 @@ class Transport(ABC):
         receive: Sequence[_native.Tensors],
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
-        """Leave in receive[r] what rank r had in send[this rank]; the own part is untouched.
+        """Receive in receive[r] rank r's send[this rank], for each other rank r; leave this rank's.
 
-        n_bytes[s][d] is what rank s sends to rank d, known to all.
+        n_bytes[s][d] is the number of bytes that rank s sends to rank d, known to all.
         """
 
     def new_engine(
@@ -168,22 +169,22 @@ class Transport(ABC):
     ) -> _native.Engine | None:
         """Start the thread that runs asynchronous operations over this transport.
 
-        `direct` is the same ranks' transport for direct calls, `explain` words a mismatch. None
-        where this rank is alone. Every rank calls it.
+        `direct` is the same ranks' transport for direct calls; `explain` returns the text of a
+        mismatch. Return None if this is the only rank. Every rank calls it.
         """
         return None
 
     def announce(self, what: str, expect_s: float) -> None:  # noqa: B027
-        """Tell peers on other hosts that this rank will be late by so much; "": it is over."""
+        """Tell peers on other hosts how late this rank will be; "": no longer."""
 
     def check_peer(self, peer: int, name: str) -> None:  # noqa: B027
-        """Raise PeerLostError if `peer`, needed for `name`, has left, or any died or gave up.
+        """Raise PeerLostError if `peer`, which `name` needs, has left, or if any died or gave up.
 
         -1 for no peer in particular.
         """
 
     def has_left(self, peer: int, n_records: int) -> bool:
-        """Whether that rank has left, having sent this one at most so many records of messages."""
+        """Return whether `peer` has left after sending this rank at most n_records records."""
         return False
 
     @abstractmethod
@@ -192,33 +193,33 @@ class Transport(ABC):
 
     @abstractmethod
     def leave(self, reason: str) -> None:
-        """Take part in nothing any more; peers that wait for this rank raise. Never blocks."""
+        """Leave the group; peers that wait for this rank raise an error. Never blocks."""
 
     def given_up(self) -> bool:
-        """Whether this rank has given the group up, or an operation of it has failed here."""
+        """Return whether this rank has given up the group, or an operation has failed on it."""
         return False
 
     def peer_pids(self, silent: bool) -> list[int]:
-        """Process ids of this host's other ranks, alive or dead, that have not left.
+        """Return the process IDs of this host's other ranks, alive or dead, that have not left.
 
         With `silent`, without those that have given up.
         """
         return []
 
     def claim_report(self) -> bool:
-        """True for the first rank of the host that asks, so that one reports for all of them."""
+        """Return True to the first rank of the host that asks: it reports for all of them."""
         return True
 
     def peer_reports(self) -> bool:
-        """Whether another rank of the host has claimed the report, and lives."""
+        """Return whether another rank of the host, which is alive, has claimed the report."""
         return False
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the transport holds."""
+        """Release the transport's resources."""
 
 
 class OverHost(Transport):
-    """A transport that does through another one, the host's, whatever it does not itself."""
+    """A transport that delegates to the host's what it does not implement itself."""
 
     def __init__(self, host: Transport) -> None:
         self._host = host

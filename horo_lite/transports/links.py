@@ -1,4 +1,4 @@
-"""The transports of a world, or of a part of one: which are made, and what each is for."""
+"""The transports of a world or of a part of one: which are created, and for which purpose."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ __all__ = ["Links", "connect"]
 
 @dataclass(frozen=True)
 class Links:
-    """Independent ways between the same ranks: a wait on one does not hold up another."""
+    """Independent transports between the same ranks: a wait on one does not block another."""
 
     direct: Transport
     """For direct calls, which are matched by position."""
     engine: Transport
     """For asynchronous operations, which are matched by name."""
     watchdog: Transport | None = None
-    """For comparing what the ranks queue on their GPUs, where they have some."""
+    """For comparing what the ranks queue on their GPUs, if they have any."""
     mailbox: Mailbox | None = None
-    """For messages between two ranks; of a world as a whole only."""
+    """For messages between two ranks; only in a complete world."""
 
     def transports(self) -> list[Transport]:
-        """All of them."""
+        """Return all transports."""
         return [self.direct, self.engine, *([] if self.watchdog is None else [self.watchdog])]
 
     def write_slots(self, stores: str) -> None:
-        """Choose how slots are written: shared memory through which the ranks of one host exchange.
+        """Choose how to write slots, the shared memory for exchanges between ranks of a host.
 
         Args:
-            stores: "auto", "cached" or "streaming". Of no effect in a world of several hosts.
+            stores: "auto", "cached" or "streaming". Has no effect in a world of several hosts.
         """
         for transport in self.transports():
             if transport.native_group is not None:
@@ -70,17 +70,17 @@ def connect(
     Collective over `comm`.
 
     Args:
-        comm: The ranks' communicator; None for a world of one.
-        host_of_rank: Numbers the host of each rank; ranks with equal numbers share memory.
-        token: What only this world knows, in hexadecimal digits; alike on all ranks.
+        comm: The ranks' communicator; None for a world of size 1.
+        host_of_rank: The number of each rank's host; ranks with equal numbers share memory.
+        token: A secret of this world, in hexadecimal digits; the same on all ranks.
         watchdog: Whether there are GPUs to compare.
-        ranks: Of a part of a world, its ranks' numbers there.
-        beside: Of a part of a world, the transport of that world's direct calls.
+        ranks: For a part of a world, its ranks' numbers there.
+        beside: For a part of a world, that world's transport for direct calls.
 
     Raises:
         LauncherError: Without MPI, the ranks of a host cannot share memory, or hosts cannot be
             connected.
-        OSError: There is no shared memory even for one rank.
+        OSError: There is no shared memory, not even for one rank.
     """
     if ranks is None:
         ranks = range(len(host_of_rank))
@@ -88,7 +88,7 @@ def connect(
         solo = SoloTransport(ranks)
         others = SoloTransport(ranks), SoloTransport(ranks) if watchdog else None
         return Links(solo, *others, Pipes() if beside is None else None)
-    # Who waits in a part of a world must let the world's engine go on.
+    # A rank that waits in a part of a world must let the world's engine continue.
     executor = None if beside is None else beside.executor
     between_hosts = len(set(host_of_rank)) > 1 or executor is not None
     roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
@@ -109,13 +109,14 @@ def connect(
         between_hosts = True
         host = share(range(comm.size), between_hosts=True)
         if isinstance(host, str):
-            raise OSError(f"horo_lite needs shared memory, and there is none: {host}")
+            raise OSError(f"horo_lite needs shared memory, which is not available: {host}")
     if not between_hosts:
         detector = host.stall_detector
         shm = {role: ShmTransport(host.group(role), ranks, detector) for role in roles}
         if pipes is not None:
             pipes.connect(host.inboxes, token)
-            # Before that none may close its inbox in shutdown(): another file could get its number.
+            # Until then no rank may close its inbox in shutdown(): another file could get its
+            # descriptor.
             shm[Role.DIRECT].agree(0, label="init()")
         return Links(shm[Role.DIRECT], shm[Role.ENGINE], shm.get(Role.WATCHDOG), pipes)
     if pipes is not None:
@@ -132,12 +133,12 @@ def _report_no_shared_memory(comm: MPI.Comm | ObjectCommunicator, why: str) -> N
     """Warn that the ranks of a host will exchange through MPI.
 
     Raises:
-        LauncherError: MPI did not start them.
+        LauncherError: The ranks were not started by MPI.
     """
     if isinstance(comm, ObjectCommunicator):
         raise LauncherError(
-            f"the ranks of this host cannot share memory ({why}), and MPI, which could be used "
-            "instead, did not start them: start the job with mpiexec or `python -m horo_lite`"
+            f"the ranks of this host cannot share memory ({why}), and were not started by MPI, "
+            "which could be used instead: start the job with mpiexec or `python -m horo_lite`"
         )
     warn(
         f"the ranks of a host cannot share memory ({why}); they exchange through "
@@ -151,7 +152,7 @@ def _carriers(
     ranks: Sequence[int],
     executor: MainThreadExecutor | None,
 ) -> Mapping[Role, Carrier]:
-    """Return what carries bytes between hosts for each of the transports; collective."""
+    """Return the carrier between hosts for each of the transports; collective."""
     if isinstance(comm, ObjectCommunicator):
         connections = comm.connections()
         first = max(allgather_objects(comm, connections.next_channel, int))

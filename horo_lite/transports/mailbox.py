@@ -1,4 +1,4 @@
-"""How messages from one rank to another travel, as `horo_lite.messages` uses it."""
+"""The transport of messages from one rank to another, as used by `horo_lite.messages`."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ __all__ = ["Fetch", "Mailbox"]
 
 
 class Fetch(Protocol):
-    """Bytes of a peer on their way into this rank's memory."""
+    """A transfer of a peer's bytes into this rank's memory."""
 
     def is_here(self) -> bool:
-        """Whether all of them are there. Nothing moves but in these calls."""
+        """Return whether all bytes have arrived. Bytes move only in these calls."""
 
     def discard(self) -> None:
-        """Write to that memory no more, though the bytes go on arriving."""
+        """Stop writing to that memory, although the remaining bytes still arrive."""
 
 
 class Mailbox(Protocol):
-    """How records and bytes get from rank to rank. Nothing here waits."""
+    """Sends and receives records and bytes. Only `wait` and `wait_for_room` block."""
 
     def send(self, peer: int, record: bytes) -> bool:
-        """Send the record; False where there is no room for it at present."""
+        """Send the record; return False if there is no room for it at the moment."""
 
     def receive(self) -> list[bytes]:
-        """Records that have arrived, those of each peer in the order in which they were sent."""
+        """Return the records that have arrived, in the order of sending for each peer."""
 
     def offer(self, peer: int, number: int, address: int, n_bytes: int) -> Any:
-        """Offer those bytes to the peer; what is returned is kept until it has fetched them."""
+        """Offer bytes to the peer; keep the returned object until it has fetched them."""
 
     def location(self, offered: Any) -> Any:
-        """What the peer must know to fetch them."""
+        """Return the information that the peer needs to fetch the bytes."""
 
     def release(self, offered: Any) -> None:
-        """Release what the peer has fetched."""
+        """Release bytes that the peer has fetched."""
 
     def fetch(self, peer: int, number: int, location: Any, address: int, n_bytes: int) -> Fetch:
         """Begin to move bytes that a peer has offered to `address`. OSError: it has ended."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something may have arrived, or the time is over."""
+        """Return when something may have arrived, or after the time-out."""
 
     def wait_for_room(self, timeout_s: float) -> None:
-        """Return when what found no room may be sent, or the time is over."""
+        """Return when there may be room for rejected records, or after the time-out."""
 
     def close(self) -> None:
-        """Nothing can be sent or received any more."""
+        """End sending and receiving."""

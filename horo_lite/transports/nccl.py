@@ -1,4 +1,4 @@
-"""GPUs of the ranks' own, with NCCL between them: see csrc/gpu/nccl_group.cpp."""
+"""NCCL between the ranks, each with its own GPU: see csrc/gpu/nccl_group.cpp."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from horo_lite.transports.staged import DEFAULT_STAGE_BYTES, StagedTransport
 # Each operation of NCCL costs the host tens of microseconds, and the GPU has the memory.
 BUCKET_BYTES = 128 * 2**20
 
-_warned: set[str] = set()  # of these reasons why it is slow
+_warned: set[str] = set()  # the reasons for slow exchanges that have been reported
 
 
 class NcclTransport(GpuTransport):
     """A transport for tensors on a GPU. Calls return when the work is queued.
 
-    Whether all ranks queue the same is for the caller to see to: `agree` waits for the other ranks'
-    programs, so reductions, which are a step's path, are compared by a `Watchdog` instead.
+    The caller must ensure that all ranks queue the same: `agree` waits for the other ranks'
+    programs, so a `Watchdog` compares reductions, which are on a step's critical path.
     """
 
     name = "nccl"
@@ -63,7 +63,7 @@ class NcclTransport(GpuTransport):
         if self.group.can_reduce(tensors, op, mine, scale, divisor):
             self.group.allreduce(tensors, op, wire, mine, scale, divisor)
         else:
-            self.host.agree(0, label="what NCCL cannot reduce")
+            self.host.agree(0, label="a reduction without NCCL")
             self._staged.allreduce(tensors, reduction)
 
     def broadcast(self, tensors: _native.Tensors, root: int) -> None:
@@ -95,9 +95,9 @@ class NcclTransport(GpuTransport):
 
 
 def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTransport:
-    """Connect by NCCL, if every rank has it and its own GPU; else by pinned memory with a warning.
+    """Connect by NCCL if every rank has it and its own GPU; else by pinned memory, with a warning.
 
-    Collective. DeviceError on every rank, with all ranks' reasons, if NCCL is there but fails.
+    Collective. Raise DeviceError on every rank, with all ranks' reasons, if NCCL fails.
     """
     given = settings.bucket_bytes()
     bucket_bytes = given or BUCKET_BYTES
@@ -108,7 +108,7 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
         return staged
     mine = _endpoint(queue.index, allowed, host.rank == 0)
     label = "the first call with arrays on a GPU"
-    # Other buckets here than there would let the GPUs wait for ever.
+    # With different bucket sizes, the GPUs would wait forever.
     alike = f"{label}\nHORO_LITE_BUCKET_BYTES {given or 'not set'}, register {registers}"
     agree(host, label, alike, lambda: alike)
     everyone: list[_Endpoint] = [
@@ -128,7 +128,7 @@ def connect(host: Transport, queue: _native.DeviceQueue, allowed: bool) -> GpuTr
             group.register_bucket(windows=all(header.count for header in headers))
         except DeviceError as error:
             problem = str(error)
-        if any(exchange_texts(host, problem)):  # then the communicator is of no more use
+        if any(exchange_texts(host, problem)):  # the communicator can no longer be used
             group.fail("the bucket could not be registered")
             unique_id = _native.nccl_unique_id() if host.rank == 0 else b""
             unique_id = exchange_reports(host, Report(label, unique_id))[0].data
@@ -143,7 +143,7 @@ def _connect(
     bucket_bytes: int,
     timeout_s: float,
 ) -> _native.NcclGroup:
-    """Make a communicator of all ranks; DeviceError on all of them, with reasons, if one cannot."""
+    """Create a communicator of all ranks; if one cannot, all raise DeviceError with reasons."""
     group, problem = None, ""
     try:
         group = _native.NcclGroup(queue, unique_id, host.rank, host.size, bucket_bytes, timeout_s)
@@ -162,7 +162,7 @@ def _connect(
 
 
 class _Endpoint(NamedTuple):
-    """What the others must know of one rank's GPU and its NCCL."""
+    """The properties of one rank's GPU and NCCL that the others need to know."""
 
     host: tuple[str, ...]
     gpu_index: int
@@ -188,7 +188,7 @@ def _endpoint(index: int, allowed: bool, leads: bool) -> _Endpoint:
 
 
 def _obstacle(everyone: Sequence[_Endpoint]) -> str:
-    """Return why NCCL cannot be used, in words, or ""; alike on every rank."""
+    """Return why NCCL cannot be used, as text, or ""; the same on every rank."""
     for rank, each in enumerate(everyone):
         if each.problem:
             return f"on rank {rank}, {each.problem}"

@@ -1,4 +1,4 @@
-"""Where a wheel may have put libnccl."""
+"""The paths of libnccl in installed wheels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def nccl_candidates() -> list[str]:
-    """The paths at which nvidia-nccl wheels put libnccl, in `sys.path` order, there or not.
+    """Return paths where nvidia-nccl wheels install libnccl, existing or not, in `sys.path` order.
 
-    Nothing is imported. Wheels for CUDA 12 and CUDA 13 have the same path.
+    Imports nothing. Wheels for CUDA 12 and CUDA 13 have the same path.
     """
-    spec = find_spec("nvidia")  # shared by all of NVIDIA's wheels
+    spec = find_spec("nvidia")  # a namespace package of all NVIDIA wheels
     folders = None if spec is None else spec.submodule_search_locations
     return [str(Path(folder, "nccl", "lib", "libnccl.so.2")) for folder in folders or ()]

@@ -1,4 +1,4 @@
-"""Who the other ranks are, and how they show each other small objects before a world stands."""
+"""The processes of the other ranks, and exchanges of small objects before a world exists."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from horo_lite.transports.gloo.connections import GlooConnections
 
 T = TypeVar("T")
-# Forms of what tells a process: see `fits`.
+# Forms of values that identify a process: see `fits`.
 NAME = re.compile(r"rank -?\d+ \(pid \d+ on \S*\)")
 PID, DESCRIPTOR = range(1, (1 << 22) + 1), range(1 << 31)
 
 
 def host_key() -> tuple[str, ...]:
-    """Return what is equal on two processes of one host that can see each other's processes."""
+    """Return a key that is equal for processes of one host that share a PID namespace."""
     boot, processes = "", ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -38,7 +38,7 @@ def host_key() -> tuple[str, ...]:
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process of this host, of which pid and host_key() are known, still runs."""
+    """Return whether process `pid`, whose host_key() is this process's, is still running."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -47,13 +47,13 @@ def lives(pid: int) -> bool:
 
 
 def asked(question: Callable[[], T], look: Callable[[], object]) -> T:
-    """Return the answer to a question that a library asks another process, which may never answer.
+    """Return the result of a library call that waits for another process, perhaps forever.
 
-    A thread asks it, so that this one notices Ctrl-C, and can look after other things.
+    A thread makes the call, so that this one can handle Ctrl-C and other events.
 
     Args:
-        question: Is asked once. Where the wait is given up, its thread goes on waiting.
-        look: Called some 20 times a second meanwhile. What it raises ends the wait.
+        question: Called once. If the wait is ended early, its thread continues to wait.
+        look: Called some 20 times per second meanwhile. An exception from it ends the wait.
     """
     answers: list[T] = []
     failures: list[Exception] = []
@@ -76,42 +76,42 @@ def asked(question: Callable[[], T], look: Callable[[], object]) -> T:
 
 
 class ObjectCommunicator:
-    """A communicator as far as making a world or a group needs one, with mpi4py's names.
+    """The part of a communicator that creating a world or a group needs, with mpi4py's names.
 
     Attributes:
-        rank: This process's number among those of the communicator.
-        size: How many there are.
+        rank: This process's rank in the communicator.
+        size: The number of ranks.
     """
 
     rank: int
     size: int
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
-        """Return every rank's object, in rank order; each `fits` that form."""
+        """Return every rank's object, in rank order; each `fits` the form."""
         raise NotImplementedError
 
     def connections(self) -> GlooConnections:
         """Return the world's connections between hosts; every rank calls it.
 
         Raises:
-            LauncherError: There can be none: the message says what is missing.
+            LauncherError: They cannot be created: the message says what is missing.
         """
         raise NotImplementedError
 
     def Free(self) -> None:  # noqa: N802 (mpi4py's name)
-        """Give the communicator back: it is not used any more."""
+        """Free the communicator, which is no longer used."""
 
 
 def allgather_objects(comm: MPI.Comm | ObjectCommunicator, obj: T, form: Any = object) -> list[T]:
     """Return every rank's object, in rank order. Every rank of `comm` calls it.
 
-    Nothing is unpickled that has not come whole: where a rank dies meanwhile, a collective
-    operation of Open MPI's may end without an error and without the data.
+    Only complete data is unpickled: if a rank dies meanwhile, Open MPI's collective operations may
+    return without an error and without the data.
 
     Args:
         comm: The ranks' communicator.
-        obj: What this rank shows the others.
-        form: What each object must fit where others than the ranks may have written it.
+        obj: This rank's object.
+        form: The form that each object must fit if processes other than the ranks may write it.
 
     Raises:
         LauncherError: An object does not fit the form.
@@ -143,11 +143,11 @@ def allgather_objects(comm: MPI.Comm | ObjectCommunicator, obj: T, form: Any = o
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Tell whether a value from another process has that form.
+    """Return whether a value from another process has the given form.
 
-    A form is a type, None, a range of integers, a pattern of a string; a tuple of forms, one for
-    each item, or `(form, ...)` for any number of items; a dict of the forms of what a dict must
-    contain; or a list of forms, one of which will do.
+    A form is a type, None, a range of integers, a regular expression for a string; a tuple of
+    forms, one for each item, or `(form, ...)` for any number of items; a dict with the forms of
+    required items; or a list of alternative forms.
     """
     if isinstance(form, list):
         return any(fits(value, each) for each in form)

@@ -1,10 +1,10 @@
-"""How messages travel inside a host: records through pipes, what is large through anonymous files.
+"""Messages inside a host: records through pipes, large data through anonymous files.
 
-Every rank has one pipe, which the others open through /proc for writing. What is written in one go
-is not torn apart if it fits into PIPE_BUF, so all of them can use it, and it stays there even when
-its writer has ended. Large bytes wait in a memfd of the sender's, where the receiver reads them:
-with reads and writes rather than mappings, which would cost a page fault for every 4 KiB. A file
-holds many messages, so that the number of open descriptors does not grow with theirs.
+Every rank has one pipe, which the others open through /proc for writing. Writes of at most PIPE_BUF
+bytes are atomic, so all ranks can share the pipe, and the data stays there even after its writer
+has ended. Large data waits in a memfd of the sender, from which the receiver reads it: with reads
+and writes rather than mappings, which would cost a page fault for every 4 KiB. A file holds many
+messages, so that the number of open descriptors does not grow with their number.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 
 import numpy as np
 
-N_IDLE = 2  # files without a message that are kept for the next ones
-FILE_BYTES = 32 << 20  # where a file ends this far or farther, the next message begins another one
+N_IDLE = 2  # empty files that are kept for the next messages
+FILE_BYTES = 32 << 20  # when a file has reached this size, the next message begins another one
 _LENGTH = struct.Struct("<I")
 _MARK_BYTES = 16
 
 
 class _File:
-    """Anonymous memory in which messages lie one behind the other, each behind its mark."""
+    """Anonymous memory that contains consecutive messages, each preceded by its mark."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("horo_lite", os.MFD_CLOEXEC)
-        self.n_messages = 0  # that have not been fetched
+        self.n_messages = 0  # not fetched yet
         self.end = 0
 
 
 class Pipes:
-    """This rank's mailbox, and the way to the others'; see `horo_lite.transports.mailbox`."""
+    """This rank's mailbox, and access to the others'; see `horo_lite.transports.mailbox`."""
 
     def __init__(self) -> None:
-        # The inlet is kept open, so that there is no hang-up.
+        # The write end is kept open, so that there is no POLLHUP.
         self.inbox, self._inlet = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._read = bytearray()
         self._inboxes: Sequence[tuple[int, int]] = []
@@ -50,11 +50,11 @@ class Pipes:
         self._token = b""
 
     def connect(self, inboxes: Sequence[tuple[int, int]], token: str) -> None:
-        """Reach the other ranks' inboxes.
+        """Connect to the other ranks' inboxes.
 
         Args:
-            inboxes: Each rank's process id, and the descriptor of its inbox there.
-            token: What only this world knows, in hexadecimal digits.
+            inboxes: Each rank's process ID, and the descriptor of its inbox in that process.
+            token: A secret of this world, in hexadecimal digits.
         """
         self._inboxes = inboxes
         self._token = bytes.fromhex(token)
@@ -62,7 +62,7 @@ class Pipes:
             path = f"/proc/{pid}/fd/{number}"
             try:
                 status = os.stat(path)
-            except OSError:  # it has ended, as who sends to it will find
+            except OSError:  # it has ended, which sending to it will detect
                 continue
             _check_inbox(path, status)
 
@@ -79,9 +79,9 @@ class Pipes:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EPERM):  # this rank's own trouble
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.EPERM):  # an error of this rank
                 raise
-            # Else it has ended, as who waits will find.
+            # Otherwise the peer has ended, which the wait will detect.
             self._full.discard(self._outlets.get(peer, -1))
             return False
         return True
@@ -121,7 +121,7 @@ class Pipes:
             return
         n_idle = sum(not each.n_messages for each in self._files)
         if n_idle <= N_IDLE and file.end <= FILE_BYTES:
-            file.end = 0  # its pages are the dear part
+            file.end = 0  # keep its pages, which are expensive to allocate
         else:
             self._files.remove(file)
             os.close(file.descriptor)
@@ -134,12 +134,12 @@ class Pipes:
             _move(os.preadv, file, begin, mark, address, n_bytes)
         finally:
             os.close(file)
-        if mark != self._mark(number):  # another process has that number now
+        if mark != self._mark(number):  # another process has this PID now
             raise OSError(f"process {pid} does not hold message {number}")
         return Fetched()
 
     def _mark(self, number: int) -> bytes:
-        """Return what marks that message, and nothing else."""
+        """Return the mark of that message, which is unique."""
         return self._token + number.to_bytes(_MARK_BYTES - len(self._token), "little")
 
     def wait(self, timeout_s: float) -> None:
@@ -157,7 +157,7 @@ class Pipes:
         poll.poll(timeout_s * 1000)
 
     def close(self) -> None:
-        # What has not been fetched can be, until this process ends.
+        # Messages that have not been fetched remain available until this process ends.
         files = [file.descriptor for file in self._files if not file.n_messages]
         for descriptor in (self.inbox, self._inlet, *self._outlets.values(), *files):
             if descriptor >= 0:
@@ -167,12 +167,12 @@ class Pipes:
         self._files.clear()
 
     __del__ = close
-    # At the interpreter's end the module `os` may be gone before this object.
+    # At interpreter shutdown the module `os` may be cleared before this object is deleted.
     _close = staticmethod(os.close)
 
 
 def _open_inbox(pid: int, number: int) -> int:
-    """Open that process's inbox to write to. The number may be that of any file."""
+    """Open that process's inbox for writing. The descriptor may refer to any file."""
     path = f"/proc/{pid}/fd/{number}"
     try:
         inbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -195,13 +195,13 @@ def _check_inbox(path: str, status: os.stat_result) -> None:
 
 
 class Fetched:
-    """A message that is here already."""
+    """A message that has arrived already."""
 
     def is_here(self) -> bool:
         return True
 
     def discard(self) -> None:
-        """It is too late for that."""
+        """Do nothing: the message has been written already."""
 
 
 def _move(
@@ -212,12 +212,12 @@ def _move(
     address: int,
     n_bytes: int,
 ) -> None:
-    """From `begin` on, the mark and the bytes at `address` are read from the file, or written."""
+    """Read the mark and the bytes at `address` from the file, or write them, from `begin` on."""
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
     call(file, [mark], begin)
     done = 0
-    while done < n_bytes:  # one call moves 2 GiB at most
+    while done < n_bytes:  # a call transfers at most 2 GiB
         moved = call(file, [memory[done:]], begin + _MARK_BYTES + done)
         if moved <= 0:
-            raise OSError(f"only {done} of {n_bytes} bytes of a message are there")
+            raise OSError(f"only {done} of {n_bytes} bytes of a message could be transferred")
         done += moved

@@ -1,4 +1,4 @@
-"""The ranks of one host, through shared memory: see csrc/shm/shm_group.cpp."""
+"""Shared memory between the ranks of one host: see csrc/shm/shm_group.cpp."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class ShmTransport(Transport):
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
-        # Not kept: it would keep this transport, and its memory, until garbage is collected.
+        # Not cached: the reference cycle would keep this transport and its memory until the next
+        # garbage collection.
         return self._reduce_scatter
 
     def _reduce_scatter(
@@ -106,7 +107,7 @@ class ShmTransport(Transport):
         return self.group.peer_pids(silent)
 
     def has_left(self, peer: int, n_records: int) -> bool:
-        return self.group.has_left(peer)  # all that it has sent is here
+        return self.group.has_left(peer)  # everything that it has sent is here
 
     def check_peer(self, peer: int, name: str) -> None:
         self.group.check_peers(name, peer)
@@ -127,15 +128,15 @@ def alltoall(
     receive: Sequence[_native.Tensors],
     n_bytes: Sequence[Sequence[int]],
 ) -> None:
-    """Do what `Transport.alltoall` does, by a group's `exchange` among the ranks of this host."""
+    """Implement `Transport.alltoall` by a group's `exchange` among the ranks of this host."""
     size = len(send)
 
-    # A rank's stream is what it sends, to the next rank first: so all receive at all times. Its
-    # part for itself need not travel.
+    # A rank's stream is the data that it sends, to the next rank first, so that all receive at all
+    # times. Its part for itself is not sent.
     def receivers(source: int) -> list[int]:
         return [(source + k) % size for k in range(1, size)]
 
-    def begin(source: int) -> int:  # of this rank's part of that stream
+    def begin(source: int) -> int:  # where this rank's part of that stream begins
         before = itertools.takewhile(lambda d: d != rank, receivers(source))
         return sum(n_bytes[source][d] for d in before)
 
@@ -145,29 +146,30 @@ def alltoall(
 
 
 class SharedMemory:
-    """Memory of this rank, which the other ranks of a group see after a `share` on all of them.
+    """Memory of this rank, which the other ranks of a group can access after all call `share`.
 
-    `arrays`, filled by the code that lays the memory out, are what lies in it, by offset: alike on
-    all ranks. Pages take memory when they are written. OSError where the system has none to give.
+    `arrays` contains the arrays in the memory by offset, the same on all ranks; it is filled by the
+    code that lays out the memory. Pages are allocated when they are written. Raise OSError if the
+    system has no memory.
     """
 
     def __init__(self, n_bytes: int, *, of: int | None = None) -> None:
-        """Take so many bytes, or those that another library has as the file `of`."""
+        """Allocate n_bytes, or use those that another library holds as the file `of`."""
         segment = _native.Segment
         self._segment = segment.create(n_bytes) if of is None else segment.adopt(of, n_bytes)
         self._n_bytes = n_bytes
         self._others: list[_native.Segment] = []
         self.arrays: dict[int, Any] = {}
-        self.distances: list[int] = []  # how far each rank's memory is from this one's
+        self.distances: list[int] = []  # offset of each rank's memory from this one's
         self.number = 0
         _segments.add(self._segment)
 
     def array(self, begin: int, n_bytes: int) -> NDArray[np.uint8]:
-        """Return a part of it. The memory lives as long as one is referenced."""
+        """Return a part of the memory, which lives as long as such an array is referenced."""
         return self._segment.array(begin, n_bytes)
 
     def offsets(self, tensors: _native.Tensors) -> tuple[int, ...] | None:
-        """Return where in it the tensors begin; None where one lies elsewhere."""
+        """Return the tensors' offsets in the memory; None if one lies outside."""
         start = self._segment.address
         offsets = tuple(address - start if n else 0 for address, n in tensors.buffers())
         inside = all(0 <= offset < self._n_bytes for offset in offsets)
@@ -175,11 +177,11 @@ class SharedMemory:
 
     @property
     def where(self) -> tuple[int, int, int]:
-        """What a peer needs to open it."""
+        """What a peer needs to open the memory."""
         return os.getpid(), self._segment.fd, self._segment.token
 
     def open_others(self, everyone: list[tuple[int, int, int] | None], rank: int) -> bool:
-        """Open every peer's memory, given each rank's `where`; whether that worked for all."""
+        """Open every peer's memory, given each rank's `where`; return whether all succeeded."""
         self._others, self.distances = [], []
         try:
             for r, where in enumerate(everyone):
@@ -201,7 +203,7 @@ _segments: WeakSet[_native.Segment] = WeakSet()
 
 
 def _make_private() -> None:
-    """Keep a forked child's writes from the ranks, as with any other memory."""
+    """Hide a forked child's writes from the ranks, as with any other memory."""
     for segment in _segments:
         segment.make_private()
 

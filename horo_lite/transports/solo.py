@@ -1,4 +1,4 @@
-"""A world of one: nothing travels."""
+"""A world of size 1, without communication."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SoloTransport(Transport):
         return [Header(digest, count, weight)]
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
-        # Where there is nothing to compute, it should still be an error to ask for what has no
-        # meaning on several ranks.
+        # Even without anything to compute, a reduction that is invalid on several ranks should be
+        # an error.
         _native.check_reducible(tensors, reduction.op)
         if not is_identity(reduction):
             (alone,) = _native.thread_group(1)
@@ -54,6 +54,6 @@ class SoloTransport(Transport):
 
 
 def is_identity(reduction: Reduction) -> bool:
-    """Whether it leaves one rank's tensors as they are."""
+    """Return whether the reduction leaves one rank's tensors unchanged."""
     factors = reduction.prescale * prod(reduction.weights) * reduction.scale
     return factors == reduction.divisor

@@ -1,4 +1,4 @@
-"""GPU memory without NCCL: through pinned memory of the host, and another transport from there."""
+"""GPU memory without NCCL: through pinned host memory, and the host's transport from there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DEFAULT_STAGE_BYTES = 25 * 2**20
 
 
 class StagedTransport(GpuTransport):
-    """Any transport, for tensors on a GPU. Waits for the GPU, twice a call.
+    """Uses any transport for tensors on a GPU. Waits for the GPU twice per call.
 
-    A world of one needs nothing moved, and so waits for nothing. Reductions take `stage_bytes` of
-    pinned memory, or what the largest tensor needs; other operations take what they move.
+    A world of size 1 moves nothing, and so does not wait. Reductions need `stage_bytes` of pinned
+    memory, or the size of the largest tensor; other operations need as much as they move.
     """
 
     name = "staged"
@@ -42,7 +42,7 @@ class StagedTransport(GpuTransport):
                 self._staging.upload(host, tensors, part.start)
 
     def _parts(self, tensors: _native.Tensors) -> Iterator[tuple[range, _native.Tensors]]:
-        """Runs of tensors that fit the stage, in pinned memory; each is agreed on by itself."""
+        """Yield runs of tensors that fit the stage, in pinned memory; agree on each of them."""
         sizes = [n_bytes for _, n_bytes in tensors.buffers()]
         first = filled = 0
         parts = []
@@ -53,7 +53,7 @@ class StagedTransport(GpuTransport):
             filled += size
         parts.append(range(first, len(sizes)))
         for part in parts:
-            if part.start:  # every operation begins so; before the first one the caller has
+            if part.start:  # operations begin with agree(); the caller has begun the first one
                 self.host.agree(0, label="another part of an exchange")
             yield part, self._staging.download(tensors, part.start, part.stop)
 

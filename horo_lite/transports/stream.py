@@ -10,12 +10,12 @@ from horo_lite.transports.interface import Transport
 from horo_lite.transports.nccl import connect
 from horo_lite.transports.watchdog import Watchdog
 
-# Of a rank's GPU, for the others.
+# The state of a rank's GPU, for the other ranks.
 _NOT_CONNECTED, _CONNECTED, _FAILED = range(3)
 
 
 class CommunicationStream:
-    """A stream of one rank's GPU for what a group exchanges, and the transport that uses it."""
+    """A stream of one rank's GPU for a group's communication, and the transport that uses it."""
 
     def __init__(self, host: Transport, index: int, allowed: bool) -> None:
         self.index = index
@@ -40,11 +40,11 @@ class CommunicationStream:
         return found
 
     def transport_of_all(self) -> GpuTransport:
-        """As `transport`, where ranks may have reset theirs at other times; always collective.
+        """Return `transport`, even if ranks have reset theirs at other times; always collective.
 
         Raises:
-            DeviceError: A rank's GPU has failed in an earlier operation, which not all programs
-                have learned yet; raised on every rank.
+            DeviceError: A rank's GPU has failed in an earlier operation, which was not reported to
+                all programs yet; raised on every rank.
         """
         label = "arrays on a GPU"
         found = self._transport
@@ -57,35 +57,35 @@ class CommunicationStream:
                 found.peer_failed = True
             raise DeviceError(on_ranks(self.host.ranks, texts))
         if found is None or _NOT_CONNECTED in states:
-            self.fail("the ranks connect their GPUs anew")
+            self.fail("the ranks reconnect their GPUs")
             self.reset()
             found = self.transport()
-            self.host.agree(0, label=label)  # what passes through the host begins with one
+            self.host.agree(0, label=label)  # operations through the host begin with agree()
         return found
 
     def fail(self, reason: str) -> None:
-        """End what waits on the GPU. For any thread."""
+        """Abort operations that wait on the GPU. For any thread."""
         found = self._transport
         if found is not None:
             found.fail(reason)
 
     def failure(self) -> str:
-        """Return what NCCL has failed with, or what was given to `fail`. For any thread."""
+        """Return NCCL's error, or the reason passed to `fail`. For any thread."""
         found = self._transport
         return "" if found is None else found.failure()
 
     @property
     def peer_failed(self) -> bool:
-        """Whether another rank's GPU is known to have failed, which was not raised yet."""
+        """Whether another rank's GPU is known to have failed, and this was not raised yet."""
         found = self._transport
         return found is not None and found.peer_failed
 
     def reset(self) -> None:
-        """Connect anew at the next use."""
+        """Reconnect at the next use."""
         self._transport = None
 
     def close(self) -> None:
-        """Leave, together with the other ranks; without this, that could be at any time."""
+        """Close the transport together with the other ranks, not whenever it is deleted."""
         found = self._transport
         if found is not None:
             found.close()

@@ -26,14 +26,14 @@ __all__ = ["Role", "ThisHost", "share_memory"]
 
 
 class Role(IntEnum):
-    """What a transport of a world is for: where in the host's memory it lies."""
+    """The purpose of a transport of a world, and its index in the host's shared memory."""
 
     DIRECT = 0
     ENGINE = 1
     WATCHDOG = 2
 
 
-# pid, name, where the memory of the host is
+# PID, name, location of the host's shared memory
 _CONTRIBUTION = (PID, NAME, [None, (PID, DESCRIPTOR, range(1 << 62))])
 
 
@@ -42,31 +42,31 @@ class ThisHost:
     """The ranks of this host, and the memory they share."""
 
     rank: int
-    """Of this process, among the host's."""
+    """This process's rank among those of the host."""
     size: int
     ranks: Sequence[int]
-    """Of all of the communicator's ranks, their numbers in the world."""
+    """The numbers of all of the communicator's ranks in the world."""
     segment: _native.Segment
     group_bytes: int
     scratch_bytes: int
-    """For each of the transports; 0 where all ranks are on one host."""
+    """For each of the transports; 0 if all ranks are on one host."""
     pids: Sequence[int]
     names: Sequence[str]
     n_transports: int
     here: Sequence[int]
     """The world's numbers of the ranks of this host."""
     hosts: Sequence[Sequence[int]]
-    """The ranks of each host, as the communicator numbers them."""
+    """The communicator's ranks of each host."""
     host: int
-    """This one, among them."""
+    """The index of this host in `hosts`."""
     stall_detector: _native.StallDetector
     inboxes: Sequence[tuple[int, int]]
-    """Of each of the communicator's ranks, the process and its descriptor for messages, if any."""
+    """PID and descriptor for messages of each of the communicator's ranks, if any."""
     is_world: bool
-    """Not a part of one."""
+    """False for a part of a world."""
 
     def group(self, role: Role) -> _native.ShmGroup:
-        """The C++ group of the host's ranks for that transport."""
+        """Return the C++ group of the host's ranks for that transport."""
         group = _native.ShmGroup(
             self.segment,
             role * self.group_bytes,
@@ -75,7 +75,7 @@ class ThisHost:
             self.pids,
             self.names,
         )
-        if role != Role.WATCHDOG:  # nobody waits for its thread
+        if role != Role.WATCHDOG:  # no rank waits for its thread
             direct = role == Role.DIRECT and self.scratch_bytes == 0
             group.watched_by(self.stall_detector, self.here, direct)
         if role == Role.DIRECT and self.is_world:
@@ -83,7 +83,7 @@ class ThisHost:
         return group
 
     def scratch(self, role: Role) -> int:
-        """The address of memory that all ranks of this host see."""
+        """Return the address of memory that all ranks of this host share."""
         offset = self.n_transports * self.group_bytes + role * self.scratch_bytes
         return self.segment.address + offset
 
@@ -99,13 +99,13 @@ def share_memory(
     stall_detector: _native.StallDetector | None,
     inbox: int | None = None,
 ) -> ThisHost | str:
-    """Make memory that the ranks of each host share; or, on every rank, why some host cannot.
+    """Create memory that the ranks of each host share; if a host cannot, return why on every rank.
 
     Collective over `comm`. A part of a world has the world's stall detector. `least_window` is that
-    of what carries bytes between hosts, `inbox` the descriptor at which this rank's messages
-    arrive, if others are to open it.
+    of the carrier between hosts, `inbox` the descriptor at which this rank's messages arrive, if
+    others are to open it.
     """
-    # As `comm` numbers them: ranks of a host keep their order.
+    # Ranks of `comm`: ranks of a host keep their order.
     host_numbers = list(host_of_rank)
     here = [r for r, number in enumerate(host_numbers) if number == host_numbers[comm.rank]]
     group_bytes = _native.ShmGroup.memory_bytes(len(here))
@@ -132,7 +132,8 @@ def share_memory(
         except OSError as error:
             why_not = _why_not(error)
     form = (*_CONTRIBUTION, None if inbox is None else DESCRIPTOR)
-    # All in `comm`: a rank that has lost a peer revokes it, and no rank can be left in another one.
+    # Only on `comm`: a rank that has lost a peer revokes it, and no rank may be left waiting on
+    # another communicator.
     everyone = allgather_objects(comm, (pid, name, where, inbox), form)
     where = everyone[here[0]][2]
     if segment is None and where is not None:

@@ -1,4 +1,4 @@
-"""Whether the ranks queue the same things on their GPUs: found out by a thread beside the step."""
+"""Check in a background thread that all ranks queue the same operations on their GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Withdrawable(Protocol):
 
 
 class Watched(Protocol):
-    """A communication stream, as far as it is watched: see `CommunicationStream`."""
+    """The part of a `CommunicationStream` that the watchdog uses."""
 
     @property
     def peer_failed(self) -> bool: ...
@@ -36,14 +36,14 @@ class Watched(Protocol):
     def reset(self) -> None: ...
 
 
-# A rank's state in a round: with a notice (of something that it can do as agreed on earlier, or
-# cannot), idle, with a failure, or for the last time.
+# A rank's state in a round: idle, with a notice of an operation that it cannot (differs) or can
+# (follows) do as agreed on earlier, with a failure, or in its last round.
 _IDLE, _DIFFERS, _FOLLOWS, _FAILED, _LEAVES = range(5)
 _N_STATES = 8
 ROUND_S = 0.2
 ABORT_S = 10.0
 MAX_BEHIND = 8
-MAX_AHEAD = 256  # notices of a rank that others have not matched; CUDA itself queues about 1,000
+MAX_AHEAD = 256  # notices of a rank without a match on others; CUDA itself queues about 1,000
 _ELSEWHERE = digest_of("not this call: it has queued something on its GPU that nobody else has")
 
 
@@ -70,24 +70,24 @@ class Notice:
 
 
 class Watchdog:
-    """Compares the notices of all ranks, in their order, over a transport of its own.
+    """Compares the notices of all ranks, in their order, over its own transport.
 
-    The threads of all ranks compare in rounds: at once where there is a notice, a few times a
-    second where there is none. So a rank that waits for its GPU, or in a call of the host's, learns
-    what went wrong elsewhere.
+    The threads of all ranks compare in rounds: immediately if there is a notice, a few times per
+    second if there is none. So a rank that waits for its GPU, or in a call on the host, learns of
+    errors on other ranks.
 
-    Where notices differ, what waits on the GPUs is ended, on every rank. `check()` then raises the
-    difference, once; what a rank announced before that is void, and so is what it submitted
-    (`submitting`) and the others did not, so that afterwards all ranks continue with the same
-    operation, and connect their GPUs anew. No program raises it before that is so on every rank.
-    Failures of this rank's GPU are noticed, too, and reported to the others.
+    If notices differ, operations that wait on the GPUs are aborted on every rank. `check()` then
+    raises the difference, once. A rank's earlier notices become void, and so do operations that it
+    submitted (`submitting`) and the others did not, so that afterwards all ranks continue with the
+    same operation, and reconnect their GPUs. No program raises the error before that is done on
+    every rank. Failures of this rank's GPU are detected, too, and reported to the others.
 
-    A rank that cannot do what was agreed on earlier says so with `follows=False`, and then waits
-    for the notice. If no rank follows, that is not a mismatch but `nobody_follows`: all are
+    A rank that cannot do what was agreed on earlier announces this with `follows=False`, and then
+    waits for the notice. If no rank follows, that is not a mismatch but `nobody_follows`: all are
     waiting, and nothing has been queued.
 
-    A rank that waits for the others in a direct call on the host, where others have queued
-    something on their GPUs instead, is found by the number of such calls (`CountedTransport`).
+    A rank that waits for the others in a direct call on the host, while they have queued something
+    on their GPUs instead, is detected by the number of such calls (`CountedTransport`).
     """
 
     def __init__(
@@ -98,27 +98,27 @@ class Watchdog:
         self._direct = direct
         self._streams = streams
         self._error: Exception | None = None
-        self._stopped = threading.Event()  # there is an error
+        self._stopped = threading.Event()  # set if there is an error
         self._raising = threading.RLock()
-        self._submitting = threading.RLock()  # again where a finalizer submits, too
+        self._submitting = threading.RLock()  # re-entrant, since a finalizer may submit, too
         self._submitted: WeakSet[Withdrawable] = WeakSet()
-        self._is_stopping = False  # nothing is submitted any more until the error was raised
-        self._awaited = 0  # the direct call in which a rank waits for those that are elsewhere
+        self._is_stopping = False  # no submissions until the error was raised
+        self._awaited = 0  # the direct call in which a rank waits for ranks that are elsewhere
         self._generation = 0  # how many errors all ranks have raised
-        self._lost: PeerLostError | None = None  # raised by what this rank queues alone
+        self._lost: PeerLostError | None = None  # raised if this rank queues anything alone
         self._notices: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._first: Notice | None = None
         self._latest: deque[Notice] = deque()
         self._closing = False
         self._stall_detector = direct.stall_detector
-        # What this rank has queued, and others have not.
+        # The wait of an operation that this rank has queued, and others have not.
         self._unmatched: _native.Wait | None = None
         self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="horo_lite watchdog", daemon=True)
         direct.watchdog = self
 
     def start(self) -> None:
-        """Begin, once all ranks have connected their GPUs; also called when they have again."""
+        """Start, once all ranks have connected their GPUs; also called after a reconnection."""
         with self._starting:
             if self._thread.ident is None:
                 self._thread.start()
@@ -126,7 +126,7 @@ class Watchdog:
     def announce(
         self, label: str, digest: int, describe: Callable[[], str], *, follows: bool = True
     ) -> Notice:
-        """Say what this rank is about to queue; return at once, or raise what others led to."""
+        """Announce what this rank is about to queue. Return at once; raise earlier errors."""
         self.check()
         if self._lost is not None:
             raise self._lost
@@ -139,7 +139,7 @@ class Watchdog:
 
         notice = Notice(label, digest, describe_all, state, n_agreed, self._generation)
         self._notices.put(notice)
-        if self._executor is not None:  # the thread calls MPI through this one
+        if self._executor is not None:  # the watchdog calls MPI through this thread
             self._serve_until(lambda _: self._notices.qsize() < MAX_BEHIND)
         self._latest.append(notice)
         if len(self._latest) > MAX_AHEAD:
@@ -148,7 +148,7 @@ class Watchdog:
 
     @contextmanager
     def submitting(self) -> Iterator[WeakSet[Withdrawable]]:
-        """Around submitting an asynchronous operation, which is then to be added.
+        """Guard the submission of an asynchronous operation, which must be added to the set.
 
         Raises:
             MismatchError, DeviceError: As `check`.
@@ -162,21 +162,21 @@ class Watchdog:
             self._serve_until(self._stopped_or_raised)
 
     def _stopped_or_raised(self, timeout_s: float) -> bool:
-        """Whether the error is there, or another thread has raised it already."""
+        """Return whether there is an error to raise, or another thread has raised it already."""
         return self._stopped.wait(timeout_s) or not self._is_stopping
 
     @property
     def generation(self) -> int:
-        """How many errors of GPUs all ranks have raised."""
+        """The number of GPU errors that all ranks have raised."""
         return self._generation
 
     def wait(self, notice: Notice) -> None:
-        """Wait until all ranks have announced theirs; raise if they differ, or never will."""
+        """Wait until all ranks have announced it; raise if they differ, or never will."""
         self._serve_until(notice.settled.wait)
         self.check()
 
     def check(self) -> None:
-        """Raise what the comparison of earlier notices led to, or StallError."""
+        """Raise the error that the comparison of earlier notices found, or StallError."""
         if self._stall_detector is not None:
             self._stall_detector.check()
         if not self._stopped.is_set():
@@ -189,7 +189,7 @@ class Watchdog:
                 if self._direct.n_agreed < self._awaited:
                     self._direct.pass_by()
                 for stream in self._streams:
-                    if stream.failure():  # not what has been connected since
+                    if stream.failure():  # not a stream that has been connected since
                         stream.reset()
                 self._generation += 1
                 self._is_stopping = False
@@ -198,33 +198,34 @@ class Watchdog:
         try:
             raise error
         finally:
-            # Its traceback has this frame. In a cycle it would be freed at any time, in the middle
-            # of a call of MPI's, too, and with it a transport, whose end waits for the GPU.
+            # Its traceback refers to this frame. A reference cycle would be freed at any time, even
+            # in the middle of an MPI call, and with it a transport, whose deletion waits for the
+            # GPU.
             del error
 
     def raise_common(self) -> None:
-        """If a GPU of any rank has failed, wait until all ranks know it, and raise it."""
+        """If a GPU of any rank has failed, wait until all ranks know, and raise the error."""
         if self._failure() or any(stream.peer_failed for stream in self._streams):
             self._serve_until(self._stopped.wait)
         self.check()
 
     def raise_what_voided(self) -> None:
-        """Raise the error for which an operation was withdrawn, unless that was raised before."""
+        """Raise the error for which an operation was withdrawn, unless it was raised before."""
         if self._is_stopping:
             self._serve_until(self._stopped_or_raised)
         self.check()
 
     def raise_elsewhere(self) -> None:
-        """Raise what all ranks will, since some of them are not in this rank's direct call."""
+        """Raise the same error as all ranks, since some are not in this rank's direct call."""
         self._serve_until(self._stopped.wait)
         self.check()
 
     def is_awaited(self) -> bool:
-        """Whether other ranks are in a direct call that this one should have made before."""
+        """Return whether other ranks wait in a direct call that this one should have made."""
         return self._error is not None and self._direct.n_agreed < self._awaited
 
     def close(self) -> None:
-        """Wait until all that was announced has been compared; raise if there was a difference."""
+        """Wait until all notices have been compared; raise if there was a difference."""
         self._notices.put(None)
         self._serve_until(self._has_ended)
         self._direct.watchdog = None
@@ -235,19 +236,19 @@ class Watchdog:
         return not self._thread.is_alive()
 
     def _serve_until(self, is_over: Callable[[float], bool]) -> None:
-        """Wait, but not for a thread that has ended."""
+        """Wait until `is_over`, or until the watchdog's thread has ended."""
         while self._thread.is_alive():
-            # In turns, so that Ctrl-C works.
+            # In short waits, so that Ctrl-C works.
             if is_over(0.1 if self._executor is None else 0.0):
                 return
-            if self._executor is not None:  # MPI takes calls from one thread only: this one
+            if self._executor is not None:  # only this thread may call MPI
                 self._executor.serve(0.05)
 
     def _loop(self) -> None:
         try:
             while self._round():
                 pass
-        except Exception as error:  # a peer is gone, or nothing moves
+        except Exception as error:  # a peer was lost, or a stall
             self._abort(error)
             self._raise_in_program(error)
             if isinstance(error, StallError):
@@ -257,15 +258,16 @@ class Watchdog:
                 self._unmatched.close(False)
 
     def _round(self) -> bool:
-        """Compare with the other ranks' threads; whether there is to be another round."""
+        """Compare with the other ranks' threads; return whether there is another round."""
         if self._stall_detector is not None:
             self._stall_detector.check()
-        # What was announced before the latest of these direct calls is seen below.
+        # Read before the notices: notices from before the latest of these direct calls are then
+        # seen below.
         n_agreed, direct_call = self._direct.n_agreed, self._direct.label
         notice = self._next()
         failure = self._failure()
         if failure:
-            state, digest, label = _FAILED, 0, "a failure of a GPU"
+            state, digest, label = _FAILED, 0, "the report of a GPU failure"
         elif notice is not None:
             state, digest, label, n_agreed = (
                 notice.state,
@@ -309,7 +311,7 @@ class Watchdog:
         except (DeviceError, MismatchError) as error:
             self._abort(error)
             self._withdraw()
-            self._transport.agree(0, label="what follows a failure of a GPU")
+            self._transport.agree(0, label="the recovery from a GPU error")
             self._raise_in_program(error)
         if notice is not None:
             notice.settled.set()
@@ -349,13 +351,13 @@ class Watchdog:
         return None
 
     def _failure(self) -> str:
-        """Return what happened to this rank's GPU that the others do not know yet."""
+        """Return the failure of this rank's GPU if the others do not know it yet, else ""."""
         if self._error is not None:
             return ""
         return next(filter(None, (stream.failure() for stream in self._streams)), "")
 
     def _end_with_all(self, states: Sequence[int], announced: Sequence[bool], label: str) -> bool:
-        """End, since some rank is here for the last time: whether there is to be another round."""
+        """End, since this is the last round of some rank; return False: no more rounds."""
         ranks = self._transport.ranks
         lost = PeerLostError(
             f"rank {ranks[states.index(_LEAVES)]} has left the job (its program ended, or it "
@@ -363,7 +365,7 @@ class Watchdog:
         )
         if announced[self._transport.rank]:
             raise lost
-        if any(announced):  # what they have queued will never be complete, and this need not wait
+        if any(announced):  # their queued operations will never complete: this rank must not wait
             for stream in self._streams:
                 stream.fail("this rank was shut down")
         if not self._closing:
@@ -371,7 +373,7 @@ class Watchdog:
         return False
 
     def _withdraw(self) -> None:
-        """Make void what this rank has submitted and others have not: they need not do so now."""
+        """Withdraw what this rank has submitted and others have not, which they now need not."""
         with self._submitting:
             self._is_stopping = True
             submitted = list(self._submitted)
@@ -379,17 +381,17 @@ class Watchdog:
 
         def withdraw() -> None:
             for handle in submitted:
-                handle.is_void = True  # before the program can see that it is withdrawn
+                handle.is_void = True  # before the program can observe the withdrawal
                 handle.is_void = handle.withdraw(beside=True)
 
-        # Not for ever, as in _abort: the engine may be in a call of NCCL's.
+        # Not forever, as in _abort: the engine may be in an NCCL call.
         thread = threading.Thread(target=withdraw, name="horo_lite withdraws", daemon=True)
         thread.start()
         thread.join(ABORT_S)
 
     def _abort(self, error: Exception) -> None:
-        # All at once: aborting one may wait for memory that a stuck kernel of another keeps. Not
-        # for ever: NCCL may not come back, and the program must raise the error nevertheless.
+        # All concurrently: aborting one may wait for memory that a stuck kernel of another holds.
+        # Not forever: NCCL may not return, and the program must raise the error nevertheless.
         aborts = [
             threading.Thread(
                 target=stream.fail, args=(str(error),), name="horo_lite aborts", daemon=True
@@ -403,13 +405,13 @@ class Watchdog:
             abort.join(max(until - time.monotonic(), 0))
 
     def _raise_in_program(self, error: Exception) -> None:
-        """From here on this rank's program may raise it, and connect anew."""
+        """Let this rank's program raise the error, and reconnect."""
         self._error = error
         self._stopped.set()
 
 
 class CountedTransport(OverHost):
-    """The transport of direct calls, counting how often this rank has agreed with others there."""
+    """The transport of direct calls, which counts how often this rank has agreed with others."""
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
@@ -442,6 +444,6 @@ class CountedTransport(OverHost):
         return headers
 
     def pass_by(self) -> None:
-        """Tell those that wait in a direct call that this rank is not in it."""
+        """Tell ranks that wait in a direct call that this one is not in it."""
         self.n_agreed += 1
         self._host.agree(_ELSEWHERE, label=self._label)

@@ -85,7 +85,7 @@ def test_its_resnet50_is_one() -> None:
 def test_other_models_need_torchvision() -> None:
     result = run("synthetic_benchmark.py", 1, "--model", "resnet18")
     assert result.returncode != 0
-    assert "--model resnet18 is torchvision's: pip install torchvision" in result.stderr
+    assert "--model resnet18 needs torchvision: pip install torchvision" in result.stderr
 
 
 @pytest.mark.mpi

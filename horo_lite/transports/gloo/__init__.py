@@ -1,1 +1,1 @@
-"""PyTorch's gloo as what carries bytes between hosts, where MPI did not start the ranks."""
+"""PyTorch's gloo as a carrier between hosts, if MPI did not start the ranks."""

@@ -1,4 +1,4 @@
-"""PyTorch's gloo as what carries bytes between hosts: channels over a world's connections."""
+"""PyTorch's gloo as a carrier between hosts: channels over a world's connections."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 from horo_lite.transports.gloo.connections import GlooConnections, Transfer
 from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
 
-# Gloo's tags: first come those of the world's channel, then each other channel has a few.
+# Gloo's tags: those of the world's channel, followed by a few for each other channel.
 _WORLD_TAGS = 1 << 15
 _TAGS = 1 << 4
-# A short message that is part of an `allgather`.
+# The tag of short messages of an `allgather`.
 _GATHERED = 0
 
 
 class GlooChannel(Channel):
-    """Messages between some ranks of a world, which have the same number for it.
+    """Messages between some ranks of a world.
 
     Args:
-        connections: Those of the world.
-        ranks: The world's numbers of the ranks.
-        number: Of the channel.
-        is_world: It is the world's, for messages with any tag from 1 on.
+        connections: The world's connections.
+        ranks: The ranks' numbers in the world.
+        number: The channel's number, the same on all of its ranks.
+        is_world: This is the world's channel, for messages with any tag from 1 on.
     """
 
     def __init__(
@@ -68,7 +68,10 @@ class GlooChannel(Channel):
         return transfer
 
     def _offered(self, transfer: Transfer) -> Done:
-        """Nobody asks before the peer has it: of many messages that wait, none takes a thread."""
+        """Wait for a transfer only when asked, which is after the peer has received it.
+
+        So messages that wait for their receiver, however many, do not occupy threads.
+        """
         is_asked_for = False
 
         def done() -> bool:
@@ -91,7 +94,7 @@ class GlooChannel(Channel):
         return received
 
     def deliver(self, peer: int, tag: int, text: bytes) -> None:
-        """Keep a short message until it is asked for; in any thread."""
+        """Keep a short message until it is received. For any thread."""
         place = self._place[peer]
         if tag == _GATHERED:
             self._gathered[place].append(text)
@@ -103,7 +106,7 @@ class GlooChannel(Channel):
         return [self._place[peer] for peer in tuple(ended) if peer in self._place] if ended else ()
 
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        """As a carrier's."""
+        """Gather every rank's few bytes, like the carrier's allgather."""
         rows = everyone.reshape(self.size, -1)
         rows[self.rank] = mine
         peers = [place for place in range(self.size) if place != self.rank]
@@ -119,7 +122,7 @@ class GlooChannel(Channel):
         return done
 
     def close(self) -> None:
-        """Use it no more."""
+        """Close the channel."""
         self._connections.remove(self)
 
 
@@ -127,15 +130,15 @@ class GlooCarrier(Carrier):
     """The channels of one transport.
 
     Args:
-        connections: Those of the world.
-        ranks: The world's numbers of the transport's ranks.
-        number: The first of N_CHANNELS numbers of channels, which only this transport has.
+        connections: The world's connections.
+        ranks: The numbers of the transport's ranks in the world.
+        number: The first of N_CHANNELS channel numbers that belong to this transport only.
     """
 
     name = "gloo"
     N_CHANNELS: ClassVar[int] = 4
-    # Each window waits some twenty times for the GIL, whatever its size: beside a training thread
-    # that is busy in Python, windows of 1 MiB left twice as much of an exchange exposed.
+    # Each window waits some twenty times for the GIL, regardless of its size: with a training
+    # thread that is busy in Python, windows of 1 MiB left twice as much of an exchange exposed.
     least_window: ClassVar[int] = 4 << 20
 
     def __init__(self, connections: GlooConnections, ranks: Sequence[int], number: int) -> None:
@@ -170,7 +173,7 @@ class GlooCarrier(Carrier):
         return channel
 
     def close(self, in_good_order: bool) -> None:
-        """The channels are closed; memory that may be in use lives as long as the connections."""
+        """Close the channels; memory that may be in use lives as long as the connections."""
         if not in_good_order:
             self._connections.kept.append(self.memory)
         self.memory = {}

@@ -1,12 +1,12 @@
 """TCP connections between all ranks of a world, by PyTorch's gloo.
 
-What gloo sends or receives is complete when somebody has waited for it: it cannot be asked. And a
-wait that ends before that, by a timeout, closes all connections. So threads wait: one for each
-transfer under way, of those that `Waiters` keeps, and one for each peer (`_Stream`), which receives
-all short messages, and so notices at once when the connection ends.
+Gloo has no way to test whether a transfer is complete, only to wait for it, and a wait that times
+out closes all connections. So threads wait: one of `Waiters` for each transfer in flight, and one
+for each peer (`_Stream`), which receives all short messages, and so notices immediately when the
+connection ends.
 
-All of these threads need the GIL for a moment, some twenty times one after the other for a window
-of an all-reduce. A training thread that is busy in Python keeps it for as long as it may.
+All of these threads need the GIL briefly, some twenty times in succession for a window of an
+all-reduce. A training thread that is busy in Python keeps it as long as the interpreter allows.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from horo_lite.transports.peers import asked
 if TYPE_CHECKING:
     from horo_lite.transports.gloo.carrier import GlooChannel
 
-# The stall detector knows better how long to wait; gloo's clock must not overflow.
+# The stall detector decides how long to wait; gloo's clock must not overflow.
 _FOREVER = timedelta(days=1000)
 _STREAM_TAG, _NO_TAG = 0, (1 << 31) - 1
-# Of a short message: channel, tag, length of the text; or, on channel 0, of the streams' own.
+# Header of a short message: channel, tag, length of the text. Channel 0 is that of the streams.
 _HEADER = struct.Struct("<IHH")
 _PACKET_BYTES = _HEADER.size + (4 << 10)
-_ROOM = 16  # packets of a peer for which there is memory before it sends them
-_NOTED_EVERY = 8  # packets from it, of which it is notified
+_ROOM = 16  # packets of a peer for which receives are posted in advance
+_NOTED_EVERY = 8  # packets from a peer, after which it gets an acknowledgement
 _N_RECEIVED, _LAST = 1, 2
 _N_RECEIVED_TEXT = struct.Struct("<Q")
-# Who ends waits so long until what it has sent has arrived.
+# How long a rank that ends waits until its messages have arrived.
 _LINGER_S = 2.0
-# How long a thread may keep the GIL from others while there are connections. With Python's own 5 ms
-# and a training thread that never gives it up, next to nothing of an exchange was hidden.
+# The interpreter's switch interval while there are connections. With Python's default of 5 ms and a
+# training thread that never releases the GIL voluntarily, almost nothing of an exchange was hidden.
 _SWITCH_S = 1e-3
-# So long after a connection has ended, what was to come over it is taken for lost.
+# How long after the end of a connection its outstanding messages are considered lost.
 _LOST_S = 1.0
 
 
@@ -58,16 +58,16 @@ class GlooConnections:
     """The connections of one world.
 
     Args:
-        store: A store of PyTorch's, for this world alone.
+        store: A PyTorch store, used only by this world.
         rank: This rank.
         size: The number of ranks.
-        towards: A host of the job, if one is known, "host:port": an interface that leads there is
+        towards: A host of the job, if one is known, "host:port": the interface that leads there is
             used.
         timeout_s: Seconds within which all ranks must be connected.
-        check_living: Raises PeerLostError where a rank is known to have died.
+        check_living: Raises PeerLostError if a rank is known to have died.
 
     Raises:
-        LauncherError: They could not connect.
+        LauncherError: The ranks could not connect.
         PeerLostError: A rank died meanwhile.
     """
 
@@ -83,16 +83,16 @@ class GlooConnections:
         self.rank = rank
         self.size = size
         self.next_channel = 1
-        """The first number of which this rank has no channel yet."""
+        """The first channel number that this rank has not used yet."""
         self.kept: list[Any] = []
-        """What must live as long as the connections."""
+        """Objects that must live as long as the connections."""
         self.waiters = Waiters()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._channels: dict[int, GlooChannel | None] = {}  # None: closed
         self._early: dict[int, list[tuple[int, int, bytes]]] = {}
         self.ended: set[int] = set()
-        """Peers from which nothing comes any more."""
+        """Peers from which nothing will arrive any more."""
         self.group = _connect(store, rank, size, towards, timeout_s, check_living)
         self._is_open = True
         self._switch_s = sys.getswitchinterval()
@@ -109,11 +109,11 @@ class GlooConnections:
         return begin([torch.from_numpy(memory)], peer, tag)
 
     def send(self, peer: int, channel: int, tag: int, text: bytes) -> None:
-        """Send a short message; to a peer whose connection has ended, none."""
+        """Send a short message; drop it if the peer's connection has ended."""
         self._streams[peer].send(channel, tag, text)
 
     def add(self, channel: GlooChannel) -> None:
-        """What comes for that channel is its own from now on."""
+        """Deliver that channel's messages to it from now on."""
         with self._lock:
             self.next_channel = max(self.next_channel, channel.number + 1)
             self._channels[channel.number] = channel
@@ -121,12 +121,12 @@ class GlooConnections:
                 channel.deliver(*early)
 
     def remove(self, channel: GlooChannel) -> None:
-        """What comes for that channel is for nobody."""
+        """Drop that channel's messages from now on."""
         with self._lock:
             self._channels[channel.number] = None
 
     def deliver(self, peer: int, number: int, tag: int, text: bytes) -> None:
-        """Give a short message to its channel, or keep it until that is made."""
+        """Deliver a short message to its channel, or keep it until the channel is created."""
         with self._lock:
             if number not in self._channels:
                 self._early.setdefault(number, []).append((peer, tag, text))
@@ -134,7 +134,7 @@ class GlooConnections:
                 channel.deliver(peer, tag, text)
 
     def close(self) -> None:
-        """Close them, once what was sent has arrived, or two seconds later. For one thread."""
+        """Close them when all sent messages have arrived, or after two seconds. For one thread."""
         if not self._is_open or os.getpid() != self._pid:
             return
         self._is_open = False
@@ -145,14 +145,14 @@ class GlooConnections:
         for stream in self._streams.values():
             stream.wait_until_received(until)
         for peer in self._streams:
-            # A wait that times out is how gloo is told to close all connections.
+            # A wait that times out makes gloo close all connections.
             with suppress(RuntimeError):
                 work = self.post(peer, _NO_TAG, np.empty(1, np.uint8), receive=True)
                 work.wait(timedelta(milliseconds=1))
         self.waiters.close()
         for stream in self._streams.values():
             stream.thread.join(_LINGER_S)
-        if sys.getswitchinterval() == self._own_switch_s:  # nobody has set another
+        if sys.getswitchinterval() == self._own_switch_s:  # not changed since
             sys.setswitchinterval(self._switch_s)
         self._channels.clear()
 
@@ -172,7 +172,7 @@ def _connect(
         gloo: Any = distributed.ProcessGroupGloo
     except (ImportError, AttributeError) as error:
         raise LauncherError(
-            "the ranks run on several hosts, MPI did not start them, and this PyTorch has no gloo "
+            "the ranks run on several hosts, were not started by MPI, and this PyTorch has no gloo "
             f"to connect them ({error}): pip install torch, or start the job with mpiexec"
         ) from error
     until = time.monotonic() + timeout_s + 10
@@ -181,7 +181,7 @@ def _connect(
         options = gloo._Options()
         options._devices = [_device(gloo, towards)]
         options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1  # for collective operations, of which there are none
+        options._threads = 1  # for collective operations, which are not used
         return gloo(store, rank, size, options)
 
     def look() -> None:
@@ -197,18 +197,18 @@ def _connect(
         why = str(error).partition("\n")[0]
         raise LauncherError(
             f"rank {rank} of {size} on {socket.gethostname()} could not connect to the other "
-            f"hosts' ranks ({why}): can they reach each other at any port, by the interface "
-            "that the hostname or MASTER_ADDR stands for? GLOO_SOCKET_IFNAME names another "
-            "one, such as eth0; or start the job with mpiexec"
+            f"hosts' ranks ({why}): can they reach each other at any port, over the interface "
+            "of the hostname or MASTER_ADDR? Set GLOO_SOCKET_IFNAME to another one, such as "
+            "eth0, or start the job with mpiexec"
         ) from error
 
 
 def _device(gloo: Any, towards: str) -> Any:
     """Return the network interface that gloo uses.
 
-    As in PyTorch it is that of GLOO_SOCKET_IFNAME. Without that, PyTorch takes what the hostname
-    stands for, which on Debian is the loopback; so here it is the one that leads to rank 0's host,
-    unless that is the loopback, too.
+    As in PyTorch, GLOO_SOCKET_IFNAME takes precedence. By default, PyTorch uses the interface to
+    which the hostname resolves, on Debian the loopback; so this returns the one that leads to rank
+    0's host, unless that is the loopback, too.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     if names[0]:
@@ -227,11 +227,11 @@ def _device(gloo: Any, towards: str) -> Any:
 
 
 class Transfer:
-    """Messages under way; called, it tells whether all of them have been sent and received.
+    """Messages in flight. A call returns whether all of them have been sent and received.
 
     Args:
-        peers_and_works: Of each message.
-        failed: The peer that one could not even be posted to; -1 for none.
+        peers_and_works: The peer and gloo's work of each message.
+        failed: The peer of a message that could not even be posted; -1 for none.
     """
 
     def __init__(self, peers_and_works: Sequence[tuple[int, Any]], failed: int = -1) -> None:
@@ -241,10 +241,10 @@ class Transfer:
         self._failed_at = time.monotonic()
 
     def wait(self) -> None:
-        """Return when nothing is under way any more.
+        """Return when nothing is in flight any more.
 
-        Not before, also where a connection has ended: to a work that is dropped while its message
-        comes, gloo listens no more, and neither to anything else from that peer.
+        Not earlier, even if a connection has ended: if a work is dropped while its message arrives,
+        gloo receives neither the rest of it nor anything else from that peer.
         """
         for peer, work in self._works:
             try:
@@ -255,14 +255,14 @@ class Transfer:
         self._is_done = self._failed < 0
 
     def __call__(self) -> bool:
-        # Who reports why the connection has ended knows more, if anybody does.
+        # If anything else reports why the connection has ended, that report has more information.
         if self._failed >= 0 and time.monotonic() > self._failed_at + _LOST_S:
             raise PeerLostError(f"the connection to rank {self._failed} has ended")
         return self._is_done
 
 
 class Waiters:
-    """Threads that wait for transfers: as many as there are transfers under way at one time."""
+    """Threads that wait for transfers: as many as there are transfers in flight at a time."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
@@ -271,7 +271,7 @@ class Waiters:
         self._threads: list[threading.Thread] = []
 
     def add(self, transfer: Transfer) -> None:
-        """Let a thread wait for this."""
+        """Let a thread wait for this transfer."""
         with self._lock:
             self._n_idle -= 1
             if self._n_idle < 0:
@@ -288,7 +288,7 @@ class Waiters:
                 self._n_idle += 1
 
     def close(self) -> None:
-        """End the threads, once nothing is under way any more."""
+        """End the threads, once nothing is in flight any more."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -298,31 +298,31 @@ class Waiters:
 class _Stream:
     """All short messages to and from one peer.
 
-    A packet is sent from where the message is posted, and kept until the peer has reported that it
-    has received it, since only that tells without a wait that gloo needs it no more.
+    A packet is sent by the thread that posts its message, and kept until the peer has acknowledged
+    it: only this shows, without a wait, that gloo no longer needs it.
     """
 
     def __init__(self, connections: GlooConnections, peer: int) -> None:
         self._connections = connections
         self._peer = peer
         self._lock = threading.Lock()
-        self._sent: deque[Any] = deque()  # that the peer has not reported
+        self._sent: deque[Any] = deque()  # not acknowledged by the peer yet
         self._n_reported = 0
         self.thread = threading.Thread(target=self._run, name=f"horo_lite {peer}", daemon=True)
         self.thread.start()
 
     def send(self, channel: int, tag: int, text: bytes) -> None:
         packet = np.frombuffer(bytearray(_HEADER.pack(channel, tag, len(text)) + text), np.uint8)
-        with self._lock, suppress(RuntimeError):  # it has ended, as who waits for it finds
+        with self._lock, suppress(RuntimeError):  # it has ended, which a wait for it will detect
             work = self._connections.post(self._peer, _STREAM_TAG, packet, receive=False)
             self._sent.append(work)
 
     def send_last(self) -> None:
-        """The peer reports at once what it has received up to this."""
+        """Make the peer acknowledge immediately what it has received up to this message."""
         self.send(0, _LAST, b"")
 
     def wait_until_received(self, until: float) -> None:
-        """Return when the peer has reported all, or has ended, or it is that time."""
+        """Return when the peer has acknowledged everything or ended, or at time `until`."""
         while self._sent and self._peer not in self._connections.ended:
             if time.monotonic() > until:
                 return

@@ -1,1 +1,1 @@
-"""Ranks of several hosts: shared memory inside a host, and between hosts any `Carrier`."""
+"""Ranks of several hosts: shared memory inside a host, and any `Carrier` between hosts."""

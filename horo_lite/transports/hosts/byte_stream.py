@@ -1,4 +1,4 @@
-"""The bytes of some tensors, one after the other, read and written in windows."""
+"""The concatenated bytes of several tensors, read and written in windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ByteStream:
-    """The bytes of some tensors, one after the other."""
+    """The concatenated bytes of several tensors."""
 
     def __init__(self, tensors: _native.Tensors) -> None:
         self._buffers = [buffer for buffer in tensors.buffers() if buffer[1]]
@@ -24,11 +24,11 @@ class ByteStream:
         self.n_bytes = self._ends[-1] if self._ends else 0
 
     def n_windows(self, size: int) -> int:
-        """How many windows of that many bytes hold them all."""
+        """Return the number of windows of `size` bytes that hold all bytes."""
         return -(-self.n_bytes // size)
 
     def read(self, window: int, size: int, to: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Copy that window's bytes to `to`; return the part of it that holds them."""
+        """Copy that window's bytes to `to`; return the part of `to` that holds them."""
         at = to.ctypes.data
         begin = at
         for address, n_bytes in self._pieces(window, size):
@@ -44,7 +44,7 @@ class ByteStream:
             at += n_bytes
 
     def length(self, window: int, size: int) -> int:
-        """How many bytes that window has; the last one may have fewer, and those after it none."""
+        """Return that window's number of bytes; the last one may be shorter, later ones empty."""
         return max(0, min(size, self.n_bytes - window * size))
 
     def _pieces(self, window: int, size: int) -> Iterator[tuple[int, int]]:

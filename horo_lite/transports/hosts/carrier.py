@@ -1,4 +1,4 @@
-"""What carries bytes between the ranks of several hosts: all that the transport over it uses."""
+"""The interface of carriers of bytes between the ranks of several hosts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["Carrier", "Channel", "Done", "Message", "memory_at"]
 
 Done: TypeAlias = Callable[[], bool]
-"""Whether what was started is complete. Never waits; bytes may move only in these calls."""
+"""Return whether an operation is complete. Never waits; bytes may move only in these calls."""
 
 Message: TypeAlias = "tuple[int, int, NDArray[np.uint8]]"
-"""Peer, tag, memory. Those of one peer with one tag arrive in the order in which they were sent."""
+"""Peer, tag, memory. Messages of a peer with the same tag arrive in the order of sending."""
 
 
 class Channel(ABC):
-    """Messages between all ranks of a carrier, which those of no other channel can be taken for.
+    """Messages between all ranks of a carrier, separate from those of every other channel.
 
-    No call waits. Memory may be in use until what it was given for is complete.
+    No call waits. Memory may be in use until the operation that it was passed to is complete.
     """
 
     rank: int
@@ -39,9 +39,9 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, texts: Mapping[int, bytes], tag: int) -> None:
-        """Send each of these peers a short message, of at most 4 KiB, for which it need not wait.
+        """Send each of these peers a short message, of at most 4 KiB, which it need not expect.
 
-        They arrive in the order in which they were sent, whatever their tags; tags are from 1 on.
+        They arrive in the order of sending, regardless of their tags; tags are from 1 on.
         """
 
     @abstractmethod
@@ -49,46 +49,46 @@ class Channel(ABC):
         """Return the short messages that have arrived: peer, tag, text.
 
         Raises:
-            PeerLostError: A peer has died, and nothing has arrived.
+            PeerLostError: A peer has died, and no message has arrived.
         """
 
     def ended(self) -> Collection[int]:
-        """Return the peers that have died or left: `receive` returns all that they have sent."""
+        """Return peers that have died or left; `receive` then returns all that they have sent."""
         return ()
 
     def is_over(self) -> bool:
-        """Whether nothing can be sent any more, since this process is about to end."""
+        """Return whether nothing can be sent any more, because this process is about to end."""
         return False
 
     def native(self) -> _native.ControlChannel:
-        """Return the short messages of this channel for C++, which then has all of them."""
+        """Return this channel's short messages for C++, which then receives all of them."""
         return _native.ControlChannel.calling(self)
 
 
 class Carrier(ABC):
-    """Carries the bytes of one transport. All of its ranks make its collective calls in one order.
+    """Carries the bytes of one transport. Its ranks make its collective calls in the same order.
 
-    Operations that ended early (an interrupt, a peer's death) stay under way, and what carries them
-    may go on writing into their memory. So that memory is the carrier's own, and lives as long.
+    Operations that ended early (an interrupt, a peer's death) stay in flight, and may still write
+    to their memory. So that memory belongs to the carrier, and lives as long as they may run.
     """
 
     name: str
-    """Of the transport."""
+    """The transport's name."""
     rank: int
     size: int
     least_window: ClassVar[int] = 0
-    """Bytes of a window of an all-reduce or broadcast, where messages cost more than usual."""
+    """Minimum bytes of an all-reduce's or broadcast's window, if messages cost more than usual."""
     executor: MainThreadExecutor | None = None
-    """Makes all calls of MPI's in one thread, where it must."""
+    """Makes all MPI calls in one thread, if necessary."""
     serve: Callable[[float], bool] | None = None
-    """How a direct call that waits makes the calls of other threads, where it must."""
+    """Makes the calls of other threads while a direct call waits, if necessary."""
 
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
-        """What must live as long as operations may be under way."""
+        """Objects that must live as long as operations may be in flight."""
 
     def buffer(self, name: str, n_bytes: int) -> NDArray[np.uint8]:
-        """Return the memory of that name, at least so large; no operation uses it any more."""
+        """Return the memory of that name, of at least n_bytes; no operation may still use it."""
         if name not in self.memory or self.memory[name].size < n_bytes:
             self.memory[name] = np.empty(n_bytes, np.uint8)
         memory: NDArray[np.uint8] = self.memory[name]
@@ -96,11 +96,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        """As of a channel. Python uses tag 0 and nothing else does."""
+        """Exchange messages, as a channel does. Only Python uses tag 0."""
 
     @abstractmethod
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        """Leave every rank's few bytes in `everyone`, in rank order; collective."""
+        """Gather a few bytes of every rank in `everyone`, in rank order; collective."""
 
     def native(self) -> _native.Carrier:
         """Return this carrier for C++: for its handshakes, and for messages with tags above 0."""
@@ -111,12 +111,12 @@ class Carrier(ABC):
         wait: Callable[[Done, Callable[[], object]], None] | None = None,
         largest_message: int | None = None,
     ) -> _native.Carrier:
-        """Return what calls `exchange` and `allgather`.
+        """Return a C++ carrier that calls `exchange` and `allgather`.
 
         Args:
-            wait: Returns when something is complete. It calls its second argument some 20 times a
-                second, which raises to stop it. By default C++ waits.
-            largest_message: Bytes; longer ones are sent in pieces.
+            wait: Returns when an operation is complete. It calls its second argument some 20 times
+                per second, which raises to stop it. By default C++ waits.
+            largest_message: Bytes; longer messages are sent in pieces.
         """
 
         def messages(of: Sequence[tuple[int, int, int, int]]) -> list[Message]:
@@ -136,17 +136,17 @@ class Carrier(ABC):
 
     @abstractmethod
     def channel(self) -> Channel:
-        """Make another channel; collective."""
+        """Create another channel; collective."""
 
     @abstractmethod
     def world_channel(self) -> Channel:
-        """Make the one channel for messages between the world's ranks; collective."""
+        """Create the only channel for messages between the world's ranks; collective."""
 
     @abstractmethod
     def close(self, in_good_order: bool) -> None:
-        """Use it no more. In good order: no operation of this rank has ended early."""
+        """Close the carrier. In good order: no operation of this rank has ended early."""
 
 
 def memory_at(address: int, n_bytes: int) -> NDArray[np.uint8]:
-    """Return the bytes there as an array, which does not keep them alive."""
+    """Return the bytes at that address as an array, which does not keep them alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))

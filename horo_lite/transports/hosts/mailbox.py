@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from horo_lite.transports.hosts.transport import HostsTransport
 
 PIECE_BYTES = 1 << 20
-"""Of a large message, what one message of the carrier's holds."""
+"""The size of the carrier's messages into which a large message is divided."""
 _RECORD = 1
-_N_TAGS = 30_000  # all that MPI promises is 32,767
+_N_TAGS = 30_000  # MPI guarantees only 32,767
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 class HostsMailbox:
-    """How messages from one rank to another travel; see `horo_lite.transports.mailbox`.
+    """Messages between ranks of several hosts; see `horo_lite.transports.mailbox`.
 
     `transport`, for direct calls, counts the records: peers learn their number when it leaves.
     """
@@ -51,7 +51,7 @@ class HostsMailbox:
         return self.channel.exchange([], [(peer, _tag_of(number), piece) for piece in pieces])
 
     def location(self, offered: Done) -> None:
-        """Nothing: its number is enough."""
+        """Return None: the message's number is enough."""
 
     def release(self, offered: Done) -> None:
         while not offered():
@@ -68,10 +68,10 @@ class HostsMailbox:
         self._pause_s = min(_LONGEST_PAUSE_S, 1.2 * self._pause_s)
 
     def wait_for_room(self, timeout_s: float) -> None:
-        """There is room at any time."""
+        """Return immediately: there is always room."""
 
     def close(self) -> None:
-        """The channel is kept for what is still under way."""
+        """Do nothing: messages that are still in flight need the channel."""
 
 
 def _tag_of(number: int) -> int:
@@ -79,7 +79,7 @@ def _tag_of(number: int) -> int:
 
 
 class HostsFetch:
-    """A large message on its way, which arrives in pieces through memory of its own."""
+    """A large message in flight, which arrives in pieces through its own memory."""
 
     def __init__(self, channel: Channel, peer: int, tag: int, address: int, n_bytes: int) -> None:
         self._channel, self._peer, self._tag = channel, peer, tag

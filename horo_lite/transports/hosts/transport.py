@@ -1,7 +1,7 @@
-"""Ranks of several hosts: shared memory inside a host, and whatever carries bytes between hosts.
+"""Ranks of several hosts: shared memory inside a host, and a carrier of bytes between hosts.
 
-Handshakes, reductions, broadcasts and waiting are C++ (csrc/hosts), which is given the carrier.
-Here are the operations in which every rank has bytes of its own for the others.
+Handshakes, reductions, broadcasts and waiting are in C++ (csrc/hosts), which uses the carrier.
+This file contains the operations in which every rank has its own bytes for the others.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from horo_lite.transports.hosts.carrier import Carrier, Done
     from horo_lite.transports.this_host import ThisHost
 
-# A carrier is given no memory but its own, through which everything is copied in windows, of which
-# many small ones are under way: before MPI sends a large message, both sides must have said so, and
-# that waits behind the messages before it in the same connection.
+# A carrier uses only its own memory, through which everything is copied in windows. Many small ones
+# are in flight: MPI sends a large message only after a rendezvous, which waits behind earlier
+# messages on the same connection.
 WINDOW_BYTES, UNDER_WAY = 1 << 18, 8
-# Fewer and smaller ones for many peers: all together as much, or the fewest of the smallest.
+# Fewer and smaller windows for many peers: the same total size, or the fewest of the smallest.
 SMALLEST_WINDOW_BYTES, FEWEST, WINDOWS_BYTES = 1 << 16, 2, 16 << 20
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which rank of a host gets what of the others', so that it travels to that host once.
+    """Which rank of a host receives which tensors, so that each travels to that host once.
 
     Attributes:
-        index: This rank's, among those of its host.
-        counterparts: Who gets this rank's tensors on each other host, the next host first: not all
-            send to the first one at once.
+        index: This rank's index among those of its host.
+        counterparts: The rank of each other host that receives this rank's tensors, the next host
+            first, so that not all send to the first one at once.
         brought: For each rank of this host, the ranks whose tensors it has for the others: its own,
-            and its counterparts'.
-        most_peers: How many tensors any rank of any host receives from others, at most.
+            and those of its counterparts.
+        most_peers: The maximum number of tensors that a rank of any host receives from others.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Places:
 
     @classmethod
     def of(cls, hosts: Sequence[Sequence[int]], here: int, index: int) -> Places:
-        """Those of the `index`-th rank of host `here`."""
+        """Return the places of the `index`-th rank of host `here`."""
         others = [hosts[(here + i) % len(hosts)] for i in range(1, len(hosts))]
         n = len(hosts[here])
         brought = [
@@ -66,10 +66,10 @@ class HostsTransport(Transport):
     """A transport for ranks on several hosts.
 
     Args:
-        carrier: What carries bytes between all of the ranks.
+        carrier: Carries bytes between all of the ranks.
         host: The ranks of this host.
-        role: What the transport is for.
-        names: Each rank's, for error messages.
+        role: The transport's purpose.
+        names: Each rank's name, for error messages.
     """
 
     reads_sources = True
@@ -129,7 +129,7 @@ class HostsTransport(Transport):
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
-        return self._reduce_scatter  # not kept: it refers to this transport
+        return self._reduce_scatter  # not cached: it refers to this transport
 
     def _reduce_scatter(
         self, parts: Sequence[_native.Tensors], result: _native.Tensors, reduction: Reduction
@@ -167,7 +167,8 @@ class HostsTransport(Transport):
         n_bytes: Sequence[Sequence[int]],
     ) -> None:
         here, others = self._here, range(self.rank + 1, self.rank + self.size)
-        peers = [r % self.size for r in others if r % self.size not in here]  # not all to 0 first
+        # In this order, so that not all send to 0 first.
+        peers = [r % self.size for r in others if r % self.size not in here]
         outgoing = {peer: send[peer] for peer in peers}
         incoming = {peer: receive[peer] for peer in peers}
         self._exchange(outgoing, incoming, self.size - self._smallest_host)
@@ -235,7 +236,7 @@ class HostsTransport(Transport):
         self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
     ) -> _native.Engine | None:
         assert direct.engine_group is not None
-        # How a thread that waits lets the engine go on; None where the engine needs nobody.
+        # Lets the engine continue while a thread waits; None if the engine does not need this.
         serve = None if self.executor is None else self.executor.serve
         ranks = list(self.ranks)
         engine = _native.Engine.over(self.group, direct.engine_group, ranks, explain, serve)

@@ -1,1 +1,1 @@
-"""MPI (through mpi4py) as what carries bytes between hosts, and while a world begins."""
+"""MPI (through mpi4py) as a carrier between hosts, and for starting a world."""

@@ -1,4 +1,4 @@
-"""MPI as what carries bytes between hosts: communicators, kept while requests may use them."""
+"""MPI as a carrier between hosts: communicators, kept while requests may use them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from horo_lite.transports.mpi.executor import MainThreadExecutor
 
-# Of the short messages in a communicator that has others, too.
+# The tag of short messages on a communicator that carries others, too.
 SHORT = 1
 
 _kept: list[MpiChannel] = []
-"""Channels for messages, whose requests may be under way until MPI ends."""
+"""Channels for messages, whose requests may be in flight until MPI ends."""
 
 
 def _addresses(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
@@ -38,7 +38,7 @@ def _at_once(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _noticing_the_dead(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what raises PeerLostError where MPI, with fault tolerance, reports that one died."""
+    """Return `call`, raising PeerLostError if fault-tolerant MPI reports the death of a rank."""
     from mpi4py import MPI
 
     def noticing(*args: Any) -> Any:
@@ -55,10 +55,11 @@ class MpiChannel(Channel):
 
     Args:
         comm: The communicator.
-        call: Makes a call of MPI's, in the thread that may.
-        executed: One thread makes the calls of all, and lets others go on while it waits.
-        is_shared: It carries long messages, too; then short ones have the tag SHORT, and long ones
-            greater tags.
+        call: Makes an MPI call, in the thread that may.
+        executed: One thread makes the calls of all threads, and lets others continue while it
+            waits.
+        is_shared: The communicator carries long messages, too; then short ones have the tag SHORT,
+            and long ones greater tags.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class MpiChannel(Channel):
         self.size = comm.size
         self._call = _noticing_the_dead(call)
         self.messages = None if executed else point_to_point(comm)
-        """MPI without mpi4py, which gives up the GIL in each call."""
+        """MPI calls without mpi4py, which releases the GIL in each call."""
         tag = SHORT if is_shared else None
         self._native = None if self.messages is None else self.messages.control_channel(tag)
         self._probed = MPI.ANY_TAG if tag is None else tag
@@ -92,7 +93,7 @@ class MpiChannel(Channel):
         return self._polled(self._call(self._post, receive, send))
 
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        """As of a carrier."""
+        """Gather every rank's few bytes, like the carrier's allgather."""
         byte = self._mpi.BYTE
         return self._polled([self._call(self.comm.Iallgather, [mine, byte], [everyone, byte])])
 
@@ -130,7 +131,7 @@ class MpiChannel(Channel):
         try:
             while self.comm.Iprobe(self._mpi.ANY_SOURCE, self._probed, status):
                 received.append(self._receive_one(status))
-        except self._mpi.Exception as error:  # of MPI with fault tolerance
+        except self._mpi.Exception as error:  # raised by MPI with fault tolerance
             if not received:
                 raise PeerLostError(f"a rank died ({error})") from error
         return received
@@ -149,13 +150,13 @@ class MpiChannel(Channel):
         return super().native() if self._native is None else self._native
 
     def sent(self) -> list[int]:
-        """How many short messages each rank was sent."""
+        """Return the number of short messages that were sent to each rank."""
         if self._native is None:
             return list(self._n_sent)
         return [self._native.n_sent(peer) for peer in range(self.size)]
 
     def drain(self) -> None:
-        """Take the short messages that have arrived; nobody wants them any more."""
+        """Receive and discard the short messages that have arrived."""
         if self.comm == self._mpi.COMM_NULL:
             return
         with suppress(PeerLostError):
@@ -165,10 +166,10 @@ class MpiChannel(Channel):
                 self._receive()
 
     def free(self, n_sent: Sequence[int]) -> None:
-        """Give it back; `n_sent` is how many short messages each rank has sent this one.
+        """Free the communicator; `n_sent` has the number of short messages from each rank.
 
-        All are received first: else they would turn up in the next communicator, which may well be
-        given the same number.
+        All are received first: otherwise they could appear on the next communicator, which may get
+        the same context ID.
         """
         if self._native is not None:
             while not self._native.drained(n_sent):
@@ -178,7 +179,7 @@ class MpiChannel(Channel):
             while self._native is None and self._n_received[peer] < n:
                 self.comm.Probe(peer, self._mpi.ANY_TAG, status)
                 self._receive_one(status)
-        while any([not sent() for sent in self._under_way]):  # noqa: C419  all are asked
+        while any([not sent() for sent in self._under_way]):  # noqa: C419  test all of them
             time.sleep(1e-4)
         self.comm.Free()
 
@@ -187,16 +188,16 @@ class MpiCarrier(Carrier):
     """Communicators of one transport, and the memory that requests on them use.
 
     Args:
-        comm: That of the transport's ranks.
-        executor: Makes all calls in the thread that may, where not all may.
+        comm: The communicator of the transport's ranks.
+        executor: Makes all MPI calls in one thread, if not all threads may.
         is_direct: The transport is for direct calls, which are made in that thread.
     """
 
     name = "mpi"
     in_use: ClassVar[list[MpiCarrier]] = []
-    """All that have not been given back, in the order in which they were made."""
+    """All that have not been freed, in the order of creation."""
     unusable: ClassVar[list[MpiCarrier]] = []
-    """All that never can be given back."""
+    """All that can never be freed."""
 
     def __init__(
         self, comm: MPI.Comm, executor: MainThreadExecutor | None, *, is_direct: bool
@@ -213,12 +214,12 @@ class MpiCarrier(Carrier):
             self.serve = executor.serve
         elif executor is not None:
             self._call = executor.call
-        # All made from `comm`: who is left waiting when a rank dies meanwhile learns of it there.
+        # All are created from `comm`: ranks left waiting when one dies meanwhile learn of it there.
         self._parent = comm
         self._main = MpiChannel(comm.Dup(), self._call, executed=executor is not None)
         self.comm = self._main.comm
         self._channels: list[MpiChannel] = []
-        self._is_closed = False  # nothing was interrupted, and this rank needs them no more
+        self._is_closed = False  # nothing was interrupted, and this rank no longer needs them
         MpiCarrier.in_use.append(self)
 
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
@@ -234,7 +235,7 @@ class MpiCarrier(Carrier):
         return self.called_by_native(wait, largest_message())
 
     def _serving_wait(self, done: Done, on_idle: Callable[[], object]) -> None:
-        """Make other threads' calls while waiting. A PeerLostError counts unless it is done."""
+        """Make other threads' calls while waiting. Ignore a PeerLostError if `done`."""
         assert self.serve is not None
         n_polls = 0
         due = time.monotonic() + 0.05
@@ -260,14 +261,14 @@ class MpiCarrier(Carrier):
         return self._channels[-1]
 
     def world_channel(self) -> MpiChannel:
-        """Over the world's own communicator, on which there are only collective operations else."""
+        """Create it on the world's communicator, which otherwise has only collective operations."""
         executed = self.executor is not None
         channel = MpiChannel(self._parent, self._call, executed=executed, is_shared=True)
         _kept.append(channel)
         return channel
 
     def close(self, in_good_order: bool) -> None:
-        """The communicators can be given back: see free_closed."""
+        """Allow the communicators to be freed: see free_closed."""
         self._is_closed = in_good_order
 
     def _free(self, n_sent: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -277,17 +278,17 @@ class MpiCarrier(Carrier):
 
     @staticmethod
     def drain() -> None:
-        """Take all short messages that have arrived, of any world; nobody wants them any more."""
+        """Receive and discard all short messages that have arrived, of any world."""
         carriers = [*MpiCarrier.in_use, *MpiCarrier.unusable]
         for channel in [*_kept, *(each for one in carriers for each in one._channels)]:
             channel.drain()
 
     @staticmethod
     def free_closed(comm: MPI.Comm) -> None:
-        """Give back the communicators of former worlds over the same ranks; collective.
+        """Free the communicators of former worlds over the same ranks; collective.
 
-        Not earlier: to do it in shutdown() a rank would have to wait for all others. What some rank
-        did not close in good order is left to the end of MPI, as is what it still uses.
+        Not earlier: in shutdown() a rank would have to wait for all others. Communicators that some
+        rank did not close in good order, or still uses, are kept until MPI ends.
         """
         from mpi4py import MPI
 

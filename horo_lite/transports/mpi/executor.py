@@ -1,4 +1,4 @@
-"""MPI without THREAD_MULTIPLE: one thread makes the calls of all."""
+"""MPI without THREAD_MULTIPLE: one thread makes the calls of all threads."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from horo_lite.errors import HoroLiteError
 
 T = TypeVar("T")
 
-_CLOSED = "shutdown() has ended what was under way"
+_CLOSED = "shutdown() has ended operations that were in flight"
 
 
 class MainThreadExecutor:
     """Makes other threads' MPI calls in the thread that called init().
 
-    It does so while that thread is in a call of ours: while a direct call waits, in poll,
-    synchronize and shutdown. Only calls that return at once go through here; a wait repeats
-    them. So no deadlock comes of it: a direct call waits for the same direct call on its peers and
-    for nothing that an engine does; and engines wait for engines, which are served wherever a
-    thread waits, so they get as far as engines that call MPI themselves. (Ranks of a host also wait
-    for each other in shared memory, without serving, but only once all have entered that call.) A
-    part of the world has an executor of its own `beside` the world's: a wait in one serves both.
+    It does so while that thread is in a call of horo_lite: while a direct call waits, in poll,
+    synchronize and shutdown. Only non-blocking calls are executed here; a wait repeats them. So
+    this cannot deadlock: a direct call waits for the same direct call on its peers, and not for
+    engines; and engines wait for engines, which are served wherever a thread waits, so they proceed
+    like engines that call MPI themselves. (Ranks of a host also wait for each other in shared
+    memory, without serving, but only when all have entered that call.) A part of the world has its
+    own executor `beside` the world's: a wait in one serves both.
     """
 
     def __init__(self, beside: MainThreadExecutor | None = None) -> None:
         self._owner = threading.get_ident()
         self._closed = False
-        # Whose request it is, the call, and where its answer is awaited.
+        # Of each request: the executor that it belongs to, the call, and the queue for its answer.
         self._requests: queue.SimpleQueue[
             tuple[MainThreadExecutor, Callable[[], Any], queue.SimpleQueue[Any]]
         ]
@@ -39,13 +39,13 @@ class MainThreadExecutor:
 
     @staticmethod
     def if_needed(beside: MainThreadExecutor | None = None) -> MainThreadExecutor | None:
-        """Return one for the calling thread, unless MPI grants THREAD_MULTIPLE."""
+        """Return an executor for the calling thread, unless MPI grants THREAD_MULTIPLE."""
         from mpi4py import MPI
 
         return None if MPI.Query_thread() == MPI.THREAD_MULTIPLE else MainThreadExecutor(beside)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Return what `function(*args)` returned to the thread that may call MPI."""
+        """Run `function(*args)` in the thread that may call MPI, and return its result."""
         if threading.get_ident() == self._owner:
             return function(*args)
         answers: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
@@ -58,10 +58,10 @@ class MainThreadExecutor:
         try:
             raise error
         finally:
-            del error  # which knows this frame
+            del error  # its traceback refers to this frame
 
     def check_thread(self) -> None:
-        """Raise HoroLiteError in any thread but the one that may call MPI."""
+        """Raise HoroLiteError in any thread except the one that may call MPI."""
         if threading.get_ident() != self._owner:
             raise HoroLiteError(
                 "MPI was initialised without THREAD_MULTIPLE, so only the thread that called "
@@ -69,7 +69,7 @@ class MainThreadExecutor:
             )
 
     def serve(self, timeout_s: float) -> bool:
-        """Make the next call that another thread asks for; whether one has within that time."""
+        """Make the next call that another thread requests; return whether there was one in time."""
         self.check_thread()
         value: Any = None
         error: BaseException | None = None
@@ -86,10 +86,10 @@ class MainThreadExecutor:
         answers.put((value, error))
         try:
             if error is not None and not isinstance(error, Exception):
-                raise error  # Ctrl-C is for this thread too
+                raise error  # Ctrl-C must end this thread's call, too
             return True
         finally:
-            del error  # which knows this frame
+            del error  # its traceback refers to this frame
 
     def close(self) -> None:
         """Make every call that is or will be requested raise HoroLiteError."""

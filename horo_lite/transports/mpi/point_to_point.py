@@ -1,4 +1,4 @@
-"""Messages over a communicator without Python: MPI's functions, as mpi4py has loaded them."""
+"""Messages over a communicator without Python: the MPI functions that mpi4py has loaded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FUNCTIONS = (
 
 
 def largest_message() -> int | None:
-    """Return what the MPI library sends best.
+    """Return the MPI library's best size of messages in bytes; None if there is no limit.
 
-    Open MPI announces what is larger than 64 KiB with its header, and over TCP the answer queues
-    behind what is being sent: all-reduces took 1.8 times as long.
+    Open MPI sends more than 64 KiB by rendezvous, and over TCP the answer queues behind data that
+    is being sent: all-reduces took 1.8 times as long.
     """
     from mpi4py import MPI
 
@@ -35,14 +35,14 @@ def largest_message() -> int | None:
 
 
 def point_to_point(comm: MPI.Comm) -> _native.MpiPointToPoint:
-    """Return what calls MPI's functions itself, without Python; for threads that may."""
+    """Return an object that calls MPI without Python; for threads that may call MPI."""
     from mpi4py import MPI
 
     library = ctypes.CDLL(MPI.__file__)  # finds them in the library that mpi4py is linked to
     functions = [
         ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS
     ]
-    # Where they lie in a status differs between libraries.
+    # Their offsets in a status differ between libraries.
     source, tag = 1234567, 7654321
     status = MPI.Status()
     status.Set_source(source)

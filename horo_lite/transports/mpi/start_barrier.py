@@ -1,4 +1,4 @@
-"""Where ranks wait for each other in init(): with a report of who is late, and not for the dead."""
+"""The barrier in init(): reports late ranks, and does not wait for dead ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _REASON_BYTES = 480
-# MPI moves messages only in calls, and a probe may look before it does: so often is looked for
-# what peers may have sent long ago.
+# MPI moves messages only in calls, and a probe may check before it does: so check this often for
+# messages that peers may have sent long ago.
 _N_LOOKS = 10
 
 
 class Tag(IntEnum):
-    """What a message of a barrier's is about."""
+    """The kind of a barrier's message."""
 
     LEFT = 1
     ARRIVED = 2
@@ -33,19 +33,19 @@ class Tag(IntEnum):
 
 
 _kept: list[Any] = []
-"""Requests that may be under way until MPI ends, and their memory."""
+"""Requests that may be in flight until MPI ends, and their memory."""
 
 _first: list[tuple[Any, Any]] = []
-"""Communicators, and requests of `wait_for_first` that an interrupt has left under way."""
+"""Communicators, and requests of `wait_for_first` that an interrupt has left in flight."""
 
 
 class Patience:
-    """One rank's wait in init(), which is reported, and comes to its end.
+    """One rank's wait in init(), with stall reports and a time limit.
 
     Args:
         rank: This rank.
-        warn_s: Seconds after which it is reported; 0 for never.
-        abort_s: Seconds after which it is a StallError; 0 for never.
+        warn_s: Seconds after which the wait is reported; 0 for never.
+        abort_s: Seconds after which a StallError is raised; 0 for never.
     """
 
     def __init__(self, rank: int, warn_s: float, abort_s: float) -> None:
@@ -56,13 +56,14 @@ class Patience:
         self._pause_s = 20e-6
 
     def look(self, late: Callable[[bool], str]) -> None:
-        """Report who is late when it is time.
+        """Report late ranks if a report is due.
 
         Args:
-            late: Given whether it must, says who; else "" where another rank reports the same.
+            late: Returns which ranks are late. Unless its argument is True, it may return "" if
+                another rank reports the same.
 
         Raises:
-            StallError: It has taken too long.
+            StallError: The wait has exceeded the limit.
         """
         waited_s = time.monotonic() - self._began
         waited = f"{waited_s:.{1 if waited_s < 10 else 0}f} s"
@@ -75,7 +76,7 @@ class Patience:
                 print(f"[horo_lite] {text} {who}", file=sys.stderr, flush=True)
 
     def pause(self, late: Callable[[bool], str]) -> None:
-        """The same, then sleep for up to a millisecond."""
+        """Do the same, then sleep for up to a millisecond."""
         self.look(late)
         time.sleep(self._pause_s)
         self._pause_s = min(1e-3, 1.5 * self._pause_s)
@@ -90,7 +91,7 @@ def wait_for_first(
         comm: The communicator.
         warn_s: Seconds after which ranks that wait report it; 0 for never.
         abort_s: Seconds after which they raise StallError; 0 for never.
-        late: Tells who is late, as MPI does not.
+        late: Returns which ranks are late, which MPI cannot report; see `Patience.look`.
 
     Raises:
         StallError: It took longer than `abort_s`.
@@ -107,10 +108,10 @@ def wait_for_first(
 
 
 class StartBarrier:
-    """Where the ranks of a communicator wait for each other in init() after a shutdown().
+    """The barrier of a communicator's ranks in init() after a shutdown().
 
-    MPI's own collective operations would wait for ever for a rank whose program has ended, and
-    which waits for the others in MPI_Finalize.
+    MPI's own collective operations would wait forever for a rank whose program has ended, and which
+    waits for the others in MPI_Finalize.
     """
 
     made: ClassVar[list[StartBarrier]] = []
@@ -125,9 +126,9 @@ class StartBarrier:
         self._round = 0
         self._n_arrived = [0] * comm.size
         self._ended: dict[int, str] = {}
-        """The ranks that have reported that they end, and why."""
+        """The ranks that have reported that they end, with their reasons."""
         self._gone: set[int] = set()
-        """Those of them that have waited for this rank's end, and receive nothing any more."""
+        """Those of them that have waited for this rank's end, and no longer receive anything."""
         everyone = allgather_objects(self._comm, (host_key(), os.getpid()))
         self._here = {r: pid for r, (host, pid) in enumerate(everyone) if host == host_key()}
         """The processes of the ranks of this host."""
@@ -135,7 +136,7 @@ class StartBarrier:
 
     @staticmethod
     def of(comm: MPI.Comm) -> StartBarrier | None:
-        """Return the one that the same ranks have made before; all of them find it, or none."""
+        """Return the barrier that the same ranks have created before; all find it, or none."""
         from mpi4py import MPI
 
         alike = (MPI.IDENT, MPI.CONGRUENT)
@@ -143,13 +144,13 @@ class StartBarrier:
         return next(made, None)
 
     def wait(self, warn_s: float, abort_s: float) -> None:
-        """Return when all ranks are here.
+        """Return when all ranks have arrived.
 
         Raises:
-            PeerLostError: A rank has reported that it never will be, or has died on this host.
+            PeerLostError: A rank has reported that it never will, or has died on this host.
             StallError: It took longer than `abort_s`.
         """
-        if not self._is_here:  # else init() was interrupted, and called again
+        if not self._is_here:  # otherwise init() was interrupted, and called again
             _kept[:] = [one for one in _kept if not one[0].Test()]
             self._send(b"", Tag.ARRIVED)
             self._is_here = True
@@ -160,7 +161,7 @@ class StartBarrier:
         def late(always: bool) -> str:
             return (
                 f"{ranks_in_words(missing)}, which did not call init() again after shutdown(): "
-                "every rank does, or none"
+                "every rank must, or none"
             )
 
         while missing := self._missing():
@@ -170,13 +171,13 @@ class StartBarrier:
         self._is_here = False
 
     def _missing(self) -> list[int]:
-        """The ranks that have not arrived in this round."""
+        """Return the ranks that have not arrived in this round."""
         self._receive(self._mpi.ANY_SOURCE)
         rank = self._comm.rank
         return [r for r, n in enumerate(self._n_arrived) if r != rank and n < self._round]
 
     def _receive(self, source: int) -> None:
-        """Note what has arrived."""
+        """Process the messages that have arrived."""
         status = self._mpi.Status()
         text = np.empty(_REASON_BYTES, np.uint8)
         while self._comm.Iprobe(source, self._mpi.ANY_TAG, status):
@@ -191,19 +192,18 @@ class StartBarrier:
 
     def _raise_if_left(self) -> None:
         self._receive(self._mpi.ANY_SOURCE)
-        # Who has arrived may have left since, and then need not have reported it before this rank
-        # came.
+        # A rank that has arrived may have left since. This is not an error if no rank is missing.
         if self._ended and self._missing():
             peer, why = next(iter(self._ended.items()))
             raise PeerLostError(
                 f"rank {peer} has ended ({why}) while rank {self._comm.rank} waited for it in "
-                "init(): every rank calls init() again after shutdown(), or none does"
+                "init(): every rank must call init() again after shutdown(), or none"
             )
 
     def _raise_if_dead(self, missing: list[int]) -> None:
         for peer in missing:
             if peer in self._here and not lives(self._here[peer]) and peer in self._missing():
-                self._raise_if_left()  # its last words may have come meanwhile
+                self._raise_if_left()  # its last message may have arrived meanwhile
                 raise PeerLostError(
                     f"rank {peer} died (killed, out of memory, or os._exit) while rank "
                     f"{self._comm.rank} waited for it in init()"
@@ -211,7 +211,7 @@ class StartBarrier:
 
     @staticmethod
     def end_all(reason: str, timeout_s: float) -> None:
-        """Call `end` of all that were made, and wait at most so long until MPI has sent it."""
+        """Call `end` of all barriers, and wait up to timeout_s until MPI has sent the messages."""
         n_kept = len(_kept)
         for barrier in StartBarrier.made:
             barrier.end(reason)
@@ -223,22 +223,22 @@ class StartBarrier:
 
     @staticmethod
     def ended() -> set[str]:
-        """Name the ranks that have reported that they end, by their numbers when the job began."""
+        """Return the ranks that have reported that they end, as numbered when the job began."""
         return {f"rank {peer}" for one in StartBarrier.made for peer in one._ended_peers()}
 
     def end(self, reason: str) -> None:
-        """Make peers that wait for this rank, now or later, raise PeerLostError: it ends."""
+        """Make peers that wait for this rank, now or later, raise PeerLostError, as it ends."""
         if self.is_usable():
             for _ in range(_N_LOOKS):
                 self._ended_peers()
             self._send(_fitting(reason), Tag.LEFT, but_to=self._gone)
 
     def is_usable(self) -> bool:
-        """Whether this is the process that made it, and MPI has not been finalized."""
+        """Return whether this process created the barrier, and MPI has not been finalized."""
         return os.getpid() == self._pid and not self._mpi.Is_finalized()
 
     def all_ended(self) -> bool:
-        """Whether all other ranks have reported that they end: the last that they send here."""
+        """Return whether all other ranks have reported that they end, their last message here."""
         return len(self._ended_peers()) == self._comm.size - 1
 
     def going_on(self) -> list[int]:
@@ -247,7 +247,7 @@ class StartBarrier:
         return [r for r in everyone if r != self._comm.rank and r not in self._ended]
 
     def go(self) -> None:
-        """Let ranks that go on know that this one receives nothing any more."""
+        """Tell ranks that continue that this one no longer receives anything."""
         self._send(b"", Tag.GONE, but_to=self._ended_peers())
 
     def _ended_peers(self) -> Collection[int]:
@@ -267,5 +267,5 @@ class StartBarrier:
 
 
 def _fitting(text: str) -> bytes:
-    """Return as much of the text as one message holds, cut between two characters."""
+    """Truncate the text to the size of a message, between two characters."""
     return text.encode(errors="backslashreplace")[:_REASON_BYTES].decode(errors="ignore").encode()
