@@ -263,12 +263,12 @@ def test_the_command_measures_what_it_is_not_given(
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["--hosts", "0"], "--hosts: more than 0"),
-        (["--parameters", "0"], "--parameters: more than 0"),
-        (["--gbit", "nan"], "--gbit: more than 0"),
-        (["--flow-gbit", "0"], "--flow-gbit: more than 0"),
-        (["--latency-us", "-5"], "--latency-us: 0 or more"),
-        (["--overlap", "1.5"], "--overlap: from 0 to 1"),
+        (["--hosts", "0"], "--hosts: must be an integer more than 0"),
+        (["--parameters", "0"], "--parameters: must be an integer more than 0"),
+        (["--gbit", "nan"], "--gbit: must be more than 0"),
+        (["--flow-gbit", "0"], "--flow-gbit: must be more than 0"),
+        (["--latency-us", "-5"], "--latency-us: must be 0 or more"),
+        (["--overlap", "1.5"], "--overlap: must be from 0 to 1"),
         (["--costs", "/nowhere"], "FileNotFoundError"),
         (["--bytes", "1", "--parameters", "1"], "not allowed with"),
     ],
