@@ -264,7 +264,7 @@ def test_the_command_measures_what_it_is_not_given(
     ("asked", "words"),
     [
         (["--hosts", "0"], "--hosts: must be an integer more than 0"),
-        (["--parameters", "0"], "--parameters: must be an integer more than 0"),
+        (["--parameters", "0"], "--parameters: must be more than 0"),
         (["--gbit", "nan"], "--gbit: must be more than 0"),
         (["--flow-gbit", "0"], "--flow-gbit: must be more than 0"),
         (["--latency-us", "-5"], "--latency-us: must be 0 or more"),
