@@ -146,8 +146,8 @@ class _SharedBuckets:
         if group.rank == 0:
             warn(
                 "average_in_place: the ranks cannot access each other's memory, or a rank could "
-                "not allocate any (is /dev/shm too small?): buckets are averaged as without the "
-                "hook"
+                "not allocate any (/dev/shm may be too small): buckets are averaged as without "
+                "the hook"
             )
 
 

@@ -656,7 +656,7 @@ def test_passes_inside_of_passes_that_begin_later() -> None:
 
             if step == 2:
                 net.reentrant = True
-                with pytest.raises(RuntimeError, match="do this step again"):
+                with pytest.raises(RuntimeError, match="repeat this step"):
                     backward()
             backward()
             optimizer.step()
