@@ -52,7 +52,7 @@ class TorchOptions(Options):
     @staticmethod
     def _check_groups(n: Any, groups: Any) -> None:
         if not isinstance(n, int) or n < 0:
-            raise ValueError(f"num_groups must be an integer of 0 or more, not {n!r}")
+            raise ValueError(f"num_groups must be a number (0 or more), not {n!r}")
         if groups is None or (isinstance(groups, int) and groups >= 0):
             return
         if not isinstance(groups, (list, tuple)) or not all(
@@ -60,8 +60,7 @@ class TorchOptions(Options):
         ):
             what = groups if isinstance(groups, int) else f"a {type(groups).__name__} of others"
             raise ValueError(
-                "groups must be an integer of 0 or more, or a list of lists of parameters, not "
-                f"{what}"
+                f"groups must be a number (0 or more) or a list of lists of parameters, not {what}"
             )
         place_of: dict[int, str] = {}
         for g, group in enumerate(groups):

@@ -577,7 +577,7 @@ def check_horovods_options_of_a_tape(made: Maker) -> None:
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "needs op=Average"),
         ({"op": hvd.Adasum, "compression": hvd.Compression.fp16}, "does not compress"),
         ({"groups": "many"}, "groups must be a number"),
-        ({"compression": 7}, "has compress"),
+        ({"compression": 7}, "have compress"),
     ):
         with pytest.raises(ValueError, match=words):
             hvd.DistributedGradientTape(tf.GradientTape(), **options)

@@ -309,7 +309,7 @@ def test_handles_are_taken_once() -> None:
         assert {handle: 1}[handle] == 1
         assert hvd.synchronize(handle).tolist() == [1, 1, 1]
         for call in (hvd.synchronize, hvd.poll):
-            with pytest.raises(ValueError, match="was synchronized"):
+            with pytest.raises(ValueError, match="was already synchronized"):
                 call(handle)
             with pytest.raises(ValueError, match="not a handle"):
                 call(7)
