@@ -11,7 +11,7 @@ from horo_lite.settings import flight_record_folder
 from horo_lite.start import ending
 
 _PATIENCE_S = 10.0
-"""How long a job that fails waits for a rank that writes its timeline, which may be suspended."""
+"""How long a job that fails waits for a rank that writes its timeline, which may be stopped."""
 
 
 def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
