@@ -367,7 +367,7 @@ def end_this_rank(error: BaseException) -> NoReturn:
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     text = "".join(f"{_installed.prefix}{line}\n" for line in lines)
-    write(f"[horo_lite] {_installed.name} ends with an exception, and the others go on:\n{text}")
+    write(f"[horo_lite] {_installed.name} ends with an exception, and the others continue:\n{text}")
     os.kill(os.getpid(), signal.SIGKILL)
     raise error
 
