@@ -331,8 +331,8 @@ def check_errors_say_what_to_do() -> None:
             lambda: tf.function(lambda x: hvd.allreduce_async(x))(x),
             r"inside tf.function.*DistributedGradientTape",
         ),
-        (lambda: hvd.alltoall(x, [1.5] * SIZE), "splits are numbers of rows, not float32"),
-        (lambda: hvd.DistributedGradientTape(None), "around a tf.GradientTape, once, not .*None"),
+        (lambda: hvd.alltoall(x, [1.5] * SIZE), "splits must be integers, not float32"),
+        (lambda: hvd.DistributedGradientTape(None), "GradientTape, and only once, but got None"),
         (lambda: hvd.alltoall(tf.ones([SIZE + 1])), f"needs a multiple of {SIZE} rows"),
     ):
         if SIZE == 1 and "multiple" in words:

@@ -110,7 +110,7 @@ def test_a_damaged_commit_falls_back_to_the_one_before(harm: str, tmp_path: Path
         damage(path, harms[harm])
     else:
         os.truncate(path, 100_000 if harm == "torn" else 0)
-    with pytest.warns(RuntimeWarning, match=r"run\.ckpt .*put aside"):
+    with pytest.warns(RuntimeWarning, match=r"run\.ckpt .*renamed"):
         check(checkpoint.load(path), 0)
     # The damaged one does not become the previous one.
     checkpoint.save(path, snapshot(2))
