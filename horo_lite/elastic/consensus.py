@@ -70,7 +70,7 @@ def _check_missing(error: BaseException | None, gone: set[object]) -> set[object
             now.update(pid for pid in pids if not os.path.exists(f"/proc/{pid}"))
     if now & gone:
         names = sorted(str(one) for one in now if isinstance(one, str))
-        cause = error or f"{', '.join(names)} of those that the job began with ended it"
+        cause = error or f"{', '.join(names)}, as numbered at the start of the job, ended it"
         raise PeerLostError(
             f"{cause}. The others cannot continue: Open MPI detects the death of ranks that a "
             "signal ends, but not of those that exit with their own status (os._exit), or that end "

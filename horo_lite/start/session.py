@@ -468,7 +468,7 @@ def renew(comm: Any) -> World:
     atexit.unregister(_at_exit)  # the new world registers it again
     for group in context.groups():
         with contextlib.suppress(Exception):  # operations in flight have failed
-            group.close("it goes on without the ranks that were lost")
+            group.close("it continues without the lost ranks")
     session.restore_threads()
     settings = session.settings
     if settings.test_hosts:

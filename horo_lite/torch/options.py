@@ -58,7 +58,7 @@ class TorchOptions(Options):
         if not isinstance(groups, (list, tuple)) or not all(
             isinstance(group, (list, tuple)) for group in groups
         ):
-            what = groups if isinstance(groups, int) else f"a {type(groups).__name__} of others"
+            what = groups if isinstance(groups, int) else f"this {type(groups).__name__}"
             raise ValueError(
                 f"groups must be a number (0 or more) or a list of lists of parameters, not {what}"
             )
