@@ -1,4 +1,4 @@
-"""Training that outlives its ranks: state that can move, and `run`, which goes on with the rest."""
+"""Training that survives the loss of ranks: movable state, and `run`, which continues training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks that are left have in common, while others die."""
+"""Agreement between the remaining ranks, while others die."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from horo_lite.errors import PeerLostError, StallError
 from horo_lite.start import mpi
 from horo_lite.transports.mpi.start_barrier import StartBarrier
 
-# After so long, and each time after as long again, a rank checks what keeps the others.
+# After this time, and at this interval, a rank checks why the others do not arrive.
 _GRACE_S = 2.0
-# How often it checks before it gives up those that a StallError is about.
+# How often it checks before it gives up the ranks that a StallError reports.
 _N_CHECKS = 5
 
 
 def consensus(comm: Any, bits: int, error: BaseException | None = None) -> tuple[int, bool]:
-    """What the bits of all living ranks have in common, and whether some ranks are known dead.
+    """Return the bitwise AND of the bits of all living ranks, and whether ranks are known dead.
 
-    The same on every rank that survives it, whenever others die. Waits for all, at little cost;
-    for those that `error`, a StallError, is about not any longer. PeerLostError where a rank has
-    ended in a way that MPI does not notice.
+    The result is the same on every rank that survives the call, whenever others die. It waits for
+    all ranks, at little cost, but no longer for those that `error`, a StallError, reports.
+
+    Raises:
+        PeerLostError: A rank has ended in a way that MPI does not detect.
     """
     from mpi4py import MPI
 
@@ -42,19 +44,19 @@ def consensus(comm: Any, bits: int, error: BaseException | None = None) -> tuple
                 began, n_checks = time.monotonic(), n_checks + 1
                 gone = _check_missing(error, gone)
                 if isinstance(error, StallError) and n_checks >= _N_CHECKS:
-                    raise error  # they are on other hosts, where nobody here can end them
-    except MPI.Exception:  # on all alike: some are dead
+                    raise error  # they are on other hosts, where this rank cannot kill them
+    except MPI.Exception:  # on all ranks: some are dead
         mpi.end_without_finalize()
         return common[0], True
     return common[0], False
 
 
 def _check_missing(error: BaseException | None, gone: set[object]) -> set[object]:
-    """Return the ranks that are gone; PeerLostError where some of them were `gone` before.
+    """Return the ranks that are gone; raise PeerLostError if some of them already were `gone`.
 
-    Of ranks that do not come none is waited for in vain: those that a StallError is about are
-    killed, so that MPI notices, and of others that ended MPI may never notice it. Those of this
-    host are seen to be gone, others have said that they end.
+    This prevents waiting forever: ranks that a StallError reports are killed, so that MPI detects
+    it. MPI may never detect that others have ended: on this host, their processes no longer exist;
+    on other hosts, they have announced their end.
     """
     now: set[object] = set(StartBarrier.ended())
     if error is not None:
@@ -68,10 +70,10 @@ def _check_missing(error: BaseException | None, gone: set[object]) -> set[object
             now.update(pid for pid in pids if not os.path.exists(f"/proc/{pid}"))
     if now & gone:
         names = sorted(str(one) for one in now if isinstance(one, str))
-        cause = error or f"{', '.join(names)} of those that the job began with ended it"
+        cause = error or f"{', '.join(names)}, as numbered at the start of the job, ended it"
         raise PeerLostError(
-            f"{cause}. The others cannot go on: Open MPI notices the death of ranks that a signal "
-            "ends, and not of those that exit with a status of their own (os._exit), or that end "
+            f"{cause}. The others cannot continue: Open MPI detects the death of ranks that a "
+            "signal ends, but not of those that exit with their own status (os._exit), or that end "
             "the job (Ctrl-C)"
         )
     return now

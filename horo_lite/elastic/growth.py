@@ -1,4 +1,4 @@
-"""Replacements for lost ranks: started while training goes on, taken in at a commit."""
+"""Replacements for lost ranks: started during training, added to the world at a commit."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ from horo_lite.elastic.consensus import consensus
 from horo_lite.start import mpi
 from horo_lite.transports.peers import host_key
 
-# Who started this process, as "pid@host"; set for replacements only.
+# The process that started this one, as "pid@host"; set only for replacements.
 _VARIABLE = "HORO_LITE_REPLACEMENT"
-# So long a replacement that has reached elastic.run may take to be connected with the others.
+# How long connecting a replacement that has reached elastic.run to the others may take.
 _CONNECT_S = 15.0
-# What its starter sends it, beside the name of a port.
+# The messages that its starter sends it, in addition to the name of a port.
 _GO, _LEAVE = "go", "leave"
 
 
 def is_replacement() -> bool:
-    """Whether this process was started to replace a lost rank."""
+    """Return whether this process was started to replace a lost rank."""
     return _VARIABLE in os.environ
 
 
 class Replacements:
-    """One at a time is started by rank 0. Every rank has an object and makes the same calls.
+    """Replacements, which rank 0 starts one at a time. Every rank makes the same calls.
 
-    A thread starts it, since MPI's Spawn returns only when the new process has come as far as
-    elastic.run: training goes on meanwhile, and is not held up by one that never comes.
+    A thread starts them, since MPI's Spawn returns only when the new process has reached
+    elastic.run: training continues meanwhile, and does not wait for one that never gets there.
     """
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
-        self._peer: Any = None  # it and we, once it is ready
+        self._peer: Any = None  # a communicator with the replacement, once it is ready
         self._started = self._ended = False
 
     def wanted(self, size: int) -> bool:
-        """Whether a world of that size is to grow."""
+        """Return whether a world of that size should grow."""
         return size < self._max_size
 
     def ready(self) -> bool:
-        """On rank 0: whether one waits to be taken in."""
+        """Return whether a replacement waits to be added to the world; for rank 0."""
         return self._peer is not None
 
     def start(self) -> None:
-        """A replacement is on its way, if none was before. Called by rank 0."""
+        """Start a replacement, unless one has been started. Called by rank 0."""
         if not self._started:
             self._started = True
             threading.Thread(target=self._spawn, name="horo_lite spawn", daemon=True).start()
 
     def end(self) -> None:
-        """Nobody is taken in any more; who is ready, or comes later, ends."""
+        """Add no more replacements; one that is ready, or is ready later, ends."""
         self._ended = True
         peer, self._peer = self._peer, None
         self._send(peer, _LEAVE)
 
     def take_in(self, comm: Any) -> Any:
-        """A communicator with one more rank, the last; None where that came to nothing.
+        """Return a communicator with one more rank, the last; None if that failed.
 
-        Every rank of `comm` calls it, and waits _CONNECT_S at most.
+        Every rank of `comm` calls it, and waits for at most _CONNECT_S.
         """
         from mpi4py import MPI
 
         peer, self._peer = self._peer, None
-        # In a thread and with a communicator of its own, so that it can be given up.
+        # In a thread and with its own communicator, so that it can be abandoned.
         ours = comm.Shrink()
         merged: list[Any] = []
 
@@ -84,7 +84,7 @@ class Replacements:
         thread.join(_CONNECT_S)
         connected, died = consensus(comm, bool(merged))
         if connected and not died:
-            self._started = False  # so that the next can be
+            self._started = False  # the next one can be started
             self._send(peer, _GO)
             return merged[0]
         ours.Revoke()
@@ -96,14 +96,14 @@ class Replacements:
 
         mpi.end_without_finalize()
         variable = f"{_VARIABLE}={os.getpid()}@{_host()}"
-        # The variable goes by way of `env`: Open MPI passes on the environment of mpiexec.
+        # The variable is set by `env`: Open MPI passes on the environment of mpiexec.
         command = [variable, sys.executable, *sys.orig_argv[1:]]
         try:
             peer = MPI.COMM_SELF.Dup().Spawn("env", command, 1).Merge(high=False)
         except MPI.Exception as error:
             print(
-                f"[horo_lite] no replacement can be started ({error}): going on without. "
-                "Has mpiexec a slot for it? (--oversubscribe)",
+                f"[horo_lite] no replacement can be started ({error}): continuing without it. "
+                "Does mpiexec have a slot for it? (--oversubscribe)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -117,14 +117,14 @@ class Replacements:
         from mpi4py import MPI
 
         if peer is not None:
-            with suppress(MPI.Exception):  # it is dead
+            with suppress(MPI.Exception):  # it may be dead
                 peer.send(word, 1)
 
 
 def join() -> Any:
-    """The communicator of a running job's ranks, of which this process is the last.
+    """Return a communicator of a running job's ranks, of which this process is the last.
 
-    Called by a replacement, which ends here where it is not wanted any more.
+    Called by a replacement, which ends here if it is no longer needed.
     """
     mpi.end_without_finalize()
     watch = _Watch()
@@ -132,7 +132,7 @@ def join() -> Any:
     try:
         peer = MPI.Comm.Get_parent().Merge(high=True)
         watch.suspend()
-        port = _word(peer)  # comes at the others' next commit
+        port = _word(peer)  # sent at the others' next commit
         watch.resume()
         comm = MPI.COMM_SELF.Connect(port).Merge(high=True)
         if _word(peer) != _GO:
@@ -157,18 +157,18 @@ def _leave() -> NoReturn:
 
 
 class _Watch:
-    """End this process where it waits inside MPI for a rank that will not come."""
+    """Ends this process if it waits inside MPI for a rank that will never arrive."""
 
     def __init__(self) -> None:
-        pid, _, host = os.environ.pop(_VARIABLE).partition("@")  # it is a rank like others then
-        # On another host nothing but the time tells.
+        pid, _, host = os.environ.pop(_VARIABLE).partition("@")  # from now on a rank like others
+        # If the starter is on another host, only the time limit applies.
         self._starter = Path("/proc", pid if host == _host() else "self")
         self._over = False
         self.resume()
         threading.Thread(target=self._look, name="horo_lite watch", daemon=True).start()
 
     def suspend(self) -> None:
-        """It may take any time, as long as the starter lives."""
+        """Allow any time, as long as the starter lives."""
         self._until = float("inf")
 
     def resume(self) -> None:

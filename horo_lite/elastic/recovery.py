@@ -1,4 +1,4 @@
-"""Training goes on with the ranks that are left when some are lost."""
+"""Continuing training with the remaining ranks when some are lost."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ T = TypeVar("T")
 S = TypeVar("S", bound=State)
 Train = Callable[Concatenate[S, P], T]
 
-# How a rank came out of training, as bits of which all ranks form the conjunction.
+# How a rank left training, as bits, of which all ranks compute the AND.
 _DONE, _RAISED, _NO_ERROR, _GROWS, _NO_MISMATCH = 1, 2, 4, 8, 16
 
 
 class HostsUpdatedInterrupt(HoroLiteError):  # noqa: N818
-    """A rank is about to join: raised by `state.commit()` on every rank, and caught by `run`."""
+    """Raised by `state.commit()` on every rank if a rank is about to join; `run` catches it."""
 
 
 @overload
@@ -50,28 +50,28 @@ def run(
     *, min_size: int = 1, max_size: int | None = None
 ) -> Callable[[Train[S, P, T]], Train[S, P, T]]: ...
 def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) -> Any:
-    """`train(state, …)`, which goes on with the ranks that are left when some are lost.
+    """Return `train(state, …)` wrapped to continue with the remaining ranks when some are lost.
 
         @hvd.elastic.run
         def train(state): …
 
-    Collective. First all ranks get rank 0's state. When a rank dies while others need it, these
-    form a smaller world, with ranks numbered from 0 in the order they had; the state's reset
-    callbacks are called, all get the state of the most advanced of them, and `train(state, …)` is
-    called again: it must go on from where the state says. Nothing is lost but the step in flight
-    (see State). What belonged to the former world is gone: process sets, handles, `World` objects.
-    An exception or `sys.exit(n)` out of `train` is the death of that rank alone, unless all ranks
-    raise, or it is a MismatchError or Ctrl-C: these end the job. Returns when all ranks have.
+    Collective. First, all ranks get rank 0's state. When a rank dies while others need it, these
+    form a smaller world, with ranks numbered from 0 in the same order; the state's reset callbacks
+    are called, all get the state of the most advanced rank, and `train(state, …)` is called again:
+    it must continue from the position in the state. Only the step in flight is lost (see State).
+    Objects of the former world can no longer be used: process sets, handles, `World` objects. If
+    `train` raises an exception or calls `sys.exit(n)`, only that rank dies, unless all ranks raise,
+    or it is a MismatchError or Ctrl-C: these end the job. It returns when all ranks have returned.
 
-    Needs Open MPI 5 and `mpiexec --with-ft ulfm`. Elsewhere a lost rank ends the job as ever.
+    Needs Open MPI 5 and `mpiexec --with-ft ulfm`. Otherwise a lost rank ends the job as usual.
 
     Args:
-        train: A function of the state, and of what else `train(state, …)` is given.
-        min_size: with fewer ranks left than this, rank 0 writes the state to its checkpoint, if it
+        train: A function of the state, and of any further arguments of `train(state, …)`.
+        min_size: If fewer ranks than this remain, rank 0 writes the state to its checkpoint, if it
             has one, and all raise TooFewRanksError.
-        max_size: experimental. With fewer ranks than this, rank 0 starts replacements: this script
-            once more, in a world of its own until it comes to `run`. One joins, as the last rank,
-            at a `state.commit()`, where the ranks then wait for each other; `train` is called
+        max_size: Experimental. With fewer ranks than this, rank 0 starts replacements: this script
+            again, in its own world until it calls `run`. A replacement joins, as the last rank, at
+            a `state.commit()`, in which the ranks then wait for each other; `train` is called
             again.
     """
     if train is None:
@@ -97,21 +97,21 @@ def run(train: Any = None, *, min_size: int = 1, max_size: int | None = None) ->
 
 
 def survives(checkpoint: str | None) -> bool:
-    """Whether the rest of this world can go on without a rank."""
+    """Return whether the remaining ranks of this world can continue without a rank."""
     if communicator() is None:
         if size() > 1 and rank() == 0 and not checkpoint:
             warn(
-                "MPI did not start this job, so elastic.run cannot go on without ranks "
-                "that die: the job ends. With State(checkpoint=…) it goes on from its last commit "
-                "when it is started again, as `torchrun --max-restarts` does"
+                "MPI did not start this job, so elastic.run cannot continue without ranks "
+                "that die: the job ends. With State(checkpoint=…) it continues from its last "
+                "commit when it is started again, as `torchrun --max-restarts` does"
             )
         return False
     enabled = is_fault_tolerant(os.environ)
-    restarts = os.environ.get("HORO_LITE_CHECKPOINT")  # the job has another way to go on
+    restarts = os.environ.get("HORO_LITE_CHECKPOINT")  # the job has another way to continue
     if not enabled and not restarts and rank() == 0:
         warn(
             "without `--with-ft ulfm`, an option of Open MPI 5's mpiexec, elastic.run "
-            "cannot go on without ranks that die: the job ends"
+            "cannot continue without ranks that die: the job ends"
         )
     return enabled
 
@@ -126,21 +126,21 @@ class _Run:
         self._state = state
         self._min_size = min_size
         self._replacements = growth.Replacements(max_size or 0)
-        self._changed_at = 0.0  # the world, last
+        self._changed_at = 0.0  # when the world changed last
         self._is_new = False
 
     def join(self) -> None:
-        """This process, a replacement, is a rank of the job."""
+        """Make this process, a replacement, a rank of the job."""
         _settle(growth.join())
         self._is_new, self._changed_at = True, time.monotonic()
 
     def end(self) -> None:
-        """No rank joins any more."""
+        """Let no more ranks join."""
         self._state._check_for_ranks = None
         self._replacements.end()
 
     def result(self) -> Any:
-        """What the function returns, in the last of the worlds."""
+        """Return the function's result, in the last of the worlds."""
         n_ranks, event = size(), "loss was noticed"
         while True:
             comm = communicator()
@@ -158,15 +158,15 @@ class _Run:
                 n_ranks = size()
                 continue
             if common & (_DONE | _RAISED) or (common & _NO_ERROR and not died):
-                if error is not None:  # on all ranks, or some have left their world but not died
+                if error is not None:  # on all ranks, or some have left the world without dying
                     raise error
                 return result
             if not died and not common & _NO_MISMATCH:
-                # Those that have it end the job, which MPI does not count as their death.
+                # The ranks that have raised it end the job, which MPI does not detect as deaths.
                 if error is None or isinstance(error, HostsUpdatedInterrupt):
                     error = PeerLostError("other ranks end the job with a MismatchError")
                 raise error
-            # A MismatchError beside a death: what MPI delivered while a rank died was no data.
+            # After a death, a MismatchError may come from invalid data that MPI delivered.
             if error is not None and came & _RAISED and not isinstance(error, MismatchError):
                 end_this_rank(error)
             lost = _shrink(comm)
@@ -175,9 +175,9 @@ class _Run:
             n_ranks, event = size(), "loss was noticed"
 
     def _train_in_this_world(self, comm: Any, event: str) -> tuple[int, BaseException | None, Any]:
-        """How this rank came out of training, what it raised, and what the function returned.
+        """Train; return how this rank left training, its error, and the function's result.
 
-        `comm` is the world's communicator, `event` what the last world ended with.
+        `comm` is the world's communicator, `event` the end of the last world.
         """
         result: Any = None
         error: BaseException | None = None
@@ -190,7 +190,7 @@ class _Run:
             except SystemExit as exit:
                 if exit.code:
                     raise
-                error = exit  # to be raised when all ranks are done
+                error = exit  # raised when all ranks are done
             if comm is not None:
                 messages().finish()
                 world().group.agree("elastic.run", "the end of training")
@@ -201,14 +201,14 @@ class _Run:
         except SystemExit as exit:
             return _RAISED, exit, None
         except Exception as raised:
-            # TensorFlow and JAX make another of what was raised in a graph.
+            # TensorFlow and JAX raise another error for one that was raised in a graph.
             cause = behind(raised) or raised
-            # Before training, MPI may have delivered anything while a rank died.
+            # Before training, MPI may have delivered invalid data while a rank died.
             return _RAISED if trains and not _is_loss(cause) else _NO_ERROR, cause, None
         return _DONE | _NO_ERROR, error, result
 
     def _begin(self, event: str) -> None:
-        """All ranks of this world have the state that training starts or goes on from."""
+        """Give all ranks of this world the state from which training starts or continues."""
         if not self._changed_at:
             self._state.read_checkpoint()
             self._state.sync()
@@ -216,23 +216,23 @@ class _Run:
             self._resume()
             if rank() == 0:
                 took_s = time.monotonic() - self._changed_at
-                _print(f"{_ranks(size())} on, {took_s:.2f} s after the {event}")
+                _print(f"{_ranks(size())}, {took_s:.2f} s after the {event}")
         self._prepare_growth()
 
     def _prepare_growth(self) -> None:
-        """Start replacements where they are wanted, and check for them at commits."""
+        """Start replacements if they are needed, and check for them at commits."""
         grows = self._replacements.wanted(size()) and world().thread_multiple
         self._state._check_for_ranks = self._check_for_ranks if grows else None
         if grows and rank() == 0:
             self._replacements.start()
 
     def _check_for_ranks(self) -> None:
-        """HostsUpdatedInterrupt, on every rank, where one waits to join."""
+        """Raise HostsUpdatedInterrupt, on every rank, if a rank waits to join."""
         if ops.broadcast_object(self._replacements.ready(), 0):
             raise HostsUpdatedInterrupt("a rank joins")
 
     def _grow(self, comm: Any) -> None:
-        """The world has one more rank, unless that came to nothing."""
+        """Add one more rank to the world, if that is possible."""
         from mpi4py import MPI
 
         grown = self._replacements.take_in(MPI.COMM_SELF if comm is None else comm)
@@ -241,25 +241,25 @@ class _Run:
             if rank() == 0:
                 _print(f"rank {size() - 1} joins")
         elif rank() == 0:
-            _print("the replacement did not come: going on without")
+            _print("the replacement did not join: continuing without it")
 
     def _resume(self) -> None:
-        """All ranks have the state of the most advanced."""
+        """Give all ranks the state of the most advanced one."""
         state, group = self._state, world().group
-        # Whoever joins has nothing to give, as long as anybody else is left.
+        # A replacement's state is not used, as long as another rank is left.
         progress = Progress(False, 0, 0) if self._is_new else state.progress()
         everyone: list[Progress] = ops.allgather_object(progress, group=group)
         furthest = max(everyone)
         if not furthest.is_whole:
             furthest = max(everyone, key=lambda progress: progress.n_commits)
         root = everyone.index(furthest)
-        if furthest.n_commits == 0:  # no rank has had the state of the first rank 0
+        if furthest.n_commits == 0:  # no rank has received the state of the first rank 0
             root = 0
             state.read_checkpoint()
         if group.rank == root and not furthest.is_whole:
             state.restore()
             _print(
-                "back to the last commit: no rank has counted its last step (see "
+                "going back to the last commit: no rank has counted its last step (see "
                 "horo_lite.elastic.State)"
             )
         state.on_reset()
@@ -286,26 +286,26 @@ class _Run:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Other ranks are to blame."""
+    """Return whether an error is caused by the loss of other ranks."""
     from mpi4py import MPI
 
     return isinstance(error, (PeerLostError, StallError, MPI.Exception))
 
 
 def _shrink(comm: Any) -> list[int]:
-    """The world is that of the ranks that live; the others' numbers before."""
+    """Shrink the world to the ranks that live; return the former numbers of the others."""
     before = comm.Get_group()
     left = _settle(comm.Shrink()).Get_group().Translate_ranks(None, before)
     return [rank for rank in range(before.size) if rank not in left]
 
 
 def _settle(comm: Any) -> Any:
-    """The world is that of the ranks of `comm` that live; their communicator."""
+    """Make the world one of the ranks of `comm` that live; return their communicator."""
     while True:
         error = None
         try:
             renew(comm)
-        except Exception as failed:  # of whatever kind: MPI may deliver anything while a rank dies
+        except Exception as failed:  # any error: MPI may deliver invalid data while a rank dies
             error = failed
             comm.Revoke()
         stands, died = consensus(comm, error is None)
@@ -317,7 +317,7 @@ def _settle(comm: Any) -> Any:
 
 
 def _ranks(n: int) -> str:
-    return "1 rank goes" if n == 1 else f"{n} ranks go"
+    return "1 rank continues" if n == 1 else f"{n} ranks continue"
 
 
 def _print(text: str) -> None:

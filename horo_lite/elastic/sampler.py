@@ -1,4 +1,4 @@
-"""Which samples each rank trains on, where ranks may be lost in the middle of an epoch."""
+"""Distribution of samples over the ranks, if ranks may be lost in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from horo_lite.training.data import length_of, non_negative, rank_and_size, samp
 
 
 class Sampler:
-    """The indices this rank visits of what the world has not consumed yet of an epoch.
+    """The indices of this rank's samples, among those that the world has not consumed in an epoch.
 
-    All ranks deal out one order, drawn from `(seed, epoch)`, in turns; so what the world has
-    consumed is a beginning of that order, and one number tells it, the part of ranks that died
-    since included. `record_batch` counts, after each step; an iteration after ranks were lost
-    deals out the rest among those that are left.
+    All ranks distribute one order, generated from `(seed, epoch)`, round-robin; so the samples that
+    the world has consumed, including those of ranks that died later, are a prefix of that order,
+    which one number describes. `record_batch` counts them, after each step; an iteration after
+    ranks were lost distributes the rest among the remaining ranks.
 
-    `dataset_or_n` is anything with a length, or the number of samples: the same on every rank. Each
-    rank gets equally many indices; where they do not divide by the number of ranks, the first of
-    the rest are dealt a second time (up to `size - 1` samples at the end of an epoch).
+    `dataset_or_n` is anything with a length, or the number of samples, the same on every rank. Each
+    rank gets the same number of indices; if the rest is not divisible by the number of ranks, its
+    first indices are used a second time (up to `size - 1` samples at the end of an epoch).
 
-    Every rank makes the same batches of the same size, and records each once. Call `set_epoch(e)`
-    before an epoch begins or after it ends; for the epoch under way it changes nothing. Without it
-    every epoch has the order of the first: an iteration that follows a complete one, which has left
-    less than one more batch, begins anew.
+    Every rank uses batches of the same size, and records each once. Call `set_epoch(e)` before an
+    epoch begins or after it ends; for the current epoch, it has no effect. Without it, every epoch
+    has the order of the first: an iteration after a complete one, which has left less than one more
+    batch, starts a new epoch.
     """
 
     def __init__(self, dataset_or_n: object, shuffle: bool = True, seed: int = 0) -> None:
@@ -32,15 +32,15 @@ class Sampler:
         self._seed = non_negative("seed", seed)
         self._epoch = 0
         self._n_consumed = 0
-        self._begin = 0  # what was consumed when the iteration under way began
+        self._begin = 0  # the number of consumed samples when the current iteration began
         self._n_batch = 1  # samples of the last batch, of all ranks
         # Whether an iteration has begun since `set_epoch` or a change of the world. Only then may
-        # it be complete, and the next one begin anew: a job that lost ranks between the last batch
-        # of an epoch and the next epoch must not train on this one again.
+        # it be complete, and the next one start a new epoch: a job that lost ranks between the last
+        # batch of an epoch and the next epoch must not train on this one again.
         self._has_begun = False
-        self._place: tuple[int, int] | None = None  # in the world that deals it out
+        self._place: tuple[int, int] | None = None  # rank and size in the world of the iteration
         self.on_record: Callable[[], None] | None = None
-        """Called whenever something was recorded: the State that holds the sampler listens."""
+        """Called after each record; set by the State that contains the sampler."""
 
     @property
     def epoch(self) -> int:
@@ -56,31 +56,31 @@ class Sampler:
 
     @property
     def processed_num(self) -> int:
-        """How many samples of this epoch the world has consumed."""
+        """The number of samples of this epoch that the world has consumed."""
         return self._n_consumed
 
     @property
     def processed_indices(self) -> list[int]:
-        """Those samples, in the order in which they were dealt out."""
+        """The samples that the world has consumed, in the order of their distribution."""
         return self._dealt_out()[: self._n_consumed]
 
     @property
     def remaining_indices(self) -> list[int]:
-        """The samples that the world has not consumed, in the order in which they come."""
+        """The samples that the world has not consumed, in the order of their distribution."""
         return self._dealt_out()[self._n_consumed :]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch; from its beginning, unless it is under way."""
-        # Horovod's scripts call it after an epoch, which may be with the number of that one.
+        """Set the epoch of the next iteration, which is a new one unless it is in progress."""
+        # Horovod's scripts call it after an epoch, possibly with the number of that epoch.
         if non_negative("epoch", epoch) != self._epoch or self._is_complete():
             self._epoch = epoch
             self._n_consumed = 0
         self.reset()
 
     def reset(self) -> None:
-        """What was not consumed is dealt out anew, among the ranks that there are now.
+        """Distribute the samples that were not consumed among the current ranks.
 
-        `elastic.run` calls it on every rank whenever the world has become another.
+        `elastic.run` calls it on every rank after each change of the world.
         """
         self._has_begun = False
         self._deal()
@@ -90,15 +90,15 @@ class Sampler:
         self._place = None
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has consumed one more batch, of `batch_size` samples each.
+        """Record that every rank has consumed one more batch, of `batch_size` samples each.
 
-        Call it once a batch, when that has had its effect: after `optimizer.step()`. As in Horovod,
-        `batch_idx` is for the reader: scripts count batches from wherever they like.
+        Call it once per batch, when it has had its effect: after `optimizer.step()`. As in Horovod,
+        `batch_idx` is not used: scripts may count batches from any number.
         """
         self._record(non_negative("batch_size", batch_size))
 
     def record_indices(self, indices: Sequence[int]) -> None:
-        """Every rank has consumed as many samples as these, which were the next ones."""
+        """Record that every rank has consumed as many samples as these, which were the next."""
         self._record(len(indices))
 
     def _record(self, n_samples: int) -> None:
@@ -125,12 +125,12 @@ class Sampler:
         rank, size = self._resolve()
         rest = self.remaining_indices
         total = len(self) * size
-        while len(rest) < total:  # more than once where ranks outnumber samples
+        while len(rest) < total:  # more than once if there are more ranks than samples
             rest += rest[: total - len(rest)]
         return iter(rest[rank:total:size])
 
     def _is_complete(self) -> bool:
-        """Whether the iteration under way has no further batch; loaders may leave out the last."""
+        """Return whether the iteration has no further batch; loaders may leave out the last."""
         rest = self._n - self._n_consumed
         return self._has_begun and (rest == 0 or rest < self._n_batch)
 

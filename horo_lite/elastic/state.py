@@ -1,4 +1,4 @@
-"""What a training run consists of, so that it can be kept, taken back, and given to other ranks."""
+"""The state of a training run, which can be saved, restored, and sent to other ranks."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from horo_lite.state.wrapper import Wrapped, unwrapped, wrapped
 
 
 class Progress(NamedTuple):
-    """How far a rank is. The larger the further: ranks were in lockstep."""
+    """How far a rank has advanced; comparable, since ranks were in lockstep."""
 
-    is_whole: bool  # no step that nothing has counted
+    is_whole: bool  # whether all steps have been counted
     n_changes: int  # steps, assignments, records
     n_commits: int
 
 
 class State:
-    """Everything that training needs to go on: models, optimizers, samplers, arrays, counters.
+    """Everything that training needs to continue: models, optimizers, samplers, arrays, counters.
 
         state = State(model=model, optimizer=opt, sampler=sampler, batch=0)
-        state.batch += 1                        # attributes, to be read and assigned
+        state.batch += 1                        # attributes can be read and assigned
 
-    Every rank makes one with the same names. Values are objects with `state_dict()` and
-    `load_state_dict()`; modules and optimizers that an adapter knows; arrays of any framework,
-    and lists, tuples and dicts of all these; and any other object that can be copied and pickled.
-    Objects and arrays that can be written are kept and written, so that other references to them
-    stay good; what cannot be is replaced in the state: read it from there.
+    Every rank creates one with the same names. Values are objects with `state_dict()` and
+    `load_state_dict()`; modules and optimizers with an adapter; arrays of any framework, and lists,
+    tuples and dicts of all these; and any other object that can be copied and pickled. Writable
+    objects and arrays are changed in place, so that other references to them remain valid; others
+    are replaced in the state: read them from there.
 
-    `commit()` keeps a copy in memory, to which `restore()` goes back. `snapshot()` gives the
-    content as one object that can be pickled, `load()` takes it. `sync()` makes all ranks equal.
+    `commit()` keeps a copy in memory, which `restore()` restores. `snapshot()` returns the content
+    as one picklable object, which `load()` accepts. `sync()` makes all ranks equal.
 
-    When ranks are lost, `run` goes on from where the most advanced survivor is, and nothing is
-    lost but the step in flight; so count a batch (assign an attribute, record it in the sampler)
-    right after its step, before anything else that communicates. Where a survivor was caught
-    between the two, all go back to the last commit rather than do a batch twice. A state that
-    has nothing but models, optimizers and arrays counts nothing and never goes back.
+    When ranks are lost, `run` continues from the most advanced survivor's state, and only the step
+    in flight is lost; so count a batch (assign an attribute, record it in the sampler) right after
+    its step, before any other communication. If a survivor was interrupted between the two, all
+    go back to the last commit rather than train on a batch twice. A state with only models,
+    optimizers and arrays counts nothing and never goes back.
 
-    checkpoint: the file to which rank 0 also writes each commit, so that a job started again goes
-    on from there (HORO_LITE_CHECKPOINT; restarts set it). `run` reads it. The file is written
-    whole or not at all, and waits for the disk: commit so often that this does not matter.
+    checkpoint: the file to which rank 0 also writes each commit, so that a restarted job continues
+    from there (HORO_LITE_CHECKPOINT; restarts set it). `run` reads it. The file is written
+    atomically, and each commit waits for the disk: choose an interval at which this is negligible.
     """
 
     def __init__(self, *, checkpoint: str | os.PathLike[str] | None = None, **things: Any) -> None:
@@ -70,7 +70,7 @@ class State:
         self._n_commits = 0
         self._n_changes = 0
         self._n_at_count = 0
-        # Optimizers that count their own steps, by attribute; and how many they had made before.
+        # Optimizers that count their own steps, by attribute; and the steps that they had taken.
         self._steppers: dict[str, list[Wrapped]] = {}
         self._n_steps_before = 0
         for name, value in things.items():
@@ -79,17 +79,17 @@ class State:
         self._counted()
         self._saved = self.snapshot()
 
-    # Kept, taken back, moved.
+    # Saving, restoring, sending.
 
     def snapshot(self) -> dict[str, Any]:
-        """The content now, independent of the state and ready to be pickled."""
+        """Return a picklable copy of the current content."""
         return self._content(_copy_of)
 
     def _content(self, take: Callable[[Any], Any]) -> dict[str, Any]:
         return {name: _content(name, value, take) for name, value in self._things().items()}
 
     def load(self, snapshot: dict[str, Any]) -> None:
-        """The content is that of the snapshot, which can be used again. On this rank only."""
+        """Set the content to that of the snapshot, which is not changed. On this rank only."""
         things = self._things()
         for name, content in snapshot.items():
             old = things.get(name)
@@ -98,17 +98,17 @@ class State:
                 object.__setattr__(self, name, new)
 
     def save(self) -> None:
-        """A copy of the content is kept in memory, in place of the one before."""
+        """Keep a copy of the content in memory, which replaces the previous one."""
         self._saved = self.snapshot()
 
     def restore(self) -> None:
-        """The content is what it was at the last commit or sync. On this rank only."""
+        """Restore the content of the last commit or sync. On this rank only."""
         self.load(self._saved)
 
     def commit(self) -> None:
-        """The content now is what `restore()` goes back to.
+        """Save the content, for `restore()`.
 
-        Every rank calls it at the same place, though nobody waits. Costs a copy of the content.
+        Every rank calls it at the same point, although none waits. Costs a copy of the content.
         """
         self.save()
         self.write_checkpoint()
@@ -117,15 +117,17 @@ class State:
         self.check_host_updates()
 
     def write_checkpoint(self) -> None:
-        """What was saved last is on the disk, if the state has a checkpoint; rank 0 writes it."""
+        """Write the last saved content to the disk, on rank 0 if the state has a checkpoint."""
         if self._checkpoint and context.rank() == 0:
             checkpoint.save(self._checkpoint, self._saved)
 
     def read_checkpoint(self) -> None:
-        """The content is that of the last commit on the disk, if there is one; on rank 0 alone.
+        """Load the last commit from the disk, if there is one; on rank 0 only.
 
-        Every rank calls it, and `sync()` after it; `run` has done both. CheckpointError: what is
-        there cannot be read, or does not fit this state.
+        Every rank calls it, followed by `sync()`; `run` does both.
+
+        Raises:
+            CheckpointError: The file cannot be read, or is not of this state.
         """
         if not self._checkpoint or context.rank() != 0:
             return
@@ -135,27 +137,28 @@ class State:
             return
         if snapshot.keys() != self._things().keys():
             raise CheckpointError(
-                f"{self._checkpoint} is of another state: it holds {', '.join(snapshot)}, and this "
-                f"state {', '.join(self._things())}. Give another path, or remove it to begin anew"
+                f"{self._checkpoint} is of another state: it contains {', '.join(snapshot)}, but "
+                f"this state {', '.join(self._things())}. Use another path, or remove it to start "
+                "from the beginning"
             )
         self.load(snapshot)
         at = time.strftime("%H:%M:%S", time.localtime(committed))
         print(
-            f"[horo_lite] going on from the commit of {at} ({self._checkpoint})",
+            f"[horo_lite] continuing from the commit of {at} ({self._checkpoint})",
             file=sys.stderr,
             flush=True,
         )
 
     def check_host_updates(self) -> None:
-        """HostsUpdatedInterrupt, which `run` catches, where a rank waits to join.
+        """Raise HostsUpdatedInterrupt, which `run` catches, if a rank waits to join.
 
-        Every rank calls it, at the same place. `commit()` does.
+        Every rank calls it, at the same point. `commit()` includes it.
         """
         if self._check_for_ranks is not None:
             self._check_for_ranks()
 
     def sync(self, root_rank: int = 0) -> None:
-        """All ranks have the content of that rank, and this is what `restore()` goes back to.
+        """Give all ranks the content of rank `root_rank`, and save it for `restore()`.
 
         Collective; `run` calls it before training begins.
         """
@@ -167,7 +170,7 @@ class State:
         content, progress = received
         if is_root:
             for sampler in self._samplers():
-                sampler.load_state_dict(sampler.state_dict())  # deals out the rest, as the others'
+                sampler.load_state_dict(sampler.state_dict())  # distribute the rest, as on others
         else:
             self.load(content)
         self._saved = content
@@ -176,9 +179,9 @@ class State:
         self._counted()
 
     def is_alike(self) -> bool:
-        """Whether all ranks have the same content and are equally far: the same answer on all.
+        """Return whether all ranks have the same content and progress; the same result on all.
 
-        Collective. Reads arrays where they lie, and nothing but a hash travels.
+        Collective. Only a hash is sent; arrays are read in place.
         """
         mine = self._digest(), self.progress()
         return len(set(ops.allgather_object(mine))) == 1
@@ -193,22 +196,22 @@ class State:
 
         rest = io.BytesIO()
         pickler = pickle.Pickler(rest, pickle.HIGHEST_PROTOCOL)
-        pickler.fast = True  # alike for values that are, whether or not they are one object
+        pickler.fast = True  # the same for equal values, whether or not they are one object
         pickler.dump(self._content(look))
         return _native.hash64(rest.getvalue() + repr(list(map(_hash_of, arrays))).encode())
 
-    # What happens when ranks were lost.
+    # Loss of ranks.
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """These are called on every rank, in order, whenever the world has become another.
+        """Register callbacks, called on every rank, in order, after each change of the world.
 
-        The world is the new one then, and the state is equal on all ranks; a learning rate that
-        followed the number of ranks is adapted here.
+        They are called in the new world, with equal state on all ranks; use them, for example, to
+        adapt a learning rate that depends on the number of ranks.
         """
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The samplers deal out anew, and the callbacks have been called."""
+        """Reset the samplers, and call the callbacks."""
         for sampler in self._samplers():
             sampler.reset()
         for callback in self._callbacks:
@@ -218,7 +221,7 @@ class State:
         return [leaf for leaf in _leaves(self._things()) if isinstance(leaf, Sampler)]
 
     def progress(self) -> Progress:
-        """How far this rank is since all were made equal."""
+        """Return how far this rank has advanced since all were made equal."""
         counts = any(_is_counter(value) for value in self._things().values())
         n_changes = self._n_changes + self._n_steps() - self._n_steps_before
         return Progress(not counts or n_changes == self._n_at_count, n_changes, self._n_commits)
@@ -257,34 +260,34 @@ class State:
             self._counted()
 
     def _counted(self) -> None:
-        """Whatever has changed up to now is accounted for."""
+        """Mark all changes up to now as counted."""
         self._n_at_count = self._n_changes + self._n_steps() - self._n_steps_before
 
     def _n_steps(self) -> int:
         return sum(stepper.n_steps for found in self._steppers.values() for stepper in found)
 
 
-# One class holds both; the names are Horovod's.
+# One class serves as both; the names are Horovod's.
 ObjectState = ArrayState = State
 
 
 def _is_counter(value: Any) -> bool:
-    """Neither model nor array: what tells how far training is."""
+    """Return whether a value, neither model nor array, shows how far training has advanced."""
     kinds = (*NUMBERS, str, type(None))
     return all(isinstance(leaf, kinds) or hasattr(leaf, "on_record") for leaf in _leaves(value))
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What dicts, lists and tuples hold, however deep; or the value itself."""
+    """Return the leaves of nested dicts, lists and tuples; or the value itself."""
     found: list[Any] = []
     mapped(value, found.append)
     return found
 
 
 def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
-    """What `value` holds, as an object of its own that can be pickled; of arrays, what `take` says.
+    """Return the content of `value` as an independent, picklable object; arrays through `take`.
 
-    `take` is `_copy_of` for what `_taken` is to understand.
+    For `_taken`, `take` must be `_copy_of`.
     """
 
     def content(x: Any) -> Any:
@@ -296,9 +299,9 @@ def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
             return mapped(known.content(), content)
         if hasattr(x, "num_replicas") or hasattr(x, "batch_sampler"):  # torch's
             raise TypeError(
-                f"state.{name} is a {type(x).__name__} of this rank's samples, and all ranks would "
-                "get rank 0's: give the state an elastic.Sampler, and the loader that sampler; or "
-                "make this one in the function that trains"
+                f"state.{name} is a {type(x).__name__} of this rank's samples, but all ranks would "
+                "get rank 0's: pass an elastic.Sampler to the state, and to the loader; or create "
+                "this object in the training function"
             )
         try:
             return copy.deepcopy(x)
@@ -306,15 +309,15 @@ def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
             places = Tree({name: value}, join=in_brackets).named
             place = next((place for place, y in places if y is x), name)
             raise TypeError(
-                f"state.{place} is a {type(x).__name__}, which cannot be copied ({error}): give "
-                "the state what it holds, or an object with state_dict() and load_state_dict()"
+                f"state.{place} is a {type(x).__name__}, which cannot be copied ({error}): pass "
+                "its contents to the state, or an object with state_dict() and load_state_dict()"
             ) from error
 
     return mapped(value, content)
 
 
 def _taken(old: Any, content: Any) -> Any:
-    """`old`, or what replaces it, holding the content; neither shares memory with `content`."""
+    """Return `old`, or its replacement, with the content; it shares no memory with `content`."""
     if hasattr(old, "state_dict") and hasattr(old, "load_state_dict"):
         old.load_state_dict(copy.deepcopy(content))
         return old
@@ -327,19 +330,19 @@ def _taken(old: Any, content: Any) -> Any:
 
 
 def _is_variable(x: Any) -> bool:
-    """Whether it is one of TensorFlow's or Keras': they hold arrays that cannot be written."""
+    """Return whether it is a variable of TensorFlow or Keras, whose arrays cannot be written."""
     return hasattr(x, "assign") and hasattr(x, "trainable") and hasattr(x, "shape")
 
 
 def _hash_of(array: Any) -> int:
     if gpu_of(array) is None:
-        with suppress(TypeError, ValueError, BufferError):  # dtypes and strides beyond the core
+        with suppress(TypeError, ValueError, BufferError):  # unsupported dtypes and strides
             return _native.fingerprints(Tensors([to_host(array)], writable=False))[0]
     return _native.hash64(pickle.dumps(_copy_of(array)))
 
 
 def _copy_of(array: Any) -> Any:
-    """A copy in the host's memory, for any rank to take."""
+    """Return a copy in host memory, which any rank can use."""
     if hasattr(array, "detach"):
         return array.detach().cpu().clone()
     memory = to_host(array)
@@ -347,7 +350,7 @@ def _copy_of(array: Any) -> Any:
 
 
 def _written(old: Any, content: Any) -> Any:
-    """The array `old` if it can hold that copy, else a new one of its kind."""
+    """Return the array `old` with the copy's contents, or a new array if `old` does not fit."""
     fits = tuple(old.shape) == tuple(content.shape)
     if hasattr(old, "detach"):
         if not fits:
@@ -358,9 +361,9 @@ def _written(old: Any, content: Any) -> Any:
     if fits and _is_variable(old):
         old.assign(new)
         return old
-    if not fits or old.dtype != new.dtype:  # assigned, it would be rounded to the old dtype
+    if not fits or old.dtype != new.dtype:  # assignment would round it to the old dtype
         return new
-    # NumPy's may be of dtypes that the core does not know: here they only have to be kept.
+    # NumPy arrays may have dtypes that the core does not know: here they are only copied.
     numpys = isinstance(old, np.ndarray)
     if old.flags.writeable if numpys else adapter_of(old).mutable and is_writable(old):
         old[...] = new
@@ -369,7 +372,7 @@ def _written(old: Any, content: Any) -> Any:
 
 
 class _Known:
-    """A module or optimizer that has no state_dict(), by its adapter."""
+    """A module or optimizer without state_dict(), accessed through its adapter."""
 
     def __init__(self, obj: Any) -> None:
         self._obj, self._named = unwrapped(obj)

@@ -1,1 +1,1 @@
-"""How a rank's part in a job begins and ends: the world, launchers, who is late."""
+"""Start and end of a rank in a job: the world, launchers, detection of late ranks."""

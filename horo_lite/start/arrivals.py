@@ -1,7 +1,7 @@
-"""Which ranks of this host have not come to init(), while MPI cannot tell: it is what they miss.
+"""Which ranks of this host have not called init(), for reports while MPI is not yet initialised.
 
-A rank that is in init() has an unnamed file open that others of its user see in /proc. They find
-its process by the launcher's variables.
+A rank that is in init() has an unnamed file open, which others of the same user see in /proc. They
+find its process by the launcher's variables.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _STACKS = "its Python stacks are shown by `py-spy dump --pid"
 
 @contextlib.contextmanager
 def in_init() -> Iterator[None]:
-    """Inside, the other ranks of this host see that this one has come."""
+    """Show the other ranks of this host, inside the block, that this one is in init()."""
     with contextlib.ExitStack() as until_over:
-        with contextlib.suppress(OSError):  # no descriptor is free: what needs one will say so
+        with contextlib.suppress(OSError):  # no free descriptor: the next file will raise an error
             until_over.callback(os.close, os.memfd_create(_MARK))
         yield
 
 
 def late(always: bool = False) -> str:
-    """Return which ranks of this job have not come, as far as this host shows, and where to look.
+    """Return which ranks of this job have not called init(), as far as visible, and what to check.
 
     Args:
-        always: Else it is "" where another rank of this host, with a lower number, says the same.
+        always: Otherwise it returns "" if another rank of this host, with a lower number, reports
+            the same.
     """
     environ = _environ(os.getpid())
     own = launcher.detect(environ)
@@ -62,7 +63,7 @@ def late(always: bool = False) -> str:
 
 
 def some_ranks(always: bool = False) -> str:
-    """Return what can be said of ranks that nobody knows."""
+    """Return the report about ranks that are not known."""
     return (
         "ranks that do not report the same: they have not called init() yet. Look there for a "
         "slow import, data that is still being loaded, or an error"
@@ -70,17 +71,17 @@ def some_ranks(always: bool = False) -> str:
 
 
 class _Process(NamedTuple):
-    """One that a rank may be; the likeliest is the least."""
+    """A process that may be a rank; the least one is the most likely."""
 
     runs_other_program: bool
     depth: int
-    """Below the launcher's process."""
+    """The number of levels below the launcher's process."""
     pid: int
     is_in_init: bool
 
 
 def _ranks_of_this_host() -> dict[int, list[_Process]]:
-    """Return the processes of each rank of this job; only those that this user may look at."""
+    """Return the processes of each rank of this job that this user may inspect."""
     own = _job_and_depth(os.getpid())
     everyone: dict[int, list[_Process]] = {}
     for folder in Path("/proc").glob("[0-9]*") if own is not None else ():
@@ -91,7 +92,7 @@ def _ranks_of_this_host() -> dict[int, list[_Process]]:
         found = _job_and_depth(pid)
         if found is None or own is None or found[0] != own[0]:
             continue
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it may have ended
             other = os.readlink(folder / "exe") != os.readlink("/proc/self/exe")
             is_in_init = any(_is_mark(link) for link in (folder / "fd").iterdir())
             process = _Process(other, found[1], pid, is_in_init)
@@ -100,15 +101,15 @@ def _ranks_of_this_host() -> dict[int, list[_Process]]:
 
 
 def _is_mark(link: Path) -> bool:
-    with contextlib.suppress(OSError):  # it has been closed meanwhile
+    with contextlib.suppress(OSError):  # it may have been closed
         return _MARK in os.readlink(link)
     return False
 
 
 def _job_and_depth(pid: int) -> tuple[object, int] | None:
-    """Return what tells a process's job from others, and how far it is below its launcher's.
+    """Return an identifier of a process's job, and its depth below the launcher's process.
 
-    None where /proc does not show it.
+    None if /proc does not show it.
     """
     job, depth = _job(_environ(pid)), 0
     with contextlib.suppress(OSError, IndexError, ValueError):
@@ -116,7 +117,7 @@ def _job_and_depth(pid: int) -> tuple[object, int] | None:
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             name = Path(f"/proc/{parent}/comm").read_text().strip()
             depth += 1
-            # MPICH's variables are alike in all jobs.
+            # MPICH's variables are the same in all jobs.
             if name == "hydra_pmi_proxy" or _job(_environ(parent)) != job:
                 return (job, parent), depth
             pid = parent
@@ -132,7 +133,7 @@ def _job(environ: Mapping[str, str]) -> tuple[str | None, ...] | None:
 
 
 def _environ(pid: int) -> dict[str, str]:
-    """Return the environment with which a process was started; none where that is not shown."""
+    """Return the environment with which a process was started; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         texts = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
         return {name: value for name, _, value in (text.partition("=") for text in texts)}
@@ -140,6 +141,6 @@ def _environ(pid: int) -> dict[str, str]:
 
 
 def _n_started(environ: Mapping[str, str]) -> int | None:
-    """Return how many ranks the launcher has started on this host; None where it does not say."""
+    """Return how many ranks the launcher has started on this host; None if unknown."""
     counts = (environ.get(key, "") for key in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
     return next((int(count) for count in counts if count.isdigit()), None)

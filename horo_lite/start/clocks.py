@@ -1,4 +1,4 @@
-"""The clocks of the ranks' hosts, compared."""
+"""Comparison of the clocks of the ranks' hosts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _N_HANDSHAKES = 9
 
 
 def epoch_ns(transport: Transport, several_hosts: bool) -> int:
-    """Return what this rank adds to its monotonic clock to have rank 0's time since 1970, in ns.
+    """Return the offset of rank 0's time since 1970 from this rank's monotonic clock, in ns.
 
-    Every rank calls it. All ranks leave a handshake at almost the same time: within the time that a
-    message takes between their hosts, by which the clocks are compared.
+    Every rank calls it. The clocks are compared when the ranks leave a handshake, which they do at
+    the same time to within the latency of a message between their hosts.
 
     Args:
-        transport: Between the ranks.
-        several_hosts: Whether they are on several hosts: those of one have one clock.
+        transport: The transport between the ranks.
+        several_hosts: Whether they are on several hosts: ranks of one host have the same clock.
     """
     mine = time.time_ns() - time.monotonic_ns()
     headers = transport.agree(0, mine, label="init()")

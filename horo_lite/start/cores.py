@@ -1,4 +1,4 @@
-"""On which cores a rank runs, and how many threads BLAS and OpenMP have there."""
+"""The cores on which a rank runs, and the number of threads of BLAS and OpenMP."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from horo_lite.start.launcher import Launch
 
 
 class Cores(NamedTuple):
-    """Where a process may run, where its launcher may, and who wanted it so."""
+    """The cores of a process and of its launcher, and whether the user chose the binding."""
 
     own: tuple[int, ...]
-    launchers: tuple[int, ...]  # () where there is no Open MPI among the parents
-    chosen: bool | None  # the user asked for this binding; None where that cannot be seen
-    quota: float  # cores' worth of time that the control group grants
+    launchers: tuple[int, ...]  # () if Open MPI is not among the parents
+    chosen: bool | None  # whether the user requested this binding; None if unknown
+    quota: float  # the CPU time that the control group grants, in cores
 
 
 _COMMANDS = frozenset({"mpiexec", "mpirun", "prterun", "orterun"})
 _DAEMONS = frozenset({"prted", "orted"})
-# Options of mpiexec (\0 is between arguments), and the variables that stand for them.
+# Options of mpiexec (\0 separates arguments), and the equivalent variables.
 _BINDING = re.compile(rb"\0--?(bind-to|cpu-(set|list)|rankfile|rf\0)|binding_policy|:pe=", re.I)
 
 
 def cores_of_process(launch: Launch | None) -> Cores:
-    """Return where this process runs, and where it might.
+    """Return the cores on which this process runs, and those on which it might.
 
-    Whether `--bind-to` was given, ranks do not see in their environment; so Open MPI's mpiexec is
-    looked up among the parents, for its command, its environment and its own cores.
+    The environment of ranks does not show whether `--bind-to` was given; so this searches the
+    parents for Open MPI's mpiexec, and reads its command, environment and cores.
     """
     own = tuple(sorted(os.sched_getaffinity(0)))
     quota = math.inf
@@ -52,7 +52,7 @@ def cores_of_process(launch: Launch | None) -> Cores:
                 ours = Path("/proc/self/cmdline").read_bytes()
                 command = (process / "cmdline").read_bytes().removesuffix(ours)
                 is_given = _BINDING.search(command + (process / "environ").read_bytes()) is not None
-                # A daemon does not repeat the command line of the mpiexec it works for.
+                # A daemon does not have the command line of its mpiexec.
                 chosen = None if name in _DAEMONS and not is_given else is_given
                 return Cores(own, tuple(sorted(os.sched_getaffinity(pid))), chosen, quota)
             pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
@@ -62,8 +62,8 @@ def cores_of_process(launch: Launch | None) -> Cores:
 def usable(everyone: Sequence[Cores], here: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the cores for each rank of one host (`here`, among `everyone` in the job).
 
-    These are the ones it has, or its launcher's if it was put on too few without the user's
-    asking.
+    These are its own, or the launcher's if the rank was bound to too few without a request of the
+    user.
     """
     return [
         cores.launchers if is_narrow(cores, len(here)) and binding(everyone) is False else cores.own
@@ -72,21 +72,21 @@ def usable(everyone: Sequence[Cores], here: Sequence[int]) -> list[tuple[int, ..
 
 
 def is_narrow(cores: Cores, local_size: int) -> bool:
-    """Tell whether the launcher put this rank on fewer cores than a fair share of its own.
+    """Return whether the launcher bound this rank to fewer cores than its share of the launcher's.
 
-    With one core for each rank it is fair, although helper threads then share it: such ranks ran
-    as fast as free ones, or up to a tenth faster.
+    One core for each rank counts as sufficient, although helper threads then share it: such ranks
+    ran as fast as unbound ones, or up to a tenth faster.
     """
     return len(cores.own) * local_size < len(cores.launchers)
 
 
 def binding(everyone: Sequence[Cores]) -> bool | None:
-    """Tell whether the user asked for a binding; None where no rank can see it."""
+    """Return whether the user requested a binding; None if no rank knows."""
     return max((cores.chosen for cores in everyone if cores.chosen is not None), default=None)
 
 
 def widen(to: Sequence[int]) -> None:
-    """Let every thread of this process run on the cores `to`, but for those bound elsewhere."""
+    """Let every thread of this process run on the cores `to`, except those bound elsewhere."""
     before = os.sched_getaffinity(0)
     for task in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):  # it may have ended
@@ -102,17 +102,17 @@ def take_cores(
     keeps_binding: bool,
     threads: int | None,
 ) -> tuple[float, Callable[[], None]]:
-    """Give this rank the cores and threads due to it.
+    """Set this rank's cores and number of threads.
 
     Args:
         rank: This rank's number.
         here: The ranks of this host, in order.
         everyone: The cores of every rank of the job.
-        keeps_binding: No rank leaves the cores on which its launcher put it.
+        keeps_binding: Whether all ranks stay on the cores to which the launcher bound them.
         threads: The number of threads given for this rank.
 
     Returns:
-        How many cores this rank has to itself, and a function that gives the threads back.
+        How many cores this rank has to itself, and a function that restores the numbers of threads.
     """
     own = everyone[rank]
     usable_here = [everyone[r].own for r in here] if keeps_binding else usable(everyone, here)
@@ -127,7 +127,7 @@ def take_cores(
         and rank == here[0]
     ):
         warn(
-            f"Open MPI keeps rank {rank} and all its threads on {len(own.own)} of "
+            f"Open MPI binds rank {rank} and all its threads to {len(own.own)} of "
             f"{len(own.launchers)} cores: pass --bind-to none to mpiexec, or set "
             "HORO_LITE_BINDING=keep if that is intended"
         )
@@ -135,10 +135,10 @@ def take_cores(
     own_share = share(target, usable_here, own.quota)
     if threads is None and (threads_chosen() or (alone and not widened)):
         return own_share, lambda: None
-    # A hair is added because 3 × 1/3 may come out below 1.
+    # 1e-6 is added because 3 × 1/3 may be rounded to less than 1.
     return own_share, set_threads(
         threads or max(1, int(own_share + 1e-6)),
-        # Pools made while the process was bound have counted too few cores.
+        # Thread pools that were created while the process was bound have too few threads.
         grow=widened or threads is not None,
         variables=not alone or threads is not None,
     )
@@ -156,24 +156,24 @@ THREAD_VARIABLES = (
 
 
 def threads_chosen() -> bool:
-    """Tell whether a variable sets the number of threads, the user's or the launcher's."""
+    """Return whether an environment variable sets the number of threads."""
     return any(os.environ.get(name) for name in THREAD_VARIABLES)
 
 
 def share(cores: Sequence[int], everyones: Sequence[Sequence[int]], quota: float) -> float:
-    """Return how many cores a rank has to itself that may use these.
+    """Return how many cores a rank that may use these has to itself.
 
-    A core is divided among the ranks of the host that may use it (`everyones` cores, this rank's
-    among them), and so is the host's quota.
+    A core is divided among the ranks of the host that may use it (`everyones` cores, including this
+    rank's), and so is the host's quota.
     """
     fair = sum(1 / sum(core in theirs for theirs in everyones) for core in cores)
     return min(fair, quota / len(everyones))
 
 
 def set_threads(n: int, *, grow: bool, variables: bool) -> Callable[[], None]:
-    """Let BLAS and OpenMP run at most n threads (`grow`: exactly n); the result undoes it.
+    """Limit BLAS and OpenMP to n threads (`grow`: exactly n); return a function that undoes it.
 
-    `variables` sets the environment as well, for libraries that are loaded later.
+    `variables`: set environment variables, too, for libraries that are loaded later.
     """
     undo: list[Callable[[], object]] = []
 
@@ -201,7 +201,7 @@ def set_threads(n: int, *, grow: bool, variables: bool) -> Callable[[], None]:
 
 def _put_back(before: Mapping[str, str | None], ours: str) -> None:
     for name, value in before.items():
-        if os.environ.get(name) == ours:  # else the program has chosen since
+        if os.environ.get(name) == ours:  # otherwise the program has changed it
             del os.environ[name]
             if value is not None:
                 os.environ[name] = value

@@ -1,4 +1,4 @@
-"""The CPU or GPU on which each rank computes."""
+"""The device, CPU or GPU, of each rank."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from typing import NamedTuple
 from horo_lite import _native
 from horo_lite.errors import warn
 
-OLDEST_DRIVER = 12010  # the first that takes kernels with 32 KiB of parameters
+OLDEST_DRIVER = 12010  # the first that supports kernels with 32 KiB of parameters
 
 
 class DeviceChoice(NamedTuple):
-    """What a rank has chosen to compute on, before it knows the others."""
+    """A rank's choice of a device, before it knows those of the others."""
 
     kind: str
     number: int | None
-    """The number of the GPU; None for this rank's turn among those of its host."""
+    """The number of the GPU; None to choose by the local rank."""
     gpus: tuple[str, ...]
     """The identifiers of the GPUs that this process sees."""
 
 
-# As `fits` takes it, for one that another rank has written.
+# The form, for `fits`, of a choice that another rank has sent.
 FORM = (str, [None, range(1 << 20)], (str, ...))
 
 
 def choose(device: str | None, rank: int) -> DeviceChoice:
-    """Return what a rank computes on; rank 0 warns of GPUs that cannot be used.
+    """Return a rank's device; rank 0 warns of GPUs that cannot be used.
 
     Args:
-        device: What was asked for, "cpu", "cuda" or like "cuda:1"; None for a GPU if there is one.
+        device: The requested device, "cpu", "cuda" or like "cuda:1"; None for a GPU if there is
+            one.
         rank: This rank's number.
 
     Raises:
-        ValueError: The GPU that was asked for is not there, or its driver is too old.
+        ValueError: The requested GPU does not exist, or its driver is too old.
     """
     kind, _, index = str(device).partition(":")
-    # Who wants the CPU may be on a machine whose driver hangs or is in use: it is not even loaded.
+    # For the CPU, the driver is not even loaded: it may hang or be in use.
     driver, gpus, why = (0, [], "") if kind == "cpu" else _native.gpus()
-    # A CUDA 13 runtime wants a driver for CUDA 13, and the kernels one for 12.1.
+    # A CUDA 13 runtime needs a driver for CUDA 13, and the kernels one for 12.1.
     oldest = max(OLDEST_DRIVER, _native.cuda_runtime_version() // 1000 * 1000)
     outdated = (
-        f"the NVIDIA driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, and this build of "
+        f"the NVIDIA driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, but this build of "
         f"horo_lite needs one for CUDA {oldest // 1000}.{oldest % 1000 // 10} or newer"
     )
     if device is None:
         if gpus and driver < oldest and rank == 0:
-            warn(f"{outdated}, so the GPUs are left alone: update the driver, or pass device='cpu'")
+            warn(f"{outdated}, so the GPUs are not used: update the driver, or pass device='cpu'")
         kind = "cuda" if gpus and driver >= oldest else "cpu"
     elif kind == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -66,14 +67,14 @@ def choose(device: str | None, rank: int) -> DeviceChoice:
 
 
 def index_of(choice: DeviceChoice, local_rank: int) -> int:
-    """Return the number of a rank's GPU, as that rank counts them; 0 for the CPU."""
+    """Return the index of a rank's GPU in that rank's process; 0 for the CPU."""
     if choice.kind == "cpu":
         return 0
     return local_rank % len(choice.gpus) if choice.number is None else choice.number
 
 
 def warn_of_shared_gpus(hosts: Sequence[tuple[str, int]], gpus: Sequence[str]) -> None:
-    """Warn where two ranks have to share a GPU.
+    """Warn if two ranks have to share a GPU.
 
     Args:
         hosts: Each rank's host, by name and number.
@@ -86,14 +87,14 @@ def warn_of_shared_gpus(hosts: Sequence[tuple[str, int]], gpus: Sequence[str]) -
             warn(
                 f"{len(gpus)} ranks, but ranks {other} and {rank} on "
                 f"{hosts[rank][0]} have to share a GPU, and NCCL needs one each: arrays on GPUs "
-                "will go through the host's memory, which is slow. Start one rank a GPU, or look "
-                "at CUDA_VISIBLE_DEVICES"
+                "will go through host memory, which is slow. Start one rank per GPU, or check "
+                "CUDA_VISIBLE_DEVICES"
             )
             return
 
 
 def make_current(index: int) -> None:
-    """Let frameworks that are imported already put new arrays on this GPU."""
+    """Make frameworks that are already imported put new arrays on this GPU."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.set_device(index)

@@ -1,8 +1,8 @@
-"""How a job ends when one of its ranks ends badly: it says which rank and why, and ends the others.
+"""The end of a job when one of its ranks fails: report which rank and why, and end the others.
 
-Exceptions of any thread count, since what the main thread may wait for would never come. The hooks
-are installed by `init()`, and by `guard_start()` under MPICH's launcher; `uninstall()` takes them
-back. A forked child is not a rank: it ends for itself alone.
+Exceptions in any thread count, since the main thread might wait for that thread forever. `init()`
+installs the hooks, or `guard_start()` under MPICH's launcher; `uninstall()` removes them. A forked
+child is not a rank: its end does not end the job.
 """
 
 from __future__ import annotations
@@ -43,65 +43,65 @@ if TYPE_CHECKING:
 
 _PROGRAM_ENDED = "its program ended; a rank with fewer batches than others calls hvd.join() first"
 
-# In the names of files that are not the program's, such as PyTorch's, in which backward() waits.
+# Parts of file names of libraries, such as PyTorch, in which backward() waits.
 _LIBRARIES = ("/site-packages/", "/dist-packages/", str(Path(os.__file__).parent))
-# Of these, one rank's traceback is enough.
+# Errors for which one rank's traceback is sufficient.
 _ON_EVERY_RANK = (MismatchError, DriftError, NonFiniteError, AllocationError, StallError)
 
-# A launcher that is asked to end the job kills its ranks within milliseconds.
+# After an abort, a launcher kills its ranks within milliseconds.
 _KILLED_WITHIN_S = 2.0
-# So long a rank leaves it to the one that reports to end the job, which may write to a slow disk.
+# How long a rank waits for the one that reports to end the job, which may write to a slow disk.
 _REPORT_S = 30.0
 
 _installed: _Hooks | None = None
 _before_abort: Callable[[], object] | None = None
 _is_forked = False
 _others_go_on = False
-_program_has_ended = False  # of its threads only daemons are left
+_program_has_ended = False  # only its daemon threads are left
 
 
 def install(rank: int, size: int, MPI: Any) -> None:
-    """Let this rank's bad end be that of the job, from now on.
+    """End the job if this rank fails, from now on.
 
     Args:
         rank: This rank's number.
         size: The number of ranks.
-        MPI: mpi4py.MPI; None before `init()`, and where it did not start the world: then each rank
-            ends itself, and those that wait for it notice.
+        MPI: mpi4py.MPI; None before `init()`, and if it did not start the world: then each rank
+            ends itself, and those that wait for it detect that.
     """
     global _installed
-    earlier = _installed  # of guard_start(), or of an init() that failed
+    earlier = _installed  # from guard_start(), or from an init() that failed
     if earlier is not None:
         earlier.uninstall()
     _installed = _Hooks(rank, size, MPI, None if earlier is None else earlier.comm)
 
 
 def before_abort(callback: Callable[[], object]) -> None:
-    """Call back once on each host where a rank ends the job, before the others learn of it.
+    """Set a callback, called once per host when a rank ends the job, before the others know.
 
     Args:
-        callback: It raises nothing.
+        callback: The callback, which must not raise.
     """
     global _before_abort
     _before_abort = callback
 
 
 def uninstall() -> None:
-    """Let this process end as any other does."""
+    """Remove the hooks: this process then ends like any other."""
     global _installed
     if _installed is not None:
         _installed.uninstall()
-        # Hooks on top, as torch.distributed installs, keep this one, and must not keep the world.
+        # Later hooks, such as torch.distributed's, may keep these, which must not keep the world.
         _installed.transports, _installed.comm = (), None
         _installed = None
 
 
 def watch(transports: Sequence[Transport], comm: Any = None) -> None:
-    """Notify peers that wait for this rank in these transports, too, when it ends badly.
+    """Notify peers that wait for this rank in these transports, too, if it fails.
 
     Args:
-        transports: They are added to those that are watched.
-        comm: The world's communicator, with which to ask which ranks have died.
+        transports: Transports to add.
+        comm: The world's communicator, which is used to find out which ranks have died.
     """
     if _installed is not None:
         _installed.transports = [*_installed.transports, *transports]
@@ -109,7 +109,7 @@ def watch(transports: Sequence[Transport], comm: Any = None) -> None:
 
 
 def unwatch(transports: Sequence[Transport]) -> None:
-    """Forget these transports: nobody waits in them any more."""
+    """Remove these transports: no rank waits in them any more."""
     if _installed is not None:
         left = [one for one in _installed.transports if one not in transports]
         _installed.transports = left
@@ -121,7 +121,7 @@ def reason() -> str:
 
 
 def exits_with_failure() -> bool:
-    """Tell whether this process ends by sys.exit() with another status than 0."""
+    """Return whether this process ends by sys.exit() with a non-zero status."""
     return _installed is not None and _installed.exited()[0] not in (None, 0)
 
 
@@ -129,25 +129,25 @@ def end_job_after_exit(why: str) -> None:
     """End the job with the status of sys.exit().
 
     Args:
-        why: Why the job does not end by itself.
+        why: Why the job has not ended already.
     """
     if _installed is not None:
         _installed.end_after_exit(why)
 
 
 def in_forked_child() -> bool:
-    """Tell whether this process was forked from a rank, and so is not one itself."""
+    """Return whether this process was forked from a rank, and so is not one itself."""
     return _is_forked
 
 
 def program_ends() -> None:
-    """Treat errors of daemon threads as what they are from now on: interrupted by the end."""
+    """Ignore errors of daemon threads from now on: the end of the program interrupts these."""
     global _program_has_ended
     _program_has_ended = True
 
 
 def report(error: BaseException) -> None:
-    """End the job with an exception that nobody would print or count."""
+    """End the job with an exception that would otherwise be ignored."""
     if _installed is not None:
         _installed.on_exception(type(error), error, error.__traceback__)
 
@@ -168,9 +168,9 @@ def abort(why: str) -> NoReturn:
 
 
 class _Hooks:
-    """sys.excepthook, threading.excepthook and sys.exit, while a bad end of this rank is the job's.
+    """The hooks sys.excepthook, threading.excepthook and sys.exit that end the job.
 
-    `transports` are those in which others may wait for it.
+    `transports` are those in which other ranks may wait for this one.
     """
 
     def __init__(self, rank: int, size: int, MPI: Any, comm: Any) -> None:
@@ -186,7 +186,7 @@ class _Hooks:
         sys.exit = self.exit
 
     def uninstall(self) -> None:
-        """Put back the hooks that were there, unless others were installed on top."""
+        """Restore the previous hooks, unless others were installed later."""
         if sys.excepthook == self.on_exception:
             sys.excepthook = self._previous[0]
         if threading.excepthook == self.on_exception_in_thread:
@@ -197,7 +197,7 @@ class _Hooks:
     def on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """End the job; at a prompt, after shutdown or in a forked child call the previous hook."""
+        """End the job; at a prompt, after shutdown or in a forked child, call the previous hook."""
         if self._is_over():
             self._previous[0](kind, error, trace)
         else:
@@ -206,7 +206,7 @@ class _Hooks:
     def on_exception_in_thread(self, args: threading.ExceptHookArgs) -> None:
         """threading.excepthook."""
         if _program_has_ended and isinstance(args.exc_value, HoroLiteError):
-            pass  # a daemon thread, which the end of the program has interrupted
+            pass  # a daemon thread that the end of the program has interrupted
         elif (
             _program_has_ended
             or self._is_over()
@@ -221,7 +221,7 @@ class _Hooks:
             self._end(args.exc_value, args.exc_traceback, where, lambda: self._previous[1](args))
 
     def exit(self, status: Any = None, /) -> NoReturn:
-        """sys.exit, which keeps its status: at exit nothing else tells why Python ends."""
+        """sys.exit, which records its status: at exit, nothing else shows why Python ends."""
         if threading.current_thread() is threading.main_thread():
             outermost = frame = sys._getframe(1)
             while outermost.f_back is not None:
@@ -234,7 +234,7 @@ class _Hooks:
         """Return the status with which this process ends, and the reason for its peers."""
         if self._exit is not None:
             outermost, instruction, status, reason = self._exit
-            # Somebody may have caught SystemExit, but then the program went on.
+            # SystemExit may have been caught, but then the program has continued.
             if outermost.f_lasti == instruction:
                 return status, reason
         return None, _PROGRAM_ENDED
@@ -260,7 +260,7 @@ class _Hooks:
                 write(f"[horo_lite] {self.name} ends the job{where}:\n")
                 previous()
                 write("")
-            # Without THREAD_MULTIPLE another thread than init()'s could wait for that one here.
+            # Without THREAD_MULTIPLE, a thread other than init()'s could wait for that one here.
             if not where or self.MPI is None or self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE:
                 for transport in self.transports:
                     transport.abandon(in_one_line(error))
@@ -280,16 +280,16 @@ class _Hooks:
         self.abort(status if isinstance(status, int) else 1)
 
     def _leave_it_to_the_first(self) -> None:
-        """Wait until the rank that reports has ended the job: its words would end with it."""
+        """Wait until the rank that reports ends the job: an earlier abort would cut its report."""
         until = time.monotonic() + _REPORT_S
         while self.transports[0].peer_reports() and time.monotonic() < until:
             time.sleep(0.01)
-        # Two aborts at once were seen to crash Open MPI's launcher.
+        # Two simultaneous aborts have been seen to crash Open MPI's launcher.
         if self.MPI is not None:
             time.sleep(1.0)
 
     def abort(self, status: int) -> None:
-        """Have the launcher kill all ranks, where it can be asked to; otherwise end this one."""
+        """Have the launcher kill all ranks, if possible; otherwise end this one."""
         if self.MPI is None and not self.transports and launcher.hydra() is not None:
             launcher.abort_hydra(status)
         elif self.MPI is None or self._is_alone or self._is_last():
@@ -298,14 +298,14 @@ class _Hooks:
             if self._may_call_mpi():
                 from horo_lite.transports.mpi.start_barrier import StartBarrier
 
-                # There an abort ends this process only, and MPI does not notice that it has ended.
+                # Here, an abort ends only this process, and MPI does not detect its end.
                 StartBarrier.end_all("it ends the job", timeout_s=0.5)
-            # Where others have died, the launcher takes an abort for a success.
+            # If others have died, the launcher treats an abort as a success.
             os._exit(status)
         else:
             self.MPI.COMM_WORLD.Abort(status)
-            # MPICH's returns, and the launcher kills this process, if it can be reached: a host
-            # that has been cut off from it would wait for it in MPI_Finalize, for ever.
+            # MPICH's Abort returns, and the launcher kills this process, if it can reach it: a host
+            # that is disconnected from it would otherwise wait for it in MPI_Finalize forever.
             time.sleep(_KILLED_WITHIN_S)
             os._exit(status)
 
@@ -322,7 +322,7 @@ class _Hooks:
         last = (program or frames)[-1:]
         at = "".join(f" (at {at.filename}:{at.lineno}, {at.name})" for at in last)
         if isinstance(error, PeerLostError) and not first:
-            pass  # the cause lies elsewhere, and should not drown in the words of its victims
+            pass  # the cause is another rank, whose report should not be buried under this one
         elif isinstance(error, _ON_EVERY_RANK) and not first:
             write(f"[horo_lite] {self.name}: {type(error).__name__} as well{at}\n")
         elif isinstance(error, (PeerLostError, StallError, KeyboardInterrupt)) or not frames:
@@ -336,11 +336,11 @@ class _Hooks:
         write(f"[horo_lite] {self.name} ends the job before init(): {reason}\n")
 
     def _is_last(self) -> bool:
-        """Tell whether all other ranks have died, as Open MPI's fault tolerance sees it."""
+        """Return whether all other ranks have died, according to Open MPI's fault tolerance."""
         comm = self.comm
         if comm is None or not launcher.is_fault_tolerant(os.environ):
             return False
-        until = time.monotonic() + 0.5  # it takes a while until a death is known
+        until = time.monotonic() + 0.5  # detecting a death takes some time
         while comm.Get_failed().Get_size() < comm.size - 1 and time.monotonic() < until:
             with contextlib.suppress(self.MPI.Exception):
                 comm.Iprobe()  # MPI makes progress only in calls
@@ -350,7 +350,7 @@ class _Hooks:
 
 @contextlib.contextmanager
 def others_go_on() -> Iterator[None]:
-    """Inside, the other ranks can go on without this one, whichever of its threads fails."""
+    """Let the other ranks continue without this one if any of its threads fails in the block."""
     global _others_go_on
     _others_go_on = True
     try:
@@ -360,35 +360,35 @@ def others_go_on() -> Iterator[None]:
 
 
 def end_this_rank(error: BaseException) -> NoReturn:
-    """End this process at once, after its traceback; ranks that survive that go on without it."""
+    """Print the traceback and end this process at once; ranks that survive it continue."""
     assert _installed is not None
     trace, package = error.__traceback__, str(Path(__file__).parents[1])
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
     text = "".join(f"{_installed.prefix}{line}\n" for line in lines)
-    write(f"[horo_lite] {_installed.name} ends with an exception, and the others go on:\n{text}")
+    write(f"[horo_lite] {_installed.name} ends with an exception, and the others continue:\n{text}")
     os.kill(os.getpid(), signal.SIGKILL)
     raise error
 
 
 def open_standard_files() -> None:
-    """Let no file of this package, or of MPI, be what messages are written to.
+    """Open stdin, stdout and stderr, if they are closed, so that no other file gets their numbers.
 
-    Where a daemon has closed stderr, the next file that is opened has its number: it was seen to be
+    If a daemon has closed stderr, the next file that is opened has its number: in one case this was
     a rank's pipe for messages, which then never arrived.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 def mark_end() -> None:
-    """Create the file HORO_LITE_END, if asked to.
+    """Create the file HORO_LITE_END, if the variable is set.
 
-    It is for a launcher whose exit code does not tell whether any rank came to its end.
+    It is for launchers whose exit code does not show whether any rank has completed.
     """
     path = os.environ.get("HORO_LITE_END")
     if path and not _is_forked:
@@ -398,10 +398,10 @@ def mark_end() -> None:
 
 
 def guard_start() -> None:
-    """Until `init()`, let a failure of this rank end the job where MPICH's launcher would not.
+    """Until `init()`, end the job if this rank fails and MPICH's launcher would not end it.
 
-    That launcher lets a rank's failure pass that comes before MPI_Init, and the other ranks wait
-    there for ever. Does nothing under other launchers.
+    That launcher ignores a rank's failure before MPI_Init, in which the other ranks then wait
+    forever. Does nothing under other launchers.
     """
     launch = launcher.detect(os.environ)
     if (
@@ -417,7 +417,7 @@ def guard_start() -> None:
 def _at_exit_without_init() -> None:
     MPI = getattr(sys.modules.get("mpi4py"), "MPI", None)
     if _is_forked or _installed is None or (MPI is not None and MPI.Is_initialized()):
-        return  # forked, alone or done; or MPI's launcher knows this rank, with us or without
+        return  # forked, alone or done; or MPI, whoever initialised it, handles this rank's end
     status, reason = _installed.exited()
     if status not in (None, 0):
         _installed.report_exit(reason)
@@ -425,9 +425,9 @@ def _at_exit_without_init() -> None:
 
 
 def write(text: str) -> None:
-    """Write to stderr in one piece, and wait until the reader has taken it.
+    """Write to stderr without interleaving, and wait until the reader has received it.
 
-    An abort overtakes what still lies in the pipe, and the launcher may then never print it.
+    An abort may overtake text that is still in the pipe, which the launcher may then never print.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -444,7 +444,7 @@ def write(text: str) -> None:
 
 
 def _in_child() -> None:
-    """Let a forked child end for itself alone."""
+    """Remove the hooks in a forked child, whose end must not end the job."""
     global _is_forked
     if not context.is_initialized():
         return

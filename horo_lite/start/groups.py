@@ -20,23 +20,23 @@ __all__ = ["free_group", "new_group"]
 
 
 def new_group(ranks: Sequence[int]) -> Group | NullGroup:
-    """Make a group of some of the world's ranks, which then operate among themselves.
+    """Create a group of some of the world's ranks, for operations among these.
 
-    Every rank of the world calls it, those outside the group too, with the same numbers. Groups may
-    overlap. `shutdown()` closes what `free_group` did not.
+    Every rank of the world calls it, including those outside the group, with the same numbers.
+    Groups may overlap. `shutdown()` closes all groups that `free_group` has not closed.
 
     Args:
-        ranks: Numbers of ranks of the world, none of them twice. The group counts them from 0, in
+        ranks: Different numbers of ranks of the world. In the group, they are numbered from 0, in
             this order.
 
     Returns:
-        The group; on a rank that is not in it, an object that is false (`if group:`) and that
-        operations refuse with a ValueError.
+        The group; on a rank outside it, an object that is false (`if group:`), for which operations
+        raise a ValueError.
 
     Raises:
         ValueError: The numbers are not of different ranks of the world, or there is none.
-        MismatchError: The ranks differ in what they ask for; on every rank.
-        PeerLostError: A rank died or left meanwhile.
+        MismatchError: On every rank, if the arguments differ between ranks.
+        PeerLostError: A rank died or left during this.
         NotInitializedError: There is no world.
     """
     world = context.world()
@@ -48,23 +48,23 @@ def new_group(ranks: Sequence[int]) -> Group | NullGroup:
         )
     world.group.agree("new_group", f"ranks {ranks}")
     here = session.current()
-    # Ranks outside take part in this and in nothing else.
+    # Ranks outside the group take part only in this.
     comm = _communicator(here.comm, world.group, ranks)
     return _connected(comm, ranks) if world.rank in ranks else NullGroup(world.rank, ranks)
 
 
 def new_group_of_members(ranks: Sequence[int], name: str) -> Group:
-    """Make a group as `new_group` does, but only its members call it.
+    """Create a group like `new_group`, but called only by its members.
 
     Args:
-        ranks: Different numbers of ranks of the world, this one among them.
-        name: What tells this group from others that are made meanwhile; alike on its ranks.
+        ranks: Different numbers of ranks of the world, including this one.
+        name: Distinguishes this group from others created at the same time; the same on its ranks.
 
     Returns:
         The group.
 
     Raises:
-        PeerLostError: A rank died or left meanwhile.
+        PeerLostError: A rank died or left during this.
         NotInitializedError: There is no world.
     """
     here = session.current()
@@ -80,7 +80,7 @@ def new_group_of_members(ranks: Sequence[int], name: str) -> Group:
 
 
 def _connected(comm: Any, ranks: Sequence[int]) -> Group:
-    """Return the group that its ranks make with a communicator of theirs; None for one rank."""
+    """Create the group from a communicator of its ranks, which is None for a single rank."""
     here = session.current()
     with mpi.failing_together(comm):
         links = connect(
@@ -100,13 +100,13 @@ def _connected(comm: Any, ranks: Sequence[int]) -> Group:
 
 
 def free_group(group: Group | NullGroup) -> None:
-    """Close a group that `new_group` made. Its ranks call it, each of them once.
+    """Close a group that `new_group` created. Each of its ranks calls it once.
 
-    What all of them have submitted is completed. A rank that goes on using the group finds
-    PeerLostError.
+    Operations that all of them have submitted are completed. A rank that continues to use the group
+    gets PeerLostError.
 
     Args:
-        group: What `new_group` returned; on a rank outside, nothing is done.
+        group: The result of `new_group`; on a rank outside the group, this does nothing.
     """
     if isinstance(group, NullGroup):
         return
@@ -117,7 +117,7 @@ def free_group(group: Group | NullGroup) -> None:
 
 
 def world_ranks_of(members: Any) -> list[int]:
-    """Return the world's numbers of the processes in an mpi4py group.
+    """Return the ranks in the world of the processes in an mpi4py group.
 
     Raises:
         ValueError: A process is not of this world, or MPI did not start it.
@@ -137,7 +137,7 @@ def world_ranks_of(members: Any) -> list[int]:
 
 
 def _communicator(comm: Any, group: Group, ranks: list[int]) -> Any:
-    """Return what these ranks make their group with; None for other ranks, and in a world of one.
+    """Return a communicator of these ranks; None on other ranks, and in a world of one.
 
     Every rank of the world calls it. `comm` and `group` are the world's.
     """
@@ -157,24 +157,24 @@ def _communicator(comm: Any, group: Group, ranks: list[int]) -> Any:
 
 
 def _needs_mpi(comm: Any, group: Group) -> bool:
-    """Tell whether a part of the world of `comm` and `group` is made with a communicator of MPI's.
+    """Return whether a group of ranks of the world of `comm` and `group` needs an MPI communicator.
 
-    On one host none is needed; to make one while a rank dies is a risk.
+    On one host none is needed; creating one while a rank dies is a risk.
     """
     return not isinstance(comm, ObjectCommunicator) and not group.transport.shares_memory
 
 
 class _PartOfWorld(ObjectCommunicator):
-    """Some ranks of a world, while they make a group; their connections are the world's."""
+    """Some ranks of a world, while they create a group; their connections are the world's."""
 
     def connections(self) -> GlooConnections:
         comm = session.current().comm
-        assert isinstance(comm, ObjectCommunicator)  # others have communicators of MPI's
+        assert isinstance(comm, ObjectCommunicator)  # worlds of MPI use MPI communicators
         return comm.connections()
 
 
 class _Members(_PartOfWorld):
-    """Some ranks of a world, which send each other messages while they make a group."""
+    """Some ranks of a world, which exchange messages while they create a group."""
 
     def __init__(self, ranks: Sequence[int], channel: int) -> None:
         self.size = len(ranks)
@@ -190,7 +190,7 @@ class _Members(_PartOfWorld):
         return [*objects[: self.rank], obj, *objects[self.rank :]]
 
     def _exchanged(self, mine: Any, theirs: list[Any]) -> list[Any]:
-        """Return what the other members have for this one, in their order."""
+        """Send `mine` to the other members; return what they sent, in their order."""
         messages = context.messages()
         in_flight = [
             *(messages.isend(mine, peer, 0, self._channel) for peer in self._peers),
@@ -206,9 +206,9 @@ class _Members(_PartOfWorld):
 
 
 class _OverWorld(_PartOfWorld):
-    """Some ranks of a world, while they make a group.
+    """Some ranks of a world, while they create a group.
 
-    The whole world exchanges what these send to each other: the other ranks `attend`.
+    They communicate with collectives of the whole world, in which the other ranks `attend`.
     """
 
     def __init__(self, group: Group, ranks: list[int]) -> None:
@@ -221,7 +221,7 @@ class _OverWorld(_PartOfWorld):
         return [obj for obj, _ in self._exchange(obj)]
 
     def attend(self) -> None:
-        """Take part until the others have made their group."""
+        """Take part until the others have created their group."""
         while not any(is_over for _, is_over in self._exchange(None)):
             pass
 

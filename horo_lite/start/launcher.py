@@ -1,4 +1,4 @@
-"""Which launcher started this process, by the environment; and MPICH's wire protocol."""
+"""Detection of the launcher by the environment, and MPICH's wire protocol."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# A secret of the job's, in its ranks' environment: what it signs was written by one of them.
+# A secret in the environment of a job's ranks, with which they sign what they write.
 JOB_TOKEN = "HORO_LITE_JOB_TOKEN"
 TORCHRUN = "torchrun"
 SLURM = "Slurm"
-# The process that is the rank, and as which, in the environment that its children inherit.
+# A variable that children inherit: the process that is the rank, and its place in the job.
 RANK_PROCESS = "HORO_LITE_RANK_PROCESS"
 NO_PROC = (
     "/proc is not mounted. MPI needs it, and so do the ranks of a host, which find each other's "
-    "processes and memory there; only one rank works without. As root: mount -t proc proc /proc, "
-    "or before entering a chroot in DIR: mount -t proc proc DIR/proc"
+    "processes and memory there; only a single rank works without it. As root: mount -t proc proc "
+    "/proc, or before entering a chroot in DIR: mount -t proc proc DIR/proc"
 )
 
 
 class Launch(NamedTuple):
-    """Who started this process, as which of how many; None where the environment does not say."""
+    """The launcher of this process, its rank and the size; None if the environment has none."""
 
     name: str
     rank: int | None
     size: int | None
 
 
-# Slurm: SLURM_NTASKS would not do, the one process of an sbatch script has it too. PMI's pair is
-# set by others than MPICH's launcher as well (Slurm, Flux, PALS): that one has a mark of its own.
-# torchrun is first: srun or mpiexec may have started it, one on each host.
+# Slurm: not SLURM_NTASKS, since the single process of an sbatch script has it too. PMI's pair is
+# also set by others (Slurm, Flux, PALS): MPICH's launcher has its own mark. torchrun is first:
+# srun or mpiexec may have started it, once on each host.
 _LAUNCHERS = (
     # name, number of ranks, own rank, mark
     (TORCHRUN, "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),
@@ -46,7 +46,7 @@ _LAUNCHERS = (
 
 
 def detect(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launcher whose variables `environ` has; None where none started this process."""
+    """Return the launcher whose variables `environ` contains; None if there is none."""
 
     def number(key: str | None) -> int | None:
         text = environ.get(key, "") if key else ""
@@ -61,14 +61,14 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
 
 def mark_rank() -> None:
-    """Note, for processes that inherit the environment, that this one is the rank it describes."""
+    """Set a variable, for processes that inherit it, that says that this process is the rank."""
     os.environ[RANK_PROCESS] = f"{os.getpid()} {_place(os.environ)}"
 
 
 def inherited_from(environ: Mapping[str, str]) -> int | None:
     """Return the process that is the rank `environ` describes, if this one is only its descendant.
 
-    One that a launcher of its own has started has another place, or is a child of that launcher.
+    A process that another launcher started has another place, or is a child of that launcher.
     """
     pid, _, place = environ.get(RANK_PROCESS, "").partition(" ")
     if not pid or int(pid) == os.getpid() or place != _place(environ) or hydra() is not None:
@@ -77,21 +77,21 @@ def inherited_from(environ: Mapping[str, str]) -> int | None:
 
 
 def _place(environ: Mapping[str, str]) -> str:
-    """What tells a launcher's processes apart, also those of different jobs."""
+    """Return a text that is unique among the processes of launchers, also of different jobs."""
     keys = "PMIX_NAMESPACE PMIX_RANK PMI_FD PMI_RANK SLURM_JOB_ID SLURM_STEP_ID SLURM_PROCID"
     return " ".join(environ.get(key, "-") for key in keys.split())
 
 
 def has_proc() -> bool:
-    """Tell whether several ranks can work here: where not, `NO_PROC` says what to do."""
+    """Return whether several ranks can work here; if not, `NO_PROC` says what to do."""
     return os.path.exists("/proc/self")
 
 
 def connects_by_mpi(launch: Launch | None, environ: Mapping[str, str]) -> bool:
-    """Tell whether a launcher lets its ranks find each other in MPI_Init.
+    """Return whether ranks of this launcher are connected by MPI_Init.
 
-    torchrun does not; nor does srun with `--mpi=none`, unless the MPI library reads Slurm's
-    variables itself.
+    torchrun's are not; nor are those of srun with `--mpi=none`, unless the MPI library reads
+    Slurm's variables itself.
     """
     if launch is None or launch.name == TORCHRUN:
         return False
@@ -99,12 +99,12 @@ def connects_by_mpi(launch: Launch | None, environ: Mapping[str, str]) -> bool:
 
 
 def is_fault_tolerant(environ: Mapping[str, str]) -> bool:
-    """Tell whether Open MPI lets the job go on without ranks that die (`--with-ft ulfm`)."""
+    """Return whether Open MPI lets the job continue without ranks that die (`--with-ft ulfm`)."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("0", "false", "no")
 
 
 def hydra() -> int | None:
-    """Return the descriptor on which a rank talks to MPICH's launcher.
+    """Return the descriptor through which a rank communicates with MPICH's launcher.
 
     None if this process is not a child of that launcher.
     """
@@ -117,16 +117,16 @@ def hydra() -> int | None:
 
 
 def abort_hydra(status: int) -> None:
-    """Ask MPICH's launcher to kill all ranks, as MPI_Abort would; this needs no MPI."""
+    """Request that MPICH's launcher kills all ranks, like MPI_Abort, but without MPI."""
     descriptor = hydra()
     if descriptor is not None:
         os.write(descriptor, f"cmd=abort exitcode={status}\n".encode())
 
 
 def is_known_mismatch(launcher: str, library: str) -> bool:
-    """Tell whether a launcher and an MPI library are known not to fit.
+    """Return whether a launcher and an MPI library are known to be incompatible.
 
-    Other pairs are found out by the size of MPI's world.
+    Other incompatible pairs are detected by the size of MPI's world.
     """
     if launcher == "Open MPI":
         return any(make in library for make in ("MPICH", "MVAPICH", "Intel(R) MPI"))

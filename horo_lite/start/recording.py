@@ -1,4 +1,4 @@
-"""What the ranks of a world have done last: where it is kept, and what a bad end leaves of it."""
+"""Records of the ranks' last operations: where they are kept, and what a failed job writes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from horo_lite.settings import flight_record_folder
 from horo_lite.start import ending
 
 _PATIENCE_S = 10.0
-"""How long a job that fails waits for a rank that is writing its timeline, and may be stopped."""
+"""How long a job that fails waits for a rank that writes its timeline, which may be stopped."""
 
 
 def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
-    """Record this rank's operations from now on, anew.
+    """Start a new record of this rank's operations.
 
     Args:
         rank: This rank's number.
         size: The number of ranks.
-        job: What names the world, on all ranks alike.
-        epoch_ns: What `clocks.epoch_ns` found.
+        job: The name of the world, the same on all ranks.
+        epoch_ns: The result of `clocks.epoch_ns`.
 
     Raises:
         OSError: The folder for the flight record cannot be written.
@@ -33,21 +33,21 @@ def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
     else:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{rank}{records.ENDED}").unlink(missing_ok=True)  # of another job
+            (folder / f"{rank}{records.ENDED}").unlink(missing_ok=True)  # from another job
             recorder.keep(recorder.CAPACITY, flight_record.file_of(folder, rank), here)
         except OSError as error:
             raise OSError(
                 error.errno,
                 f"rank {rank} cannot record its operations in HORO_LITE_FLIGHT_RECORD={folder} "
-                f"({error.strerror}): name another folder, or unset the variable",
+                f"({error.strerror}): set another folder, or unset the variable",
             ) from error
     ending.before_abort(leave)
 
 
 def ended() -> None:
-    """Remove what the ranks have recorded, once all of them that one finds here have ended well.
+    """Remove the ranks' records, once all of those found here are of ranks that ended normally.
 
-    Until then it stays: a rank that ends before the others need it may be why the job fails.
+    Until then they are kept: a rank that ends while others need it may be the cause of a failure.
     """
     file = recorder.release()
     if file is None:
@@ -61,17 +61,17 @@ def ended() -> None:
                     other.unlink(missing_ok=True)
 
 
-context.on_ended(timeline.stop)  # which gives the memory back
+context.on_ended(timeline.stop)  # releases the memory
 context.on_ended(ended)
 
 
 def leave() -> None:
-    """Write what the ranks did last, also those that hang or have died, where that is asked for."""
+    """Write the last operations of all ranks, including hung and dead ones, if requested."""
     file, folder, trace = recorder.file(), flight_record_folder(), timeline.path()
     if file is None or ending.in_forked_child():
         return
     try:
-        # With a timeline those of ranks that run are beside the trace, and not in the folder.
+        # With a timeline, records of running ranks are beside the trace, not in the folder.
         files = [] if folder is None else [*folder.glob(f"*{records.ENDED}")]
         for place in {file.parent, folder or file.parent}:
             files += place.glob(f"*{records.ENDING}")
@@ -82,5 +82,5 @@ def leave() -> None:
             ending.write(f"[horo_lite] the last operations of {ranks} are in {folder}\n")
         if trace is not None:
             timeline.finish(trace, recorder.job(), _PATIENCE_S)
-    except Exception as error:  # what ends the job is more important
+    except Exception as error:  # the error that ends the job is more important
         ending.write(f"[horo_lite] the last operations could not be written: {error}\n")

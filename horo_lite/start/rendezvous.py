@@ -1,9 +1,9 @@
-"""Worlds that MPI did not start: how their ranks find each other.
+"""Rendezvous of ranks in worlds that MPI did not start.
 
-All that `init()` needs of the ranks together is that they show each other small objects a few
-times (`ObjectCommunicator`). `Rendezvous` does that over torch's TCPStore. The store's port is open
-to the network: nothing that comes out of it is ever unpickled, every entry is checked (`fits`), and
-with a token of the job's in the environment it must be signed.
+`init()` only needs the ranks to exchange small objects a few times (`ObjectCommunicator`), which
+`Rendezvous` does with torch's TCPStore. The store's port is open to the network: no entry is ever
+unpickled, every entry is checked (`fits`), and if the environment contains a token of the job, it
+must be signed.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ from horo_lite.transports.peers import (
 )
 
 T = TypeVar("T")
-NOTICE_S = 15.0  # who has waited for so long says for whom
-ANSWER_S = 10.0  # the store gives up after so long what it knows to be in vain
-GRACE_S = 2.0  # so long a store is kept for those who have yet to read why init() fails
-MOST_BYTES = 1 << 20  # of an entry
+NOTICE_S = 15.0  # after this time, a rank reports that it waits, and for which ranks
+ANSWER_S = 10.0  # the store's own timeout
+GRACE_S = 2.0  # how long a store is kept for ranks that have not read yet why init() fails
+MOST_BYTES = 1 << 20  # the largest entry
 _stores: dict[tuple[str, int], Any] = {}
 
 
 class Rendezvous(ObjectCommunicator):
-    """The ranks of a rendezvous, once all have come; objects are what JSON can represent.
+    """The ranks of a rendezvous, once all have arrived; objects must be representable in JSON.
 
-    Ranks of several hosts are connected by PyTorch's gloo.
+    Ranks on several hosts are connected by PyTorch's gloo.
 
     Each process takes a ticket from the store and publishes its rank and world size there, so that
-    all see if two have the same rank, or different sizes. A process that finds something wrong
-    publishes that, too, and every rank raises it.
+    all can detect whether two have the same rank, or different sizes. A process that detects an
+    error publishes it, too, and every rank raises it.
 
     Args:
-        spec: Where the ranks find each other, and which this one is.
-        timeout_s: Seconds within which all must have come.
-        store: A store of torch's that this process is connected to already; by default it connects
-            to the one that `spec` names.
+        spec: The address of the rendezvous, and this process's rank.
+        timeout_s: Seconds within which all ranks must arrive.
+        store: A torch store to which this process is already connected; by default it connects to
+            the one in `spec`.
 
     Raises:
-        LauncherError: Ranks are missing, two have one number, or something else writes there.
-        PeerLostError: A rank died meanwhile.
+        LauncherError: Ranks are missing, two have the same number, or the store has been modified.
+        PeerLostError: A rank died during this.
     """
 
     def __init__(self, spec: RendezvousSpec, timeout_s: float, store: Any = None) -> None:
-        if not has_proc():  # each would take the others for dead
+        if not has_proc():  # each rank would consider the others dead
             raise LauncherError(NO_PROC)
         self.rank, self.size = spec.rank, spec.size
         self._timeout_s = timeout_s
@@ -78,9 +78,9 @@ class Rendezvous(ObjectCommunicator):
         self._job_token = _job_token()
         self._me = _name(spec)
         self._names = {self.rank: self._me}
-        self._pids: dict[int, int] = {}  # of those whose end can be seen from here
+        self._pids: dict[int, int] = {}  # of ranks whose end can be detected here
         self._n_rounds = 0
-        self._round = ""  # where the ranks write in the round under way; "": they are coming
+        self._round = ""  # the prefix of the current round's keys; "": ranks are still arriving
         self._phase = _Wait(self._timeout_s)
         self._connections: GlooConnections | None = None
         self._keeps_store = self.rank == 0 and not spec.served
@@ -89,9 +89,9 @@ class Rendezvous(ObjectCommunicator):
             self._store = self._open(spec)
         room = f"horo_lite/{spec.attempt}"
         number = self._ask(lambda: self._store.add(f"{room}/come", 1)) - 1
-        first = number - number % self.size  # this world's: there may have been others before
+        first = number - number % self.size  # of this world: there may have been others before
         self._prefix = f"{room}/{first}"
-        # Where others write what is wrong with this world, or with this process.
+        # The keys under which others report errors of this world, or of this process.
         self._failures = [f"{self._prefix}/failure", f"{room}/come/{number}/failure"]
         self._lost = _lost_key(spec)
         self._put(f"{room}/come/{number}", [self.rank, self.size, self._me, os.getpid(), _here()])
@@ -101,7 +101,7 @@ class Rendezvous(ObjectCommunicator):
                 self._refuse(why, f"{room}/come/{place}/failure")
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
-        """Return every rank's object, in rank order; each `fits` that form."""
+        """Return every rank's object, in rank order; each must fit `form`."""
         self._phase = _Wait(self._timeout_s)
         self._round = room = f"{self._prefix}/{self._n_rounds}"
         self._n_rounds += 1
@@ -114,13 +114,13 @@ class Rendezvous(ObjectCommunicator):
             )
         self._round = room = f"{room}/read by"
         self._put(f"{room}/{self.rank}", True)
-        if self._keeps_store:  # it would be gone with this process
+        if self._keeps_store:  # the store would end with this process
             for r in range(self.size):
                 self._take(f"{room}/{r}", bool, r)
         return everyone
 
     def connections(self) -> GlooConnections:
-        """Return those between the world's ranks; every rank calls it."""
+        """Return the connections between the world's ranks; every rank calls it."""
         if self._connections is None:
             from torch.distributed import PrefixStore
 
@@ -134,26 +134,26 @@ class Rendezvous(ObjectCommunicator):
                     self._timeout_s,
                     lambda: self._check_living(self._pids, "to be connected to the others"),
                 )
-            except LauncherError:  # gloo blames the network, also where rank 0 took the store along
+            except LauncherError:  # gloo blames the network, even if rank 0 ended with the store
                 self._check_not_lost("to be connected to the others")
                 raise
-            self.allgather(True, bool)  # the store is not needed any more
+            self.allgather(True, bool)  # the store is no longer needed
         return self._connections
 
     def Free(self) -> None:  # noqa: N802 (mpi4py's name)
         if self._connections is not None:
             self._connections.close()
 
-    # Coming.
+    # Arrival.
 
     def _open(self, spec: RendezvousSpec) -> Any:
-        """Return a connection to the store, once it is there."""
+        """Return a connection to the store, once it exists."""
         try:
             from torch.distributed import TCPStore  # noqa: F401
         except ImportError as error:
             raise LauncherError(
-                f"{self._me} of {self.size} is to find the others at {self._where}, and for that "
-                "PyTorch's store is needed: pip install torch; or start the job with mpiexec or "
+                f"{self._me} of {self.size} should find the others at {self._where}, which needs "
+                "PyTorch's store: pip install torch; or start the job with mpiexec or "
                 "`python -m horo_lite -n N`, which need no PyTorch"
             ) from error
         host, port = spec.host, spec.port
@@ -172,7 +172,7 @@ class Rendezvous(ObjectCommunicator):
             except RuntimeError as error:
                 try:
                     _knock(host, port, timeout_s=5)
-                except OSError:  # not any more
+                except OSError:  # it no longer answers
                     raise self._lost_store() from error
                 raise LauncherError(
                     f"what answers at {self._where} is not a PyTorch store ({error}): does "
@@ -181,14 +181,14 @@ class Rendezvous(ObjectCommunicator):
         return _stores[host, port]
 
     def _listen_for_store(self, host: str, port: int, mark: socket.socket) -> None:
-        """Wait until a process listens there.
+        """Wait until a process listens on the port.
 
-        TCPStore would not react to Ctrl-C meanwhile, and complain at length.
+        While TCPStore waits, it does not react to Ctrl-C, and prints many messages.
 
         Args:
             host: The host.
             port: The port.
-            mark: A socket, which shows the other ranks of this host that this one has reported it.
+            mark: A socket that shows the other ranks of this host that this one has reported it.
         """
         while True:
             try:
@@ -202,31 +202,31 @@ class Rendezvous(ObjectCommunicator):
                 ):
                     raise LauncherError(
                         f"{self._me} of {self.size} has waited {self._timeout_s:.0f} s for rank 0, "
-                        f"which is to keep a store at {self._where} ({error}): has rank 0 been "
+                        f"which should keep a store at {self._where} ({error}): has rank 0 been "
                         "started, and is that the address of its host?"
                     ) from None
             time.sleep(0.02)
 
     def _why_unfit(self, rank: int, size: int, name: str, pid: int, host: tuple[str, ...]) -> str:
-        """Return why a process that has come does not fit into this world; "" if it does."""
+        """Return why an arrived process does not belong to this world; "" if it does."""
         if size != self.size:
             return (
-                f"the ranks believe in different sizes: {self.size} is that of {self._me}, but "
+                f"the ranks have different world sizes: {self.size} is that of {self._me}, but "
                 f"{size} that of {name}"
             )
         if not 0 <= rank < size:
             return f"{name} is in a world of {size}, whose ranks go from 0 to {size - 1}"
         if rank in self._pids or (rank == self.rank and name != self._me):
             return (
-                f"two processes say that they are rank {rank}: {self._names[rank]} and {name}. "
-                "Each needs a number of its own, and each job a port"
+                f"two processes claim to be rank {rank}: {self._names[rank]} and {name}. "
+                "Each needs its own number, and each job its own port"
             )
         self._names[rank] = name
         self._pids[rank] = pid if host == _here() else 0
         return ""
 
     def _is_here(self, rank: int) -> bool:
-        """Tell whether a rank has come as far as this one, as far as this one knows."""
+        """Return whether a rank is known to have progressed as far as this one."""
         return self._has(f"{self._round}/{rank}") if self._round else rank in self._names
 
     def _is_lowest_here(self) -> bool:
@@ -239,15 +239,15 @@ class Rendezvous(ObjectCommunicator):
         ranks = self._absent()
         return f"{ranks_in_words(ranks)} of {self.size}" if ranks else ""
 
-    # Asking the store.
+    # Requests to the store.
 
     def _answer(self, question: Callable[[], T]) -> T:
         """Return the store's answer.
 
         Raises:
-            LauncherError: None comes: who keeps the store may be stopped.
+            LauncherError: There is none: the process that keeps the store may be stopped.
         """
-        wait = _Wait(self._timeout_s + ANSWER_S)  # the store's own errors come first
+        wait = _Wait(self._timeout_s + ANSWER_S)  # longer than the store's own timeout
         awaited = f"an answer of {self._store_name}"
         with ExitStack() as marks:
 
@@ -260,7 +260,7 @@ class Rendezvous(ObjectCommunicator):
                     raise LauncherError(
                         f"{self._me} of {self.size} has waited {wait.limit_s:.0f} s in init() "
                         f"for {awaited}: the process that keeps it (rank 0, or torchrun's agent) "
-                        "is stopped, or its host cannot be reached any more"
+                        "is stopped, or its host is no longer reachable"
                     )
 
             return asked(question, look)
@@ -271,8 +271,8 @@ class Rendezvous(ObjectCommunicator):
         except HoroLiteError:
             raise
         except RuntimeError as error:
-            _stores.clear()  # the next one may be another
-            self._check_living(self._pids, f"for {self._store_name}")  # for whom rank 0 has ended
+            _stores.clear()  # the next one may be different
+            self._check_living(self._pids, f"for {self._store_name}")  # the cause of rank 0's end
             raise self._lost_store() from error
 
     def _lost_store(self) -> PeerLostError:
@@ -294,8 +294,9 @@ class Rendezvous(ObjectCommunicator):
         if not hmac.compare_digest(signature.encode(), expected.encode()):
             has = "has one" if self._job_token else "has none"
             self._refuse(
-                f"what stands under {key} in the store at {self._where} was not written with the "
-                f"{JOB_TOKEN} of {self._me}, which {has}: give all ranks the same; or {_CLOSE_PORT}"
+                f"the entry {key} in the store at {self._where} was not written with the "
+                f"{JOB_TOKEN} of {self._me}, which {has}: set the same on all ranks; or "
+                f"{_CLOSE_PORT}"
             )
         try:
             value = _read_back(json.loads(text))
@@ -303,14 +304,14 @@ class Rendezvous(ObjectCommunicator):
             value = _NOTHING
         if value is _NOTHING or not fits(value, form):
             self._refuse(
-                f"what stands under {key} in the store at {self._where} is nothing that a rank of "
-                f"this version of horo_lite writes there ({printable(repr(text[:200]))}, as "
+                f"the entry {key} in the store at {self._where} is not one that a rank with this "
+                f"version of horo_lite writes ({printable(repr(text[:200]))}, as "
                 f"{self._me} read it): {_CLOSE_PORT}"
             )
         return value
 
     def _take(self, key: str, form: Any, awaited: int | None = None) -> Any:
-        """Return what a rank writes under that key, once it has; None: one of those to come."""
+        """Wait for a rank's entry and return it; `awaited` None: from a rank yet to arrive."""
         pause_s = 1e-3
         while not self._has(key):
             for failure in self._failures:
@@ -323,31 +324,31 @@ class Rendezvous(ObjectCommunicator):
             )
             if self._waits_too_long(self._phase, self._is_lowest_here, self._name_absent):
                 self._refuse(
-                    f"{ranks_in_words(ranks)} of {self.size} did not come to {self._where} within "
-                    f"{self._timeout_s:.0f} s (HORO_LITE_START_TIMEOUT_S): look at what became of "
-                    "them, and whether all have the same address and size"
+                    f"{ranks_in_words(ranks)} of {self.size} did not reach {self._where} within "
+                    f"{self._timeout_s:.0f} s (HORO_LITE_START_TIMEOUT_S): check whether they "
+                    "have been started, and whether all have the same address and size"
                 )
             time.sleep(pause_s)
             pause_s = min(0.05, 1.5 * pause_s)
         return self._read(key, form)
 
     def _check_not_lost(self, waited: str) -> None:
-        """PeerLostError where the store says that a rank has failed, or is gone with rank 0."""
+        """Raise PeerLostError if the store contains a rank's failure, or has ended with rank 0."""
         if self._has(self._lost):
             raise PeerLostError(
                 f"{self._read(self._lost, str)}, while {self._me} waited in init() {waited}"
             )
 
     def _check_living(self, ranks: Iterable[int], waited: str) -> None:
-        """PeerLostError where one of these ranks is known to have died."""
-        # All of them: who died first may have been noticed by others, which have ended since.
+        """Raise PeerLostError if one of these ranks is known to have died."""
+        # Names all of them: others may have ended because they detected the first death.
         dead = [rank for rank in ranks if self._pids.get(rank) and not lives(self._pids[rank])]
         if dead:
             names = ", ".join(self._names[rank] for rank in dead)
             raise PeerLostError(f"{names} died in init(), while {self._me} waited {waited}")
 
     def _refuse(self, why: str, *places: str) -> NoReturn:
-        """Raise LauncherError, on every rank that comes or has come."""
+        """Raise LauncherError on every rank, whether it has arrived or arrives later."""
         for failure in (*places, self._failures[0]):
             self._put(failure, why)
         if self._keeps_store:
@@ -357,12 +358,12 @@ class Rendezvous(ObjectCommunicator):
     def _waits_too_long(
         self, wait: _Wait, reports: Callable[[], bool], whom: Callable[[], str]
     ) -> bool:
-        """Tell whether it is time to give up; before that one of the ranks reports the wait.
+        """Return whether the wait has timed out; before that, one of the ranks reports it.
 
         Args:
-            wait: Which wait that is.
-            reports: Tells whether that is this rank.
-            whom: Tells for whom or what it waits; "" for nobody.
+            wait: The wait.
+            reports: Returns whether this rank reports it.
+            whom: Returns what or which ranks it waits for; "" for none.
         """
         waited_s = time.monotonic() - wait.began
         if waited_s > NOTICE_S and not wait.is_noted:
@@ -378,7 +379,7 @@ class Rendezvous(ObjectCommunicator):
 
 
 class _Wait:
-    """One wait of this rank: when it began, how long it may take, and whether it is reported."""
+    """One wait of this rank: when it began, its limit, and whether it has been reported."""
 
     def __init__(self, limit_s: float) -> None:
         self.began = time.monotonic()
@@ -387,28 +388,28 @@ class _Wait:
 
 
 def keep_store(spec: RendezvousSpec, timeout_s: float = ANSWER_S) -> None:
-    """Make the store of a rendezvous, which lasts as long as this process.
+    """Create the store of a rendezvous, which exists as long as this process.
 
     Rank 0 does so in `init()`, unless it has before.
 
     Args:
-        spec: Where it is to be.
-        timeout_s: Seconds that each question to it may take.
+        spec: The rendezvous.
+        timeout_s: The timeout, in seconds, of each request to it.
 
     Raises:
-        ImportError: There is no PyTorch.
-        RuntimeError: The port is taken.
+        ImportError: PyTorch is not installed.
+        RuntimeError: The port is in use.
     """
     _stores[spec.host, spec.port] = _connected(spec, timeout_s, keeps=True)
 
 
 def report_failure(spec: RendezvousSpec, why: str) -> None:
-    """Let ranks that wait for this one in `init()`, now or later, raise PeerLostError.
+    """Make ranks that wait for this one in `init()`, now or later, raise PeerLostError.
 
-    It does nothing where their store cannot be reached. Of several failures the first counts.
+    It does nothing if their store cannot be reached. Of several failures, the first is reported.
 
     Args:
-        spec: Where they find each other, and in which start of the job.
+        spec: The rendezvous, in one start of the job.
         why: The reason.
     """
     key, place = _lost_key(spec), (spec.host, spec.port)
@@ -421,10 +422,10 @@ def report_failure(spec: RendezvousSpec, why: str) -> None:
 
 
 def _connected(spec: RendezvousSpec, timeout_s: float, *, keeps: bool = False) -> Any:
-    """Return a connection to the store of a rendezvous, which this process keeps, or another."""
+    """Return a connection to the store of a rendezvous; with `keeps`, this process keeps it."""
     from torch.distributed import TCPStore
 
-    # If torch.distributed has opened one there in this process, it is shared.
+    # If torch.distributed has opened a store there in this process, it is shared.
     return TCPStore(
         spec.host,
         spec.port,
@@ -439,16 +440,16 @@ def _connected(spec: RendezvousSpec, timeout_s: float, *, keeps: bool = False) -
 def _knock(host: str, port: int, timeout_s: float) -> None:
     """Raise OSError unless a process listens there."""
     with socket.create_connection((host, port), timeout=timeout_s) as connection:
-        # Where none does on this host, the kernel may choose that very port for this end, too, and
-        # the connection is one with itself: with an even port above 32,768, once in 14,116 tries.
+        # If none does on this host, the kernel may choose the same port for this end, so that the
+        # socket connects to itself: with an even port above 32,768, once in 14,116 tries.
         if connection.getsockname() == connection.getpeername():
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _lost_key(spec: RendezvousSpec) -> str:
-    """Return where stands which rank has failed, so that the others of this start are not to wait.
+    """Return the key that reports a failed rank, so that the others of this start do not wait.
 
-    Whether it had come or not.
+    The rank may or may not have arrived before.
     """
     return f"horo_lite/{spec.attempt}/lost"
 
@@ -462,7 +463,7 @@ def _job_token() -> bytes:
 
 
 def _signature(token: bytes, key: str, text: str) -> str:
-    """Return what shows that this job wrote a text there; "" in a job without a token."""
+    """Return a signature that proves that this job wrote an entry; "" in a job without a token."""
     return hmac.new(token, f"{key} {text}".encode(), "sha256").hexdigest() if token else ""
 
 
@@ -481,9 +482,9 @@ def _here() -> tuple[str, ...]:
 
 
 def _is_first_here(mark: socket.socket, where: str) -> bool:
-    """Tell whether no other rank of this host reports that it waits for a store.
+    """Return whether no other rank of this host reports that it waits for a store.
 
-    Before there is one the ranks know nothing of each other. But a name in Linux's abstract
+    Before a store exists, the ranks do not know each other. But a name in Linux's abstract
     namespace belongs to one socket, as long as that is open.
     """
     try:
@@ -494,7 +495,7 @@ def _is_first_here(mark: socket.socket, where: str) -> bool:
 
 
 def _read_back(obj: Any) -> Any:
-    """Return an object of JSON's with tuples for lists, and strings that a terminal can show."""
+    """Return a JSON object with tuples instead of lists, and printable strings."""
     if isinstance(obj, str):
         return printable(obj.replace("\n", " "))
     if isinstance(obj, list):

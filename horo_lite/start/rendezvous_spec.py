@@ -1,4 +1,4 @@
-"""Where the ranks of a world that MPI did not start find each other, and which this one is."""
+"""The address of the rendezvous of a world that MPI did not start, and this process's rank."""
 
 from __future__ import annotations
 
@@ -12,37 +12,36 @@ from horo_lite.start.launcher import TORCHRUN, connects_by_mpi, detect
 
 
 class RendezvousSpec(NamedTuple):
-    """Where the ranks of a world that MPI did not start find each other, and which this one is."""
+    """The address of the rendezvous of a world that MPI did not start, and this process's rank."""
 
     rank: int
     size: int
     host: str
     port: int
     served: bool
-    """Somebody else keeps the store there, as torchrun does; otherwise rank 0 does."""
+    """Whether another process, such as torchrun, keeps the store; otherwise rank 0 does."""
     attempt: str
-    """Which start of the job uses it, where several do one after the other."""
+    """The number of the job's start, if several use it in succession."""
 
     @property
     def where(self) -> str:
-        """Where the store is, as messages name it."""
+        """The address of the store, for messages."""
         return f"{self.host}:{self.port}" if self.port else self.host
 
 
-# What an argument of init() stands for where it is not given.
+# The variables that replace an argument of init() that is not given.
 _STANDARD = {"rank": "RANK", "size": "WORLD_SIZE", "address": "MASTER_ADDR and MASTER_PORT"}
 
 
 def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> RendezvousSpec | None:
-    """Return what init()'s `rank`, `size` and `address` say, or torchrun's variables.
+    """Return the rendezvous in init()'s `rank`, `size` and `address`, or in torchrun's variables.
 
-    None for neither. In a job of MPI's launcher the variables do not count. With `address`, or
-    under srun without MPI, rank and size are the launcher's where they are not given.
+    None if there is neither. In a job of MPI's launcher, the variables are ignored. With `address`,
+    or under srun without MPI, rank and size are the launcher's if they are not given.
 
     Raises:
-        ValueError: A value makes no sense.
-        LauncherError: A part of what belongs together is missing, or variables number nodes where
-            they should number ranks.
+        ValueError: A value is invalid.
+        LauncherError: Some of the values are missing, or variables number nodes instead of ranks.
     """
     given: dict[str, int | str | None] = {
         "rank": settings.rank,
@@ -69,7 +68,7 @@ def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> Rendezvou
     if not explicit and standard["size"] is None and not (standard["rank"] and host):
         if launch is None:
             _refuse_a_node_alone(environ)
-        return None  # one of them alone may mean anything
+        return None  # a single variable may have another meaning
     rank, size = whole_number("rank", found["rank"], 0), whole_number("size", found["size"], 1)
     if launch is None and given["rank"] is None and size != 1:
         _refuse_numbers_of_nodes(environ)
@@ -82,9 +81,9 @@ def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> Rendezvou
         has = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
         lacks = " and ".join(missing)
         raise LauncherError(
-            f"this process is to be a rank of a world that MPI does not start ({has}), but lacks "
-            f"{lacks}: set what is missing, or call init(rank=…, size=…, address='host:port'). If "
-            "it is to run alone, unset HORO_LITE_RANK and _SIZE, RANK, WORLD_SIZE and MASTER_ADDR"
+            f"this process should be a rank of a world that MPI does not start ({has}), but lacks "
+            f"{lacks}: set what is missing, or call init(rank=…, size=…, address='host:port'). To "
+            "run it alone, unset HORO_LITE_RANK and _SIZE, RANK, WORLD_SIZE and MASTER_ADDR"
         )
     where = urlsplit("//" + str(found["address"]).removeprefix("tcp://"))
     try:
@@ -92,47 +91,47 @@ def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> Rendezvou
     except ValueError:
         name = number = None
     if not name or not number:
-        raise ValueError(f"address is the host of rank 0 and a port, not {found['address']!r}")
+        raise ValueError(f"address must be rank 0's host and a port, not {found['address']!r}")
     ours = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and given["address"] is None
     return RendezvousSpec(
         rank, size, name, number, ours, environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     )
 
 
-# What says how many ranks each node should have: Alibaba's PAI-DLC and Baidu's AIHC set the first,
+# Variables with the number of ranks per node: Alibaba's PAI-DLC and Baidu's AIHC set the first,
 # Kubeflow's PyTorchJob the second, which torchrun reads itself.
 _RANKS_OF_A_NODE = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
-# How many nodes a job has that starts one process on each: Kubeflow's Trainer, AWS Batch.
+# The number of nodes of a job that starts one process on each: Kubeflow's Trainer, AWS Batch.
 _NODES = ("PET_NNODES", "AWS_BATCH_JOB_NUM_NODES")
 _PAGE = "docs/launching.md has the command for each platform"
 
 
 def _refuse_numbers_of_nodes(environ: Mapping[str, str]) -> None:
-    """Raise LauncherError where RANK is the number of a node that should have several ranks.
+    """Raise LauncherError if RANK is the number of a node that should have several ranks.
 
-    LOCAL_RANK shows that they have been started, by whatever gave them numbers of their own.
+    LOCAL_RANK shows that these have been started, by a launcher that has numbered them.
     """
     for name in _RANKS_OF_A_NODE:
         value = environ.get(name, "1")
         if value not in ("", "1") and "LOCAL_RANK" not in environ:
             raise LauncherError(
                 f"RANK={environ.get('RANK')} and WORLD_SIZE={environ.get('WORLD_SIZE')} number the "
-                f"nodes of this job and not its ranks: {name} is {value}, and nothing has started "
-                "that many on this node. On each node run `torchrun --nnodes <number of nodes> "
+                f"nodes of this job and not its ranks: {name} is {value}, but that many have not "
+                "been started on this node. On each node run `torchrun --nnodes <number of nodes> "
                 "--node-rank $RANK --nproc-per-node <ranks of a node> --master-addr $MASTER_ADDR "
-                "--master-port $MASTER_PORT train.py` in place of `python train.py`; if every node "
-                f"is to have one rank, set {name}=1. {_PAGE}"
+                "--master-port $MASTER_PORT train.py` instead of `python train.py`; for one rank "
+                f"per node, set {name}=1. {_PAGE}"
             )
 
 
 def _refuse_a_node_alone(environ: Mapping[str, str]) -> None:
-    """Raise LauncherError where each of several nodes would train alone."""
+    """Raise LauncherError if each of several nodes would train alone."""
     for name in _NODES:
         value = environ.get(name, "1")
         if value not in ("", "1", "1:1"):
             raise LauncherError(
                 f"{name} is {value}, but this process has not been started as a rank: it would "
                 "train alone, as would those on the other nodes. Start it with torchrun on each "
-                "node, or with mpiexec on one; if it is to be alone, call init(rank=0, size=1). "
+                "node, or with mpiexec on one; to train alone, call init(rank=0, size=1). "
                 f"{_PAGE}"
             )

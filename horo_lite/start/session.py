@@ -1,4 +1,4 @@
-"""The life of a world: `init()`, `shutdown()`, the end of the program, and going on with fewer."""
+"""The lifetime of a world: `init()`, `shutdown()`, program exit, continuing with fewer ranks."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ __all__ = ["init", "shutdown"]
 
 
 class Session(NamedTuple):
-    """What lies between init() and shutdown()."""
+    """The state between init() and shutdown()."""
 
     settings: Settings
-    """Those that init() was called with."""
+    """The settings of init()."""
     given_comm: Any
-    """The communicator that init() was called with."""
+    """The communicator passed to init()."""
     world: World
     comm: Any
-    """The package's own communicator of the world's ranks, an mpi4py one or an
+    """The package's own communicator of the world's ranks, from mpi4py or an
     ObjectCommunicator; None in a world of one."""
     host_of_rank: list[int]
     restore_threads: Callable[[], None]
     messages: Messages
     subgroups: list[Group]
-    """What new_group() made and free_group() has not closed."""
+    """The groups that new_group() created and free_group() has not closed."""
     began: float
 
     def close(self, reason: str) -> None:
-        """Leave the world and all groups made of it."""
+        """Leave the world and all its groups."""
         if self.world.rank == 0:
             stall.print_summary(stall.detector_of(self.world), time.monotonic() - self.began)
         try:
@@ -73,7 +73,7 @@ class Session(NamedTuple):
 
 
 _changing = threading.RLock()
-"""Held by the one thread that is in init() or shutdown(); another's comes afterwards."""
+"""Held by a thread in init() or shutdown(), so that calls of several threads are serialized."""
 _session: Session | None = None
 
 
@@ -96,54 +96,54 @@ def init(
     """Make this process a rank of the world, ready for collectives.
 
     Every rank calls it (with `comm`: every rank of that communicator), with the same `test_hosts`
-    and the same kind of device. Without a launcher it makes a world of one and does not import MPI.
-    Called again with the same arguments, by any thread, it returns the same world.
+    and the same kind of device. Without a launcher, it creates a world of one and does not import
+    MPI. Called again with the same arguments, by any thread, it returns the same world.
 
-    Under torchrun, where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, or with `rank`,
-    `size` and `address`, the ranks find each other in a store of PyTorch's, without MPI, and its
-    gloo connects hosts. Inside a job of MPI's launcher only the arguments count, not torchrun's
-    variables; `address` alone is enough there, and under srun.
+    Under torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or with `rank`, `size`
+    and `address`, the ranks find each other through a PyTorch store, without MPI, and are connected
+    between hosts by its gloo. In a job of MPI's launcher, torchrun's variables are ignored, but not
+    these arguments; `address` alone is sufficient there, and under srun.
 
-    Every argument but `comm` can also be set by the variable HORO_LITE_<NAME>; an explicit argument
-    takes precedence.
+    Every argument except `comm` can also be set by the variable HORO_LITE_<NAME>; an explicit
+    argument takes precedence.
 
     Args:
-        comm: An mpi4py communicator whose ranks make the world; by default all that the
+        comm: An mpi4py communicator whose ranks form the world; by default all ranks that the
             launcher started.
-        rank: This rank's number, where neither MPI nor torchrun started it.
+        rank: This rank's number, if neither MPI nor torchrun started it.
         size: The number of ranks, with `rank`.
         address: A free port of rank 0's host, "host:port", with `rank`.
-        start_timeout_s: Seconds within which all ranks must have come, without MPI; by default
+        start_timeout_s: Seconds within which all ranks must call `init()`, without MPI; by default
             120.
         device: "cpu", "cuda" (the GPU `local_rank` modulo their number) or "cuda:1"; by default a
-            GPU where there is one.
-        threads: Threads of BLAS and OpenMP; by default this rank's share of the host's cores,
-            unless OMP_NUM_THREADS or the like is set or the world is of one.
-        binding: "keep" stays on the cores where Open MPI put this rank; "auto", the default, leaves
-            them where they are too few and nobody asked for it.
+            GPU if there is one.
+        threads: The number of threads of BLAS and OpenMP; by default this rank's share of the
+            host's cores, unless OMP_NUM_THREADS or a similar variable is set or the world has one
+            rank.
+        binding: "keep" keeps the cores to which Open MPI bound this rank; "auto", the default,
+            removes the binding if it has too few cores and the user did not request it.
         slot_stores: On one host, how this rank writes the memory through which ranks exchange:
-            "cached", "streaming" (past the caches, which pays where cores share no L3 cache), or
-            "auto", the default, as a measured core-to-core round trip suggests. Results do not
-            depend on it.
-        overlap: When gradients leave that `backward()` produces one by one: "always" while it
-            computes the others, "never" before it has ended, or "auto", the default: among the
-            ranks of one host, only where `backward()` leaves cores free. Results do not depend on
-            it.
-        test_hosts: Sizes of simulated hosts, "2,1", for tests.
-        stall_warn_s: Seconds that a rank may wait for another before one of those that wait reports
-            who is late, and where; by default 30, and 0 for never.
+            "cached", "streaming" (past the caches, which is faster if cores share no L3 cache), or
+            "auto", the default, which chooses by a measured core-to-core round trip. It does not
+            affect results.
+        overlap: When gradients that `backward()` produces one by one are sent: "always" during
+            `backward()`, "never" before its end, or "auto", the default: among the ranks of one
+            host, during `backward()` only if that leaves cores free. It does not affect results.
+        test_hosts: Sizes of simulated hosts, such as "2,1", for tests.
+        stall_warn_s: Seconds that a rank may wait for another before a waiting rank reports which
+            rank is late, and where; by default 30, and 0 for never.
         stall_abort_s: Seconds that a rank may wait before every rank raises StallError; by default
             0 for never.
 
     Returns:
-        The world: rank, size, device and the rest.
+        The world: rank, size, device and further properties.
 
     Raises:
-        LauncherError: Launcher and MPI library do not fit; or, without MPI, ranks are missing or
-            two have one number. Change how the job is started.
-        MismatchError: The ranks differ, or one of them has failed; on every rank.
-        ValueError: An argument makes no sense, or differs from that of the first call.
-        PeerLostError: A rank died meanwhile.
+        LauncherError: Launcher and MPI library are incompatible; or, without MPI, ranks are missing
+            or two have the same number. Change how the job is started.
+        MismatchError: On every rank, if the ranks' settings differ, or a rank has failed.
+        ValueError: An argument is invalid, or differs from that of the first call.
+        PeerLostError: A rank died during this.
     """
     arguments = {
         "rank": rank,
@@ -162,7 +162,7 @@ def init(
     if ending.in_forked_child():
         raise HoroLiteError(
             f"process {os.getpid()} was forked from a rank (a data loader's worker?) and is not a "
-            "rank itself: rank() and size() answer here, but init() is for the parent"
+            "rank itself: rank() and size() work here, but call init() only in the parent"
         )
     settings = Settings.read(arguments, os.environ)
     with _changing:
@@ -181,7 +181,7 @@ def init(
         if name:
             raise ValueError(
                 f"init() was called before with {name}={before!r}, now with {now!r}: call "
-                "shutdown() in between, or leave one call out"
+                "shutdown() in between, or omit one call"
             )
         return _session.world
 
@@ -189,23 +189,23 @@ def init(
 def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World:
     """Make this process a rank of the world that a program of torch.distributed describes.
 
-    Every rank calls it, before any other `init()`. In a job of MPI's launcher with these numbers
-    MPI connects the ranks; all others find each other in the store. The world is for the CPU, and
-    `init()` without arguments returns it, too.
+    Every rank calls it, before any other `init()`. In a job of MPI's launcher with these numbers,
+    MPI connects the ranks; otherwise they find each other through the store. The world is for the
+    CPU, and `init()` without arguments returns it, too.
 
     Args:
-        store: A store of torch's that all ranks have.
+        store: A torch store that is shared by all ranks.
         rank: This rank's number.
         size: The number of ranks.
-        timeout_s: Seconds within which all must have come, without MPI.
+        timeout_s: Seconds within which all ranks must arrive, without MPI.
 
     Returns:
         The world.
 
     Raises:
         LauncherError: Ranks are missing, or cannot be connected.
-        MismatchError: The ranks differ, or one of them has failed; on every rank.
-        PeerLostError: A rank died meanwhile.
+        MismatchError: On every rank, if the ranks' settings differ, or a rank has failed.
+        PeerLostError: A rank died during this.
     """
     by_itself = Settings.read({}, os.environ)
     settings = replace(by_itself, device="cpu")
@@ -220,7 +220,7 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
             with arrivals.in_init():
                 found, MPI = mpi.communicator(None, launch, *limits)
         elif size > 1:
-            # No port: the store may be any of torch's, a file too.
+            # No port: it may be any torch store, even a file.
             spec = RendezvousSpec(rank, size, "the store of torch.distributed", 0, False, "")
             found = Rendezvous(spec, timeout_s, store)
         return _begin(
@@ -229,7 +229,7 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
 
 
 def _begin(session: Session) -> World:
-    """Make it the current one."""
+    """Make `session` the current one."""
     global _session
     _session = session
     context.enter(session.world, session.messages, session.subgroups)
@@ -239,17 +239,17 @@ def _begin(session: Session) -> World:
 
 
 def shutdown() -> None:
-    """Leave the world, and put thread limits back as they were before `init()`.
+    """Leave the world, and restore the thread limits from before `init()`.
 
-    Every rank calls it; asynchronous operations that all ranks have asked for are completed. A
-    rank that goes on alone finds PeerLostError in its next collective. `init()` may be called
-    again. Without a world, and in a forked child, this does nothing. MPI stays initialised until
-    the process ends.
+    Every rank calls it; asynchronous operations that all ranks have submitted are completed. A rank
+    that continues without calling it gets PeerLostError in its next collective. `init()` may be
+    called again. Without a world, and in a forked child, this does nothing. MPI stays initialised
+    until the process ends.
 
     Raises:
-        HoroLiteError: An asynchronous operation that nobody waited for has failed.
+        HoroLiteError: An asynchronous operation that was not waited for has failed.
     """
-    if not ending.in_forked_child():  # a child's lock may be held by a thread that it has not got
+    if not ending.in_forked_child():  # in a child, a thread that does not exist may hold the lock
         with _changing:
             _leave()
 
@@ -268,19 +268,19 @@ def _leave() -> None:
     finally:
         context.notify_ended()
         session.restore_threads()
-    # Not after an error, which still has to end the job.
+    # Not after an error, which must still end the job.
     ending.uninstall()
 
 
 def _at_exit() -> None:
-    """Complete what all ranks have asked for, and let those that wait for more of this one know."""
+    """Complete what all ranks have submitted, and notify ranks that wait for more from this one."""
     if _session is None or ending.in_forked_child():
         return
     ending.program_ends()
     try:
         _session.close(ending.reason())
     except BaseException as error:
-        # An exception raised here is printed and forgotten, and the exit code stays 0.
+        # An exception raised here is only printed, and the exit code stays 0.
         ending.report(error)
         raise
     finally:
@@ -288,12 +288,12 @@ def _at_exit() -> None:
 
 
 def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
-    """Return the communicator of the ranks, of two or more, and mpi4py.MPI; (None, None) for one.
+    """Return the communicator of two or more ranks, and mpi4py.MPI; (None, None) for one rank.
 
     The communicator of ranks that MPI did not start is a Rendezvous, and MPI is None.
     """
     if comm is not None and settings.rank is not None:
-        raise ValueError("comm and rank both define the world: give one of them")
+        raise ValueError("comm and rank both define the world: pass only one of them")
     spec = rendezvous_spec(settings, os.environ) if comm is None else None
     if spec is not None:
         return (Rendezvous(spec, settings.start_timeout_s) if spec.size > 1 else None), None
@@ -302,15 +302,15 @@ def _find_ranks(settings: Settings, comm: Any) -> tuple[Any, Any]:
 
 
 def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> Session:
-    """Return a session over the ranks of `comm`, all of which call this.
+    """Return a session of the ranks of `comm`, all of which call this.
 
-    With `is_ours`, `comm` is the package's own already, and not the caller's.
+    With `is_ours`, `comm` is already the package's own, not the caller's.
     """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     if comm is not None or MPI is not None:
-        # Already now: a rank that fails below must not leave the others waiting for it.
+        # Before anything else: the others must not wait for a rank that fails below.
         ending.install(rank, size, MPI)
-    else:  # alone, this rank ends for itself, whatever guard_start() has installed
+    else:  # alone: remove what guard_start() may have installed
         ending.uninstall()
     for sentence in unknown_variables(os.environ) if rank == 0 and not is_ours else ():
         warn(f"{sentence} (docs/environment.md lists all variables)")
@@ -385,7 +385,7 @@ def _take_device(
     positions: Sequence[Position],
     rank: int,
 ) -> Device:
-    """Return what this rank computes on, where frameworks put new arrays from now on."""
+    """Return this rank's device, and make it the default of frameworks."""
     gpus = [
         devices.index_of(one.device, position.local_rank)
         for one, position in zip(everyone, positions, strict=True)
@@ -405,16 +405,16 @@ def _warn_of_one_thread() -> None:
     warn(
         "MPI was initialised without THREAD_MULTIPLE: asynchronous operations "
         "progress only inside calls, which must come from this thread. Let horo_lite.init() "
-        "initialise MPI, or ask for MPI.THREAD_MULTIPLE."
+        "initialise MPI, or request MPI.THREAD_MULTIPLE."
     )
 
 
 def _introduce(settings: Settings, rank: int, size: int, comm: Any) -> list[RankInfo]:
-    """Return what every rank brings.
+    """Exchange and return the information of every rank.
 
     Raises:
-        ValueError: A setting of this rank makes no sense.
-        MismatchError: The ranks do not fit together, or another has failed.
+        ValueError: A setting of this rank is invalid.
+        MismatchError: The ranks are inconsistent, or another has failed.
     """
     error: ValueError | None = None
     try:
@@ -437,7 +437,7 @@ def _introduce(settings: Settings, rank: int, size: int, comm: Any) -> list[Rank
 
 
 def current() -> Session:
-    """Return what lies between init() and shutdown().
+    """Return the current session.
 
     Raises:
         NotInitializedError: There is no world.
@@ -448,27 +448,27 @@ def current() -> Session:
 
 
 def renew(comm: Any) -> World:
-    """Make the world that of the ranks of `comm`, those that are left, in its order.
+    """Replace the world by one of the remaining ranks, those of `comm`, in its order.
 
-    Each of them calls it. Nothing that the former world made can be used any more: its groups
-    raise. Callers of its functions, and optimizers, find the new one.
+    Each of them calls it. Objects of the former world can no longer be used: its groups raise
+    errors. Functions and optimizers use the new world.
 
     Args:
-        comm: A communicator of the ranks that are left, or of these and one more.
+        comm: A communicator of the remaining ranks, or of these and one more.
 
     Returns:
         The new world.
 
     Raises:
-        PeerLostError, MPI.Exception: One more rank was lost meanwhile. Call it again, with fewer.
+        PeerLostError, MPI.Exception: Another rank was lost during this. Call it again, with fewer.
     """
     global _session
     session = current()
     mpi.end_without_finalize()
     atexit.unregister(_at_exit)  # the new world registers it again
     for group in context.groups():
-        with contextlib.suppress(Exception):  # whatever was in flight has failed
-            group.close("it goes on without the ranks that were lost")
+        with contextlib.suppress(Exception):  # operations in flight have failed
+            group.close("it continues without the lost ranks")
     session.restore_threads()
     settings = session.settings
     if settings.test_hosts:
@@ -501,5 +501,5 @@ def communicator() -> Any:
 
 
 def started_by_mpi() -> bool:
-    """Tell whether this world has several ranks, and MPI connects them."""
+    """Return whether this world has several ranks, and MPI connects them."""
     return not isinstance(current().comm, (ObjectCommunicator, type(None)))

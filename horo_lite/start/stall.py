@@ -1,4 +1,4 @@
-"""Ranks that the others wait for: who is late, who announced it, and what it cost the run."""
+"""Ranks that the others wait for: reports of late ranks, announcements, and the time lost."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from horo_lite import _native
     from horo_lite.context import World
 
-# Stragglers are reported at the end of a run above these limits.
+# A straggler is reported at the end of a run if it exceeds these limits.
 WORTH_REPORTING_S = 10.0
 WORTH_REPORTING_SHARE = 0.05
 
 
 class Straggler(NamedTuple):
-    """What one rank cost the others.
+    """The time that the others have lost by waiting for one rank.
 
     Attributes:
         rank: The rank's number.
-        n_last: How often it came last to an operation of all, and the others waited for it.
-        waited_s: Seconds that each of the others has spent waiting for it, on average.
+        n_last: How often it was the last to join an operation of all ranks, which waited for it.
+        waited_s: Seconds that each of the others has waited for it, on average.
     """
 
     rank: int
@@ -38,15 +38,15 @@ class Straggler(NamedTuple):
 
 
 def stragglers() -> list[Straggler]:
-    """Return what each rank cost the others by coming late.
+    """Return how long the others have waited for each rank.
 
-    Any rank may call it, at any time since `init()`; no other rank takes part. Direct calls count,
-    and asynchronous operations that `synchronize` waits for: the time from when the others had come
-    until the last one came, as the ranks of this host saw it. On GPUs with NCCL the host does not
-    wait, and nothing is counted.
+    Any rank may call it, at any time after `init()`; no other rank takes part. It counts direct
+    calls, and asynchronous operations that `synchronize` waits for: the time between the arrival of
+    the others and that of the last rank, as measured by the ranks of this host. On GPUs with NCCL
+    the host does not wait, and nothing is counted.
 
     Returns:
-        Every rank of the world, first the one that the others have waited for longest.
+        All ranks of the world, starting with the one that the others have waited for longest.
 
     Raises:
         NotInitializedError: There is no world.
@@ -67,15 +67,15 @@ def detector_of(world: World) -> _native.StallDetector | None:
 
 @contextlib.contextmanager
 def announce(what: str, *, expect_s: float) -> Iterator[None]:
-    """Announce that this rank will be busy inside the context, so that the others just wait.
+    """Announce that this rank will be busy inside the block, so that the others just wait.
 
-    It is for long work of some ranks, such as `with announce("evaluation", expect_s=600):` on rank
-    0; only those ranks call it. Until `expect_s` seconds have passed, no report says that this rank
-    is late, and `stall_abort_s` does not end the job.
+    Use it for long work on some ranks, such as `with announce("evaluation", expect_s=600):` on rank
+    0; only these ranks call it. For `expect_s` seconds, this rank is not reported as late, and
+    `stall_abort_s` does not end the job.
 
     Args:
-        what: What this rank does, in a few words for reports.
-        expect_s: Seconds that it may take.
+        what: A short description of the work, for reports.
+        expect_s: The number of seconds that it may take.
 
     Returns:
         A context manager.
@@ -104,7 +104,7 @@ def _announce_to_all(what: str, expect_s: float) -> None:
 
 @contextlib.contextmanager
 def abort_after(abort_s: float) -> Iterator[None]:
-    """Inside, let a wait of this rank that takes longer raise StallError on every rank."""
+    """Make longer waits of this rank, inside the block, raise StallError on every rank."""
     here = detector_of(context.world())
     if here is None:
         yield
@@ -123,9 +123,8 @@ _stack_file: tuple[int, int] | None = None
 def give_stacks(detector: _native.StallDetector) -> None:
     """Let the other ranks of this host read this process's Python stacks, whatever it does.
 
-    They send a signal that nothing else uses, and faulthandler's handler, which needs no GIL,
-    writes into a file without a name. Once for the life of the process: a signal that comes late
-    must never find no handler.
+    They send an otherwise unused signal, and faulthandler's handler, which does not need the GIL,
+    writes to an unnamed file. The handler is never removed, since a signal may arrive late.
     """
     global _stack_file
     if _stack_file is None:
@@ -133,7 +132,7 @@ def give_stacks(detector: _native.StallDetector) -> None:
         if number is None:
             return
         file = os.memfd_create("python_stacks", os.MFD_CLOEXEC)
-        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # readers cut it down to nothing
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # readers truncate it
         faulthandler.register(number, file=file, all_threads=True)
         _stack_file = file, number
     detector.give_stacks(*_stack_file)
@@ -152,7 +151,7 @@ def _free_signal() -> int | None:
 
 
 def print_summary(detector: _native.StallDetector | None, run_s: float) -> None:
-    """Write to stderr which rank made the run longer, if that is worth a line."""
+    """Write to stderr which rank made the run longer, if it did so considerably."""
     worst = _sorted_stragglers(detector)[0]
     share = worst.waited_s / max(run_s, 1e-9)
     if worst.waited_s > WORTH_REPORTING_S and share > WORTH_REPORTING_SHARE:

@@ -1,10 +1,11 @@
 """Horovod's PyTorch API: `import horo_lite.torch as hvd` in place of `import horovod.torch as hvd`.
 
-Names, arguments and meaning are those of Horovod's documentation. Variables of Horovod's that have
-a meaning here are honoured; where the HORO_LITE_ one is set, it counts:
+Names, arguments and meaning are those of Horovod's documentation. These environment variables of
+Horovod are honoured; the corresponding HORO_LITE_ variable takes precedence:
 
-    HOROVOD_FUSION_THRESHOLD    HORO_LITE_BUCKET_BYTES: how large a bucket of gradients gets
-    HOROVOD_TIMELINE            HORO_LITE_TIMELINE: where `init` starts one; "DYNAMIC": nowhere
+    HOROVOD_FUSION_THRESHOLD    HORO_LITE_BUCKET_BYTES: size of a bucket of gradients
+    HOROVOD_TIMELINE            HORO_LITE_TIMELINE: file of the timeline that `init` starts;
+                                "DYNAMIC": none
     HOROVOD_STALL_CHECK_TIME_SECONDS, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
                                 HORO_LITE_STALL_WARN_S, HORO_LITE_STALL_ABORT_S
     HOROVOD_STALL_CHECK_DISABLE HORO_LITE_STALL_WARN_S=0
@@ -27,4 +28,4 @@ from horo_lite.torch.mpi_ops import *
 from horo_lite.torch.optimizer import DistributedOptimizer
 from horo_lite.torch.sync_batch_norm import SyncBatchNorm
 
-_register()  # torch itself does it only where the package's entry points are installed
+_register()  # torch does this itself only if the package's entry points are installed

@@ -1,4 +1,4 @@
-"""Adasum of torch's tensors: see horo_lite.horovod.adasum."""
+"""Adasum of torch tensors: see horo_lite.horovod.adasum."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from horo_lite.horovod.adasum import SMALLEST, AdasumReduce, check_adasum
 
 
 def adasum_(group: Group, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
-    """Each tensor holds, in place, the Adasum of what it is on all ranks of the group.
+    """Replace each tensor, in place, by its Adasum over all ranks of the group.
 
-    Called by every rank with tensors of the same floating dtypes and shapes, dense and on one
-    device. `names`, if given, are compared, and messages use them.
+    Every rank calls it, with tensors of the same floating point dtypes and shapes, dense and on one
+    device. `names`, if given, are compared, and used in messages.
     """
     label = f"{names[0]} and {len(names) - 1} more" if names else f"{len(tensors)} tensors"
     adasum_async_(group, tensors, names, label).wait()
@@ -34,9 +34,10 @@ def adasum_async_(
     postscale_factor: float = 1.0,
     kind: str = "allreduce",
 ) -> Handle:
-    """As `adasum_`, when the handle has been waited for; matched by `label`.
+    """Start `adasum_` and return its handle; the operation is matched by `label`.
 
-    Takes two copies of all tensors, in float32, or in float64 where one of them is.
+    Needs memory for two copies of all tensors, in float64 if one of them is float64, otherwise in
+    float32.
     """
     specs = tuple((str(x.dtype)[6:], tuple(x.shape)) for x in tensors)
     check_adasum(group, [dtype for dtype, _ in specs])
@@ -62,14 +63,14 @@ def adasum_async_(
 
 
 def warn_of_compression(compression: Any) -> None:
-    """Say that it is ignored: Horovod's scripts may ask for both."""
+    """Warn that compression is ignored: Horovod's scripts may request both."""
     name = getattr(compression, "name", compression)
     if name != "none":
         warn(f"op=Adasum does not compress: compression {name} is ignored")
 
 
 class _OnDevice(AdasumReduce):
-    """The same in a GPU's memory, where the products are taken."""
+    """The same on a GPU, which computes the dot products."""
 
     def dots(self, a: Any, b: Any, spans: Sequence[slice]) -> np.ndarray[Any, Any]:
         results = torch.zeros(len(spans), 5, dtype=torch.float64, device=a.device)

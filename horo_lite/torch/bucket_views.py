@@ -1,4 +1,4 @@
-"""Gradients in memory that all ranks of a host see, so that they are added up where they lie."""
+"""Gradients in memory shared by all ranks of a host, in which they are reduced without copies."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
 
 _ALIGNMENT = 64  # bytes
-# Gradients this large are moved past the caches: when their bucket is reduced, a bucket's worth of
-# others has been written since.
+# Gradients of this size or more are copied past the caches: before their bucket is reduced, a
+# bucket's worth of other gradients is written.
 STREAMED_BYTES = 64 << 10
 
 
 def can_share(group: Group) -> bool:
-    """Whether the ranks of `group` are on one host, as far as its transports know."""
+    """Return whether the ranks of `group` are on one host, as far as its transports know."""
     return group.size > 1 and all(each.shares_memory for each in group.transports())
 
 
 def homes_of(parameters: Sequence[Any]) -> tuple[SharedMemory | None, list[Any]]:
-    """Memory, and a tensor in it for the gradient of each parameter; None where there is none.
+    """Return memory, and for each parameter a tensor in it for the gradient, or None.
 
-    Dense floating point parameters on the CPU get one each, in the layout that autograd gives their
-    gradients, with a storage of its own: copying or saving one takes no more than that.
+    Each dense floating point parameter on the CPU gets one, in the layout that autograd uses for
+    its gradient, with its own storage, so that copying or saving it includes nothing else.
     """
     begins: list[int | None] = []
     n_bytes = 0
@@ -57,12 +57,12 @@ def _may_live_there(parameter: Any) -> bool:
 
 def _home(memory: SharedMemory, begin: int, parameter: Any) -> Any:
     flat = torch.from_numpy(memory.array(begin, parameter.nbytes)).view(parameter.dtype)
-    like = torch.empty_like(parameter, device="meta")  # dense, and in the parameter's order
+    like = torch.empty_like(parameter, device="meta")  # dense, in the parameter's memory order
     return flat.as_strided(like.shape, like.stride())
 
 
 def fits(gradient: Any, home: Any) -> bool:
-    """Whether `home` can hold that gradient."""
+    """Return whether `home` can hold the gradient."""
     return (
         gradient is not None
         and gradient.layout is torch.strided
@@ -75,8 +75,8 @@ def fits(gradient: Any, home: Any) -> bool:
 def move(gradient: Any, home: Any) -> None:
     """Copy `gradient` to `home`, which it fits.
 
-    Best where the gradient has just been computed: it is in cache, and the memory that autograd
-    took for it, dropped then, serves for the next one.
+    Best called when the gradient has just been computed: it is in cache, and the memory that
+    autograd allocated for it, once released, is reused for the next one.
     """
     if home.nbytes >= STREAMED_BYTES and _stream(gradient.resolve_neg(), home):
         torch.autograd.graph.increment_version(home)
@@ -85,10 +85,10 @@ def move(gradient: Any, home: Any) -> None:
 
 
 def _stream(gradient: Any, home: Any) -> bool:
-    """Copy past the caches, if both lie alike in memory; whether they do."""
+    """Copy past the caches if both have the same memory layout; return whether they have."""
     try:
         source, target = Tensors([gradient]), Tensors([home])
-    except (TypeError, ValueError):  # without memory of its own, as zeros may be
+    except (TypeError, ValueError):  # without its own memory, which is possible for zeros
         return False
     if source.layout != target.layout or source.strided:
         return False

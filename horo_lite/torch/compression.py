@@ -1,4 +1,4 @@
-"""What tensors look like on their way; Horovod's interface over horo_lite's wire formats."""
+"""Compression of tensors in transfer: Horovod's interface to horo_lite's wire formats."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from horo_lite.collectives import compression as core
 
 
 class Compressor:
-    """To derive from, as from Horovod's: two static methods that an operation calls."""
+    """Base class for your own compressors, as in Horovod: an operation calls its two methods."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What is to travel, and what `decompress` needs to know."""
+        """Return the tensor to send, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """What the caller gets, of what has come."""
+        """Return the result for the caller, from the received tensor."""
         raise NotImplementedError
 
 
 class WireCompressor(core.Compressor):
-    """A wire format of the core's, which casts while it packs; also usable as Horovod's are."""
+    """A wire format of the core, which casts while it packs; also has Horovod's methods."""
 
     def __init__(self, name: str, wire: str, dtype: torch.dtype | None) -> None:
         super().__init__(name, wire)
         self._dtype = dtype
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor in the wire's dtype, and its own; integers stay as they are."""
+        """Return the tensor in the wire dtype, and its own dtype; integers are not changed."""
         if self._dtype is None or not tensor.is_floating_point():
             return tensor, None
         return tensor.to(self._dtype), tensor.dtype
 
     def decompress(self, tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """The tensor in the dtype that `compress` found."""
+        """Return the tensor in the dtype that it had before `compress`."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
@@ -47,10 +47,10 @@ BF16Compressor = WireCompressor("bf16", "bf16", torch.bfloat16)
 
 
 class Compression:
-    """The ready-made compressors: see horo_lite.Compression for what they do to the numbers.
+    """The built-in compressors: see horo_lite.Compression for their effect on the numbers.
 
-    An operation that is given one lets the core do the casting, with scales against overflow that
-    `compress()` does not have. What has `compress` and `decompress` of its own is called.
+    With one of these, the core of an operation casts, with scales against overflow that
+    `compress()` does not have. An object with its own `compress` and `decompress` is called.
     """
 
     none = NoneCompressor

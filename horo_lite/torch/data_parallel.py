@@ -1,4 +1,4 @@
-"""DistributedDataParallel: for scripts that wrap the model, as with torch's or Apex's."""
+"""DistributedDataParallel: for scripts that wrap the model, as with that of torch or Apex."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ from horo_lite.torch.submission import Set
 
 
 class DistributedDataParallel(torch.nn.Module):
-    """The model `module`, whose gradients are averaged over the ranks while backward() runs.
+    """Wrap `module` so that its gradients are averaged over the ranks during backward().
 
         model = hvd.DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)     # a plain one
 
-    Every rank makes one, of equal modules; their parameters and buffers are then those of rank 0.
-    Whenever a backward() returns that has touched its parameters, their `.grad` are the averages
-    over the ranks, as torch's DistributedDataParallel leaves them: with gradients that were there
-    before (no zero_grad()), the average of the sums. The optimizer is a plain one; for what else
-    `DistributedOptimizer` can do, such as uneven batches, use that one instead, with a plain model.
+    Every rank wraps an equal module, which gets the parameters and buffers of rank 0. When a
+    backward() that used its parameters returns, their `.grad` are the averages over the ranks, as
+    with torch's DistributedDataParallel: if there were gradients before (no zero_grad()), the
+    average of the sums. The optimizer is a plain one; for the other features of
+    `DistributedOptimizer`, such as uneven batches, use that instead, with a plain model.
 
     A gradient missing on some ranks counts as zeros there, without `find_unused_parameters`; one
-    that is missing on all stays None. As with torch's, keys of `state_dict()` begin with "module.".
+    missing on all stays None. As with torch, keys of `state_dict()` begin with "module.".
 
     Args:
-        module: The model, on the CPU or on this rank's GPU already.
-        device_ids: Torch's, and not needed: gradients are exchanged wherever they are.
-        output_device: Torch's, and not needed.
-        dim: Torch's, and not needed.
-        broadcast_buffers: Every forward pass of training that is not inside `no_sync()` begins with
-            the buffers of rank 0, such as running statistics. All ranks then need equally many.
-        init_sync: False: the ranks' parameters and buffers are alike already.
-        process_group: The ranks: a `ProcessSet`; default all.
-        bucket_cap_mb: How many MiB of gradients travel together; default HORO_LITE_BUCKET_BYTES, or
-            25. Results do not depend on it.
-        find_unused_parameters: Torch's, and not needed.
-        check_reduction: Torch's, and not needed.
+        module: The model, already on the CPU or on this rank's GPU.
+        device_ids: torch's argument, which has no effect here: gradients may be on any device.
+        output_device: torch's argument, which has no effect here.
+        dim: torch's argument, which has no effect here.
+        broadcast_buffers: Whether to copy the buffers of rank 0, such as running statistics, before
+            every forward pass in training, except inside `no_sync()`. All ranks must then run the
+            same number of these passes.
+        init_sync: False if the ranks' parameters and buffers are already equal.
+        process_group: The ranks, as a `ProcessSet`; by default all.
+        bucket_cap_mb: Size of the buckets in which gradients travel, in MiB; by default that of
+            HORO_LITE_BUCKET_BYTES, or 25. It does not affect results.
+        find_unused_parameters: torch's argument, which has no effect here.
+        check_reduction: torch's argument, which has no effect here.
         gradient_as_bucket_view: As for `DistributedOptimizer`.
-        static_graph: Torch's, and not needed.
-        compression: What travels; `Compression.fp16` halves the bytes.
-        op: Average, Sum or Adasum, of gradients.
+        static_graph: torch's argument, which has no effect here.
+        compression: The wire format; `Compression.fp16` halves the bytes.
+        op: Average, Sum or Adasum of gradients.
 
     Raises:
-        ValueError: A parameter belongs to a `DistributedOptimizer` or to another model that is
-            wrapped, so that it would be averaged twice.
-        MismatchError: On every rank: the modules or options differ; from here or from backward().
+        ValueError: A parameter belongs to a `DistributedOptimizer` or to another wrapped model, so
+            that it would be averaged twice.
+        MismatchError: On every rank, here or in backward(), if the modules or options differ.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class DistributedDataParallel(torch.nn.Module):
             broadcast_parameters(named | dict(module.named_buffers()), self._root(), ranks)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Return the module's result."""
         exchange = self._exchange
         if any(
             parameters.get(name) is not parameter or (parameter.requires_grad and is_frozen)
@@ -130,10 +131,10 @@ class DistributedDataParallel(torch.nn.Module):
         return self
 
     def _look_at_module(self) -> None:
-        """The parameters are those of the module as it is now.
+        """Update the parameters to the module's current ones.
 
-        Some are no longer frozen, or others have taken their places, as where a module is loaded
-        with assign=True.
+        Some may no longer be frozen, or may have been replaced, as by loading a state_dict with
+        assign=True.
         """
         self._places = _places_of(self.module)
         known = {id(p) for p in self._owner.param_groups[0]["params"]}
@@ -145,7 +146,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._exchange.look_at_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A wrapper of a copy of the module; other ranks need not make one, as long as it rests."""
+        """Return a wrapped copy of the module; as long as it is not used, other ranks need none."""
         options = self._exchange.options
         copied = DistributedDataParallel(
             copy.deepcopy(self.module, memo),
@@ -162,10 +163,10 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside are this rank's alone: their gradients add up in `.grad`.
+        """Disable the exchange for backward passes inside the block: gradients add up in `.grad`.
 
-        The first backward() outside of it exchanges the sums of all that any of them has touched.
-        Forward and backward both belong inside, on every rank alike.
+        The first backward() outside exchanges the sums of all gradients that these passes touched.
+        Run both forward and backward inside, on every rank in the same way.
         """
         before, self._exchange.is_paused = self._exchange.is_paused, True
         try:
@@ -174,7 +175,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._exchange.is_paused = before
 
     def _root(self) -> int:
-        """Whose parameters and buffers are everyone's: the world's number of the first rank."""
+        """Return the rank whose parameters and buffers are copied to all, by its world number."""
         group = self._exchange.group
         return 0 if group is None else next(iter(group.transport.ranks))
 
@@ -185,7 +186,7 @@ def _restore_hooks(wrapper: DistributedDataParallel, *_: object) -> None:
 
 
 def _places_of(module: torch.nn.Module) -> list[tuple[Any, str, Any, bool]]:
-    """Where each parameter is kept, by what name, and whether it is frozen."""
+    """Return the dict that contains each parameter, its name, and whether it is frozen."""
     return [
         (each._parameters, name, parameter, not parameter.requires_grad)
         for each in module.modules()
@@ -195,24 +196,24 @@ def _places_of(module: torch.nn.Module) -> list[tuple[Any, str, Any, bool]]:
 
 
 class _Owner:
-    """The parameters in the form in which an optimizer holds them."""
+    """The parameters in the form in which an optimizer has them."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self.param_groups = [{"params": parameters}]
 
 
 class _ModuleExchange(GradientExchange):
-    """An exchange that learns of no step() or zero_grad(): every backward() begins anew."""
+    """An exchange that does not see step() or zero_grad(): every backward() begins a new step."""
 
     is_paused = False
 
     def rename(self, named: dict[str, Any]) -> None:
-        """These are the parameters' names."""
+        """Set the parameters' names."""
         self._names = {id(parameter): name for name, parameter in named.items()}
 
     def touch(self, slot: Slot) -> None:
         if self.is_paused:
-            slot.touched = True  # the next exchange has it, whether or not it is touched again
+            slot.touched = True  # take part in the next exchange, even if not touched again
         else:
             super().touch(slot)
 

@@ -4,7 +4,7 @@ model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 model.register_comm_hook(None, horo_lite.torch.ddp_hooks.fp16_compress)
 """
 
-# DDP looks at the annotations of a hook, and wants to find types, not strings.
+# DDP checks the annotations of a hook, which must be types, not strings.
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +28,10 @@ _SHARED_BUCKETS = "DDP's buckets in shared memory"  # in Group.kept
 def fp16_compress(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients that travel as float16 with a power-of-two scale for each block.
+    """Average gradients, sent as float16 with a power-of-two scale for each block.
 
-    Unlike in torch's `fp16_compress_hook`, gradients of 1e-7 and of 1e6 both survive, and sums are
-    taken in float32: compression itself never causes overflow or underflow.
+    Unlike with torch's `fp16_compress_hook`, gradients of 1e-7 and of 1e6 are both preserved, and
+    sums are computed in float32: compression itself never causes overflow or underflow.
 
     Args:
         state: The process group; None for the default one.
@@ -49,19 +49,19 @@ def fp16_compress(
 def bf16_compress(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients that travel as bfloat16. See `fp16_compress`."""
+    """Average gradients, sent as bfloat16. See `fp16_compress`."""
     return _averaged(state, bucket, Compression.bf16)
 
 
 def average_in_place(
     state: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients where they lie, in memory that all ranks of the host see.
+    """Average gradients in place, in memory shared by all ranks of the host.
 
-    From the third step on, DDP's buckets lie in shared memory (as torch shares tensors, in
-    /dev/shm), and nothing is copied to exchange them. With gradient_as_bucket_view=True they are
-    the gradients, too. The bits are those of `all_reduce` with ReduceOp.AVG. Ranks of several
-    hosts, and those that cannot see each other's memory, exchange as without the hook.
+    From the third step on, DDP's buckets are in shared memory (in /dev/shm, as torch shares
+    tensors), and are exchanged without copies. With gradient_as_bucket_view=True they are also the
+    gradients. The bits are those of `all_reduce` with ReduceOp.AVG. Ranks on several hosts, and
+    those that cannot access each other's memory, exchange as without the hook.
 
     Args:
         state: The process group; None for the default one.
@@ -82,8 +82,8 @@ def average_in_place(
         work = group.average(there, shared=known.memory)
         return work.get_future().then(lambda _: buffer)
 
-    # A rank that has joined (`DistributedDataParallel.join`) sends zeros that lie elsewhere. The
-    # others' lie in shared memory, and so must these; its own gradients are still there.
+    # A rank that has joined (`DistributedDataParallel.join`) sends zeros from other memory. Like
+    # the other ranks' buckets, they must be in shared memory, which still has its own gradients.
     own = there.clone()
     there.copy_(buffer)
 
@@ -99,29 +99,29 @@ def average_in_place(
 class _Bucket:
     dtype: torch.dtype
     n_elements: int
-    is_arranged: bool = False  # as it will be from now on
+    is_arranged: bool = False  # DDP will not rearrange it any more
     memory: SharedMemory | None = None
-    storage: Any = None  # DDP's, in that memory: kept, so that no other can take its place
-    there: Any = None  # the bucket, as this package sees it
+    storage: Any = None  # DDP's, in that memory: kept, so that no other can get its address
+    there: Any = None  # the bucket, as a tensor in `memory`
 
 
 class _SharedBuckets:
-    """The buckets of a group's models, by their first parameter: DDP may number two alike."""
+    """The buckets of a group's models, by first parameter: DDP's numbers may be ambiguous."""
 
     def __init__(self, group: Group) -> None:
-        self._group = weakref.ref(group)  # which keeps this
+        self._group = weakref.ref(group)  # the group keeps this object
         self._can_share = can_share(group)
         self._buckets: dict[int, _Bucket] = {}
 
     def of(self, bucket: dist.GradBucket) -> _Bucket:
-        """Return what is known of a bucket. Collective: ranks call it for the same ones."""
+        """Return the record of a bucket. Collective: all ranks call it for the same buckets."""
         buffer, first = bucket.buffer(), bucket.parameters()[0]
         known = self._buckets.get(id(first))
         kind = buffer.dtype, buffer.numel()
         if known is None or (known.dtype, known.n_elements) != kind:
             if known is None:
                 weakref.finalize(first, _forget, weakref.ref(self), id(first))
-            # DDP arranges parameters anew after the first step: wait for the next.
+            # DDP rebuilds its buckets after the first step: wait for the next one.
             known = self._buckets[id(first)] = _Bucket(*kind)
         elif not known.is_arranged and self._can_share:
             known.is_arranged = True
@@ -129,11 +129,11 @@ class _SharedBuckets:
         return known
 
     def forget(self, key: int) -> None:
-        """The parameter with that id is gone, and its bucket with it."""
+        """Remove the bucket of a parameter that no longer exists, given its id."""
         self._buckets.pop(key, None)
 
     def _share(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
-        """Move the bucket to memory that all see, where it is from then on. Collective."""
+        """Move the bucket to shared memory, where it stays. Collective."""
         group = self._group()
         assert group is not None
         memory = _moved_to_shared_memory(buffer)
@@ -142,16 +142,17 @@ class _SharedBuckets:
             bucket.memory, bucket.storage = memory, buffer.untyped_storage()
             bucket.there = torch.from_numpy(memory.array(0, buffer.nbytes)).view(buffer.dtype)
             return
-        self._can_share = False  # on all ranks alike
+        self._can_share = False  # on all ranks
         if group.rank == 0:
             warn(
-                "average_in_place: the ranks cannot see each other's memory, or a rank "
-                "got none (/dev/shm may be too small): buckets are averaged as without the hook"
+                "average_in_place: the ranks cannot access each other's memory, or a rank could "
+                "not allocate any (/dev/shm may be too small): buckets are averaged as without "
+                "the hook"
             )
 
 
 def _forget(buckets: weakref.ref[_SharedBuckets], key: int) -> None:
-    known = buckets()  # gone with its group: a parameter may be there for longer
+    known = buckets()  # deleted with its group; a parameter may exist for longer
     if known is not None:
         known.forget(key)
 
@@ -164,7 +165,7 @@ def _shared_buckets(group: Group) -> _SharedBuckets:
 
 
 def _moved_to_shared_memory(buffer: torch.Tensor) -> SharedMemory | None:
-    """Return the memory to which a tensor's storage has been moved; None without such memory."""
+    """Move a tensor's storage to shared memory, and return that; None if impossible."""
     if buffer.layout is not torch.strided or buffer.device.type != "cpu":
         return None
     storage = buffer.untyped_storage()
@@ -173,7 +174,7 @@ def _moved_to_shared_memory(buffer: torch.Tensor) -> SharedMemory | None:
     try:
         descriptor, n_bytes = storage._share_fd_cpu_()
         return SharedMemory(n_bytes, of=descriptor)
-    except (OSError, RuntimeError):  # torch says the latter where memory is short
+    except (OSError, RuntimeError):  # torch raises the latter if memory is short
         return None
 
 

@@ -1,4 +1,4 @@
-"""Operations whose gradients are Horovod's; see `mpi_ops` for what these are."""
+"""Operations with the gradients of Horovod, which are described in `mpi_ops`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reduced(
     postscale_factor: float,
     process_set: Set,
 ) -> list[Tensor]:
-    """The tensors' op over all ranks; gradients flow through it where they are needed."""
+    """Return the op over all ranks' tensors; differentiable if a tensor requires a gradient."""
     tensors = listed(tensors)
     options = op, name, compression, prescale_factor, postscale_factor, process_set
     if _differentiable(tensors):
@@ -48,7 +48,7 @@ def reduced(
 
 
 def scattered(tensors: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    """The arguments of `reduced`, and this rank's rows of what that gives."""
+    """Take the arguments of `reduced`, and return this rank's rows of its result."""
     tensors = listed(tensors)
     if _differentiable(tensors):
         return list(_Reducescatter.apply(options, *tensors))
@@ -57,7 +57,7 @@ def scattered(tensors: Sequence[Tensor], *options: Any) -> list[Tensor]:
 
 
 def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> list[Tensor]:
-    """All ranks' rows of each tensor; gradients flow through it where they are needed."""
+    """Return all ranks' rows of each tensor; differentiable if one requires a gradient."""
     tensors = listed(tensors)
     if _differentiable(tensors):
         return list(_Allgather.apply(name, process_set, *tensors))
@@ -66,7 +66,7 @@ def gathered(tensors: Sequence[Tensor], name: str | None, process_set: Set) -> l
 
 
 def sent_from_root(tensor: Tensor, root_rank: int, name: str | None, process_set: Set) -> Tensor:
-    """The root's tensor; gradients flow through it where they are needed."""
+    """Return the root's tensor; differentiable if `tensor` requires a gradient."""
     if _differentiable([tensor]):
         result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
         return result
@@ -76,7 +76,7 @@ def sent_from_root(tensor: Tensor, root_rank: int, name: str | None, process_set
 def rows_exchanged(
     tensor: Tensor, splits: Any, name: str | None, process_set: Set
 ) -> tuple[Tensor, Tensor]:
-    """The rows for this rank, and how many came from each."""
+    """Return the rows for this rank, and the number from each rank."""
     if _differentiable([tensor]):
         result, received = _Alltoall.apply(tensor, splits, name, process_set)
     else:
@@ -91,13 +91,13 @@ def _averaged(grads: Sequence[Tensor], name: str, group: Group) -> list[Tensor]:
 def _check_linear(op: AnyOp) -> None:
     if op not in (Sum, Average):
         raise RuntimeError(
-            f"there is no gradient of a reduction with {op.name}: use hvd.Sum or hvd.Average, or "
-            "call it under torch.no_grad() or on tensor.detach()"
+            f"a reduction with {op.name} has no gradient: use hvd.Sum or hvd.Average, or call it "
+            "under torch.no_grad() or on tensor.detach()"
         )
 
 
 class _Allreduce(torch.autograd.Function):
-    """What every rank gets depends on every rank's tensor: gradients are reduced likewise."""
+    """Every rank's result depends on every rank's tensor: gradients are reduced in the same way."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +121,7 @@ class _Allreduce(torch.autograd.Function):
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Every rank's tensor gets the gradients of all parts, N times as large if op is Sum."""
+    """The gradient is the gathered gradients of all parts, times the number of ranks for Sum."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -146,7 +146,7 @@ class _Reducescatter(torch.autograd.Function):
 
 
 class _Allgather(torch.autograd.Function):
-    """A rank's rows are seen by all: their gradients are averaged."""
+    """All ranks receive a rank's rows: their gradients are averaged."""
 
     @staticmethod
     def forward(
@@ -174,7 +174,7 @@ class _Allgather(torch.autograd.Function):
 
 
 class _Broadcast(torch.autograd.Function):
-    """The root's tensor is seen by all: the gradients are averaged there."""
+    """All ranks receive the root's tensor: its gradient is the average of theirs."""
 
     @staticmethod
     def forward(
@@ -196,7 +196,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Alltoall(torch.autograd.Function):
-    """Gradients go back where the rows came from."""
+    """Gradients are sent back to the ranks that the rows came from."""
 
     @staticmethod
     def forward(

@@ -14,8 +14,8 @@ class ElasticSampler(Sampler):
 
     Args:
         dataset: Anything with a length: the same on every rank.
-        shuffle: Whether every epoch has an order of its own, drawn from `seed`.
-        seed: Alike on all ranks.
+        shuffle: Whether every epoch has its own random order, generated from `seed`.
+        seed: The seed of the order; the same on all ranks.
     """
 
     def __init__(self, dataset: object, shuffle: bool = True, seed: int = 0) -> None:
@@ -23,7 +23,7 @@ class ElasticSampler(Sampler):
 
 
 class TorchState(State):
-    """A `State` of a model, an optimizer and whatever else is named."""
+    """A `State` of a model, an optimizer and any other named objects."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **things: Any) -> None:
         own = {"model": model, "optimizer": optimizer}

@@ -1,4 +1,4 @@
-"""When the gradients of one optimizer travel: in backward(), and what is left in step()."""
+"""Exchange of one optimizer's gradients: in backward(), and in step() if some are left."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from horo_lite.training.options import averaging
 from horo_lite.training.reducer import learning_rates
 from horo_lite.transports.shm import SharedMemory
 
-# How often backward() added to a gradient since it was made stands on the gradient itself: one that
-# zero_grad() or the user has replaced is told from one that is being added to.
+# An attribute of each gradient: how often backward() has added to it since it was created. This
+# distinguishes a gradient that zero_grad() or the user has replaced from one that is added to.
 _MARK = "_horo_lite_passes"
-# Or, in the place of a number of passes, where else it comes from.
+# Instead of a number of passes, it may be another origin.
 _RECEIVED = 0  # from other ranks only
-_BY_HAND = -1  # assigned; whoever keeps the tensor writes the next step's values into it
-_BEFORE = -2  # there before its parameter belonged to this optimizer
-# The version of a gradient that was exchanged without this hook's having seen it.
+_BY_HAND = -1  # assigned by the user, who may write the next step's values into the same tensor
+_BEFORE = -2  # existed before its parameter belonged to this optimizer
+# The version of a gradient that was exchanged without a call of the hook.
 _TAKEN = "_horo_lite_taken"
 
 WEIGHT_COMES_FIRST = (
@@ -51,18 +51,18 @@ WEIGHT_COMES_FIRST = (
     "before backward(), with its number of samples"
 )
 
-# Begins the note of a rank that exchanges in step(), where gradients are used at once.
+# Prefix of the note of a rank that exchanges in step(), where gradients are used at once.
 _IN_STEP = "in step()|"
 
-# Whose gradients a parameter's are, by the parameter's id, so that nobody averages them twice.
+# The exchange of each parameter, by the parameter's id, to prevent averaging a gradient twice.
 _owner_of: dict[int, weakref.ref[GradientExchange]] = {}
-# Those of a world of one, which own nothing, and have work once that has grown.
+# Exchanges in a world of one rank, which own no parameters until the world grows.
 _alone: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
 class GradientExchange:
-    """When the gradients of one optimizer travel."""
+    """Exchanges the gradients of one optimizer."""
 
     def __init__(
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: TorchOptions
@@ -72,34 +72,34 @@ class GradientExchange:
         self.op = options.op
         self._base = type(optimizer)
         self._inner = weakref.ref(optimizer)
-        self._attributes: dict[str, Any] = optimizer.__dict__  # which the wrapped one shares
+        self._attributes: dict[str, Any] = optimizer.__dict__  # shared with the wrapped one
         self._names = _names(named, self._parameters())
         self._drift = DriftCheck(options.check_every or 0, options.on_drift)
         self.patched_step: Any = None
         self._is_skipping = False
         self._is_stepping = False
-        self._is_in_step = False  # it exchanges there what no backward() has
-        self._weight: float | None = None  # of this rank, for one step
+        self._is_in_step = False  # step() exchanges gradients that no backward() has
+        self._weight: float | None = None  # this rank's, for one step
         self._weight_is_used = False
 
         self._of_id: dict[int, Slot] = {}
         self._finalizer = weakref.finalize(self, _release, self._of_id)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self.tasks: set[int] = set()  # at whose end something is to be done
-        self._pass = 1  # the number of the outermost backward pass that runs or comes next
-        self.is_nested = False  # passes inside of passes were seen: one may touch a slot twice
+        self.tasks: set[int] = set()  # graph tasks whose end this exchange is notified of
+        self._pass = 1  # the number of the current or next outermost backward pass
+        self.is_nested = False  # there were passes inside passes, which may touch a slot twice
         self.follow_world()
 
     def follow_world(self) -> None:
-        """The ranks are those of the world as it is now; the gradients of another are forgotten."""
+        """Use the ranks of the current world; discard gradients of an earlier one."""
         self.group = group_of_member(self.options.process_set)
         self.active = self.group is not None and self.group.size > 1
         self.slots: list[Slot] = []
         self._seen: list[Any] = []  # their parameters
         self._unhooked: list[Slot] = []
         self._due = True  # nothing was exchanged since the last step() or zero_grad()
-        self._is_broken = False  # a pass did not come to its end
+        self._is_broken = False  # a pass has not completed
         self._forget_ranks_in_step()
         self._drift.reset_counts()
         self._n_exchanges = 0
@@ -123,7 +123,7 @@ class GradientExchange:
             group=group_for(self.group, self.op, compression),
             op=Average if isinstance(self.op, AdasumOp) else self.op,
             compression=compression if isinstance(compression, Compressor) else Compression.none,
-            passes=1,  # counted here
+            passes=1,  # passes are counted here
             prescale_factor=1 / factor,
             postscale_factor=factor,
             options=[
@@ -144,13 +144,13 @@ class GradientExchange:
         self.group.counting.add(self)
 
     def _make_adapter(self) -> SlotAdapter:
-        """What the reducer reads and writes of a slot."""
+        """Return the reducer's access to the gradients in slots."""
         return SlotAdapter()
 
-    # Which parameters there are.
+    # The parameters.
 
     def inner(self, wrapped: Any) -> Any:
-        """The optimizer that was wrapped, or one like it if it is gone."""
+        """Return the optimizer that was wrapped, or an equal one if it no longer exists."""
         inner = self._inner()
         if inner is None:
             inner = object.__new__(self._base)
@@ -176,9 +176,9 @@ class GradientExchange:
         ]
 
     def look_at_parameters(self, *, with_gradients: bool = False) -> None:
-        """The slots are those of the parameters as they are now; whoever can, has a hook.
+        """Update the slots to the current parameters, and register missing hooks if possible.
 
-        The gradients of those that are new take part in the next exchange only `with_gradients`.
+        Existing gradients of new parameters take part in the next exchange only `with_gradients`.
         """
         if not self.active:
             return
@@ -198,7 +198,7 @@ class GradientExchange:
                 _owner_of[id(parameter)] = weakref.ref(self)
             gone = self._of_id.keys() - {id(parameter) for _, parameter in named}
             _release({i: self._of_id.pop(i) for i in gone})
-            for i in gone:  # another parameter may come to have it
+            for i in gone:  # another parameter may get the same id
                 self._names.pop(i, None)
             self._unhooked = [slot for slot in self.slots if slot.hook is None]
             self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
@@ -217,8 +217,8 @@ class GradientExchange:
             owner = _owner_of.get(id(parameter), nobody)()
             if owner is not None and owner is not self:
                 raise ValueError(
-                    f"parameter {name!r} belongs to another DistributedOptimizer, and its "
-                    "gradient would be exchanged twice: give each parameter to one of them"
+                    f"parameter {name!r} belongs to another DistributedOptimizer, so its "
+                    "gradient would be exchanged twice: pass each parameter to only one of them"
                 )
 
     def _add_hooks(self) -> None:
@@ -248,8 +248,8 @@ class GradientExchange:
     # During backward().
 
     def touch(self, slot: Slot) -> None:
-        """A pass has added to the gradient."""
-        if not self.active:  # any more
+        """Handle an addition to the gradient by a pass."""
+        if not self.active:  # no longer
             return
         with self._lock:
             task = graph_task()
@@ -257,22 +257,22 @@ class GradientExchange:
                 return
             gradient = slot.parameter.grad
             if gradient is None or getattr(gradient, _TAKEN, None) == gradient._version:
-                return  # a hook before this one has called step(), and maybe zero_grad()
+                return  # an earlier hook has called step(), and possibly zero_grad()
             if self.options.sparse_as_dense:
                 gradient = self._densify(slot)
-            if slot.last_pass == self._pass:  # a second time, by another pass inside of this one
+            if slot.last_pass == self._pass:  # a second time, by a pass inside this one
                 self.is_nested = True
                 if slot.travels and not self.reducer.hold(slot.index):
                     raise RuntimeError(
-                        f"the gradient of {slot.name!r} was added to after it was sent, by a "
-                        "backward pass inside of another, the first of its kind. From now on they "
-                        "are waited for: call zero_grad() and do this step again"
+                        "a backward pass inside another one, the first of its kind, added to the "
+                        f"gradient of {slot.name!r} after it was sent. From now on, gradients are "
+                        "sent after such passes: call zero_grad() and repeat this step"
                     )
                 slot.move_to_shared_memory()
                 slot.see()
                 return
             if slot.passes and not hasattr(gradient, _MARK):
-                slot.begin()  # another gradient: somebody has set the last one to None
+                slot.begin()  # another gradient: the last one has been set to None
             if slot.touched and slot.has_changed(additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
             slot.last_pass = self._pass
@@ -283,15 +283,16 @@ class GradientExchange:
                 slot.passes = passes
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} was computed {passes + 1} times before "
-                    f"step(), and backward_passes_per_step={passes}: call step() after so many, "
-                    "or zero_grad() to begin anew; to accumulate more, raise "
+                    f"step(), but backward_passes_per_step={passes}: call step() earlier, or "
+                    "zero_grad() to discard the gradients; to accumulate more, increase "
                     "backward_passes_per_step"
                 )
             if slot.exchanged and self.op is not Average:
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} was exchanged before its {passes} passes "
-                    f"were complete, because others' were, and with op={self.op.name} it cannot be "
-                    "exchanged again: let all passes touch the same parameters, or use op=Average"
+                    "were complete, because those of others were, and with "
+                    f"op={self.op.name} it cannot be exchanged again: use the same parameters in "
+                    "all passes, or op=Average"
                 )
             gradient = slot.move_to_shared_memory()
             setattr(gradient, _MARK, slot.passes)
@@ -301,16 +302,16 @@ class GradientExchange:
                 self.reducer.ready(slot.index)
 
     def _densify(self, slot: Slot) -> Any:
-        """The gradient, which is dense from now on."""
+        """Make the gradient dense, and return it."""
         gradient = slot.parameter.grad
         if is_sparse(gradient):
             slot.parameter.grad = gradient = gradient.to_dense()
         return gradient
 
     def enter(self, task: int) -> bool:
-        """This optimizer will hear of the end of that graph task; False if it is not to act."""
+        """Request notification of the graph task's end; return False if nothing is exchanged."""
         if os.getpid() != self._pid:
-            return False  # a forked child's backward() is its own affair
+            return False  # do not exchange in a forked child's backward()
         if self._is_broken:
             self._mend()
         self._use_weight()
@@ -319,7 +320,7 @@ class GradientExchange:
         return True
 
     def end_pass(self) -> None:
-        """The outermost backward() is about to return."""
+        """Exchange what is complete: the outermost backward() is about to return."""
         with self._lock:
             self.tasks.clear()
             self._pass += 1
@@ -328,7 +329,7 @@ class GradientExchange:
                 self.exchange()
 
     def break_pass(self, task: int) -> None:
-        """A pass has ended with an error; that may be heard of late."""
+        """Note that a pass has ended with an error; this notification may be late."""
         self._is_broken = self._is_broken or task in self.tasks
 
     def _mend(self) -> None:
@@ -339,7 +340,7 @@ class GradientExchange:
         for slot in self.slots:
             slot.travels = False
 
-    # Beside backward().
+    # Outside backward().
 
     def set_weight(self, weight: float) -> None:
         weight = checked_weight(weight, self.op)
@@ -361,20 +362,20 @@ class GradientExchange:
             self.reducer.weight = self._weight
 
     def begin_step(self) -> None:
-        """Gradients of another step come, unless a closure says so: a used weight is not theirs."""
+        """Begin another step, and discard a used weight unless a closure calls this."""
         if self._weight_is_used and not self._is_stepping:
             self._weight = None
         self.begin()
 
     def take_zeros(self) -> None:
-        """What zero_grad() has written is no pass's addition, which a hook may see next."""
+        """Accept the zeros of zero_grad(), so that a hook does not take them for an addition."""
         for slot in self.slots:
             gradient = slot.parameter.grad
             if hasattr(gradient, _TAKEN):
                 setattr(gradient, _TAKEN, gradient._version)
 
     def begin(self) -> None:
-        """Other gradients come: zero_grad(), step()."""
+        """Begin other gradients, after zero_grad() or step()."""
         if not self.active:
             return
         with self._lock:
@@ -387,19 +388,19 @@ class GradientExchange:
                 slot.restore_hook()
 
     def flush(self) -> None:
-        """What no backward() has exchanged is exchanged; nothing, if there is nothing."""
+        """Exchange the gradients that no backward() has exchanged, if there are any."""
         if not self.active or os.getpid() != self._pid:
             return
         with self._lock:
             if self._is_broken:
                 self._mend()
-            # A rank whose passes touched nothing meets here those whose did.
+            # A rank whose passes touched nothing joins the other ranks' exchange here.
             if self._is_left() or self._due:
                 self.exchange()
 
     def _is_left(self) -> bool:
-        """Whether there are gradients that no backward() has exchanged."""
-        # One put into param_groups since has a gradient that no hook has seen.
+        """Return whether there are gradients that no backward() has exchanged."""
+        # A parameter added to param_groups has a gradient that no hook has seen.
         self.look_at_parameters(with_gradients=True)
         self._look_for_unhooked()
         for slot in self.slots:
@@ -407,7 +408,7 @@ class GradientExchange:
         return any(slot.touched for slot in self.slots)
 
     def _is_by_hand(self, slot: Slot) -> bool:
-        """Whether there is a gradient for this step that no backward() has made."""
+        """Return whether this step has a gradient that no backward() has computed."""
         gradient = slot.parameter.grad
         if gradient is None or slot.exchanged:
             return False
@@ -415,7 +416,7 @@ class GradientExchange:
         return mark == _BY_HAND or (mark == _BEFORE and self._due)
 
     def _flush_in_step(self) -> None:
-        """What is left is exchanged, and what was exchanged is what the other ranks have."""
+        """Exchange what is left; raise RuntimeError if this rank has changed averages."""
         self._is_in_step = True
         try:
             self.flush()
@@ -424,14 +425,14 @@ class GradientExchange:
         for slot, gradient, version in self._exchanged:
             if slot.parameter.grad is not gradient or gradient._version != version:
                 raise RuntimeError(
-                    f"the gradient of {slot.name!r} was changed after backward(), by clipping for "
-                    f"instance, but {ranks_in_words(self._in_step)} had no backward() for it and "
-                    "took the average in step(), unchanged, so that the ranks step apart: call "
+                    f"the gradient of {slot.name!r} was changed after backward(), for example by "
+                    f"clipping, but {ranks_in_words(self._in_step)} had no backward() for it and "
+                    "used the unchanged average in step(), so the ranks' steps would differ: call "
                     "optimizer.synchronize() on every rank before gradients are changed"
                 )
 
     def check_scaling(self, is_fused: bool) -> None:
-        """Raise where GradScaler, or a fused step, would look for inf in this rank's gradients."""
+        """Raise if GradScaler, or a fused step, would check gradients of this rank only for inf."""
         if not self.active or os.getpid() != self._pid or self._is_skipping:
             return
         is_left = self._is_left()
@@ -439,8 +440,8 @@ class GradientExchange:
             self._flush_in_step()
         if is_left or self._is_late:
             raise RuntimeError(
-                "GradScaler would look for inf in gradients that are not averaged yet, so each "
-                "rank would decide for itself whether to skip the step: where a step has fewer "
+                "GradScaler would check gradients for inf that are not averaged yet, so each "
+                "rank would decide separately whether to skip the step: if a step has fewer "
                 "passes than backward_passes_per_step, a rank has no loss, or gradients are "
                 "assigned by hand, call optimizer.synchronize() before scaler.unscale_() and "
                 "scaler.step(), on every rank"
@@ -453,7 +454,7 @@ class GradientExchange:
         kwargs: dict[str, Any],
         weight: float | None,
     ) -> Any:
-        """What `step` returns, with the gradients of all ranks; the weight is used up then."""
+        """Average the gradients, call `step` and return its result; the weight is used up."""
         given = (*args[:1], kwargs.get("closure"))
         closure = next((each for each in given if callable(each)), None)
         if weight is not None:
@@ -481,7 +482,7 @@ class GradientExchange:
         return result
 
     def _stepped(self) -> None:
-        """A step is complete; where it is time for it, the ranks compare their parameters."""
+        """Count a completed step, and compare the ranks' parameters if that is due."""
         self._n_exchanges = 0
         assert self.group is not None
         try:
@@ -491,7 +492,7 @@ class GradientExchange:
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Inside, step() exchanges nothing."""
+        """Disable the exchange in step() inside the block."""
         self._is_skipping = True
         try:
             yield
@@ -499,7 +500,7 @@ class GradientExchange:
             self._is_skipping = False
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure`, after which gradients and loss are those of all ranks."""
+        """Return `closure`, followed by averaging of gradients and loss."""
 
         @wraps(closure)
         def begun() -> Any:
@@ -517,7 +518,7 @@ class GradientExchange:
         )
 
     def _look_for_unhooked(self) -> None:
-        """Gradients that no hook can announce, such as those of a master copy of the weights."""
+        """Find gradients without a hook, such as those of a master copy of the weights."""
         for slot in self._unhooked:
             gradient = slot.parameter.grad
             if gradient is None:
@@ -555,12 +556,12 @@ class GradientExchange:
                 for slot in sparse.exchange(notes, self.slots, self.group, self.op, self._weight):
                     slot.touched = True
                     self._mark(slot, slot.passes)
-            # All ranks have just agreed on a plan, and so on what lies where in their memory.
+            # All ranks have just agreed on a plan, and thus on the layout of their memory.
             if self._shares and reducer.shared is None and reducer.all_are_here:
                 self._share()
             self._n_exchanges += 1
         except MismatchError:
-            # Raised on all ranks: they may have been in different steps, and begin anew.
+            # Raised on all ranks: they may have been in different steps, and start again.
             self.reset_counts()
             raise
         finally:
@@ -577,22 +578,22 @@ class GradientExchange:
         in_step = [rank for rank, note in reducer.notes.items() if note.startswith(_IN_STEP)]
         if in_step and len(in_step) < len(reducer.notes):
             self._note_ranks_in_step(in_step)
-        if changed:  # raised now, since other ranks have waited for this exchange
+        if changed:  # not raised earlier, since other ranks wait for this exchange
             raise RuntimeError(
                 f"the gradient of {changed[0].name!r} was changed during backward() after it was "
-                "sent, so that this rank's differs from the others': register the hook that does "
-                "so before DistributedOptimizer is made, as Tensor.register_hook, or change "
-                "gradients after backward()"
+                "sent, so this rank's gradient differs from the others': register the hook that "
+                "changes it before creating the DistributedOptimizer, as Tensor.register_hook, or "
+                "change gradients after backward()"
             )
 
     def _forget_ranks_in_step(self) -> None:
-        """None has come to step() before the exchange that others, this one or not, began."""
+        """Forget which ranks received in step() what others exchanged in backward()."""
         self._in_step: list[int] = []
-        self._is_late = False  # this one is among them
-        self._exchanged: list[tuple[Slot, Any, int]] = []  # by this one, earlier
+        self._is_late = False  # whether this rank is one of them
+        self._exchanged: list[tuple[Slot, Any, int]] = []  # by this rank, in backward()
 
     def _note_ranks_in_step(self, ranks: list[int]) -> None:
-        """These ranks have just received in step() what the others did in backward()."""
+        """Record the ranks that received in step() what the others exchanged in backward()."""
         self._in_step = ranks
         self._is_late = self._is_in_step
         if not self._is_late:
@@ -603,26 +604,26 @@ class GradientExchange:
             ]
 
     def _make_homes(self) -> None:
-        """There is memory for every gradient, which other ranks will be able to see."""
+        """Allocate memory for every gradient that other ranks will be able to access."""
         self.reducer.shared = None
         if self._shares:
-            # As they travel, so that those of a bucket are neighbours.
+            # In the order in which they travel, so that a bucket is contiguous.
             slots = self.slots[::-1]
             self._memory, homes = bucket_views.homes_of([slot.parameter for slot in slots])
             for slot, home in zip(slots, homes, strict=True):
                 slot.home = home
 
     def _share(self) -> None:
-        """Gradients are reduced where they lie from now on, unless a rank cannot. Collective."""
+        """Reduce gradients in place from now on, if all ranks can. Collective."""
         assert self.group is not None
         if share(self.group, self._memory):
             self.reducer.shared = self._memory
             return
         if self.group.rank == 0:
             warn(
-                "gradient_as_bucket_view=True, but the ranks cannot see each other's "
-                "memory (do they run as one user, in one container?), or one got none: gradients "
-                "are exchanged as without it"
+                "gradient_as_bucket_view=True, but the ranks cannot access each other's memory "
+                "(do they run as one user, in one container?), or a rank could not allocate any: "
+                "gradients are exchanged as without it"
             )
         self._shares = False
         self._memory = None
@@ -631,20 +632,20 @@ class GradientExchange:
                 slot.home = None
 
     def _mark(self, slot: Slot, mark: int) -> None:
-        """The gradient is known, although no backward() has made it."""
+        """Mark a gradient that no backward() has computed as seen."""
         gradient = slot.parameter.grad
         if gradient is not None:
             setattr(gradient, _MARK, mark)
             setattr(gradient, _TAKEN, gradient._version)
 
     def reset_counts(self) -> None:
-        """All ranks have joined, after steps of different numbers."""
+        """Start counting again: all ranks have joined, after different numbers of steps."""
         self._drift.reset_counts()
         self._n_exchanges = 0
         self._place()
 
     def _place(self) -> None:
-        # A backward() that exchanges on some ranks only would otherwise meet the next one's.
+        # Otherwise a backward() that exchanges only on some ranks would match the next exchange.
         self.reducer.position = (
             f", exchange {self._n_exchanges + 1} of step {self._drift.n_together + 1}"
         )
@@ -662,9 +663,9 @@ on_renewed(_follow_world)
 def _changed_too_early(name: str) -> str:
     return (
         f"the gradient of {name!r} was changed in place before it was averaged, so each rank has "
-        "changed (clipped, unscaled) its own: of several backward passes gradients are averaged "
-        "in the last. Change them after that; where a step has fewer passes than "
-        "backward_passes_per_step, call optimizer.synchronize() first. To begin the step anew call "
+        "changed (clipped, unscaled) its own: with several backward passes, gradients are averaged "
+        "in the last one. Change them after it; if a step has fewer passes than "
+        "backward_passes_per_step, call optimizer.synchronize() first. To restart the step, call "
         "optimizer.zero_grad()"
     )
 
@@ -680,7 +681,7 @@ def _hook(reference: weakref.ref[GradientExchange], slot: Slot) -> Callable[[Any
 
 
 def _release(slots: Mapping[int, Slot]) -> None:
-    """These parameters are nobody's any more."""
+    """Release these parameters, and remove their hooks."""
     for i, slot in slots.items():
         _owner_of.pop(i, None)
         if slot.hook is not None:
@@ -694,17 +695,17 @@ def _names(
         return {}
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):  # type: ignore[redundant-expr]
         raise ValueError(
-            "named_parameters is pairs (name, parameter), as model.named_parameters() gives them"
+            "named_parameters must be pairs (name, parameter), as from model.named_parameters()"
         )
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
-        raise ValueError(f"named_parameters has {twice[0]!r} more than once")
+        raise ValueError(f"named_parameters contains {twice[0]!r} more than once")
     names = {id(parameter): name for name, parameter in named}
     lost = [name for name, parameter in parameters if id(parameter) not in names]
     if lost:
         raise ValueError(
-            f"named_parameters lacks {len(lost)} of the optimizer's parameters, {lost[0]} first: "
-            "pass those of the whole model"
+            f"named_parameters lacks {len(lost)} of the optimizer's parameters, the first is "
+            f"{lost[0]}: pass those of the whole model"
         )
     return names
 
@@ -716,4 +717,4 @@ def _loss_like(value: np.ndarray[Any, Any], loss: Any) -> Any:
 
 
 def nobody() -> None:
-    """No optimizer: what a weak reference to one that is gone returns."""
+    """Return None, like a weak reference to an optimizer that no longer exists."""

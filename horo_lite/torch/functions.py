@@ -1,4 +1,4 @@
-"""Parameters, optimizer state and objects from one rank to all."""
+"""Broadcasts of parameters and optimizer state, and operations on objects."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ T = TypeVar("T")
 def broadcast_parameters(
     params: Any, root_rank: int = 0, process_set: Set = global_process_set
 ) -> None:
-    """`params` have the values of rank `root_rank`, in place.
+    """Set `params`, in place, to the values of rank `root_rank`.
 
     `params`: a `state_dict()`, `named_parameters()`, `parameters()`, a module, or a list of
-    tensors. Called by every rank of the set, in the same order as other broadcasts of this file.
-    MismatchError on every rank, naming the first that differs, where names, shapes or dtypes are
-    not alike; nothing has been written then. ValueError for what cannot hold a tensor.
+    tensors. Every rank of the set calls it, in the same order as other broadcasts of this file.
+
+    Raises:
+        MismatchError: On every rank, if names, shapes or dtypes differ; it names the first
+            difference. Nothing has been written.
+        ValueError: `params` cannot contain a tensor.
     """
     if params is None or isinstance(params, (str, *NUMBERS)):
         raise ValueError(
-            "params is a state_dict(), named_parameters(), parameters(), a module or a list of "
-            f"tensors, not {params!r}, into which nothing can be written"
+            "params must be a state_dict(), named_parameters(), parameters(), a module or a list "
+            f"of tensors, not {params!r}, into which nothing can be written"
         )
     group = group_of(process_set)
     _broadcast_parameters(params, root_in(group, root_rank), group=group)
@@ -52,10 +55,10 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: Set = global_process_set,
 ) -> None:
-    """`optimizer` goes on as rank `root_rank`'s would: state tensors, step counts, options.
+    """Copy the optimizer's state tensors, step counts and options from rank `root_rank`.
 
-    Called by every rank of the set. No step is taken: where a rank has no state yet, or other
-    state than the root, it gets the root's. `model` is Horovod's, and not needed.
+    Every rank of the set calls it. It takes no step: a rank that has no state yet, or other state
+    than the root, gets the root's. `model` is Horovod's argument, which has no effect here.
     """
     group = group_of(process_set)
     _broadcast_optimizer_state(optimizer, root_in(group, root_rank), group=group)
@@ -70,9 +73,9 @@ def check_in_sync(
     step: int | None = None,
     process_set: Set = global_process_set,
 ) -> bool:
-    """True: `replica` has the same bits on every rank of the set. See `horo_lite.check_in_sync`.
+    """Return whether `replica` has the same bits on all ranks: see `horo_lite.check_in_sync`.
 
-    `replica` as for `broadcast_parameters`, or an optimizer. Called by every rank of the set.
+    `replica` is as for `broadcast_parameters`, or an optimizer. Every rank of the set calls it.
     """
     return _check_in_sync(
         replica,
@@ -87,9 +90,9 @@ def check_in_sync(
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: Set = global_process_set
 ) -> T:
-    """What `obj` is on rank `root_rank`: anything that can be pickled. Other ranks' is ignored.
+    """Return the `obj` of rank `root_rank`, which must be picklable; other ranks' are ignored.
 
-    Matched by `name`. CUDA tensors in it arrive on the CPU.
+    Matched by `name`. CUDA tensors in it are received on the CPU.
     """
     group = group_of(process_set)
     is_root = group.rank == root_in(group, root_rank)
@@ -104,9 +107,9 @@ def broadcast_object(
 def allgather_object(
     obj: T, name: str | None = None, process_set: Set = global_process_set
 ) -> list[T]:
-    """All ranks' `obj`, in the set's order: anything that can be pickled.
+    """Return all ranks' `obj`, which must be picklable, in the order of the set.
 
-    Matched by `name`. CUDA tensors in it arrive on the CPU.
+    Matched by `name`. CUDA tensors in them are received on the CPU.
     """
     data = _bytes_of(obj, "allgather_object")
     everything = allgather_async(data, _sub(name, "object"), process_set)
@@ -122,7 +125,7 @@ def _sub(name: str | None, what: str) -> str | None:
 
 
 class _Pickler(pickle.Pickler):
-    """CUDA tensors travel as CPU ones: a rank's GPU need not be there, or free, on another."""
+    """Sends CUDA tensors as CPU tensors: another rank may not have, or not use, the same GPU."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":

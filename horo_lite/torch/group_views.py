@@ -1,4 +1,4 @@
-"""Groups, for a reducer, that exchange in another way: with Adasum, or the user's compression."""
+"""Groups for a reducer that exchange in another way: with Adasum, or the user's compression."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horo_lite.torch.adasum import adasum_async_, warn_of_compression
 
 
 class _GroupView(GroupView):
-    """The same, asynchronously as well."""
+    """The same, with asynchronous exchanges as well."""
 
     def exchange(self, arrays: Sequence[Any], **options: Any) -> bool:
         self.exchange_async(arrays, **options).wait()
@@ -27,14 +27,14 @@ class _GroupView(GroupView):
 
 
 class _Adasum(_GroupView):
-    """Its exchanges are Adasums."""
+    """Makes exchanges Adasums."""
 
     def exchange_async(self, arrays: Sequence[Any], **options: Any) -> Handle:
         return adasum_async_(self.group(), arrays, options["names"], options["label"])
 
 
 class _Compressing(_GroupView):
-    """The user's own compressor is called before and after."""
+    """Calls the user's own compressor before and after."""
 
     def __init__(self, group: Group, compressor: Any) -> None:
         super().__init__(group)
@@ -53,7 +53,7 @@ class _Compressing(_GroupView):
 
 
 def group_for(group: Group, op: Op | AdasumOp, compression: Any) -> Any:
-    """What the reducer exchanges through; one a group, since it numbers the reducers of each."""
+    """Return the reducer's group, or the one view of it, since reducers are numbered by group."""
     if isinstance(op, AdasumOp):
         if group.rank == 0:
             warn_of_compression(compression)

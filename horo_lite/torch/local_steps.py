@@ -1,4 +1,4 @@
-"""op=Adasum as Horovod means it in PyTorch: ranks take steps of their own, which are combined."""
+"""op=Adasum as in Horovod for PyTorch: each rank takes its own step, and these are combined."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from horo_lite.torch.slots import Slot, SlotAdapter
 
 
 class LocalSteps(GradientExchange):
-    """Gradients stay a rank's own; what its optimizer makes of them is exchanged, in step().
+    """Exchanges the changes that each rank's optimizer makes in step(), instead of gradients.
 
-    In Horovod's words, of each parameter, with momenta and all other state a rank's own:
+    Gradients, momenta and all other state are each rank's own. In Horovod's terms, for each
+    parameter:
 
         start = current.copy()
         step()
@@ -31,24 +32,24 @@ class LocalSteps(GradientExchange):
         return _Deltas(self._deltas)
 
     def _add_hooks(self) -> None:
-        """None: backward() has nothing to send."""
+        """Add no hooks: backward() sends nothing."""
 
     def flush(self) -> None:
-        """Nothing: gradients are not exchanged."""
+        """Do nothing: gradients are not exchanged."""
 
     def check_scaling(self, is_fused: bool) -> None:
-        """A fused step is taken on all ranks, and adds nothing on those that find inf."""
+        """Raise unless the step is fused, which all ranks take, without effect if it finds inf."""
         if self.active and not is_fused:
             raise ValueError(
-                "GradScaler skips the steps that overflow on one rank, and the others wait for "
-                'them: with op=Adasum pass adasum_of="gradients", or train in bfloat16'
+                "GradScaler skips the steps that overflow on one rank, while the others wait for "
+                'them: with op=Adasum, pass adasum_of="gradients", or train in bfloat16'
             )
 
     def skipping(self) -> NoReturn:
         raise RuntimeError(
-            "skip_synchronize() would leave every rank with its own step: with op=Adasum steps are "
-            "combined, and not gradients. Clip between backward() and a plain step(), which clips "
-            'each rank\'s own gradients, or pass adasum_of="gradients"'
+            "skip_synchronize() would leave every rank with its own step: with op=Adasum, steps "
+            "are combined instead of gradients. Clip between backward() and a plain step(), which "
+            'clips each rank\'s own gradients, or pass adasum_of="gradients"'
         )
 
     def step(
@@ -58,9 +59,9 @@ class LocalSteps(GradientExchange):
         kwargs: dict[str, Any],
         weight: float | None,
     ) -> Any:
-        """What `step` returns, of this rank; the parameters are those of all ranks."""
+        """Combine all ranks' steps in the parameters; return this rank's result of `step`."""
         if weight is not None:
-            self.set_weight(weight)  # says why not
+            self.set_weight(weight)  # raises, and says why
         if not self.active or os.getpid() != self._pid:
             return step(*args, **kwargs)
         self.look_at_parameters()
@@ -70,7 +71,7 @@ class LocalSteps(GradientExchange):
         try:
             result = step(*args, **kwargs)
             self._combine(start)
-        except BaseException:  # also one of this rank's step alone: it may take another instead
+        except BaseException:  # also if only this rank's step fails: it may take another instead
             for i, value in start.items():
                 self._value(i).copy_(value)
             raise
@@ -80,11 +81,11 @@ class LocalSteps(GradientExchange):
         return result
 
     def _combine(self, start: dict[int, Any]) -> None:
-        """The parameters are what they were at the start, and what all ranks' steps add to that."""
+        """Set the parameters to their values at the start plus the combined steps."""
         self._deltas |= {i: self._value(i) - value for i, value in start.items()}
         try:
             self.reducer.finish()
-        except MismatchError:  # as where gradients are exchanged
+        except MismatchError:  # as in the exchange of gradients
             self.reset_counts()
             raise
         for i, delta in self._deltas.items():
@@ -92,7 +93,7 @@ class LocalSteps(GradientExchange):
             torch.add(start.get(i, value), delta, out=value)
 
     def _value(self, i: int) -> Any:
-        """The parameter's memory as it is now: an optimizer may have given it another."""
+        """Return the parameter's current memory, which an optimizer may have replaced."""
         return self.slots[i].parameter.detach()
 
 
@@ -101,7 +102,7 @@ def _may_change(slot: Slot) -> bool:
 
 
 class _Deltas(SlotAdapter):
-    """What a rank's step has added to each parameter, in place of gradients."""
+    """The changes of each parameter by a rank's step, in place of gradients."""
 
     def __init__(self, deltas: dict[int, Any]) -> None:
         self._deltas = deltas

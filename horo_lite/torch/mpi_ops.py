@@ -1,12 +1,13 @@
 """Operations on torch tensors, with Horovod's names, arguments and meaning.
 
-Every operation, also one that waits for its result, is matched among the ranks by its kind and
-name, so ranks may come to different operations in different orders. Without `name` they are
-numbered, for each kind and process set. `…_async` gives a handle for `poll` and `synchronize`.
-Tensors may lie anywhere in memory, on the CPU or on this rank's GPU; results are new tensors on the
-same device, or, for forms with an underscore at the end, the given ones. The out-of-place forms
-that wait are differentiable, with Horovod's gradients, which are not always the derivative of the
-sum of all ranks' losses (that, the adjoint, is what `horo_lite.jax` has). Of N ranks in the set:
+Every operation, including those that wait for their results, is matched among the ranks by its kind
+and name, so ranks may call different operations in different orders. Operations without `name` are
+numbered, for each kind and process set. `…_async` returns a handle for `poll` and `synchronize`.
+Tensors may have any memory layout, on the CPU or on this rank's GPU; results are new tensors on the
+same device, or the given ones if the function's name ends with an underscore. The out-of-place
+functions that wait are differentiable, with the gradients of Horovod, which are not always the
+derivative of the sum of all ranks' losses (the adjoint, which `horo_lite.jax` uses). With N ranks
+in the set:
 
     allreduce       the allreduce of the upstream gradients with the same op and factors
     allgather       this rank's rows of the average of the upstream gradients: 1/N of the adjoint
@@ -15,12 +16,14 @@ sum of all ranks' losses (that, the adjoint, is what `horo_lite.jax` has). Of N 
                     times the adjoint
     alltoall        the upstream gradients, sent back: the adjoint
 
-Scripts that were tuned with Horovod depend on these numbers. Those of Min, Max, Product and Adasum,
-which Horovod reduces with the same op, are no gradients: here they are a RuntimeError.
+Scripts that were tuned with Horovod depend on these numbers. For Min, Max, Product and Adasum,
+Horovod reduces upstream gradients with the same op, which is not a gradient: here it is a
+RuntimeError.
 
-ValueError at the call: wrong arguments, dtypes that cannot be reduced or sent, a name that is in
-flight already, no `init()` yet. MismatchError (a RuntimeError, and a HorovodInternalError) on every
-rank where the ranks differ; the world can be used afterwards. PeerLostError where a rank is gone.
+Errors: a ValueError from the call, for wrong arguments, dtypes that cannot be reduced or sent, a
+name that is already in flight, or before `init()`; a MismatchError (a RuntimeError, and a
+HorovodInternalError) on every rank if the ranks' calls differ, after which the world can still be
+used; a PeerLostError if a rank is lost.
 """
 
 from __future__ import annotations
@@ -110,11 +113,11 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: Set = global_process_set,
 ) -> Tensor:
-    """A new tensor holds the op (by itself the average) over all ranks' `tensor`.
+    """Return the op (by default the average) over all ranks' `tensor` as a new tensor.
 
     Every rank of the set calls it, with the same shape, dtype and options. `prescale_factor`
-    multiplies what a rank contributes, `postscale_factor` the result. Averages of integers are cut
-    towards zero. Differentiable for Sum and Average.
+    multiplies this rank's contribution, `postscale_factor` the result. Averages of integers are
+    truncated towards zero. Differentiable for Sum and Average.
     """
     op = op_of(average, op)
     (result,) = grouped_allreduce(
@@ -140,7 +143,7 @@ def allreduce_async(
     process_set: Set = global_process_set,
     compression: Any = Compression.none,
 ) -> Handle:
-    """`synchronize(handle)` returns what `allreduce` would."""
+    """Start `allreduce`; `synchronize(handle)` returns its result."""
     op = op_of(average, op)
     return submit_reduction(
         "allreduce",
@@ -165,10 +168,10 @@ def allreduce_(
     process_set: Set = global_process_set,
     compression: Any = Compression.none,
 ) -> Tensor:
-    """`tensor` itself holds the op over all ranks' `tensor`, and is returned. See `allreduce`.
+    """Replace `tensor`, in place, by the op over all ranks, and return it. See `allreduce`.
 
-    It has no gradient: `backward()` through `tensor` is a RuntimeError from now on. Under
-    torch.no_grad() autograd does not see the change, as ever; parameters stay what they are.
+    It has no gradient: a later `backward()` through `tensor` is a RuntimeError. As usual, autograd
+    does not track the change under torch.no_grad(), and parameters remain parameters.
     """
     op = op_of(average, op)
     return synchronize(
@@ -195,7 +198,7 @@ def allreduce_async_(
     process_set: Set = global_process_set,
     compression: Any = Compression.none,
 ) -> Handle:
-    """`synchronize(handle)` returns `tensor`, changed; not to be touched until then."""
+    """Start `allreduce_`; do not use `tensor` until `synchronize(handle)` returns it."""
     op = op_of(average, op)
     return submit_reduction(
         "allreduce",
@@ -221,9 +224,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Set = global_process_set,
 ) -> list[Tensor]:
-    """New tensors hold the op over all ranks' `tensors`, which are reduced as one.
+    """Return the op over all ranks' `tensors` as new tensors, in one operation.
 
-    See `allreduce`; dtypes may be mixed, devices may not.
+    See `allreduce`. The tensors may have different dtypes, but must be on one device.
     """
     op = op_of(average, op)
     return reduced(tensors, op, name, compression, prescale_factor, postscale_factor, process_set)
@@ -239,7 +242,7 @@ def grouped_allreduce_async(
     process_set: Set = global_process_set,
     compression: Any = Compression.none,
 ) -> Handle:
-    """`synchronize(handle)` returns what `grouped_allreduce` would."""
+    """Start `grouped_allreduce`; `synchronize(handle)` returns its result."""
     op = op_of(average, op)
     return submit_reduction(
         "allreduce",
@@ -263,7 +266,7 @@ def grouped_allreduce_(
     process_set: Set = global_process_set,
     compression: Any = Compression.none,
 ) -> list[Tensor]:
-    """`tensors` themselves hold the op over all ranks' `tensors`, and are returned."""
+    """Replace `tensors`, in place, by the op over all ranks, and return them."""
     op = op_of(average, op)
     results: list[Tensor] = synchronize(
         grouped_allreduce_async_(
@@ -290,7 +293,7 @@ def grouped_allreduce_async_(
     process_set: Set = global_process_set,
     compression: Any = Compression.none,
 ) -> Handle:
-    """`synchronize(handle)` returns `tensors`, changed; not to be touched until then."""
+    """Start `grouped_allreduce_`; do not use `tensors` until `synchronize(handle)` returns them."""
     op = op_of(average, op)
     return submit_reduction(
         "allreduce",
@@ -311,17 +314,17 @@ def sparse_allreduce_async(
     op: AnyOp | None = None,
     process_set: Set = global_process_set,
 ) -> Handle:
-    """`synchronize(handle)`, or `handle()`, returns the op over all ranks' sparse COO `tensor`.
+    """Start the reduction of a sparse COO `tensor`; `synchronize(handle)` or `handle()` returns it.
 
-    Sum or Average. What all ranks have is gathered and added up: a rank receives every rank's
-    elements, and different ranks may have different numbers of them.
+    Sum or Average. The elements of all ranks are gathered, whatever their number on each, and added
+    up on every rank.
     """
     op = op_of(None, op)
     given: Any = tensor
     if not isinstance(given, Tensor) or given.layout is not torch.sparse_coo:
         raise ValueError("sparse_allreduce_async takes a sparse COO tensor: see Tensor.to_sparse")
     if op not in (Sum, Average):
-        raise ValueError(f"sparse tensors are reduced with hvd.Sum or hvd.Average, not {op!r}")
+        raise ValueError(f"sparse tensors need op=hvd.Sum or op=hvd.Average, not {op!r}")
     group = group_of(process_set)
     name = name_of(group, "sparse_allreduce", name)
     local = tensor.detach().coalesce()
@@ -357,10 +360,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's rows of `allreduce(tensor)`; the first ranks get one more where it must be.
+    """Return this rank's rows of `allreduce(tensor)`.
 
-    Differentiable for Sum and Average: the upstream gradients of all ranks one after the other,
-    times the number of ranks if op is Sum, as in Horovod.
+    If the number of rows is not divisible by the number of ranks, the first ranks get one more.
+    Differentiable for Sum and Average: the gradient is the gathered upstream gradients of all
+    ranks, times the number of ranks if op is Sum, as in Horovod.
     """
     (result,) = grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
@@ -377,7 +381,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     compression: Any = Compression.none,
 ) -> Handle:
-    """`synchronize(handle)` returns what `reducescatter` would."""
+    """Start `reducescatter`; `synchronize(handle)` returns its result."""
     return submit_reduction(
         "reducescatter",
         [tensor],
@@ -400,7 +404,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """This rank's rows of each of `grouped_allreduce(tensors)`. See `reducescatter`."""
+    """Return this rank's rows of each of `grouped_allreduce(tensors)`. See `reducescatter`."""
     op = op_of(None, op)
     return scattered(tensors, op, name, compression, prescale_factor, postscale_factor, process_set)
 
@@ -414,7 +418,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
     compression: Any = Compression.none,
 ) -> Handle:
-    """`synchronize(handle)` returns what `grouped_reducescatter` would."""
+    """Start `grouped_reducescatter`; `synchronize(handle)` returns its result."""
     return submit_reduction(
         "reducescatter",
         tensors,
@@ -433,10 +437,11 @@ def grouped_reducescatter_async(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: Set = global_process_set
 ) -> Tensor:
-    """A new tensor of all ranks' `tensor`, one after the other along the first dimension.
+    """Return all ranks' `tensor`, concatenated along the first dimension, as a new tensor.
 
-    Only the first dimension may differ between ranks; a 0-dimensional tensor is one row.
-    Differentiable: this rank's rows of the average of all ranks' upstream gradients, as in Horovod.
+    Only the first dimension may differ between ranks; a 0-dimensional tensor counts as one row.
+    Differentiable: the gradient is this rank's rows of the average of all ranks' upstream
+    gradients, as in Horovod.
     """
     (result,) = grouped_allgather([tensor], name, process_set)
     return result
@@ -445,21 +450,21 @@ def allgather(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: Set = global_process_set
 ) -> Handle:
-    """`synchronize(handle)` returns what `allgather` would."""
+    """Start `allgather`; `synchronize(handle)` returns its result."""
     return submit_allgather([tensor], name, process_set, single=True)
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: Set = global_process_set
 ) -> list[Tensor]:
-    """What `allgather` gives of each."""
+    """Return `allgather` of each tensor."""
     return gathered(tensors, name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: Set = global_process_set
 ) -> Handle:
-    """`synchronize(handle)` returns what `grouped_allgather` would."""
+    """Start `grouped_allgather`; `synchronize(handle)` returns its result."""
     return submit_allgather(tensors, name, process_set)
 
 
@@ -469,10 +474,10 @@ def broadcast(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Tensor:
-    """A new tensor of what `tensor` is on rank `root_rank`, which the world's number names.
+    """Return the `tensor` of rank `root_rank`, which is a rank of the world, as a new tensor.
 
-    Same shape and dtype on every rank. Differentiable: the root's gradient is the average of all
-    ranks' upstream gradients, as in Horovod, and that of the others 0.
+    It has the same shape and dtype on every rank. Differentiable: the root's gradient is the
+    average of all ranks' upstream gradients, as in Horovod, and that of the others is 0.
     """
     return sent_from_root(tensor, root_rank, name, process_set)
 
@@ -483,7 +488,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Handle:
-    """`synchronize(handle)` returns what `broadcast` would."""
+    """Start `broadcast`; `synchronize(handle)` returns its result."""
     return submit_broadcast(tensor, root_rank, name, process_set, in_place=False)
 
 
@@ -493,7 +498,7 @@ def broadcast_(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Tensor:
-    """`tensor` itself holds what it is on rank `root_rank`, and is returned."""
+    """Set `tensor`, in place, to the values of rank `root_rank`, and return it."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -503,7 +508,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Handle:
-    """`synchronize(handle)` returns `tensor`, changed; not to be touched until then."""
+    """Start `broadcast_`; do not use `tensor` until `synchronize(handle)` returns it."""
     return submit_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
@@ -513,10 +518,10 @@ def alltoall(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Any:
-    """The rows that all ranks of the set had for this one, in rank order.
+    """Send rows to every rank of the set; return those received, in rank order.
 
-    `splits[r]` rows, in order, go to rank r of the set; without `splits` each gets as many. With
-    `splits`, the result is the tensor and the number of rows received from each rank.
+    `splits[r]` rows, in order, go to rank r of the set; without `splits`, each gets the same
+    number. With `splits`, the result is the tensor and the number of rows received from each rank.
     Differentiable.
     """
     result, received = rows_exchanged(tensor, splits, name, process_set)
@@ -529,24 +534,24 @@ def alltoall_async(
     name: str | None = None,
     process_set: Set = global_process_set,
 ) -> Handle:
-    """`synchronize(handle)` returns the tensor and the number of rows received from each rank.
+    """Start `alltoall`; `synchronize(handle)` returns the tensor and the numbers of rows received.
 
-    Both also without `splits`, as in Horovod. See `alltoall`.
+    As in Horovod, it returns both also without `splits`. See `alltoall`.
     """
     return submit_alltoall(tensor, splits, name, process_set)
 
 
 def barrier(process_set: Set = global_process_set) -> None:
-    """All ranks of the set have called this."""
+    """Wait until all ranks of the set have called this."""
     group = group_of(process_set)
     part = group.submit(Barrier("all ranks"), Part())
     synchronize(Handle("barrier", "barrier", group, [part], lambda parts: None))
 
 
 def join(device: int = -1) -> int:
-    """All ranks have called this; the number of the last one that did. See `horo_lite.join`.
+    """Wait until all ranks have called this; return the last one that did. See `horo_lite.join`.
 
-    `device` is Horovod's, and not needed.
+    `device` is Horovod's argument, which has no effect here.
     """
     return ops.join()
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: gradients are averaged over the ranks while backward() still runs."""
+"""DistributedOptimizer: gradients are averaged over the ranks during backward()."""
 
 from __future__ import annotations
 
@@ -46,104 +46,110 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     group: Group | None = None,
     adasum_of: str = "steps",
 ) -> Any:
-    """An optimizer of the same class, state and param_groups that steps with all ranks' gradients.
+    """Return an optimizer that steps with gradients averaged over all ranks.
 
-    Every rank calls it, with the same options, and runs the same backward passes and steps. From
-    then on the gradients of its parameters are exchanged in backward(): buckets leave while it
-    still runs, and when the outermost backward() returns, every `.grad` that it touched holds the
-    average over the ranks. Clipping, `GradScaler` and whatever else looks at gradients thus see
-    what step() will use, and where one rank's overflow, all ranks skip the step. step() exchanges
-    what is left, and nothing in the usual case.
+    It has the same class, state and param_groups as `optimizer`. Every rank calls it, with the same
+    options, and runs the same backward passes and steps. From then on, the gradients of its
+    parameters are exchanged in backward(): buckets are sent while it runs, and when the outermost
+    backward() returns, every `.grad` that it touched is the average over the ranks. Clipping,
+    `GradScaler` and everything else that reads gradients thus see what step() will use, and if one
+    rank's gradients overflow, all ranks skip the step. step() exchanges what is left, usually
+    nothing.
 
     Args:
-        optimizer: One of torch.optim, or derived from torch.optim.Optimizer.
-        named_parameters: pairs as `model.named_parameters()` gives them; names for error messages.
-            If given, every parameter of the optimizer is among them.
-        compression: what travels; `Compression.fp16` halves the bytes. What has `compress` and
-            `decompress` of its own is called.
-        backward_passes_per_step: so many passes are summed, not divided, before the ranks exchange
-            them at the end of the last. One more, before step() or zero_grad(), is a RuntimeError,
-            and so is a gradient changed in place before. Of fewer, clip after synchronize().
+        optimizer: An optimizer of torch.optim, or derived from torch.optim.Optimizer.
+        named_parameters: Pairs as from `model.named_parameters()`: names for error messages. If
+            given, they must include every parameter of the optimizer.
+        compression: The wire format; `Compression.fp16` halves the bytes. An object with its own
+            `compress` and `decompress` is called.
+        backward_passes_per_step: The number of passes whose gradients are summed, not divided,
+            before the ranks exchange them at the end of the last one. Another pass before step() or
+            zero_grad() is a RuntimeError, and so is changing a gradient in place before the
+            exchange. After fewer passes, call synchronize() before clipping.
         op: Average, Sum or Adasum, which combines the ranks' steps: see below.
-        gradient_predivide_factor: gradients are divided by it before they are added up, and the sum
-            by size / factor. Only with op=Average.
-        num_groups: how many groups of neighbours travel together.
-        groups: the same, or lists of parameters that travel together. Others fill buckets.
-        sparse_as_dense: sparse gradients become dense ones, and stay dense; otherwise their indices
-            and values are gathered from all ranks, and added up. Adasum needs dense ones.
-        process_set: the ranks that take part; by default all. On others it changes nothing.
-        check_every: after every so many steps the ranks compare their parameters, and where these
-            differ do what `on_drift` says: see `check_in_sync`. Default HORO_LITE_CHECK_EVERY, or
-            0: never, because a comparison reads all parameters (7 ms for 100 MB).
+        gradient_predivide_factor: Divides gradients before they are added up; the sum is divided by
+            size / factor. Only with op=Average.
+        num_groups: The number of groups of neighbouring parameters that travel together.
+        groups: The same, or lists of parameters that travel together. Others fill buckets.
+        sparse_as_dense: Convert sparse gradients to dense ones, which they remain; otherwise their
+            indices and values are gathered from all ranks, and added up. Adasum needs dense ones.
+        process_set: The ranks that take part; by default all. On other ranks it has no effect.
+        check_every: The number of steps between comparisons of the ranks' parameters; if they
+            differ, `on_drift` says what to do: see `check_in_sync`. By default
+            HORO_LITE_CHECK_EVERY, or 0: never, because a comparison reads all parameters (7 ms for
+            100 MB).
         on_drift: "raise", "warn" or "heal".
-        check_finite: "raise" or "warn" where a rank's own dense gradient, before it is averaged,
-            has NaN or inf: NonFiniteError from backward() on every rank, or a RuntimeWarning on
-            rank 0, with the rank, the tensor that left first and how many. Reads the gradients once
-            more (4 ms for 100 MB), in the host's memory only; off by default, and not for
-            GradScaler, to which inf is nothing new.
-        gradient_as_bucket_view: gradients live in memory that the ranks of the host see, and are
-            added up where they lie, to the same bits; see below.
-        bucket_bytes: how much travels together of what is in no group; default
+        check_finite: "raise" or "warn" if a rank's own dense gradient, before it is averaged,
+            contains NaN or inf: a NonFiniteError from backward() on every rank, or a RuntimeWarning
+            on rank 0, with the rank, the tensor that was sent first and the number of elements.
+            Reads the gradients once more (4 ms for 100 MB), in host memory only; off by default. Do
+            not use it with GradScaler, which produces inf in normal operation.
+        gradient_as_bucket_view: Keep gradients in memory shared by the ranks of the host, where
+            they are reduced in place, with the same bits; see below.
+        bucket_bytes: Size of the buckets for gradients that are in no group; by default
             HORO_LITE_BUCKET_BYTES, or 25 MiB.
-        group: another name for `process_set`, that of `horo_lite.DistributedOptimizer`.
-        adasum_of: "steps" or "gradients": what op=Adasum combines.
+        group: Another name for `process_set`, as in `horo_lite.DistributedOptimizer`.
+        adasum_of: What op=Adasum combines: "steps" or "gradients".
 
-    What takes part in an exchange is what backward() has touched on any rank since the last one.
-    Untouched everywhere, a gradient stays as it is: None, or what it was (with no zero_grad(), or
-    zero_grad(set_to_none=False)). Touched on some ranks only, it counts as zeros on the others,
-    whatever they hold, and all receive the result. A gradient that was assigned by hand takes part
-    in step(), and so does the same tensor in every later step, with what was written into it, until
-    backward() adds to it or another takes its place; changed by hand after backward(), it is this
-    rank's alone. A rank that has no loss, and so no backward(), receives the averages in step():
-    where gradients are clipped or unscaled before, call synchronize() on every rank after
-    backward(), or it is a RuntimeError.
+    An exchange includes the gradients that backward() has touched on any rank since the last one. A
+    gradient touched on no rank is not changed: it stays None, or what it was (without zero_grad(),
+    or with zero_grad(set_to_none=False)). Touched on some ranks only, it counts as zeros on the
+    others, whatever its value there, and all receive the result. A gradient that was assigned by
+    hand takes part in step(), and so does the same tensor in every later step, with its contents at
+    that time, until backward() adds to it or another one replaces it. Changes by hand after
+    backward() affect only this rank. A rank that has no loss, and so no backward(), receives the
+    averages in step(): if gradients are clipped or unscaled before step(), call synchronize() on
+    every rank after backward(); otherwise it is a RuntimeError.
 
-    With gradient_as_bucket_view=True each `.grad` that backward() has touched is a tensor in shared
-    memory, always the same one: what autograd or the user puts in its place is copied there before
-    it travels. zero_grad() works either way, and set_to_none=True, which leaves autograd nothing to
-    add to, is the faster. A gradient that somebody keeps therefore changes in the next step: clone
-    it. It needs all ranks on one host, CPU tensors, op Average or Sum, no compression and no
-    predivide factor; otherwise, and with a warning where the system refuses the memory, the option
-    changes nothing. Sparse gradients stay where they are. The memory takes the place of the
-    gradients' own; zero_grad() does not give it back: it goes with the optimizer and the gradients
-    in it.
+    With gradient_as_bucket_view=True, each `.grad` that backward() has touched is a tensor in
+    shared memory, always the same one: a tensor that autograd or the user puts in its place is
+    copied there before it is sent. zero_grad() works with either argument; set_to_none=True is
+    faster, since autograd has nothing to add to. A reference to a gradient therefore changes in the
+    next step: clone it to keep the values. The option needs all ranks on one host, CPU tensors, op
+    Average or Sum, no compression and no predivide factor; otherwise it has no effect, with a
+    warning if the system refuses the memory. Sparse gradients stay where they are. The memory
+    replaces the gradients' own. zero_grad() does not release it: it is released with the optimizer
+    and the gradients in it.
 
-    Where the ranks' batches are uneven, `optimizer.set_weight(len(batch))` before backward(), on
-    every rank or on none, makes the averages of this one step those over all samples. Elsewhere the
-    weight is an argument of step(); here step() comes when the gradients have been averaged.
+    If the ranks' batches are uneven, call `optimizer.set_weight(len(batch))` before backward(), on
+    every rank or on none: the averages of this step are then over all samples. In other frameworks
+    the weight is an argument of step(); here, gradients are already averaged when step() is called.
 
     With op=Adasum, as in Horovod, each rank's optimizer takes its step with the rank's own
-    gradients, and the changes of each parameter are combined: `horo_lite.horovod.adasum` has the
-    formula. So gradients stay a rank's own, and so do momenta: save, and broadcast, those of one
-    rank. All exchange is in step(). Backward passes are not counted: step() takes what they have
-    added up. A closure runs, as often as the optimizer calls it, on each rank by itself. With
-    `adasum_of="gradients"` the gradients are combined in backward(), and every rank takes the same
-    step; all that is said here of op=Sum is then true of it. Both need a power of two of ranks, and
-    compress nothing. GradScaler needs the latter, since each rank would skip steps of its own.
+    gradients, and the changes of each parameter are combined, by the formula in
+    `horo_lite.horovod.adasum`. So gradients and momenta are each rank's own: save, and broadcast,
+    those of one rank. Everything is exchanged in step(). Backward passes are not counted: step()
+    uses the sum of their gradients. A closure runs on each rank separately, as often as the
+    optimizer calls it. With `adasum_of="gradients"`, the gradients are combined in backward(), and
+    every rank takes the same step; everything said here about op=Sum then applies. Both need a
+    number of ranks that is a power of two, and ignore `compression`. GradScaler needs
+    `adasum_of="gradients"`, since otherwise each rank would skip its own steps.
 
-    A closure, as LBFGS needs, is called by step(); its backward() exchanges, and the loss it
-    returns is averaged, so that all ranks search alike. As backward() comes after the call, the
-    weight is an argument there: `step(closure, weight=len(batch))`.
+    A closure, as LBFGS needs it, is called by step(); its backward() exchanges, and the loss that
+    it returns is averaged, so that the line search is the same on all ranks. Since backward() runs
+    inside step(), the weight is an argument of that: `step(closure, weight=len(batch))`.
 
-    Backward passes inside of backward() (checkpoint with use_reentrant=True) belong to the
-    outermost; buckets then leave at its end. Where its last node has no successors, as when a
-    tensor's hook calls backward(), the exchange is left to the next pass or step().
+    Backward passes inside backward() (checkpoint with use_reentrant=True) belong to the outermost
+    one; buckets are then sent at its end. If its last node has no successors, as when a tensor's
+    hook calls backward(), the next pass or step() exchanges.
 
-    Raises ValueError at once for options that make no sense, an optimizer or parameter that is
-    wrapped already, and incomplete names; MismatchError in backward() or step(), on every rank,
-    where ranks differ, also in their learning rates. After an error in backward(), call zero_grad()
-    and go on.
+    After an error in backward(), call zero_grad() and continue. In a world of one rank, nothing is
+    changed: there are no hooks and no exchange.
 
-    A world of one is not touched: no hooks, no exchange.
+    Raises:
+        ValueError: Options are invalid, the optimizer or a parameter is already wrapped, or names
+            are incomplete.
+        MismatchError: In backward() or step(), on every rank, if gradients, options or learning
+            rates differ between ranks.
     """
     if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError("this optimizer is a DistributedOptimizer already: wrap it once")
+        raise ValueError("this optimizer is already a DistributedOptimizer: wrap it only once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         is_class = isinstance(optimizer, type)
         given = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
         raise TypeError(
-            f"{given} is not an optimizer of torch's: give a torch.optim.Optimizer, such as "
-            "torch.optim.SGD(model.parameters(), lr=0.1). For optimizers of other kinds there is "
+            f"{given} is not an optimizer of torch: pass a torch.optim.Optimizer, such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1). For other kinds of optimizers, use "
             "horo_lite.DistributedOptimizer"
         )
     options = TorchOptions(
@@ -171,14 +177,14 @@ def _wrapped(
     wrapper = _wrapper_of.get(optimizer, nobody)()
     if wrapper is not None:
         raise ValueError(
-            "this optimizer has a DistributedOptimizer already: use that one, or delete it first"
+            "this optimizer already has a DistributedOptimizer: use that one, or delete it first"
         )
     named = None if named_parameters is None else list(named_parameters)
     kind = LocalSteps if options.combines_steps else GradientExchange
     exchange = kind(optimizer, named, options)
     base: Any = type(optimizer)
     wrapped = object.__new__(_class_of(base))
-    wrapped.__dict__ = optimizer.__dict__  # one state, whoever loads or changes it
+    wrapped.__dict__ = optimizer.__dict__  # both objects share one state
     wrapped._exchange = exchange
     _wrapper_of[optimizer] = weakref.ref(wrapped)
     return wrapped
@@ -187,8 +193,8 @@ def _wrapped(
 class _Step:
     """The method step() of a wrapped class.
 
-    It takes precedence over the optimizer's dictionary, where a scheduler made before the wrapper
-    has left a step() of its own. torch patches neither what is `hooked` nor what is
+    It takes precedence over the optimizer's dictionary, which contains the patched step() of a
+    scheduler created before the wrapper. torch patches no step() with the attribute `hooked` or
     `_wrapped_by_lr_sched`.
     """
 
@@ -200,7 +206,7 @@ class _Step:
         @wraps(base.step)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             weight = None if has_own_weight else kwargs.pop("weight", None)
-            optimizer._opt_called = True  # schedulers want to know
+            optimizer._opt_called = True  # checked by schedulers
             inner = MethodType(base.step, optimizer)
             return optimizer._exchange.step(inner, args, kwargs, weight)
 
@@ -224,35 +230,35 @@ class _Step:
 
 
 class _DistributedOptimizer:
-    """What a wrapped optimizer has beside its own class."""
+    """Base class of a wrapped optimizer, in addition to its own class."""
 
     __slots__ = ("_exchange",)
     _exchange: GradientExchange
 
     def set_weight(self, weight: float) -> None:
-        """This rank's number of samples of the step that comes, where batches are uneven.
+        """Set this rank's number of samples in the next step, for uneven batches.
 
-        The averages of the step, and that of its closure's loss, are then those over all samples:
-        each rank counts as often as its weight says, and a rank without samples gives 0. To be
-        called on every rank or on none, after zero_grad() and before backward(), which sends the
-        weight with the gradients; of several backward passes, before the first. It is for one step:
-        step() uses it up, even one that raises, and so does a zero_grad() after backward().
+        The averages of the step, and that of its closure's loss, are then over all samples: each
+        rank counts in proportion to its weight, 0 for a rank without samples. Call it on every rank
+        or on none, after zero_grad() and before backward(), which sends the weight with the
+        gradients; with several backward passes, before the first. It is valid for one step: step()
+        uses it up, even if it raises, and so does zero_grad() after backward().
 
         Args:
-            weight: Such as len(batch). With a world of one it changes nothing.
+            weight: For example len(batch). In a world of one rank it has no effect.
 
         Raises:
             ValueError: It is negative or not finite, or op is not Average.
-            RuntimeError: Gradients of this step have been exchanged already.
+            RuntimeError: Gradients of this step have already been exchanged.
         """
         self._exchange.set_weight(weight)
 
     def synchronize(self, weight: None = None) -> None:
-        """Every gradient that backward() touched holds the result.
+        """Exchange all gradients that backward() touched and that have not been exchanged.
 
-        Usually nothing is left to do: that is so after backward() already. Fewer than
-        `backward_passes_per_step` passes are exchanged as they are. Collective. A `weight` is a
-        TypeError: see `set_weight`.
+        Collective. Usually there are none after backward(). After fewer than
+        `backward_passes_per_step` passes, their sums are exchanged. A `weight` is a TypeError: see
+        `set_weight`.
         """
         if weight is not None:
             raise TypeError(f"synchronize() takes no weight: {WEIGHT_COMES_FIRST}")
@@ -260,27 +266,27 @@ class _DistributedOptimizer:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, step() exchanges nothing; for scripts that call `synchronize()` themselves."""
+        """Disable the exchange in step(), for scripts that call `synchronize()` themselves."""
         with self._exchange.skipping():
             yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on `passes` passes are summed before the ranks exchange them. Collective."""
+        """Set how many passes are summed before the ranks exchange them. Collective."""
         self._exchange.set_passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> Any:
-        """Gradients are None, or zeros; what backward passes did to them is forgotten."""
+        """Set gradients to None or zeros, and forget the backward passes that added to them."""
         self._exchange.begin_step()
         result = super().zero_grad(set_to_none)  # type: ignore[misc]
         self._exchange.take_zeros()
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer has these parameters, too. Collective."""
+        """Add a group of parameters to the optimizer. Collective."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._exchange.look_at_parameters()
 
-    # Copies wrap copies of the optimizer: a class that was made here cannot be unpickled.
+    # Copies wrap copies of the optimizer: a class that was created here cannot be unpickled.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         exchange = self._exchange
@@ -294,9 +300,9 @@ class _DistributedOptimizer:
 
 
 class _Scales:
-    """What GradScaler asks an optimizer before it decides, on its own rank, whether to step.
+    """The attribute that GradScaler reads before it decides, on each rank, whether to step.
 
-    Fused optimizers have it in their dictionary: they take that decision themselves.
+    Fused optimizers have it in their dictionary: they decide themselves.
     """
 
     NAME = "_step_supports_amp_scaling"

@@ -1,4 +1,4 @@
-"""The options of torch's DistributedOptimizer, beside those of all others."""
+"""The options of torch's DistributedOptimizer, in addition to those of all others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horo_lite.training.options import Options
 
 @dataclass(frozen=True, kw_only=True)
 class TorchOptions(Options):
-    """See `DistributedOptimizer`. `op` may be Adasum, and compression be the user's own."""
+    """See `DistributedOptimizer`. `op` may be Adasum, and compression the user's own."""
 
     op: Any = Average
     compression: Any = Options.compression
@@ -33,17 +33,17 @@ class TorchOptions(Options):
         check_predivide_factor(self.gradient_predivide_factor, self.op)
         self._check_groups(self.num_groups, self.groups)
         if self.adasum_of not in ("steps", "gradients"):
-            raise ValueError(f'adasum_of is "steps" or "gradients", not {self.adasum_of!r}')
+            raise ValueError(f'adasum_of must be "steps" or "gradients", not {self.adasum_of!r}')
 
     @property
     def combines_steps(self) -> bool:
-        """Whether the ranks exchange their optimizers' steps, and not gradients."""
+        """Whether the ranks exchange their optimizers' steps instead of gradients."""
         return self.op is Adasum and self.adasum_of == "steps"
 
     def _check_reduction(self) -> None:
         if self.op not in (Average, Sum, Adasum):
             raise ValueError(
-                "DistributedOptimizer takes op=Average, Sum or Adasum, not "
+                "DistributedOptimizer needs op=Average, Sum or Adasum, not "
                 f"{getattr(self.op, 'name', self.op)}"
             )
         if not isinstance(self.compression, Compressor):
@@ -52,15 +52,15 @@ class TorchOptions(Options):
     @staticmethod
     def _check_groups(n: Any, groups: Any) -> None:
         if not isinstance(n, int) or n < 0:
-            raise ValueError(f"num_groups is a number, 0 or more, not {n!r}")
+            raise ValueError(f"num_groups must be a number (0 or more), not {n!r}")
         if groups is None or (isinstance(groups, int) and groups >= 0):
             return
         if not isinstance(groups, (list, tuple)) or not all(
             isinstance(group, (list, tuple)) for group in groups
         ):
-            what = groups if isinstance(groups, int) else f"a {type(groups).__name__} of others"
+            what = groups if isinstance(groups, int) else f"this {type(groups).__name__}"
             raise ValueError(
-                f"groups is a number, 0 or more, or a list of lists of parameters, not {what}"
+                f"groups must be a number (0 or more) or a list of lists of parameters, not {what}"
             )
         place_of: dict[int, str] = {}
         for g, group in enumerate(groups):
@@ -68,11 +68,11 @@ class TorchOptions(Options):
                 here = f"groups[{g}][{i}]"
                 if place_of.setdefault(id(parameter), here) != here:
                     raise ValueError(
-                        f"{here} is the same parameter as {place_of[id(parameter)]}: name it once"
+                        f"{here} is the same parameter as {place_of[id(parameter)]}: list it once"
                     )
 
     def compared(self) -> list[tuple[str, str]]:
-        """Those that the ranks compare, beside what a Reducer does by itself."""
+        """Return the options that the ranks compare, in addition to those that Reducer compares."""
         compression = self.compression
         return [
             ("op", f"Adasum of {self.adasum_of}" if self.op is Adasum else self.op.name),

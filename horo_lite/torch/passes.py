@@ -1,4 +1,4 @@
-"""Calls of the autograd engine: noticing when the outermost backward() ends, or fails."""
+"""Calls of the autograd engine: notification when the outermost backward() ends, or fails."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
 
 
 def notify_at_end(task: int, exchange: GradientExchange) -> None:
-    """When that graph task ends, `exchange.end_pass()` or `break_pass()` is called."""
+    """Call `exchange.end_pass()` or `break_pass()` when the graph task ends."""
     known = _passes.get(task)
     if known is None:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if compiled is not None and compiled.in_compiled_autograd_region:
             raise RuntimeError(
-                "gradients cannot be exchanged in a backward() that compiled autograd carries out, "
-                "which says nothing of its end: turn torch._dynamo.config.compiled_autograd off"
+                "gradients cannot be exchanged in a backward() that compiled autograd executes, "
+                "since it does not report its end: turn torch._dynamo.config.compiled_autograd off"
             )
         known = _passes[task] = Pass(task)
         torch.autograd.Variable._execution_engine.queue_callback(known)
@@ -38,9 +38,9 @@ def notify_at_end(task: int, exchange: GradientExchange) -> None:
 
 @all_uncompiled
 class Pass:
-    """What is to be done when one graph task, a call of the autograd engine, ends.
+    """The callback at the end of one graph task, which is a call of the autograd engine.
 
-    The engine calls it, or drops it where the task ended with an error.
+    The engine calls it, or drops it if the task ended with an error.
     """
 
     def __init__(self, task: int) -> None:
@@ -51,19 +51,19 @@ class Pass:
     def __call__(self) -> None:
         self.is_over = True
         node = _evaluating()
-        if node is not None:  # this task is a backward() inside of another
+        if node is not None:  # this task is a backward() inside another one
             for exchange in self.exchanges:
                 exchange.is_nested = True
             _hand_over(node, self.exchanges)
             return
-        # In the order in which they were made: that of their hooks may differ between ranks.
+        # In order of creation: the order of their hooks may differ between ranks.
         waiting = sorted(self.exchanges, key=lambda exchange: exchange.number)
         errors: list[HoroLiteError] = []
         try:
             while waiting:
                 try:
                     waiting.pop(0).end_pass()
-                except (MismatchError, NonFiniteError) as error:  # on all ranks alike: go on
+                except (MismatchError, NonFiniteError) as error:  # on all ranks: continue
                     errors.append(error)
         finally:
             for exchange in waiting:
@@ -78,9 +78,9 @@ class Pass:
 
 
 def _hand_over(node: Any, exchanges: list[GradientExchange]) -> None:
-    """The task that `node` belongs to has something to do at its end.
+    """Notify the exchanges at the end of the task that `node` belongs to instead.
 
-    `node` is being evaluated, and its successors will be, by that task.
+    That task is evaluating `node`, and will evaluate its successors.
     """
     handles: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer's parameters, each with what has happened to it."""
+"""The gradients of one optimizer's parameters, and the state of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horo_lite.torch import bucket_views
 
 
 class Slot:
-    """One parameter, and what has happened to its gradient."""
+    """One parameter, and the state of its gradient."""
 
     __slots__ = ("attributes", "exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
                  "parameter", "passes", "seen", "touched", "travels")  # fmt: skip
@@ -22,22 +22,22 @@ class Slot:
         self.parameter = parameter
         self.index = 0
         self.hook: Any = None
-        self.attributes: Any = None  # the parameter's, when it was hooked
+        self.attributes: Any = None  # the parameter's, when its hook was registered
         self.passes = 0  # since the last step() or zero_grad()
-        self.last_pass = 0  # the number of the last one that touched it
-        self.seen: Any = None  # the gradient that the last pass has left, and its version
+        self.last_pass = 0  # the number of the last pass that touched it
+        self.seen: Any = None  # the gradient after the last pass, and its version
         self.touched = False  # since the last exchange
-        self.travels = False  # announced to the reducer: not to be changed any more
+        self.travels = False  # announced to the reducer: must not be changed any more
         self.exchanged = False  # since the last step() or zero_grad()
-        self.home: Any = None  # where the gradient is to live, in shared memory
-        self.is_away = False  # it cannot live there, and a copy travels
+        self.home: Any = None  # the tensor in shared memory for the gradient
+        self.is_away = False  # the gradient cannot be there: a copy is exchanged
 
     def restore_hook(self) -> None:
-        """The hook acts, although torch.utils.swap_tensors() has changed what the parameter is.
+        """Register the hook again after torch.utils.swap_tensors() has swapped the parameter.
 
-        Module.to() and load_state_dict() call that where
-        torch.__future__.set_swap_module_params_on_conversion() says so. It swaps all but the object
-        and its table of hooks, which C++ has to be told of again.
+        Module.to() and load_state_dict() call that if
+        torch.__future__.set_swap_module_params_on_conversion() is set. It swaps everything except
+        the object and its table of hooks, which must be passed to C++ again.
         """
         parameter = self.parameter
         if self.hook is not None and parameter.__dict__ is not self.attributes:
@@ -50,14 +50,14 @@ class Slot:
         self.touched = self.exchanged = self.is_away = False
 
     def see(self) -> None:
-        """A pass has added to the gradient, which is where it is to live."""
+        """Record the gradient and its version, after an addition by a pass."""
         gradient = self.parameter.grad
         self.seen = gradient, gradient._version
 
     def has_changed(self, additions: int = 0) -> bool:
-        """Whether somebody has changed it since, apart from that many additions of autograd's.
+        """Return whether the gradient has been changed, except by that many additions of autograd.
 
-        Only of a gradient that may have left, also whether somebody has replaced it.
+        If it may have been sent already, also whether it has been replaced.
         """
         gradient, version = self.seen or (None, 0)
         if gradient is None or gradient is not self.parameter.grad:
@@ -65,12 +65,12 @@ class Slot:
         return bool(gradient._version != version + additions)
 
     def move_to_shared_memory(self) -> Any:
-        """The gradient, which now lives where it is to live."""
+        """Move the gradient to its place in shared memory, if it has one, and return it."""
         gradient, home = self.parameter.grad, self.home
         self.is_away = False
         if home is None or gradient is home or not bucket_views.fits(gradient, home):
             return gradient
-        if gradient.requires_grad:  # of backward(create_graph=True): its history is not to be lost
+        if gradient.requires_grad:  # from backward(create_graph=True): keep its history
             bucket_views.move(gradient.detach(), home)
             self.is_away = True
             return gradient
@@ -79,14 +79,14 @@ class Slot:
         return home
 
     def copy_back(self) -> None:
-        """The gradient has the result, wherever it lives."""
+        """Copy the result to the gradient, if a copy was exchanged."""
         if self.is_away:
             self.is_away = False
             self.parameter.grad.detach().copy_(self.home)
 
 
 class SlotAdapter(TorchAdapter):
-    """The gradients that were touched, in slots."""
+    """The touched gradients, in slots."""
 
     def gradient(self, slot: Any) -> Any:
         if slot.is_away:
@@ -94,7 +94,7 @@ class SlotAdapter(TorchAdapter):
         gradient = slot.parameter.grad if slot.touched else None
         if gradient is None or gradient.layout is not torch.strided:
             return None
-        if gradient.requires_grad:  # of backward(create_graph=True)
+        if gradient.requires_grad:  # from backward(create_graph=True)
             gradient = gradient.detach()
         return gradient if HAS_TABLE else super().gradient(slot.parameter)
 
@@ -108,7 +108,7 @@ class SlotAdapter(TorchAdapter):
         elif is_sparse(gradient):
             raise MismatchError(
                 f"the gradient of {slot.name!r} is sparse on this rank and dense on others: make "
-                "it one of the two on all of them, or pass sparse_as_dense=True"
+                "it the same on all ranks, or pass sparse_as_dense=True"
             )
         else:
             gradient.detach().copy_(array)
@@ -117,7 +117,7 @@ class SlotAdapter(TorchAdapter):
         home = slot.home
         if home is not None and (str(home.dtype)[6:], tuple(home.shape)) == (dtype, shape):
             return home.zero_()
-        # In the parameter's layout, as autograd makes them: on the way it is the same on all ranks.
+        # In the parameter's layout, as from autograd: it must be the same on all ranks.
         parameter = slot.parameter.detach()
         return torch.zeros_like(parameter, dtype=getattr(torch, dtype))
 
@@ -129,5 +129,5 @@ class SlotAdapter(TorchAdapter):
 
 
 def is_sparse(gradient: Any) -> bool:
-    """Whether a gradient has another layout than memory that is strided."""
+    """Return whether a gradient has a layout other than strided."""
     return gradient is not None and gradient.layout is not torch.strided

@@ -1,4 +1,4 @@
-"""Sparse gradients, which are gathered: every rank has the rows of all, and adds them up."""
+"""Exchange of sparse gradients: every rank gathers the rows of all ranks and adds them up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horo_lite.torch.slots import Slot
 
 
 def note(slots: Sequence[Slot]) -> str:
-    """What the ranks compare of sparse gradients: their places, sparse dimensions and dtypes."""
+    """Describe sparse gradients to the other ranks: their indices, sparse dimensions and dtypes."""
     gradients = [(slot.index, slot.parameter.grad) for slot in slots]
     return ";".join(
         f"{index}:{gradient.sparse_dim()}:{str(gradient.dtype).removeprefix('torch.')}"
@@ -27,20 +27,20 @@ def note(slots: Sequence[Slot]) -> str:
 def exchange(
     notes: Sequence[str], slots: Sequence[Slot], group: Group, op: AnyOp, weight: float | None
 ) -> Iterator[Slot]:
-    """Yield each slot whose gradient is sparse on some rank, once it has that of all ranks.
+    """Exchange the gradients that are sparse on some rank, and yield the slot of each.
 
-    Collective, with what `note` gave on each rank. `weight` is this rank's, on every rank or on
-    none.
+    Collective; `notes` are the results of `note` on all ranks. `weight` is this rank's, on every
+    rank or on none.
     """
     found = {
         int(index): (int(n_dims), dtype)
         for theirs in notes
         for index, n_dims, dtype in (item.split(":") for item in theirs.split(";") if item)
     }
-    if op not in (Average, Sum):  # on all ranks alike, which know the notes of all
+    if op not in (Average, Sum):  # on all ranks, since these have the same notes
         raise ValueError(
-            f"the gradient of {slots[min(found)].name!r} is sparse, and op={op.name} "
-            "combines dense gradients only: pass sparse_as_dense=True, or use op=Average or Sum"
+            f"the gradient of {slots[min(found)].name!r} is sparse, but op={op.name} "
+            "combines only dense gradients: pass sparse_as_dense=True, or use op=Average or Sum"
         )
     divisor = float(group.size) if op is Average else 1.0
     if weight is not None:

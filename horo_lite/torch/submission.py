@@ -1,4 +1,4 @@
-"""How operations on torch tensors are submitted, and what their handles give."""
+"""Submission of operations on torch tensors, and their handles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Set: TypeAlias = "ProcessSet | Group | None"
 
 
 class Handle:
-    """An operation in flight: `synchronize` takes it once, `poll` any number of times before."""
+    """An operation in flight, for one `synchronize` and, before that, any number of `poll`."""
 
     __slots__ = ("__weakref__", "_finish", "_group", "_parts", "kind", "name")
 
@@ -55,13 +55,14 @@ class Handle:
 
 
 def synchronize(handle: Handle) -> Any:
-    """The operation is complete, and its result is returned; or what went wrong is raised.
+    """Wait until the operation is complete; return its result or raise its error.
 
-    ValueError where the handle has been synchronized before.
+    Raises:
+        ValueError: The handle has already been synchronized.
     """
     finish = _unfinished(handle)
     results, errors = [], []
-    for part in handle._parts:  # all of them: none may still be writing afterwards
+    for part in handle._parts:  # all of them: none may write after this
         try:
             results.append(handle._group.synchronize(part))
         except Exception as error:
@@ -72,11 +73,11 @@ def synchronize(handle: Handle) -> Any:
     try:
         return finish(results)
     finally:
-        del parts  # what they hold was in use until now
+        del parts  # the objects that they hold were in use until now
 
 
 def poll(handle: Handle) -> bool:
-    """Whether `synchronize(handle)` would not have to wait."""
+    """Return whether `synchronize(handle)` would return or raise at once."""
     _unfinished(handle)
     return all(handle._group.poll(part) for part in handle._parts)
 
@@ -85,7 +86,7 @@ def _unfinished(handle: Handle) -> Callable[[list[Any]], Any]:
     if not isinstance(handle, Handle):
         raise ValueError(f"{handle!r} is not a handle of an asynchronous operation")
     if handle._finish is None:
-        raise ValueError(f"the handle of {handle.kind} {handle.name!r} was synchronized already")
+        raise ValueError(f"the handle of {handle.kind} {handle.name!r} was already synchronized")
     return handle._finish
 
 
@@ -149,7 +150,7 @@ def submit_reduction(
 def submit_allgather(
     tensors: Sequence[Tensor], name: str | None, process_set: Set, *, single: bool = False
 ) -> Handle:
-    """Submit the gathering of all ranks' rows; the result is a list unless `single`."""
+    """Submit an all-gather of all ranks' rows; the result is a list unless `single`."""
     tensors = listed(tensors)
     group = group_of(process_set)
     sources = checked(tensors)
@@ -170,7 +171,7 @@ def submit_allgather(
 def submit_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: Set, *, in_place: bool
 ) -> Handle:
-    """Submit sending the root's tensor to all, into a new tensor unless `in_place`."""
+    """Submit a broadcast of the root's tensor, into a new tensor unless `in_place`."""
     group = group_of(process_set)
     (source,) = checked([tensor])
     root = root_in(group, root_rank)
@@ -191,7 +192,7 @@ def submit_broadcast(
 
 
 def listed(tensors: Any) -> list[Tensor]:
-    """The tensors of a list, a generator or the like; ValueError for anything else."""
+    """Return the tensors of an iterable as a list; raise ValueError for anything else."""
     if isinstance(tensors, Tensor):
         raise ValueError("a grouped operation takes a list of tensors, not one tensor")
     with _value_errors():
@@ -199,13 +200,13 @@ def listed(tensors: Any) -> list[Tensor]:
 
 
 def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without their history. ValueError says what cannot be sent, and why."""
+    """Return the tensors detached; raise ValueError if one cannot be sent, and say why."""
     for i, tensor in enumerate(tensors):
         which = f"tensor {i}: " if len(tensors) > 1 else ""
         if not isinstance(tensor, Tensor):
             raise ValueError(
-                f"{which}operations take torch tensors, not a {type(tensor).__name__}: make one "
-                "of numbers and NumPy arrays with torch.as_tensor(), pass a list of tensors to a "
+                f"{which}operations take torch tensors, not a {type(tensor).__name__}: convert "
+                "numbers and NumPy arrays with torch.as_tensor(), pass a list of tensors to a "
                 "grouped operation, and other objects to broadcast_object or allgather_object"
             )
         refuse_opaque(tensor, which)
@@ -215,14 +216,14 @@ def checked(tensors: Sequence[Tensor]) -> list[Tensor]:
             )
         if tensor.device != tensors[0].device:
             raise ValueError(
-                f"{which}it lies on {tensor.device}, and tensor 0 on {tensors[0].device}: the "
-                "tensors of one call lie on one device"
+                f"{which}it is on {tensor.device}, but tensor 0 on {tensors[0].device}: the "
+                "tensors of one call must be on one device"
             )
     return [tensor.detach() for tensor in tensors]
 
 
 def refuse_opaque(tensor: Tensor, which: str = "") -> None:
-    """ValueError for tensors whose numbers are not, or not all, what their memory holds."""
+    """Raise ValueError for tensors whose memory does not contain all of their numbers as such."""
     if tensor.is_nested:
         what, remedy = "nested", "exchange x.values() of the jagged layout, or each of x.unbind()"
     elif tensor.is_quantized:
@@ -230,12 +231,12 @@ def refuse_opaque(tensor: Tensor, which: str = "") -> None:
     elif tensor.is_mkldnn:
         what, remedy = "of MKL-DNN's layout", "exchange x.to_dense()"
     elif hasattr(tensor, "__tensor_flatten__"):
-        what, remedy = f"a {type(tensor).__name__}", "exchange what is inside, such as x.to_local()"
+        what, remedy = f"a {type(tensor).__name__}", "exchange its contents, such as x.to_local()"
     elif tensor.layout is torch.strided and _has_tangent(tensor):
         what = "a dual tensor of forward-mode differentiation, whose tangent would be lost"
-        remedy = "exchange its two parts, of forward_ad.unpack_dual(x)"
+        remedy = "exchange the two parts that forward_ad.unpack_dual(x) returns"
     elif tensor.is_meta:
-        what, remedy = "on the meta device, without memory", "exchange one that has some"
+        what, remedy = "on the meta device, without memory", "exchange one that has memory"
     else:
         return
     raise ValueError(f"{which}it is {what}: {remedy}")
@@ -252,12 +253,12 @@ def _check_reducible(tensors: Sequence[Tensor], op: AnyOp) -> None:
             _native.check_reducible(native, op.value)
 
 
-_UNNAMED = "noname."  # Horovod's, before the number
+_UNNAMED = "noname."  # Horovod's prefix of the number
 
 
 @contextmanager
 def submitting(group: Group, kind: str, name: str) -> Iterator[None]:
-    """What cannot be submitted is a ValueError, and its number is not used up."""
+    """Raise a ValueError if submission fails, and reuse the number of the operation."""
     try:
         with _value_errors():
             yield
@@ -270,7 +271,7 @@ def submitting(group: Group, kind: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def _value_errors() -> Iterator[None]:
-    """A dtype or a kind of memory that cannot be used is a wrong argument in this face."""
+    """Turn errors about unusable dtypes and memory into ValueError."""
     try:
         yield
     except (TypeError, BufferError) as error:
@@ -278,27 +279,27 @@ def _value_errors() -> Iterator[None]:
 
 
 def _compression(given: Any) -> tuple[core.Compressor, Any, Any]:
-    """The core's compressor, or what to call before and after."""
+    """Return the core's compressor, and the functions to call before and after."""
     if isinstance(given, core.Compressor):
         return given, None, None
     if callable(getattr(given, "compress", None)) and callable(getattr(given, "decompress", None)):
         return Compression.none, given.compress, given.decompress
     raise ValueError(
-        "compression is hvd.Compression.none, .fp16, .bf16, or has compress() and decompress(), "
-        f"not {given!r}"
+        "compression must be hvd.Compression.none, .fp16 or .bf16, or have compress() and "
+        f"decompress(), not {given!r}"
     )
 
 
 def submit_alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: Set
 ) -> Handle:
-    """Submit an exchange of rows; with `splits` the result has the numbers received, too."""
+    """Submit an all-to-all; the result is the rows and the number received from each rank."""
     group = group_of(process_set)
     (source,) = checked([tensor])
     if source.dim() == 0:
         raise ValueError("alltoall needs a tensor with at least one dimension")
     counts = _splits(splits)
-    if counts is None and len(source) % group.size == 0:  # otherwise the call says what is wrong
+    if counts is None and len(source) % group.size == 0:  # otherwise the call raises an error
         counts = [len(source) // group.size] * group.size
     name = name_of(group, "alltoall", name)
     with submitting(group, "alltoall", name):
@@ -319,12 +320,12 @@ def _splits(splits: Tensor | Sequence[int] | None) -> list[int] | None:
     if not isinstance(counts, list) or not all(
         hasattr(n, "__index__") and not isinstance(n, bool) for n in counts
     ):
-        raise ValueError(f"splits are numbers of rows, one a rank, not {splits!r}")
+        raise ValueError(f"splits must be numbers of rows, one per rank, not {splits!r}")
     return [int(n) for n in counts]
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether the memory is what the numbers are, in C order, as other ranks' will be."""
+    """Return whether the memory contains the numbers in C order, as on other ranks."""
     return x.is_contiguous() and not x.is_neg()
 
 
@@ -333,7 +334,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _written(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-    """The caller's tensors, which hold the results; autograd knows that they have changed."""
+    """Write the results into the caller's tensors, tell autograd, and return them."""
     for tensor, result in zip(tensors, results, strict=True):
         own = tensor.detach()
         if own.data_ptr() != result.data_ptr() or not _is_plain(own):
@@ -343,5 +344,5 @@ def _written(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tenso
 
 
 def name_of(group: Group, kind: str, name: str | None) -> str:
-    """The operation's name; as Horovod's, with a number, where none is given."""
+    """Return the operation's name, or a numbered one as in Horovod if none is given."""
     return f"{_UNNAMED}{group.unnamed(kind)}" if name is None else str(name)

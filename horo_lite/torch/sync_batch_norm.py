@@ -15,26 +15,29 @@ from horo_lite.horovod.process_sets import ProcessSet, global_process_set, group
 
 
 class SyncBatchNorm(_BatchNorm):
-    """What BatchNorm1d to BatchNorm3d are on one process, on the whole batch of all ranks.
+    """BatchNorm1d to BatchNorm3d with the statistics of the whole batch of all ranks.
 
-    Collective while training: every rank of `process_set` calls the layer equally often, in one
-    order with the others, and runs backward through it equally often. Ranks may have different
-    numbers of samples, some of them none, and images of different sizes; there are two values a
-    channel or more on all ranks together. Outputs, input gradients and running statistics are those
-    of the whole batch; gradients of weight and bias are this rank's part of it, which the optimizer
-    adds up like any other. Evaluating, it is a plain BatchNorm and exchanges nothing, so that one
-    rank may evaluate alone: without running statistics it normalizes by this rank's samples, as
-    torch.nn.SyncBatchNorm does, where Horovod's takes those of all ranks.
+    Collective while training: every rank of `process_set` calls such layers the same number of
+    times, in the same order, and runs the same number of backward passes through them. Ranks may
+    have different numbers of samples, also none, and images of different sizes; all ranks together
+    need at least two values per channel. Outputs, input gradients and running statistics are those
+    of the whole batch; gradients of weight and bias are those of this rank's part of it, which the
+    optimizer combines like any others. In evaluation, it is a plain BatchNorm and exchanges
+    nothing, so one rank may evaluate alone: without running statistics, it normalizes by this
+    rank's samples, like torch.nn.SyncBatchNorm, while Horovod's uses those of all ranks.
 
     Input: `[samples, num_features, ...]`, 2-D to 5-D. Half-precision inputs are normalized in
-    float32. The arguments are BatchNorm's, and `process_set`, the ranks that take part.
+    float32. The arguments are those of BatchNorm, and `process_set`, the ranks that take part.
 
-    MismatchError on every rank where the ranks come with different layers, numbers of features,
-    dtypes, eps or momentum; ValueError on all where there is one value a channel.
+    Costs one exchange of 2 * num_features + 1 float64 per rank in the forward pass, and one of
+    2 * num_features in the backward pass. Means and squared deviations, not sums of squares, are
+    exchanged and combined as in Chan, Golub, LeVeque (1979), so channels far from zero lose no
+    digits.
 
-    Costs one exchange of 2 * num_features + 1 float64 a rank forward, and one of 2 * num_features
-    backward. Means and squared deviations, not sums of squares, are exchanged and combined as in
-    Chan, Golub, LeVeque (1979), so that channels far from zero lose no digits.
+    Raises:
+        MismatchError: On every rank, if layers, numbers of features, dtypes, eps or momentum
+            differ between ranks.
+        ValueError: On every rank, if there is only one value per channel.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         return self._over_ranks(input, group)
 
-    # Which call of which layer this is, is known to Python only.
+    # Only Python knows which call of which layer this is.
     @torch._disable_dynamo
     def _over_ranks(self, input: torch.Tensor, group: Group) -> torch.Tensor:
         call = _Call(self, input, group)
@@ -81,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _track(self, count: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """The running statistics know this batch."""
+        """Update the running statistics with this batch."""
         if not self.track_running_stats:
             return
         if self.num_batches_tracked is not None:
@@ -98,7 +101,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Call:
-    """One call of one layer, the same on all ranks: what its exchanges are named for."""
+    """One call of one layer, the same on all ranks, which gives its exchanges their names."""
 
     def __init__(self, layer: SyncBatchNorm, x: torch.Tensor, group: Group) -> None:
         self.group = group
@@ -114,12 +117,12 @@ class _Call:
         )
 
     def add_up(self, x: torch.Tensor, what: str) -> None:
-        """`x` holds the sum over all ranks."""
-        # Not through the engine, where it would wait behind the gradients that are on their way.
+        """Replace `x` by its sum over all ranks."""
+        # Not through the engine, where it would wait for the gradients in flight.
         self.group.exchange([x], names=[what], label=f"{self.label}, {what}", op=Sum)
 
     def count(self) -> None:
-        """This call counts. After an error none does, on no rank."""
+        """Count this call. It is not called after an error, on any rank."""
         self._layers.n_seen = max(self._layers.n_seen, self._number)
         self._layers.known[self._layer] = self._number, self._n_calls
 
@@ -127,15 +130,15 @@ class _Call:
 class _Layers:
     """The layers that a group has used, numbered in the order of their first use.
 
-    Not in that in which they were made: a rank may have made others, for itself.
+    The order of creation would not do: a rank may have created others, only for itself.
     """
 
     def __init__(self) -> None:
-        self.n_seen = 0  # those that are gone, too: on another rank they may still be there
+        self.n_seen = 0  # including deleted ones, which may still exist on another rank
         self.known: WeakKeyDictionary[SyncBatchNorm, tuple[int, int]] = WeakKeyDictionary()
 
     def reset_counts(self) -> None:
-        """All ranks have joined, of which some may not have used any."""
+        """Start counting again: all ranks have joined, and may have used different layers."""
         self.n_seen = 0
         self.known.clear()
 
@@ -144,9 +147,9 @@ _layers_of: WeakKeyDictionary[Group, _Layers] = WeakKeyDictionary()
 
 
 def _statistics(x: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values a channel, mean and (biased) variance over all ranks, in float64."""
+    """Return values per channel, mean and (biased) variance over all ranks, in float64."""
     n, channels = _values_a_channel(x), x.size(1)
-    # Everyone's in a row of its own: adding zeros changes no bit.
+    # Each rank's in its own row: adding zeros changes no bit.
     everyone = torch.zeros(
         (call.group.size, 1 + 2 * channels), dtype=torch.float64, device=x.device
     )
@@ -160,7 +163,7 @@ def _statistics(x: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tenso
     call.add_up(everyone, "statistics")
     counts, means, variances = everyone.split([1, channels, channels], dim=1)
     count = counts.sum()
-    # Only where there is one or none here can it be too few on all; reading it would stop a GPU.
+    # If this rank has at least two, the total is sufficient: reading it would synchronize a GPU.
     if n < 2 and count < 2:
         raise ValueError(
             f"SyncBatchNorm needs more than one value per channel to train, and all "
@@ -173,7 +176,7 @@ def _statistics(x: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """BatchNorm with given statistics, which gradients flow through nevertheless."""
+    """BatchNorm with given statistics, through which gradients flow nevertheless."""
 
     @staticmethod
     def forward(
@@ -201,8 +204,8 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, count, mean, invstd = ctx.saved_tensors
         shape = (1, -1) + (1,) * (x.dim() - 2)
-        # Per channel: the sums of dy * (x - mean) * invstd and of dy, which are weight's and bias's
-        # gradients, too.
+        # Per channel: the sums of dy * (x - mean) * invstd and of dy, which are also the gradients
+        # of weight and bias.
         sums = torch.zeros((2, x.size(1)), dtype=torch.float64, device=x.device)
         if x.numel():
             _, sums[0], sums[1] = torch.ops.aten.native_batch_norm_backward(

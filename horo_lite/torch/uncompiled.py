@@ -1,4 +1,4 @@
-"""Functions that torch.compile calls as they are, between two graphs."""
+"""Functions that torch.compile does not compile, but calls between two graphs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 _dynamo: Any = torch._C._dynamo.eval_frame
-_can_skip = hasattr(_dynamo, "_FrameExecStrategy")  # older ones have not
+_can_skip = hasattr(_dynamo, "_FrameExecStrategy")  # missing in older versions
 
 
 def uncompiled(function: F) -> F:
-    """Mark a function, which dynamo is to neither trace nor compile when it runs.
+    """Mark a function so that dynamo neither traces nor compiles it.
 
-    As torch.compiler.disable() does, which imports dynamo (1 to 2 s) and adds a call.
+    Like torch.compiler.disable(), but without importing dynamo (1 to 2 s) and an additional call.
     """
     marked: Any = function
     marked._torchdynamo_disable = True
@@ -30,7 +30,7 @@ def uncompiled(function: F) -> F:
 
 
 def all_uncompiled(kind: C) -> C:
-    """Mark the methods of a class."""
+    """Mark the methods of a class as `uncompiled`."""
     for method in vars(kind).values():
         if isinstance(method, FunctionType):
             uncompiled(method)

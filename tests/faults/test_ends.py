@@ -121,14 +121,14 @@ ENDS = [
     Fault("all ranks exit with 3", "sys.exit(3)", others="sys.exit(3)", code=3, messages=0),
     # MPI's own calls do not notice that a rank ends, which would wait for them in MPI_Finalize.
     Fault("sys.exit(3), with the others in MPI's barrier", f"{IMPATIENT}\nsys.exit(3)",
-          (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0 and 2 still run (in a"),
+          (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0 and 2 still run (in an"),
           others="from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()", code=3),
     # All others, since Open MPI's launcher may crash where one is in MPI_Finalize while another
     # rank aborts (5.0.11: 11 of 60 times, without this package).
     Fault("sys.exit(text), with the others in MPI's recv, between hosts",
           f"{IMPATIENT}\nsys.exit('nothing to train on')",
           ("nothing to train on\n", f"{ITSELF} ends the job: sys.exit('nothing to train on') at ",
-           "; 3 s later ranks 0 and 2 still run (in a call of MPI's"),
+           "; 3 s later ranks 0 and 2 still run (in an MPI call"),
           others="from mpi4py import MPI\nMPI.COMM_WORLD.recv(source=1)", code=1,
           hosts="1,1,1"),
     Fault("an exception that a part of the world waits for",

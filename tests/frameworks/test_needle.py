@@ -476,7 +476,7 @@ def test_a_part_of_another_world_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     batches, _ = hvd.partition_dataset(Numbers(), 9, shuffle=False)
     assert next(iter(batches))[0].numpy().tolist() == [1, 4, 7]
     monkeypatch.setattr(face, "size", lambda: 2)
-    with pytest.raises(RuntimeError, match="of rank 1 of 3, and this is now rank 1 of 2: call"):
+    with pytest.raises(RuntimeError, match="of rank 1 of 3, but this is now rank 1 of 2: call"):
         next(iter(batches))
 
 

@@ -177,7 +177,7 @@ def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None
         time.sleep(0.5)  # until the daemons have told each other
         for rank in range(2):
             os.kill(pids[rank], signal.SIGCONT)
-        while "2 ranks go on" not in (tmp_path / "rank-0").read_text():
+        while "2 ranks continue" not in (tmp_path / "rank-0").read_text():
             if job.launcher.poll() is not None or time.monotonic() > until:
                 job.show_stacks()
                 said = "\n".join((tmp_path / f"rank-{rank}").read_text() for rank in range(4))

@@ -268,8 +268,8 @@ def test_addresses() -> None:
     ("options", "words"),
     [
         ({"on": "flink"}, "on must be 'ray', 'dask' or 'spark'"),
-        ({"on": "ray", "hosts": "a:2"}, "mpiexec's"),
-        ({"on": "dask", "mpiexec_args": ["-v"]}, "mpiexec's"),
+        ({"on": "ray", "hosts": "a:2"}, "are for mpiexec"),
+        ({"on": "dask", "mpiexec_args": ["-v"]}, "are for mpiexec"),
     ],
 )
 def test_wrong_options_say_what_to_give(options: dict[str, Any], words: str) -> None:

@@ -110,7 +110,7 @@ def test_a_damaged_commit_falls_back_to_the_one_before(harm: str, tmp_path: Path
         damage(path, harms[harm])
     else:
         os.truncate(path, 100_000 if harm == "torn" else 0)
-    with pytest.warns(RuntimeWarning, match=r"run\.ckpt .*put aside"):
+    with pytest.warns(RuntimeWarning, match=r"run\.ckpt .*renamed"):
         check(checkpoint.load(path), 0)
     # The damaged one does not become the previous one.
     checkpoint.save(path, snapshot(2))
@@ -272,7 +272,7 @@ def test_a_job_started_again_ends_where_an_undisturbed_one_does(
         why = rf"(rank {rank} \(pid \d+ on \S+\) |.*PID \d+ .*Killed).*"
         when = rf"restart {number} of 2 in 0\.1 s, from the commit"
         assert re.search(rf"the job failed \({why}\): {when}", said), said
-    assert said.count("going on from the commit of") == 2
+    assert said.count("continuing from the commit of") == 2
     assert not os.listdir(tmp_path)
 
 
@@ -372,7 +372,7 @@ def test_who_ends_the_launcher_wants_no_restart_and_finds_the_last_commit(tmp_pa
             "PID 7 RUNNING AT vm: Killed (signal 9)",
         ),
         (
-            "[horo_lite] 2 ranks go on\n"
+            "[horo_lite] 2 ranks continue\n"
             "[horo_lite] rank 0 of 1 (vm, pid 7): TooFewRanksError: 1 rank left (at /x.py:3, f)\n",
             "rank 0 of 1 (vm, pid 7): TooFewRanksError: 1 rank left",
         ),

@@ -611,7 +611,7 @@ def once_more(rank: int, size: int) -> None:
     assert hvd.context.world() is made  # it is the program's
     raises(
         ValueError,
-        "the numbers must be alike",
+        "the numbers must be the same",
         lambda: dist.init_process_group(
             "horo_lite", store=dist.HashStore(), rank=size - 1 - rank, world_size=size + size % 2
         ),

@@ -367,7 +367,7 @@ def test_a_rank_that_gets_no_memory_keeps_all_from_sharing(
             optimizer.step()
         return weight.tolist()
 
-    with pytest.warns(RuntimeWarning, match="cannot see each other's memory"):
+    with pytest.warns(RuntimeWarning, match="cannot access each other's memory"):
         results = run_threads(2, rank)
     assert results == [[-4.5] * 4] * 2
     assert ways(in_place) == {False}

@@ -290,7 +290,7 @@ def test_ranks_that_combine_other_things() -> None:
 def test_what_cannot_be() -> None:
     def rank(group: Group) -> None:
         p = parameters()
-        with pytest.raises(ValueError, match=r"adasum_of is .* not 'delta'"):
+        with pytest.raises(ValueError, match=r"adasum_of must be .* not 'delta'"):
             wrap(sgd(p), p, group, adasum_of="delta")
         with pytest.raises(ValueError, match="needs op=Average"):
             wrap(sgd(p), p, group, gradient_predivide_factor=2.0)

@@ -309,7 +309,7 @@ def test_handles_are_taken_once() -> None:
         assert {handle: 1}[handle] == 1
         assert hvd.synchronize(handle).tolist() == [1, 1, 1]
         for call in (hvd.synchronize, hvd.poll):
-            with pytest.raises(ValueError, match="was synchronized"):
+            with pytest.raises(ValueError, match="was already synchronized"):
                 call(handle)
             with pytest.raises(ValueError, match="not a handle"):
                 call(7)
@@ -668,7 +668,7 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             ("list of tensors", lambda: hvd.grouped_allreduce_async(one, **k)),
             ("device", lambda: hvd.grouped_allreduce_async([one, one.to("meta")], **k)),
             ("device, without", lambda: hvd.allreduce_async(one.to("meta"), **k)),
-            ("op is", lambda: hvd.allreduce_async(one, op="sum", **k)),
+            ("op must be", lambda: hvd.allreduce_async(one, op="sum", **k)),
             ("root_rank", lambda: hvd.broadcast_async(one, 3, **k)),
             ("root_rank", lambda: hvd.broadcast_async_(one, -1, **k)),
             ("root_rank", lambda: hvd.broadcast_object(1, 3, **k)),

@@ -362,9 +362,9 @@ def test_wrapping_twice_is_refused_and_hooks_end_with_the_wrapper() -> None:
         net = network()
         inner = sgd(net)
         optimizer = wrap(inner, group)
-        with pytest.raises(ValueError, match="wrap it once"):
+        with pytest.raises(ValueError, match="wrap it only once"):
             wrap(optimizer, group)
-        with pytest.raises(ValueError, match="has a DistributedOptimizer already"):
+        with pytest.raises(ValueError, match="already has a DistributedOptimizer"):
             wrap(inner, group)
         with pytest.raises(ValueError, match="belongs to another"):
             wrap(sgd(net), group)
@@ -401,7 +401,7 @@ def test_wrong_arguments() -> None:
             "0 or more": {"num_groups": -1},
             "list of lists": {"groups": [net[0].weight]},
             r"groups\[1\]\[0\] is the same": {"groups": [[net[0].weight], [net[0].weight]]},
-            "compression is hvd.Compression": {"compression": "fp16"},
+            "compression must be hvd.Compression": {"compression": "fp16"},
         }.items():
             with pytest.raises(ValueError, match=error):
                 DistributedOptimizer(sgd(net), **{"process_set": group, **given})
@@ -656,7 +656,7 @@ def test_passes_inside_of_passes_that_begin_later() -> None:
 
             if step == 2:
                 net.reentrant = True
-                with pytest.raises(RuntimeError, match="do this step again"):
+                with pytest.raises(RuntimeError, match="repeat this step"):
                     backward()
             backward()
             optimizer.step()

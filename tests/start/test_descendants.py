@@ -49,12 +49,12 @@ STARTED = """
 def test_a_script_that_a_child_runs_again_is_told_what_to_guard(method: str) -> None:
     result = run_ranks(SPAWNED, 2, args=(method,)).check()
     assert result.stdout.count("went on 0.5") == 2
-    assert result.stderr.count("is no rank: it has inherited") == 2
+    assert result.stderr.count("is not a rank: it has inherited") == 2
     assert "if __name__ == '__main__':" in result.stderr
 
 
 def test_a_program_that_a_rank_starts_takes_nobodys_place() -> None:
     result = run_ranks(STARTED, 2).check()
     assert result.stdout.count("went on 0.5") == 2
-    assert result.stderr.count("is no rank: it has inherited") == 1
+    assert result.stderr.count("is not a rank: it has inherited") == 1
     assert "alone 1" in result.stdout

@@ -339,10 +339,10 @@ def test_they_meet_in_whatever_order_they_come(order: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([(0, 3), (1, 3), (1, 3)], "two processes say that they are rank 1: rank 1 (pid "),
-        ([(0, 2), (0, 2)], "two processes say that they are rank 0: rank 0 (pid "),
-        ([(0, 2), (1, 3)], "the ranks believe in different sizes: "),
-        ([(0, 3), (1, 2), (2, 3)], "the ranks believe in different sizes: "),
+        ([(0, 3), (1, 3), (1, 3)], "two processes claim to be rank 1: rank 1 (pid "),
+        ([(0, 2), (0, 2)], "two processes claim to be rank 0: rank 0 (pid "),
+        ([(0, 2), (1, 3)], "the ranks have different world sizes: "),
+        ([(0, 3), (1, 2), (2, 3)], "the ranks have different world sizes: "),
         ([(0, 2), (2, 2)], "is in a world of 2, whose ranks go from 0 to 1"),
     ],
 )
@@ -382,10 +382,10 @@ def test_who_does_not_come_is_named(come: list[Rendezvous]) -> None:
 
     for error in meet((0, 4), (2, 4), timeout_s=60, meanwhile=wait):
         assert isinstance(error, hvd.LauncherError), error
-        assert "ranks 1 and 3 of 4 did not come to localhost:" in str(error)
+        assert "ranks 1 and 3 of 4 did not reach localhost:" in str(error)
     (error,) = meet((1, 2), timeout_s=0.5)
     assert isinstance(error, hvd.LauncherError), error
-    assert "has waited 0 s for rank 0, which is to keep a store at localhost:" in str(error)
+    assert "has waited 0 s for rank 0, which should keep a store at localhost:" in str(error)
 
 
 NOTICE = re.compile(r"\[horo_lite\] rank (\d) .* has waited \d+ s in init\(\) for (.*) of 4, and")
@@ -506,7 +506,7 @@ def test_a_connection_with_itself_is_not_a_store(monkeypatch: pytest.MonkeyPatch
         assert connection.getsockname() == connection.getpeername()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     monkeypatch.setattr(socket, "create_connection", connect)
-    with pytest.raises(hvd.LauncherError, match="for rank 0, which is to keep a store"):
+    with pytest.raises(hvd.LauncherError, match="for rank 0, which should keep a store"):
         Rendezvous(RendezvousSpec(1, 2, "127.0.0.1", port, False, "0"), 0.5)
 
 
@@ -690,7 +690,7 @@ EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
         ({}, BY_PMIX | STANDARD, None),
         ({}, BY_PMI2 | STANDARD, None),
         # Variables that number nodes.
-        ({}, PAI_DLC, f"RANK=1 and WORLD_SIZE=2 {NUMBER_NODES}NPROC_PER_NODE is 4, and nothing"),
+        ({}, PAI_DLC, f"RANK=1 and WORLD_SIZE=2 {NUMBER_NODES}NPROC_PER_NODE is 4, but that many"),
         ({}, PYTORCHJOB, f"RANK=1 and WORLD_SIZE=8 {NUMBER_NODES}PET_NPROC_PER_NODE is 4"),
         ({}, PYTORCHJOB | {"PET_NPROC_PER_NODE": "auto"}, NUMBER_NODES),
         (ADDRESS, PAI_DLC, NUMBER_NODES),

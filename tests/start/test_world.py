@@ -237,7 +237,7 @@ def test_hosts_that_do_not_add_up_fail_on_every_rank() -> None:
         2,
         env={"HORO_LITE_TEST_HOSTS": "2,1"},
     )
-    assert said(result) == ["test_hosts [2, 1] are 3 ranks, but the world has 2"] * 2
+    assert said(result) == ["test_hosts [2, 1] have 3 ranks, but the world has 2"] * 2
 
 
 @pytest.mark.mpi

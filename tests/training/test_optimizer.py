@@ -356,7 +356,7 @@ def test_errors_at_construction() -> None:
     def rank(group: Group) -> None:
         net = network()
         optimizer = DistributedOptimizer(Momentum(net), group=group)
-        with pytest.raises(TypeError, match="wrap it once"):
+        with pytest.raises(TypeError, match="wrap it only once"):
             DistributedOptimizer(optimizer, group=group)
         with pytest.raises(TypeError, match=r"has no step\(\) or update\(\).*register_adapter"):
             DistributedOptimizer(object(), group=group)

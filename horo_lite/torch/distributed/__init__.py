@@ -1,7 +1,7 @@
 """The backend of torch.distributed: `init_process_group("horo_lite")`.
 
 `horo_lite.autoload` registers it when torch is imported, and calls `new_process_group` for every
-process group that a program makes with it.
+process group that a program creates with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ProcessGroup", "new_process_group", "rendezvous"]
 
 
 def new_process_group(options: Any) -> ProcessGroup:
-    """Make a process group, as torch.distributed asks for it. Its ranks call it.
+    """Create a process group for torch.distributed. Every rank of it calls this.
 
     Args:
         options: Torch's `_DistributedBackendOptions`: store, rank, size, timeout and, unless it is
@@ -27,8 +27,8 @@ def new_process_group(options: Any) -> ProcessGroup:
 
     Raises:
         LauncherError: The ranks cannot be connected.
-        ValueError: There is a world already, with other numbers.
-        PeerLostError: A rank died meanwhile.
+        ValueError: There is already a world, with other rank numbers.
+        PeerLostError: A rank died during this.
     """
     store, rank, size = options.store, options.group_rank, options.group_size
     timeout_s = options.timeout.total_seconds()
@@ -37,8 +37,8 @@ def new_process_group(options: Any) -> ProcessGroup:
     if not context.is_initialized():
         if ranks and ranks != list(range(len(ranks))):
             raise ValueError(
-                f"a process group of ranks {ranks} is made of a world of horo_lite's, and there is "
-                "none yet: call horo_lite.init() first, on every rank, or make the default process "
+                f"a process group of ranks {ranks} needs a world of horo_lite, and there is none "
+                "yet: call horo_lite.init() first, on every rank, or create the default process "
                 'group with backend="horo_lite"'
             )
         session.init_with_store(store, rank, size, timeout_s)
@@ -48,12 +48,12 @@ def new_process_group(options: Any) -> ProcessGroup:
     if not world.thread_multiple:
         raise LauncherError(
             "the backend horo_lite of torch.distributed needs MPI with THREAD_MULTIPLE: let "
-            "horo_lite initialise MPI, or ask for MPI.THREAD_MULTIPLE"
+            "horo_lite initialise MPI, or request MPI.THREAD_MULTIPLE"
         )
     if not ranks and (world.rank, world.size) != (rank, size):
         raise ValueError(
             f"this process is rank {world.rank} of {world.size} in horo_lite's world, and rank "
-            f"{rank} of {size} in torch.distributed's: the numbers must be alike"
+            f"{rank} of {size} in torch.distributed's: the numbers must be the same"
         )
     if not ranks or owns_world:
         group = world.group
@@ -63,7 +63,7 @@ def new_process_group(options: Any) -> ProcessGroup:
 
 
 def _limit_waits(timeout_s: float) -> None:
-    """Let a rank that waits for longer raise StallError, unless the user has set a limit."""
+    """Make a rank that waits for longer raise StallError, unless the user has set a limit."""
     detector = stall.detector_of(context.world())
     if detector is not None and detector.abort_s == 0:
         detector.set_limits(detector.warn_s, timeout_s)
@@ -72,9 +72,9 @@ def _limit_waits(timeout_s: float) -> None:
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Find torch's store, rank and size where MPI started the ranks: `init_method="horo-lite://"`.
+    """Yield store, rank and size for `init_method="horo-lite://"`, if MPI started the ranks.
 
-    Every rank calls it; it makes the world unless `init()` has.
+    Every rank calls it; it creates the world unless `init()` has.
     """
     from torch.distributed import TCPStore
 
@@ -90,4 +90,4 @@ def rendezvous(
     if store is None:
         store = TCPStore(host, port, None, False, timeout)
     yield store, world.rank, world.size
-    raise RuntimeError("the ranks of a world of horo_lite's meet once")
+    raise RuntimeError("the ranks of a world of horo_lite can rendezvous only once")

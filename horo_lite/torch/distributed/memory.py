@@ -1,4 +1,4 @@
-"""The tensors and options of torch's collectives, as the core takes them."""
+"""Conversion of tensors and options of torch's collectives for the core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horo_lite.torch.submission import refuse_opaque
 
 _C_ORDER = torch.contiguous_format
 _OP_NAMES = {op: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
-# Dtypes that the core has no name for travel as bytes.
+# Other dtypes, which the core does not know, travel as bytes.
 _KNOWN = frozenset(
     {
         torch.bool,
@@ -37,10 +37,10 @@ _KNOWN = frozenset(
 
 
 class Staged:
-    """Tensors of one operation as dense memory of the host, and what is left to do afterwards.
+    """Dense host memory for the tensors of one operation, and the steps to do afterwards.
 
     Args:
-        is_async: Whether the caller may go on without waiting.
+        is_async: Whether the caller may continue without waiting.
     """
 
     def __init__(self, is_async: bool) -> None:
@@ -50,11 +50,11 @@ class Staged:
         self._after: list[Callable[[Any], None]] = []
 
     def input(self, tensor: Tensor) -> Tensor:
-        """Return memory that holds what the tensor holds."""
+        """Return dense memory with the contents of the tensor."""
         return self._plain(tensor.resolve_conj().resolve_neg()).contiguous()
 
     def inputs(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return memory that holds what the tensors hold, while the outputs are written."""
+        """Return dense memory with the tensors' contents, which may be read during the writes."""
         memory = [self.input(x) for x in tensors]
         read, written = ([_extent(x) for x in each] for each in (tensors, outputs))
         if any(a < end and begin < b for begin, end in read for a, b in written):
@@ -62,39 +62,39 @@ class Staged:
         return memory
 
     def output(self, tensor: Tensor) -> Tensor:
-        """Return memory whose contents the tensor will have."""
+        """Return dense memory whose contents will be copied to the tensor if necessary."""
         memory = self._plain(tensor)
         if memory.is_contiguous() and not memory.is_neg():
             return memory
         return self._copied_back(memory, torch.empty_like(memory, memory_format=_C_ORDER))
 
     def output_of(self, tensor: Tensor, copy: Tensor) -> Tensor:
-        """Return the copy, whose contents the tensor, of any shape, will have."""
+        """Return the copy; its contents will be copied to the tensor, which may have any shape."""
         memory = self._plain(tensor)
         self._copied_back(memory, copy.view(memory.shape))
         return copy
 
     def in_place(self, tensor: Tensor) -> Tensor:
-        """Return memory that holds what the tensor holds, and whose contents it will have."""
+        """Return dense memory with the tensor's contents, which will be copied back to it."""
         memory = self._plain(tensor)
         if memory.is_contiguous() and not memory.is_neg():
             return memory
         return self._copied_back(memory, memory.clone(memory_format=_C_ORDER))
 
     def do_before(self, step: Callable[[Any], None]) -> None:
-        """Do that with the operation's result before tensors are copied back."""
+        """Call `step` with the operation's result before tensors are copied back."""
         self._before.append(step)
 
     def do_after(self, step: Callable[[Any], None]) -> None:
-        """Do that with the operation's result in the end."""
+        """Call `step` with the operation's result at the end."""
         self._after.append(step)
 
     def finish(self) -> Callable[[Any], None] | None:
-        """Return what does it all; None if there is nothing to do."""
+        """Return a function that executes all steps; None if there are none."""
         steps = [*self._before, *self._after]
         if not steps:
             return None
-        mode = torch.is_inference_mode_enabled()  # a thread's own, and another one may run this
+        mode = torch.is_inference_mode_enabled()  # it is per thread, and another one may run this
 
         def run(result: Any) -> None:
             with torch.inference_mode(mode):
@@ -114,14 +114,14 @@ class Staged:
         refuse_opaque(tensor)
         if not tensor.is_cpu:
             raise ValueError(
-                f"a tensor lies on {tensor.device}: torch.distributed's backend horo_lite is for "
-                "tensors of the CPU. For GPUs use the backend nccl, or horo_lite.torch's own "
-                "DistributedOptimizer, which runs on NCCL"
+                f"a tensor is on {tensor.device}: torch.distributed's backend horo_lite is for "
+                "CPU tensors. For GPUs, use the backend nccl, or the DistributedOptimizer of "
+                "horo_lite.torch, which uses NCCL"
             )
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"a tensor's layout is {tensor.layout}: only all_reduce takes others than strided, "
-                "and those of sparse_coo. Call .to_dense() before"
+                f"a tensor's layout is {tensor.layout}: only all_reduce accepts a layout other "
+                "than strided, and only sparse_coo. Call .to_dense() first"
             )
         tensor = tensor.detach()
         if tensor.is_complex():
@@ -136,12 +136,12 @@ def memory_of(tensors: Sequence[Tensor], writable: bool = True) -> _native.Tenso
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor, or one of bytes over its memory if the core does not know its dtype."""
+    """Return the tensor, or a view of it as bytes if the core does not know its dtype."""
     return tensor if tensor.dtype in _KNOWN else tensor.view(torch.uint8)
 
 
 def described(tensors: Sequence[Tensor]) -> str:
-    """Return dtypes and numbers of elements, which is all that moving them depends on."""
+    """Return dtypes and numbers of elements, on which alone transfers depend."""
     return ", ".join(f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]" for x in tensors)
 
 
@@ -156,7 +156,7 @@ def nested(tensors: Any) -> list[list[Tensor]]:
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the parts in new memory, one after the other, and where each is in it."""
+    """Return the parts concatenated in new memory, and a view of each in it."""
     ends = list(itertools.accumulate(x.numel() for x in parts))
     whole = torch.cat([x.detach().reshape(-1) for x in parts])
     begins = [0, *ends[:-1]]
@@ -169,13 +169,13 @@ def cut(x: Tensor, sizes: Sequence[int] | None, n: int, which: str) -> list[Tens
         if x.dim() == 0 or len(x) % n:
             raise ValueError(
                 f"all_to_all: the {which}, of shape {list(x.shape)}, cannot be divided equally "
-                f"among {n} ranks: give {which}_split_sizes"
+                f"among {n} ranks: pass {which}_split_sizes"
             )
         return list(x.split(len(x) // n)) if len(x) else [x] * n
     if len(sizes) != n or sum(sizes) != len(x):
         raise ValueError(
-            f"all_to_all: {which}_split_sizes are {n} numbers whose sum is {len(x)}, the number of "
-            f"rows, not {list(sizes)}"
+            f"all_to_all: {which}_split_sizes must be {n} numbers whose sum is {len(x)}, the "
+            f"number of rows, not {list(sizes)}"
         )
     return list(x.split(list(sizes)))
 
@@ -187,19 +187,19 @@ def check_number(tensors: Sequence[Any], n: int, what: str) -> None:
 
 
 def check_alike(tensors: Sequence[Tensor], like: Tensor, what: str) -> None:
-    """Raise ValueError unless the tensors for all ranks are as large as this rank's own."""
+    """Raise ValueError unless the tensors for all ranks are equal to this rank's own in size."""
     for r, x in enumerate(tensors):
         if x.nbytes != like.nbytes or (x.dtype != like.dtype and not x.is_complex()):
             raise ValueError(
-                f"{what} tensor for rank {r} is {described([x])}, and this rank's own "
-                f"{described([like])}: they must be alike"
+                f"{what} tensor for rank {r} is {described([x])}, but this rank's own is "
+                f"{described([like])}: they must be the same"
             )
 
 
 def is_apart(output: Tensor, parts: Sequence[Sequence[Tensor]], own: Tensor) -> bool:
-    """Tell whether an output may be written while parts of the inputs are still read.
+    """Return whether an output may be written while parts of the inputs are still read.
 
-    It may be the very memory of `own`, the part that it is the result for.
+    It may have the same memory as `own`, the part that it is the result of.
     """
     begin, end = _extent(output)
     for each in parts:
@@ -212,7 +212,7 @@ def is_apart(output: Tensor, parts: Sequence[Sequence[Tensor]], own: Tensor) -> 
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """Return between which addresses the elements of a tensor lie."""
+    """Return the begin and end addresses of a tensor's elements."""
     if x.layout is not torch.strided or x.numel() == 0:
         return 0, 0
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
@@ -220,7 +220,7 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 def op_of(opts: Any) -> tuple[str, float]:
-    """Return the name of the reduction, and what each rank's contribution is multiplied by."""
+    """Return the name of the reduction, and the factor of each rank's contribution."""
     given = getattr(opts, "reduceOp", opts)
     if given is None:
         return "SUM", 1.0
@@ -229,16 +229,16 @@ def op_of(opts: Any) -> tuple[str, float]:
 
 
 def root_of(opts: Any) -> int:
-    """Return the number in the process group of the rank that sends to or receives from all."""
+    """Return the root's rank in the process group."""
     return int(getattr(opts, "rootRank", 0))
 
 
 def timeout_of(opts: Any) -> float:
-    """Return the seconds that an operation may take; 0 if the caller has not said."""
+    """Return the timeout of an operation in seconds; 0 if the caller has set none."""
     timeout = getattr(opts, "timeout", None)
     return max(0.0, timeout.total_seconds()) if isinstance(timeout, timedelta) else 0.0
 
 
 def is_async(opts: Any) -> bool:
-    """Tell whether the caller may never wait for the operation."""
+    """Return whether the caller may never wait for the operation."""
     return bool(getattr(opts, "asyncOp", True))

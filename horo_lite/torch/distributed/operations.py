@@ -1,8 +1,8 @@
-"""What torch's collectives need beyond the package's own operations.
+"""Operations of torch's collectives in addition to the package's own.
 
-Torch hands in the memory for results, so nothing is allocated here, and everything that must be
-alike on all ranks is known when an operation is submitted: the engine compares it, and what is run
-afterwards is a barrier and moves bytes.
+Torch passes the memory for results, so nothing is allocated here, and everything that must be the
+same on all ranks is known when an operation is submitted: the engine compares it, and executing the
+operation is a barrier and a transfer of bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _SUM = Reduction("sum")
 
 @dataclass
 class Buffers(Part):
-    """What one rank sends and where it receives.
+    """The buffers from which one rank sends, and into which it receives.
 
     Attributes:
-        send: What each rank gets, in rank order; or one item that is for all of them.
-        receive: Where what each rank has for this one is left, in rank order.
+        send: The data for each rank, in rank order, or one item that is for all of them.
+        receive: The memory for the data from each rank, in rank order.
     """
 
     send: Sequence[_native.Tensors] = ()
@@ -41,7 +41,7 @@ class Buffers(Part):
 
 @dataclass(frozen=True)
 class Collective(Call[T]):
-    """A collective whose `contract` is all that must be alike on all ranks, one thing a line."""
+    """A collective; `contract` is what must be the same on all ranks, one item per line."""
 
     contract: str = ""
 
@@ -57,7 +57,7 @@ class Collective(Call[T]):
 
         def run(weights: list[float]) -> None:
             # Several operations may be run after one round of the engines. A peer must not begin
-            # with this one while this rank still reads what it shared in the one before.
+            # this one while this rank still reads the memory that it shared in the previous one.
             transport.agree(0, label=part.label)
             result.append(self.move(part, transport))
 
@@ -77,22 +77,22 @@ class Collective(Call[T]):
 
     @abstractmethod
     def move(self, part: Part, transport: Transport) -> T:
-        """Do it, now that all ranks do the same."""
+        """Execute it, after all ranks have agreed."""
 
 
 @dataclass(frozen=True)
 class Barrier(Collective[None]):
-    """All ranks are here."""
+    """A barrier."""
 
     kind = "barrier"
 
     def move(self, part: Part, transport: Transport) -> None:
-        """Nothing: that all ranks have submitted it is the operation."""
+        """Do nothing: all ranks have submitted it."""
 
 
 @dataclass(frozen=True)
 class Broadcast(Collective[None]):
-    """The tensors of one rank, on every rank."""
+    """Copies the tensors of one rank to all ranks."""
 
     root: int = 0
 
@@ -104,7 +104,7 @@ class Broadcast(Collective[None]):
 
 @dataclass(frozen=True)
 class AllGather(Collective[None]):
-    """The tensors of each rank, on every rank. The contract says how large each rank's are."""
+    """Copies the tensors of each rank to all ranks. The contract contains the sizes of each."""
 
     kind = "all_gather"
 
@@ -117,9 +117,9 @@ class AllGather(Collective[None]):
 
 @dataclass(frozen=True)
 class ReduceScatter(Collective[None]):
-    """The reduction of the tensors that all ranks have for this one.
+    """Reduces the tensors that all ranks have for this one.
 
-    For transports that have `reduce_scatter`.
+    Only for transports with `reduce_scatter`.
     """
 
     reduction: Reduction = _SUM
@@ -135,11 +135,11 @@ class ReduceScatter(Collective[None]):
 
 @dataclass(frozen=True)
 class AllToAll(Collective[None]):
-    """From every rank something for each other.
+    """Sends tensors from every rank to every other rank.
 
     Attributes:
-        n_bytes: What rank s sends to rank d, as n_bytes[s][d], alike on all ranks; or nothing where
-            each rank knows only what it sends and receives itself.
+        n_bytes: The number of bytes that rank s sends to rank d, as n_bytes[s][d], the same on all
+            ranks; or empty if each rank knows only what it sends and receives itself.
     """
 
     n_bytes: Sequence[Sequence[int]] = ()
@@ -155,23 +155,23 @@ class AllToAll(Collective[None]):
 
 @dataclass(frozen=True)
 class Gather(AllToAll):
-    """The tensors of each rank, on one rank."""
+    """Copies the tensors of each rank to one rank."""
 
     kind = "gather"
 
 
 @dataclass(frozen=True)
 class Scatter(AllToAll):
-    """From one rank something for each."""
+    """Sends tensors from one rank to each rank."""
 
     kind = "scatter"
 
 
 @dataclass(frozen=True)
 class GatherSparse(Collective["list[tuple[NDArray[np.int64], NDArray[np.uint8]]]"]):
-    """The indices and the values, as bytes, of each rank's sparse tensor, on every rank.
+    """Gathers the indices and values of each rank's sparse tensor on every rank.
 
-    A rank brings both as arrays of `n_axes` rows and of bytes.
+    Indices are an array of `n_axes` rows, values an array of bytes.
     """
 
     n_axes: int = 0
@@ -198,7 +198,7 @@ class GatherSparse(Collective["list[tuple[NDArray[np.int64], NDArray[np.uint8]]]
 
 
 def _exchanged_sizes(part: Buffers, transport: Transport) -> list[list[int]]:
-    """Return n_bytes[s][d]; MismatchError, on all ranks, where a rank expects something else."""
+    """Return n_bytes[s][d]; raise MismatchError, on all ranks, if a rank expects other sizes."""
     mine = np.array([[each.nbytes for each in part.send], [each.nbytes for each in part.receive]])
     everyone = exchange_bytes(transport, mine.tobytes(), [mine.nbytes] * transport.size)
     table = np.array([np.frombuffer(one, mine.dtype).reshape(2, -1) for one in everyone])

@@ -1,6 +1,6 @@
-"""torch.distributed's process group over a group of ranks of horo_lite's."""
+"""torch.distributed's process group, implemented with a group of horo_lite."""
 
-# Torch's stubs list several signatures for each method. Its own functions use one, that with opts.
+# Torch's stubs list several signatures for each method. Its own functions use only that with opts.
 # mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _OPS = {
     "MAX": Op.Max,
     "PRODUCT": Op.Product,
 }
-# Truth values, one byte each, reduce as these do.
+# Reductions of truth values, one byte each, are the same as these.
 _BOOL_OPS = {
     "SUM": Op.Max,
     "MAX": Op.Max,
@@ -90,17 +90,17 @@ _named = torch._C._profiler._RecordFunctionFast
 
 @all_uncompiled
 class ProcessGroup(dist.ProcessGroup):
-    """Ranks whose collectives are carried out by horo_lite's engine.
+    """A process group whose collectives are executed by horo_lite's engine.
 
-    All ranks issue the collectives of a process group in the same order, as torch has it: they are
-    numbered, and matched by their numbers. What must be alike (operation, dtypes, sizes, root) is
-    compared; where it is not, every rank raises MismatchError.
+    As torch requires, all ranks issue the collectives of a process group in the same order: they
+    are matched by their numbers. Operation, dtypes, sizes and root must be the same on all ranks;
+    if they differ, every rank raises MismatchError.
 
     Args:
         rank: This rank's number in the group.
         size: The number of ranks.
         group: The ranks.
-        group_name: What torch calls it, alike on its ranks.
+        group_name: Its name in torch, the same on its ranks.
         timeout_s: Seconds that a rank may wait for another.
         owns_world: Whether the world ends with this process group.
     """
@@ -116,7 +116,7 @@ class ProcessGroup(dist.ProcessGroup):
         owns_world: bool = False,
     ) -> None:
         base: Any = super()
-        base.__init__(rank, size)  # which torch's type stubs do not know
+        base.__init__(rank, size)  # not in torch's type stubs
         self.group = group
         self._timeout_s = timeout_s
         self._owns_world = owns_world
@@ -124,35 +124,35 @@ class ProcessGroup(dist.ProcessGroup):
         self._messages = context.messages()
         self._world_ranks = list(group.transport.ranks)
         self._group_name, self._group_desc = group_name, "undefined"
-        # What tells this group's messages from those of others, and from horo_lite's own.
+        # Distinguishes this group's messages from those of others, and from horo_lite's own.
         channel = f"torch.distributed {group_name} {self._world_ranks}"
         self._channel = _native.hash64(channel.encode())
         self._is_open = True
         self._of_group = "" if self._is_whole else f" of group {group_name}"
-        # Goes on counting where another process group has used the same ranks before.
+        # Continues counting if another process group has used the same ranks before.
         self._numbers = group.kept.setdefault(_COUNTER, itertools.count(1))
         self._order = threading.Lock()
         self._waiter = Waiter()
         self._message_waiter = Waiter()
         self._coalescing: list[Work] | None = None
 
-    # What torch asks about it.
+    # Properties that torch queries.
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the name that `init_process_group` was given."""
+        """Return the backend's name, as passed to `init_process_group`."""
         return NAME
 
     name = getBackendName
     _get_backend_name = getBackendName
 
-    # Torch keeps these two in the backends of a process group, and this one has none.
+    # Torch stores these two in the backends of a process group, but this one has no backends.
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return what torch calls the process group."""
+        """Return the process group's name in torch."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Change what torch calls the process group."""
+        """Set the process group's name in torch."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
@@ -160,7 +160,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Change the user's description of the process group."""
+        """Set the user's description of the process group."""
         self._group_desc = desc
 
     group_name = property(getGroupName)
@@ -174,38 +174,38 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def supports_splitting(self) -> bool:
-        """Tell torch to make groups by `new_group`."""
+        """Return False: torch must create groups with `new_group`."""
         return False
 
     @property
     def supports_coalescing(self) -> bool:
-        """Tell torch to issue messages one by one."""
+        """Return False: torch must issue messages one by one."""
         return False
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
-                f"horo_lite is a backend for tensors of the CPU, not of {device}: use the backend "
-                "nccl for those"
+                f"horo_lite is a backend for CPU tensors, not for {device}: use the backend nccl "
+                "for those"
             )
         return self
 
     def _set_sequence_number_for_group(self) -> None:
-        """Collectives are numbered from the beginning."""
+        """Do nothing: collectives are always numbered."""
 
     def _has_hooks(self) -> bool:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """There are no hooks that torch would have to wait for."""
+        """Do nothing: there are no hooks to wait for."""
 
     def __repr__(self) -> str:
         return f"<horo_lite process group: rank {self.rank()} of {self.size()}>"
 
-    # Its life.
+    # Shutdown and timeouts.
 
     def shutdown(self) -> None:
-        """Complete what all ranks have issued, and leave. Each rank calls it, once or more."""
+        """Complete what all ranks have issued, and leave. Each rank calls it at least once."""
         if not self._is_open:
             return
         self._is_open = False
@@ -222,11 +222,11 @@ class ProcessGroup(dist.ProcessGroup):
         """Leave at once: ranks that wait for this one, now or later, raise PeerLostError."""
         for transport in self.group.transports():
             transport.abandon("it called abort()")
-        with contextlib.suppress(Exception):  # what was in flight has failed
+        with contextlib.suppress(Exception):  # operations in flight have failed
             self.shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long a rank may wait for another, from now on."""
+        """Set how long a rank may wait for another, from now on."""
         self._timeout_s = timeout.total_seconds()
         detector = stall.detector_of(context.world())
         if self._owns_world and detector is not None:
@@ -250,44 +250,44 @@ class ProcessGroup(dist.ProcessGroup):
         compression: Compressor = Compression.none,
         shared: SharedMemory | None = None,
     ) -> Work:
-        """Average a tensor in place over the ranks; what travels is compressed.
+        """Average a tensor in place over the ranks, with compression in transfer.
 
         Args:
             tensor: The tensor, of any floating-point dtype.
-            compression: What travels instead of wider numbers; horo_lite.Compression says what it
-                does to them.
-            shared: The memory in which the tensor lies, if the ranks see each other's.
+            compression: The wire format for wider numbers; see horo_lite.Compression for its effect
+                on them.
+            shared: The memory that contains the tensor, if the ranks share it.
         """
         return self._reduced(
             "all_reduce", [tensor], ("AVG", 1.0), 0.0, compression=compression, shared=shared
         )
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
-        """Reduce tensors in place on one rank; the others' stay as they are."""
+        """Reduce tensors in place on one rank; those of the others are not changed."""
         root = root_of(opts)
         given = listed(tensors)
         work = given if self.rank() == root else [x.detach().clone() for x in given]
         return self._reduced("reduce", work, op_of(opts), timeout_of(opts), root=root)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Leave in the output the reduction of the ranks' inputs for this rank."""
+        """Reduce the ranks' inputs for this rank into the output."""
         (output,), (parts,) = listed(outputs), nested(inputs)
         check_number(parts, self.size(), "reduce_scatter: input tensors")
         return self._reduce_scattered([output], [parts], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Leave in the output this rank's part of the reduction of the ranks' inputs."""
+        """Write this rank's part of the reduction of the ranks' inputs to the output."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Do what `reduce_scatter_single` does with each pair, together."""
+        """Do `reduce_scatter_single` with each pair, in one operation."""
         parts = []
         for output, each in zip(outputs, inputs, strict=True):
             if each.numel() != output.numel() * self.size():
                 raise ValueError(
-                    f"reduce_scatter: the input has {each.numel()} elements, and not the output's "
+                    f"reduce_scatter: the input has {each.numel()} elements, not the output's "
                     f"{output.numel()} for each of {self.size()} ranks"
                 )
             whole, n = each.detach().contiguous().view(-1), output.numel()
@@ -300,20 +300,20 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_scattered(
         self, outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
-        """Leave in each output the reduction of the ranks' parts for this one.
+        """Reduce the ranks' parts for this rank into each output.
 
-        parts[i] is what this rank has for every rank of the i-th output.
+        parts[i] contains this rank's parts of the i-th output for all ranks.
         """
         for output, each in zip(outputs, parts, strict=True):
             if output.numel() != each[self.rank()].numel():
                 raise ValueError(
-                    f"reduce_scatter: the output is {described([output])}, and this rank's input "
-                    f"for itself {described([each[self.rank()]])}"
+                    f"reduce_scatter: the output is {described([output])}, but this rank's input "
+                    f"for itself is {described([each[self.rank()]])}"
                 )
         op_name, factor = op_of(opts)
         mine = [each[self.rank()] for each in parts]
         ops = _BOOL_OPS if all(x.dtype == torch.bool for x in mine) else _OPS
-        # Which way it goes must be alike on all ranks.
+        # The decision must be the same on all ranks.
         if (
             self.group.transport.host.reduce_scatter is None
             or op_name not in ops
@@ -327,7 +327,7 @@ class ProcessGroup(dist.ProcessGroup):
             own = send[self.rank()][i]
             if output.dtype == mine[i].dtype and is_apart(output, parts, mine[i]):
                 receive.append(staged.output(output))
-            else:  # what others have yet to read may lie there
+            else:  # it may overlap memory that others still have to read
                 receive.append(staged.output_of(output, torch.empty_like(own)))
         each_of = [described(each) for each in send]
         shown = each_of[:1] if len(set(each_of)) == 1 else each_of
@@ -349,7 +349,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_scattered_by_all_reduce(
         self, outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
-        """Do it where everything travels to every rank anyway, on copies of the parts."""
+        """Do it with an all-reduce of copies of the parts, which sends everything to all ranks."""
         wholes = [joined(each) for each in parts]
 
         def finish(_: Any) -> None:
@@ -430,9 +430,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduced_sparse(self, tensors: Sequence[Tensor], op_name: str, timeout_s: float) -> Work:
         (tensor,) = tensors
         if op_name not in ("SUM", "AVG"):
-            raise ValueError(
-                f"all_reduce: sparse tensors are reduced with SUM or AVG, not {op_name}"
-            )
+            raise ValueError(f"all_reduce: sparse tensors support only SUM and AVG, not {op_name}")
         local = tensor.detach().coalesce()
         indices, values = local.indices().contiguous(), local.values().contiguous()
         shape, size = values.shape[1:], self.size()
@@ -442,7 +440,7 @@ class ProcessGroup(dist.ProcessGroup):
                 torch.cat([torch.from_numpy(i) for i, _ in everyone], 1),
                 torch.cat(
                     [
-                        values[:0],  # all that there is where no rank has any
+                        values[:0],  # the only one if no rank has any values
                         *(
                             torch.from_numpy(v).view(values.dtype).view(-1, *shape)
                             for _, v in everyone
@@ -455,9 +453,7 @@ class ProcessGroup(dist.ProcessGroup):
             ).coalesce()
             if op_name == "AVG":
                 whole = whole / size
-            with (
-                torch.no_grad()
-            ):  # of a sparse tensor, what detach() returns has no memory in common
+            with torch.no_grad():  # detach() of a sparse tensor does not share its memory
                 tensor.copy_(whole)
 
         staged = Staged(True)
@@ -471,7 +467,7 @@ class ProcessGroup(dist.ProcessGroup):
     # Moving tensors.
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
-        """Leave the root's tensors on every rank."""
+        """Copy the root's tensors to every rank, in place."""
         root = root_of(opts)
         staged, given = Staged(True), listed(tensors)
         memory = [staged.in_place(x) for x in given]
@@ -481,7 +477,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._issue("broadcast", call, part, given, timeout_of(opts), staged)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Leave each rank's tensor in the output for it; they may differ in size."""
+        """Copy each rank's tensor into the output for it; they may differ in size."""
         (lists,), (given,) = nested(outputs), listed(inputs)
         check_number(lists, self.size(), "all_gather: output tensors")
         staged = Staged(is_async(opts))
@@ -491,19 +487,19 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Leave all ranks' tensors in the output, one after the other."""
+        """Concatenate all ranks' tensors in the output."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Do what `all_gather_single` does with each pair, together."""
+        """Do `all_gather_single` with each pair, in one operation."""
         staged = Staged(is_async(opts))
         everyone: list[list[Tensor]] = [[] for _ in range(self.size())]
         for output, each in zip(outputs, inputs, strict=True):
             if output.numel() != each.numel() * self.size():
                 raise ValueError(
-                    f"all_gather: the output has {output.numel()} elements, and not the input's "
+                    f"all_gather: the output has {output.numel()} elements, not the input's "
                     f"{each.numel()} for each of {self.size()} ranks"
                 )
             whole = staged.output(output).view(self.size(), -1)
@@ -515,7 +511,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """Leave each rank's tensors in the list of outputs for it."""
+        """Copy each rank's tensors into the list of outputs for it."""
         check_number(outputs, self.size(), "all_gather: lists of output tensors")
         staged = Staged(is_async(opts))
         everyone = [[staged.output(x) for x in each] for each in outputs]
@@ -539,7 +535,7 @@ class ProcessGroup(dist.ProcessGroup):
         for given, room in zip(mine, expected, strict=True):
             if (given.dtype, given.numel()) != (room.dtype, room.numel()):
                 raise ValueError(
-                    f"{what}: this rank's tensor is {described([given])}, and the output for it "
+                    f"{what}: this rank's tensor is {described([given])}, but the output for it is "
                     f"{described([room])}"
                 )
         same = len({tuple(x.numel() for x in each) for each in everyone}) == 1
@@ -553,7 +549,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._issue(what, call, part, results, timeout_s, staged)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Leave each rank's tensor in the output for it on one rank."""
+        """Copy each rank's tensor into the output for it on one rank."""
         root = root_of(opts)
         (given,) = listed(inputs)
         staged, size, is_root = Staged(is_async(opts)), self.size(), self.rank() == root
@@ -572,7 +568,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._issue("gather", call, part, lists, timeout_of(opts), staged)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Leave in the output what one rank has for this one."""
+        """Copy one rank's input for this rank into the output."""
         root = root_of(opts)
         (output,) = listed(outputs)
         staged, size, is_root = Staged(is_async(opts)), self.size(), self.rank() == root
@@ -622,7 +618,7 @@ class ProcessGroup(dist.ProcessGroup):
             if source.nbytes != target.nbytes:
                 raise ValueError(
                     f"all_to_all: the output is {described([target])} and the input "
-                    f"{described([source])}: make them equally large, or give split sizes"
+                    f"{described([source])}: make them the same size, or pass split sizes"
                 )
             n_bytes = [[source.nbytes // size] * size] * size
             call = AllToAll(contract=f"of {described([source])}", n_bytes=n_bytes)
@@ -634,20 +630,20 @@ class ProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    # All ranks are here.
+    # Barriers.
 
     def barrier(self, opts: Any = None) -> Work:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have called this."""
         return self._issue("barrier", Barrier(), Part(), [], timeout_of(opts), Staged(True))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when all ranks have come; StallError names those that have not, after a while.
+        """Wait until all ranks have called this; after a timeout, raise StallError.
 
         Args:
-            timeout: How long that may take; by default the process group's.
-            wait_all_ranks: Ignored: all ranks that are late are named.
+            timeout: The timeout; by default that of the process group.
+            wait_all_ranks: Has no effect: StallError always names all ranks that are late.
         """
         self.barrier().wait(timedelta(0) if timeout is None else timeout)
 
@@ -667,7 +663,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._received(tensors, self._world_ranks[src], tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
-        """Receive a tensor from any rank; the operation knows which."""
+        """Receive a tensor from any rank; see `source_rank` of the operation."""
         return self._received(tensors, None, tag)
 
     def _received(self, tensors: Sequence[Tensor], peer: int | None, tag: int) -> Work:
@@ -681,7 +677,7 @@ class ProcessGroup(dist.ProcessGroup):
             Work(handle, [tensor], self._message_waiter, self._timeout_s, staged.finish())
         )
 
-    # Several at once.
+    # Coalescing.
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
@@ -692,7 +688,7 @@ class ProcessGroup(dist.ProcessGroup):
         tensors = [x for work in works for x in work.result()]
         return Work(handle, tensors, self._waiter, self._timeout_s)
 
-    # How an operation is issued.
+    # Issuing of operations.
 
     def _issue(
         self,
@@ -726,7 +722,7 @@ def _all_reduce(
 
 
 class _FromRank(Handle):
-    """A receive whose value is the sender's number in the process group."""
+    """A receive whose value is the sender's rank in the process group."""
 
     def __init__(self, message: Handle, numbers: dict[int, int]) -> None:
         super().__init__(message.name, None, lambda: None)

@@ -1,4 +1,4 @@
-"""Operations in flight as torch.distributed knows them: `Work`, and their futures."""
+"""Operations in flight for torch.distributed: `Work`, and their futures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horo_lite.collectives.handle import Handle
 from horo_lite.start import stall
 from horo_lite.torch.uncompiled import all_uncompiled
 
-_NO_TIMEOUT = timedelta(0)  # torch's kNoTimeout: that of the process group counts
+_NO_TIMEOUT = timedelta(0)  # torch's kNoTimeout: use that of the process group
 
 
 @all_uncompiled
@@ -27,15 +27,15 @@ class Work(dist.Work):
     """An operation in flight.
 
     `wait()` waits in the calling thread, where errors have their own types and Ctrl-C works. A
-    future is completed by the process group's `Waiter`, since nobody may call anything for it.
+    future is completed by the process group's `Waiter`, since the program may never call `wait()`.
 
     Args:
-        handle: The operation, as the group of ranks knows it.
-        tensors: What its result is.
-        waiter: The process group's.
-        timeout_s: Seconds that a `wait()` of no timeout of its own may take; 0 for no limit but the
-            world's.
-        finish: Moves what has arrived to where the caller wants it, once the operation is over.
+        handle: The operation's handle in the group.
+        tensors: The tensors of its result.
+        waiter: The process group's waiter.
+        timeout_s: The limit, in seconds, of a `wait()` without its own timeout; 0 for only that of
+            the world.
+        finish: Called after the operation, to move received data to the caller's tensors.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Work(dist.Work):
         self._future: Any = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return when the result is there.
+        """Wait until the operation is complete.
 
         Raises:
-            MismatchError: The ranks differ; on every rank.
+            MismatchError: On every rank, if the ranks' calls differ.
             PeerLostError: A rank died, left or failed.
-            StallError: A rank did not come in time; the message says which, and what it does.
+            StallError: A rank did not call it in time; the message says which, and what it does.
         """
         seconds = timeout.total_seconds()
         with limited(seconds if seconds > 0 else self._timeout_s):
@@ -79,17 +79,17 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Tell whether `wait()` would return or raise at once."""
+        """Return whether `wait()` would return or raise at once."""
         if not self._is_settled and self._handle.done():
             self.settle()
         return self._is_settled
 
     def is_success(self) -> bool:
-        """Tell whether it is over and went well."""
+        """Return whether it has completed successfully."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Return what went wrong, if anything has up to now."""
+        """Return the error, if it has failed."""
         return self._error if self.is_completed() else None
 
     def result(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ class Work(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank that a received message came from, as the process group counts."""
+        """Return the sender's rank in the process group, for a received message."""
         self.wait()
         return int(self._value)
 
@@ -106,16 +106,16 @@ class Work(dist.Work):
     def get_future(self) -> Any:
         """Return a future of the tensors that hold the result.
 
-        Its callbacks run in a thread of the process group's, one after the other; in there, the
-        future of a further operation is complete when it is returned. An error reaches C++ and
-        `then()` as a RuntimeError with the text of the original.
+        Its callbacks run in a thread of the process group, one after the other; in a callback, the
+        future of a further operation is complete when it is returned. In C++ and `then()`, an error
+        is a RuntimeError with the text of the original.
         """
         if self._future is None:
             self._begin = torch.futures.Future()
-            # Only what a callback raises is an error to C++ (DDP's reducer): set_exception() hides
-            # it in the value.
+            # C++ (DDP's reducer) sees only errors that a callback raises: set_exception() hides
+            # them in the value.
             self._future = self._begin.then(lambda _: self._outcome())
-            if self._waiter.is_this_thread():  # a callback's: nobody else would complete it
+            if self._waiter.is_this_thread():  # in a callback: only it can complete the future
                 self.settle(beside=True)
                 self.complete_future()
             else:
@@ -123,10 +123,10 @@ class Work(dist.Work):
         return self._future
 
     def settle(self, beside: bool = False) -> None:
-        """Return when it is over, successfully or not.
+        """Wait until it has ended, successfully or not.
 
         Args:
-            beside: Whether the calling thread is another than the program's.
+            beside: Whether the calling thread is not one of the program.
         """
         if self._is_settled:
             return
@@ -140,25 +140,25 @@ class Work(dist.Work):
             if error is None and finish is not None:
                 try:
                     finish(value)
-                except Exception as failure:  # the caller's to see, and not the waiter's end
+                except Exception as failure:  # for the caller; it must not end the waiter
                     error = failure
-            self._error = self._error or error  # another thread may have been here
+            self._error = self._error or error  # another thread may have set it
             self._value, self._is_settled = value, True
 
     def complete_future(self) -> None:
-        """Complete the future of an operation that is over, if somebody has asked for one."""
+        """Complete the future of an operation that has ended, if one was requested."""
         begin, self._begin = self._begin, None
         if begin is not None:
             begin.set_result(None)
 
     def _outcome(self) -> list[Tensor]:
         if self._error is not None:
-            raise self._error.with_traceback(None)  # C++ makes its lines a part of the text
+            raise self._error.with_traceback(None)  # C++ would include the traceback in the text
         return self._tensors
 
 
 class AllOf(Handle):
-    """Several works as one operation, which is over when nothing is left to do for any of them."""
+    """Several works as one operation, which ends when all of them have."""
 
     def __init__(self, name: str, works: Sequence[Work]) -> None:
         super().__init__(name, None, lambda: None)
@@ -176,9 +176,9 @@ class AllOf(Handle):
 
 
 def limited(timeout_s: float) -> contextlib.AbstractContextManager[None]:
-    """Inside, a wait of this rank that takes longer raises StallError on every rank.
+    """Limit waits of this rank in the block: longer ones raise StallError on every rank.
 
-    Nothing changes for 0, or where the world's own limit is not longer.
+    Has no effect for 0, or if the world's own limit is not longer.
     """
     if timeout_s <= 0 or not context.is_initialized():
         return contextlib.nullcontext()
@@ -191,8 +191,8 @@ def limited(timeout_s: float) -> contextlib.AbstractContextManager[None]:
 class Waiter:
     """The thread that waits for the operations of a process group that have futures.
 
-    It begins with the first of them. Operations of one kind, collectives or messages, are given to
-    one waiter, in the order in which they were submitted, so none is held up by a later one.
+    It is started for the first one. Each kind of operation, collectives or messages, has its own
+    waiter, which gets them in the order of submission, so none is delayed by a later one.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Waiter:
         _waiters.add(self)
 
     def put(self, work: Work) -> None:
-        """Settle the work and complete its future, when those before are over."""
+        """Settle the work and complete its future, after those before it."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -212,11 +212,11 @@ class Waiter:
             self._works.put(work)
 
     def is_this_thread(self) -> bool:
-        """Tell whether the thread that asks is the waiter."""
+        """Return whether the calling thread is the waiter."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """End the thread, after what it was given: no operation is in flight any more."""
+        """End the thread after the work in its queue: no operation is in flight any more."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -228,14 +228,14 @@ class Waiter:
         while (work := self._works.get()) is not None:
             work.settle(beside=True)
             work.complete_future()
-            del work  # or its tensors stay until the next one comes
+            del work  # otherwise its tensors would live until the next one
 
 
 _waiters: WeakSet[Waiter] = WeakSet()
 
 
 def _close_all() -> None:
-    """A daemon thread that is in the core when Python ends would end the process."""
+    """End all waiters: a daemon thread inside the core at Python's exit would end the process."""
     for waiter in list(_waiters):
         waiter.close()
 
