@@ -1,4 +1,4 @@
-"""One fault in one real job, seen from outside: how the job ends, what it says, what it leaves."""
+"""One fault in one real job: how the job ends, its messages, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == "{r
     fault()
 {does}
 """
-# What a launcher adds once a rank has failed, and what the MPIs leave there after a crash.
+# What a launcher prints after a rank has failed, and what MPI leaves in /dev/shm after a crash.
 LAUNCHERS_WORDS = re.compile(
     r"prterun|mpiexec|MPI_ABORT|BAD TERMINATION|application called MPI_Abort"
 )
@@ -96,7 +96,7 @@ class Fault:
 
 
 def run(fault: Fault) -> Result:
-    """How the job ended; all that every fault must respect has been checked."""
+    """Run the job of a fault, check what holds for all faults, and return how it ended."""
     before = named_segments()
     env = {"HORO_LITE_TEST_HOSTS": fault.hosts, **fault.env}
     options = that_leave_survivors() if fault.by_exit else []
@@ -111,7 +111,7 @@ def run(fault: Fault) -> Result:
 
 
 def check_words(fault: Fault, result: Result) -> None:
-    """What the row wants to be said was said, before the launcher's own words."""
+    """Assert that the row's messages were printed, before the launcher's own messages."""
     if fault.by_signal and mpi_name() == "mpich":
         return
     rank, host = str(fault.rank), moment(result)[2]
@@ -125,17 +125,17 @@ def check_words(fault: Fault, result: Result) -> None:
 
 
 def moment(result: Result) -> tuple[float, str, str]:
-    """When the fault happened, in which process, on which host."""
+    """Return when the fault happened, in which process, on which host."""
     found = re.search(r"FAULT (\S+) (\d+) (\S+)", result.stdout)
     assert found, f"the fault did not happen: {result}"
     return float(found[1]), found[2], found[3]
 
 
 def end_of(job: Job, since: float | None = None) -> Result:
-    """The job's end, within the limit after its fault; no process is left behind."""
+    """Return the job's end, within the limit after its fault; assert that no process remains."""
     result = job.wait(40)
     took = time.monotonic() - (since or moment(result)[0])
-    assert took < LIMIT_S, f"the end came {took:.1f} s after the fault: {result}"
+    assert took < LIMIT_S, f"the job ended {took:.1f} s after the fault: {result}"
     until = (
         time.monotonic() + PATIENCE * 1
     )  # MPICH's launcher may end before the ranks it has killed
@@ -146,5 +146,5 @@ def end_of(job: Job, since: float | None = None) -> Result:
 
 
 def named_segments() -> set[str]:
-    """The names in /dev/shm, but for what MPI and frameworks put there."""
+    """Return the names in /dev/shm, except those of MPI and frameworks."""
     return {name for name in os.listdir("/dev/shm") if not OTHERS_SHM.search(name)}

@@ -1,4 +1,4 @@
-"""A program ends in good order while a daemon thread of it still waits for other ranks."""
+"""A program ends normally while one of its daemon threads still waits for other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that a rank has started, with its launcher's variables: they are no ranks."""
+"""Processes that a rank has started, with its launcher's variables: they are not ranks."""
 
 from __future__ import annotations
 
