@@ -59,15 +59,15 @@ class Fault:
 
     name: str
     does: str
-    """What the faulty rank does; `fault()`, which notes the moment, was called just before."""
+    """The faulty rank's code, after a call of `fault()`, which records the moment."""
     says: Sequence[str] = ()
-    """Stand on stderr; {rank}, {pid} and {host} are the faulty rank's."""
+    """Must be on stderr; {rank}, {pid} and {host} are the faulty rank's."""
     code: int | None = None
-    """None: anything but 0."""
+    """None: any but 0."""
     messages: int | None = 1
-    """How many ranks speak; None: it does not matter."""
+    """The number of ranks that print messages; None: any."""
     others: str = ALLREDUCE
-    """What the other ranks do meanwhile."""
+    """The code of the other ranks."""
     rank: int = 1
     ranks: int = 3
     hosts: str = ""
@@ -75,12 +75,12 @@ class Fault:
     late: bool = False
     """`does` itself calls fault()."""
     by_signal: bool = False
-    """Only the peers could tell, and MPICH's launcher kills them before they can."""
+    """Only the peers can report it, and MPICH's launcher kills them before they can."""
     by_exit: bool = False
-    """Only the peers could tell, and a launcher lets them if asked to, as this test does."""
+    """Only the peers can report it, if options make the launcher let them, as here."""
     env: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
-    """A package without which this cannot be tried."""
+    """A package that this needs."""
 
     def script(self) -> str:
         does = textwrap.indent(textwrap.dedent(self.does).strip("\n"), "    ")

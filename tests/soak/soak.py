@@ -122,7 +122,7 @@ class Watch:
     check: Callable[[Result], None]
     meddle: Callable[[Job], None] = lambda job: None
     crashes: bool = False
-    """Ranks crash by intention."""
+    """Ranks crash on purpose."""
     env: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[str] = ()
 

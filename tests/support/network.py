@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 INTERFACE = "eth0"
-"""Of every host, and of the switch."""
+"""The interface of every host, and of the switch."""
 _SUBNET = "10.77.0"
 _SWITCH_ADDRESS = f"{_SUBNET}.254"
 _SWITCH_MAC = "02:00:00:00:00:fe"
