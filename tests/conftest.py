@@ -9,8 +9,8 @@ import pytest
 from launch import mpi_name
 
 # Make threads of OpenMP and OpenBLAS sleep while they wait. By default they spin, which costs more
-# than the work itself when jobs share two cores: for ResNet-50 on one rank 39 s of CPU instead of 6
-# s.
+# than the work itself when jobs share two cores: ResNet-50 on one rank takes 39 s of CPU instead of
+# 6 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 

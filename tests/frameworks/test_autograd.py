@@ -1,4 +1,4 @@
-"""autograd: gradients of NumPy functions, averaged before the optimizers that it brings."""
+"""autograd: gradients of NumPy functions, averaged before its optimizers use them."""
 
 from __future__ import annotations
 

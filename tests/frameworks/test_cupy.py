@@ -1,4 +1,4 @@
-"""CuPy's arrays in a framework of one's own: stand-ins for CuPy and NCCL, and no GPU."""
+"""CuPy's arrays in a home-made framework: stand-ins for CuPy and NCCL, without a GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ assert adapter_of(Momentum(parameters(0))) is adapter_of(parameters(0)[0])
 def ranks(code: str, np: int) -> Result:
     places = [str(HERE / "cupy_stand_in"), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(places), "HORO_LITE_NCCL_LIB": fake_nccl.compiled()}
-    # In a function, so that no array is left when Python ends, and its stream with it.
+    # In a function, so that no array and its stream are left when Python ends.
     code = f"def main():\n{indent(code, '    ')}\n\nmain()\nprint('done', rank)\n"
     return run_ranks(START + code, np, env=env, timeout_s=120).check()
 

@@ -40,7 +40,7 @@ WAYS = pytest.mark.parametrize("way", ["xla", "callback"])
 def ranks(code: str, np: int, way: str = "xla", optimized: bool = False, **env: str) -> Result:
     code = f"{START}\nassert hvd.inside_jit() == {way!r}\n{code}\nprint('done', rank)\n"
     env["HORO_LITE_INSIDE_JIT"] = way
-    # A fifth of the CPU time of these tests is LLVM's, for loops that run for microseconds.
+    # A fifth of the CPU time of these tests is spent in LLVM, for loops that run for microseconds.
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if optimized else "1"
     return run_ranks(code, np, env=env, timeout_s=180).check()
 
@@ -418,7 +418,7 @@ assert hvd.allreduce(1.0 + rank) == 1.5
 
 
 def test_what_was_compiled_ahead_is_an_error_on_another_place() -> None:
-    """Results that depend on the rank, after it has become another: they were the old one's."""
+    """Results that depend on the rank, after it has changed, would be those of the old rank."""
     ranks(
         """
 from mpi4py import MPI
@@ -453,7 +453,7 @@ for op, text in ((hvd.Average, "the average of bool has no meaning"), ("sum", "o
 
 
 def test_several_devices_of_a_rank() -> None:
-    """Inside a function each would make the call, and meet another rank's other device."""
+    """Within a function each device would make the call, and match another rank's other device."""
     ranks(
         """
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
