@@ -13,7 +13,7 @@ LIMIT_S = 60
 EARLY = {"HORO_LITE_OVERLAP": "always"}  # however busy the cores are
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_nnabla.py"
 
-# A net in which 'b' is used twice, 'unused' never and 'fixed' without a gradient.
+# A network in which 'b' is used twice, 'unused' never and 'fixed' without a gradient.
 MODEL = """\
 import sys
 import numpy as np

@@ -8,7 +8,7 @@ import pytest
 from digits_runs import accuracy_of
 from launch import Result, run_ranks
 
-# Kernels as they come, which takes less time than making them fast does here.
+# Kernels without optimization, which would take more time than it saves here.
 ENV = {"NOOPT": "1"}
 if not shutil.which("clang"):
     ENV["DEV"] = "CPU:X86"  # tinygrad's own assembler

@@ -357,7 +357,7 @@ def test_functional_training_equals_one_process() -> None:
 
 def test_the_wrapped_function_is_itself_in_all_else() -> None:
     def gradient(x: Any, weight: float = 2.0) -> Any:
-        """Return the gradient of some function."""
+        """Of something."""
         return weight * x
 
     def rank(group: Group) -> None:
