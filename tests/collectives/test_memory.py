@@ -32,7 +32,7 @@ def extra(what):
     before = status("VmRSS")
     what()
     return status("VmHWM") - before
-arrays = [np.full(16 << 20, rank + 1, np.float32) for _ in range(4)]  # 256 MiB in all
+arrays = [np.full(16 << 20, rank + 1, np.float32) for _ in range(4)]  # 256 MiB in total
 def fill():
     for x in arrays:
         x[:] = rank + 1

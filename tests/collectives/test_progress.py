@@ -28,11 +28,11 @@ def begin():
 def complete():
     return all(handle._job.times[2] for handle in handles)
 
-first = begin()  # kept: to drop what it holds takes the GIL
+first = begin()  # kept, since freeing its contents takes the GIL
 for handle in first:
     hvd.synchronize(handle)
 hvd.barrier()
-# From here on, a thread that wants the GIL does not get it while this one computes.
+# From here on, no other thread gets the GIL while this one computes.
 sys.setswitchinterval(1e6)
 handles = begin()
 until = time.monotonic() + 60

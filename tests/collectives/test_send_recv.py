@@ -58,7 +58,7 @@ rank, size = world.rank, world.size
 
 
 def ring_allreduce(tensor):
-    # Everyone passes on what it has got, and adds it up.
+    # Each rank passes on what it has received, and adds it.
     total, sent, got = tensor.clone(), tensor.clone(), torch.empty_like(tensor)
     for _ in range(size - 1):
         request = hvd.isend(sent, (rank + 1) % size)
@@ -120,7 +120,7 @@ def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -
     world = hvd.init(device="cpu", stall_abort_s=20)
     x = np.arange(3.0)
     if world.rank == 0:
-        send = hvd.send  # imported now: that takes a descriptor, too
+        send = hvd.send  # imported now, since that also needs a descriptor
         highest = max(map(int, os.listdir("/proc/self/fd")))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
@@ -142,7 +142,7 @@ def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -
     else:
         received = np.zeros(3)
         hvd.recv(received, 0)
-        assert received.tolist() == [0.0, 1.0, 2.0]  # not what was not sent
+        assert received.tolist() == [0.0, 1.0, 2.0]  # not the message that was not sent
     print("end", flush=True)
     """
     result = run_ranks(body, 2).check()

@@ -129,7 +129,7 @@ def test_auto_follows_the_measured_round_trip() -> None:
         native = world.group.transport.native_group
         assert (native.slot_stores, native.stores, native.round_trip_ns) == ("auto", "cached", 0)
         x = np.ones(1 << 20, np.float32)
-        # A rank that does not run just then answers nobody: on a busy machine it may stay 0.
+        # A rank that is not running does not answer: on a busy machine the result may remain 0.
         until = time.monotonic() + 10
         while not hvd.allreduce(
             np.array(native.round_trip_ns > 0 or time.monotonic() > until), op=hvd.Min

@@ -483,7 +483,7 @@ new = "HORO_LITE_REPLACEMENT" in os.environ
 START
 hvd.init()
 me = None if new else hvd.rank()
-assert not new or hvd.size() == 1  # its script runs alone as far as elastic.run
+assert not new or hvd.size() == 1  # its script runs alone until elastic.run
 
 OPTIMIZER
 state = hvd.elastic.State(opt=opt, data=data, step=0, sizes=[], left=6)
@@ -893,7 +893,7 @@ def test_messages_go_on_after_a_function_and_in_threads_beside_it(hosts: str) ->
 
         @hvd.elastic.run
         def train(state):
-            if me == 1:  # its thread serves on
+            if me == 1:  # its thread continues to serve
                 state.threads = [threading.Thread(target=each) for each in (serve, listen)]
                 for thread in state.threads:
                     thread.start()
@@ -1069,7 +1069,7 @@ error = max((a - b).abs().max().item() for a, b in zip(mine.parameters(), model.
 assert error < 1e-5, error
 consumed = [i for together, _ in state.history for i in together]
 assert set(consumed) == set(range(72))
-assert 2 * 72 <= len(consumed) <= 2 * 72 + 3, len(consumed)  # filled up at the end of an epoch
+assert 2 * 72 <= len(consumed) <= 2 * 72 + 3, len(consumed)  # padded at the end of an epoch
 print("ENDS", sorted(set(rates)), flush=True)
 """
 

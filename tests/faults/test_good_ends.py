@@ -50,7 +50,7 @@ from horo_lite.transports import this_host
 
 def stop(where, after=None):
     def stops(*args, **options):
-        result = after(*args) if after else None  # which holds what it has made
+        result = after(*args) if after else None  # keeps what it has made alive
         print(f"at <{where}>", flush=True)
         time.sleep(600)
     return stops
@@ -293,7 +293,7 @@ def test_forked_children_are_no_ranks() -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
 
-    # A child that outlives what the parent does next.
+    # A child that outlives the parent's next calls.
     pid = os.fork()
     if pid == 0:
         time.sleep(0.5)

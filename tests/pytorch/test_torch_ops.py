@@ -1013,7 +1013,7 @@ JOB = """
         assert even.process_set_id == 1 and even.ranks == [0, 2] and even.size() == 2
         assert even.included() == (rank != 1)
         x = torch.full((4,), 10.0**rank)
-        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4  # unnamed: numbered anew
+        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4  # unnamed: numbered again
 
         if even.included():
             assert even.rank() == rank // 2
@@ -1038,7 +1038,7 @@ JOB = """
             assert "rank 1 is not" in fails(ValueError, lambda: hvd.barrier(even))
             fails(ValueError, even.rank)
 
-        # Sets that overlap, added and removed, in use at once and in other orders.
+        # Overlapping sets, added and removed, used at the same time and in different orders.
         sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [2, 0])]
         assert [s.process_set_id for s in sets] == [3, 4, 0, 1]
         handles = {}
@@ -1056,7 +1056,7 @@ JOB = """
         assert hvd.add_process_set(sets[0]).process_set_id == 5
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4
 
-        # Parts of a split communicator: every rank gives its own, numbered in the order of ranks.
+        # Parts of a split communicator: every rank passes its own, numbered in rank order.
         part = hvd.ProcessSet(MPI.COMM_WORLD.Split(0 if rank == 1 else 1, -rank))
         assert hvd.add_process_set(part).ranks == ([1] if rank == 1 else [0, 2])
         assert part.process_set_id == (2 if rank == 1 else 1)
@@ -1100,7 +1100,7 @@ def test_sets_without_thread_multiple_then_some_ranks_and_their_timeline(tmp_pat
         first, rank, x = hvd.ProcessSet([0, 1]), hvd.rank(), torch.ones(3)
         hvd.add_process_set(first)
         for _ in range(5):
-            if rank == 1:  # asks for the set's result when it has the world's, rank 0 before that
+            if rank == 1:  # waits for the set after the world, rank 0 before it
                 assert hvd.allreduce(x, name="world", op=hvd.Sum)[0] == 3
                 assert hvd.allreduce(x, name="set", op=hvd.Sum, process_set=first)[0] == 2
             else:

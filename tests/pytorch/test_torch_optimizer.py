@@ -292,7 +292,7 @@ def test_adasum_and_compressors_of_ones_own() -> None:
         run_threads(3, lambda group: wrap(sgd(network()), group, op=Adasum))
 
 
-# What the wrapper is.
+# The wrapper as an object.
 
 
 def test_is_the_users_class_and_shares_its_state() -> None:
@@ -1382,7 +1382,7 @@ class Data(torch.utils.data.Dataset):
         return 24
 
     def __getitem__(self, i):
-        # A worker may well compute gradients of its own.
+        # A worker may compute its own gradients.
         weight = torch.nn.Parameter(torch.ones(2))
         net[3].bias.grad = None
         net[3].bias.sum().backward()

@@ -21,7 +21,7 @@ SPAWNED = """
         child.join()
         assert child.exitcode == 1, child.exitcode
     except ConnectionError:
-        # From Python 3.14 on the server that forks has run the script before there was a child.
+        # From Python 3.14 on the fork server has run the script before there is a child.
         assert sys.argv[1] == "forkserver"
     print("went on", hvd.allreduce(float(world.rank)))
 """

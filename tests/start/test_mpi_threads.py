@@ -56,14 +56,14 @@ def test_every_check(ranks: int, hosts: str, level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_submitted_before_a_barrier_here_and_behind_it_there(level: str) -> None:
-    """A rank waits for its operation while its peer is in a barrier, and the reverse."""
+    """A rank polls its operation while its peer is in a barrier, and the reverse."""
     body = """
     x = np.full(300_000, rank + 1.0)
     for ahead in [0] * 10 + [1] * 10:
         if rank == ahead:
             handle = hvd.allreduce_async(x, hvd.Sum, name="x")
             for _ in range(20):
-                assert not hvd.poll(handle)  # and returns, for the peer waits in the barrier
+                assert not hvd.poll(handle)  # and returns, since the peer waits in the barrier
             hvd.barrier()
         else:
             hvd.barrier()

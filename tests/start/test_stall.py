@@ -341,7 +341,7 @@ def test_a_stall_ends_the_job(hosts: str, waiting: str) -> None:
 if rank == 1:
     print("FAULT", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(0.5)  # its engine is to be stopped, too
+time.sleep(0.5)  # its engine must be stopped, too
 {call}
 print("came through", flush=True)
 """
@@ -415,7 +415,7 @@ if rank == 1:
     while not os.access("go on", os.F_OK):
         time.sleep(0.01)
 {call}
-hvd.barrier()  # what a host has waited is counted in the next call
+hvd.barrier()  # a host's wait is counted in the next call
 if rank == 0:
     (late,) = [one for one in hvd.stragglers() if one.rank == 1]
     took_s = time.monotonic() - began

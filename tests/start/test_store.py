@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 
 WORLD = """
 import os, sys
-sys.modules["mpi4py"] = None  # there may be none
+sys.modules["mpi4py"] = None  # it may not be installed
 import warnings
 import numpy as np
 import horo_lite as hvd
@@ -56,7 +56,7 @@ for n in 5, 5000:
     sent.wait()
     assert (got[:n].view(np.int64) == (rank - 1) % size).all()
 
-# Direct, by name in any order, in parts and in process sets.
+# Direct, by name in any order, in groups and in process sets.
 assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in ranks]
 assert hvd.allreduce(np.full(5, rank), op=hvd.Sum).tolist() == [ranks.sum()] * 5
 names = ["a", "b"][:: 1 if rank else -1]
@@ -115,7 +115,7 @@ with warnings.catch_warnings(record=True) as warned:
     assert hvd.elastic.run(lambda state: "done")(state) == "done"
 assert ("MPI did not start" in " ".join(str(w.message) for w in warned)) == (rank == 0), warned
 
-# Once more: nothing of the first world is in the way.
+# Again: nothing of the first world interferes.
 hvd.shutdown()
 again = hvd.init()
 assert again is not world and hvd.allgather_object(rank) == list(ranks)
@@ -152,7 +152,7 @@ def train(state):
 
 
 train(hvd.elastic.State(epoch=0, checkpoint="run.ckpt"))
-# In the same store; only now, because PyTorch 2.13's own groups do not stand a restart of torchrun.
+# In the same store; last, because PyTorch 2.13's own groups do not survive a restart of torchrun.
 torch.distributed.init_process_group("gloo")
 total = torch.tensor([float(rank + 1)])
 torch.distributed.all_reduce(total)

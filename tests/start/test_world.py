@@ -335,7 +335,7 @@ def test_communicators_of_the_callers() -> None:
         assert hvd.allgather_object(everyone.rank) == ([2] if everyone.rank == 2 else [1, 0])
         print("I", everyone.rank, w.rank, w.size, w.transport, flush=True)
         hvd.shutdown()
-        assert hvd.init().size == 3  # MPI was initialised by somebody else
+        assert hvd.init().size == 3  # MPI was initialised by other code
         assert hvd.allreduce(1.0, op=hvd.Sum) == 3
         hvd.shutdown()
         for wrong in (3, [0, 1], MPI.COMM_NULL):
@@ -746,7 +746,7 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
         signal.signal(signal.SIGALRM, on_signal)
         if world.rank == 0:
             threading.Thread(target=signal_in_a_call).start()
-            hvd.barrier()  # which rank 1 comes to after the signal
+            hvd.barrier()  # which rank 1 reaches after the signal
             assert len(refused) == 2
             for text in refused:
                 assert "allreduce() was called while this thread was in 'barrier'" in text, text

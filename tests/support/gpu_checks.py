@@ -415,7 +415,7 @@ def check_missing_gradients(group: Group) -> None:
     inner = Descent(params)
     optimizer = hvd.DistributedOptimizer(inner, group=group)
     size, last = group.size, group.size - 1
-    # step: the gradients that each rank lacks
+    #      step: the gradients that each rank lacks
     lacks = [(), (1,), (1,), (), "all 2", "all 2", (), (0,)]
     for step, lack in enumerate(lacks):
         inner.grads = [on_gpu(gradient(group.rank, i, step)) for i in range(len(SHAPES))]

@@ -69,7 +69,7 @@ def test_an_all_to_all_sends_through_mpi_what_goes_to_other_hosts() -> None:
         for peer, _, memory in send:
             sent[peer] += memory.nbytes
         return real(carrier, receive, send)
-    MpiCarrier.exchange = counting  # ranks also tell each other how many rows they send
+    MpiCarrier.exchange = counting  # ranks also exchange the numbers of rows
     world = hvd.init()
     rank, size = world.rank, world.size
     rows = lambda source, to: (5 * source + to) % 7 * 70_001
