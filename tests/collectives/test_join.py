@@ -32,7 +32,7 @@ ORACLE = {
 
 
 def values(rank: int, dtype: str = "float32") -> Any:
-    """Return values that differ by rank, are exact in every dtype, and have both signs."""
+    """Return values that differ by rank, exact in every dtype, of both signs across ranks."""
     return (np.arange(6).reshape(3, 2) % 3 + 2 * rank - 3).astype(dtype)
 
 
@@ -291,7 +291,7 @@ def test_optimizers_are_counted_alike_after_a_join_whichever_a_rank_has_kept() -
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_averages_count_all_ranks_or_all_samples(weighted: bool) -> None:
-    """Gradients are announced one by one, so buckets are sent early; one gradient is missing."""
+    """Gradients are announced one by one, so buckets are sent early; all ranks lack one."""
     counts = [3, 5, 0]
 
     def rank(group: Group) -> list[Any]:

@@ -56,9 +56,9 @@ def test_the_wire_keeps_its_bound(inputs: list[Array], wire: str) -> None:
 
     A block is up to 1,024 elements, counted from the tensor's own start, with a power-of-two scale
     from its largest finite magnitude m over all ranks. The error of an average over N ranks of one
-    host is at most (1 + 2^-9) * 2^-11 * (mean |x_r| + |mean|) + 2^-37 * m for fp16, (1 + 2^-6) *
-    2^-8 * (mean |x_r| + |mean|) for bf16, and only that of float32's additions in rank order for
-    none. All ranks have the same bits.
+    host is at most (1 + 2^-9) * 2^-11 * (mean |x_r| + |mean|) + 2^-37 * m for fp16,
+    (1 + 2^-6) * 2^-8 * (mean |x_r| + |mean|) for bf16, and only that of float32's additions in
+    rank order for none. All ranks have the same bits.
     """
 
     def reduce(group: Group) -> Array:

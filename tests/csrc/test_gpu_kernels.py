@@ -43,7 +43,7 @@ def bits_of(x: Array) -> Array:
 
 
 def rounded(y: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `y`, rounded once more; every NaN is the one with all bits but the sign set."""
+    """Return `y`, rounded again; every NaN is the one with all bits except the sign set."""
     with np.errstate(all="ignore"):
         out = y if dtype == np.float64 else y.astype(np.float32).astype(dtype)
     out = out.copy()

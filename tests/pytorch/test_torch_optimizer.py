@@ -1550,7 +1550,7 @@ def layers(fails_at: int | None, net: Any, x: Any) -> Any:
     return (_Failing.apply(x) if fails_at == len(net) else x).sum()
 
 
-# How the attempts of one step fail: the layers, by rank. The ranks' result.
+# The layers at which attempts of one step fail, by rank, and the ranks' result.
 ATTEMPTS: dict[str, tuple[list[list[int]], str]] = {
     "all, at different layers": ([[1], [3], [2]], "right"),
     "all, again and again": ([[1, 3], [3, 0], [2, 2]], "right"),

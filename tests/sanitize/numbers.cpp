@@ -32,7 +32,7 @@ uint64_t reduce_alone(const Reduction& what, size_t chunk_bytes, bool any_bits) 
     std::vector<std::unique_ptr<uint8_t[]>> memory;
     std::vector<const uint8_t*> images;
     for (size_t r = 0; r < n_ranks; ++r) {
-      // 64 bytes more at its beginning than at its end, where malloc aligns to 16 only.
+      // 64 bytes more: at its beginning if malloc aligns to 64, else partly at its end.
       memory.push_back(std::make_unique<uint8_t[]>(kWireAlignment + layouts[r].chunk_size(chunk)));
       images.push_back(memory.back().get() + kWireAlignment -
                        reinterpret_cast<uintptr_t>(memory.back().get()) % kWireAlignment);

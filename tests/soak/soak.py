@@ -276,7 +276,7 @@ def main() -> int:
     args = parser.parse_args()
     environments = {mpi_name(): Environment.of(sys.executable)}
     if args.mpich:
-        mpich = os.path.abspath(args.mpich)  # jobs run in directories of their own
+        mpich = os.path.abspath(args.mpich)  # jobs run in their own directories
         environments[mpi_name("mpich", mpich)] = Environment.of(mpich)
     until = time.monotonic() + 60 * args.minutes
     seeds = (
