@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Configuration shared by all tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import signal
 import pytest
 from launch import mpi_name
 
-# Threads of OpenMP and OpenBLAS sleep while they wait. By default they spin, which costs more than
-# the work itself where jobs share two cores: of ResNet-50 on one rank 39 s of CPU instead of 6 s.
+# Make threads of OpenMP and OpenBLAS sleep while they wait. By default they spin, which costs more
+# than the work itself when jobs share two cores: ResNet-50 on one rank takes 39 s of CPU instead of
+# 6 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
@@ -17,9 +18,10 @@ FEATURES = ("eager", "jit", "overlap", "in place", "fp16")  # the columns of doc
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A wrong HORO_LITE_TEST_MPI has ended the run before any test could seem to pass.
+    """End the run immediately if HORO_LITE_TEST_MPI is wrong, before any test could seem to pass.
 
-    What the tests start hears Ctrl-C, even where this run is a shell's background job and does not.
+    Also make the tests' processes receive Ctrl-C, even if this run is a background job of a shell,
+    which ignores it.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("HORO_LITE_TEST_MPI"):
@@ -27,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A mark `shows` of a feature that docs/frameworks.md does not have is an error."""
+    """Raise if a `shows` mark names a feature that docs/frameworks.md does not have."""
     for item in items:
         for mark in item.iter_markers("shows"):
             unknown = [feature for feature in mark.args if feature not in FEATURES]

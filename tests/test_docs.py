@@ -1,4 +1,4 @@
-"""What the documents say: names that exist, and equivalents that are."""
+"""The documents: names that they mention exist, and code that they call equivalent is."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ needs_torch = pytest.mark.skipif(
 
 
 def faces() -> str:
-    """The text of everything that says `hvd` of itself, without importing any framework."""
+    """Return the text of all modules of horo_lite, without importing any framework."""
     return "\n".join(path.read_text() for path in (ROOT / "horo_lite").rglob("*.py"))
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub makes of a document's headings."""
+    """Return the anchors that GitHub generates for a document's headings."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -75,12 +75,12 @@ def test_every_name_of_ours_in_a_document_exists(document: Path) -> None:
 
 
 def tree_of_the_architecture() -> list[str]:
-    """The paths that the tree in ARCHITECTURE.md lists, in its order; folders end with a slash."""
+    """Return the paths in the tree of ARCHITECTURE.md, in order; folders end with a slash."""
     found: list[str] = []
     folders: list[str] = []
     for line in (ROOT / "ARCHITECTURE.md").read_text().split("```")[1].splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        if depth > 2:  # the description of the line above goes on
+        if depth > 2:  # continues the description of the line above
             continue
         for name in line.split():
             if not re.fullmatch(r"\w+(/|\.py|\.h)", name):
@@ -95,7 +95,7 @@ def test_the_tree_of_the_architecture_is_that_of_the_repository() -> None:
     tree = tree_of_the_architecture()
     assert len(tree) > 70
     assert [path for path in tree if not (ROOT / path).exists()] == []
-    # A folder some of whose files are listed has no others.
+    # If some files of a folder are listed, it has no others.
     for folder in {path.rstrip("/").rpartition("/")[0] for path in tree} - {""}:
         there = {
             f"{folder}/{path.name}{'/' * path.is_dir()}"
@@ -115,7 +115,7 @@ def test_what_a_page_for_developers_names_exists(page: str) -> None:
 
     files = [*ROOT.glob("*"), *(path for place in places for path in (ROOT / place).rglob("*"))]
     ends = {"/".join(path.parts[i:]) for path in files for i in (-3, -2, -1)}
-    ends.add("dist")  # which `make wheel` makes
+    ends.add("dist")  # made by `make wheel`
     kinds = (".py", ".pyi", ".h", ".cpp", ".cu", ".md")
     sources = [path for path in files if path.suffix in kinds and path.parent != ROOT]
     sources += [ROOT / name for name in ("Makefile", "pyproject.toml", "setup.py", ".ci/run")]
@@ -139,7 +139,7 @@ def test_what_a_page_for_developers_names_exists(page: str) -> None:
 
 
 def loaded(path: Path) -> ModuleType:
-    """A module of the docs, by its path."""
+    """Return a module of the docs, by its path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -149,7 +149,7 @@ def loaded(path: Path) -> ModuleType:
 
 
 def learned(np: int, rows: str, names: list[str]) -> dict[str, list[float]]:
-    """What each snippet has learned from `rows` of its batches (see snippets_ranks.py)."""
+    """Return what each snippet has learned from `rows` of its batches (see snippets_ranks.py)."""
     script = ROOT / "tests" / "support" / "snippets_ranks.py"
     args = [rows, str(SNIPPETS), *names]
     result = run_ranks(script, np, args=args, launcher=np > 1, timeout_s=60).check()
@@ -172,7 +172,7 @@ def test_snippets_learn_on_two_ranks_what_they_learn_on_one(names: list[str]) ->
     shares, whole = learned(2, "shares", names), learned(1, "whole", names)
     half = learned(1, "half", names)
     for name in names:
-        # Rounding; with autocast that to bfloat16, and on the wire to float16.
+        # Rounding; with autocast to bfloat16, and on the wire to float16.
         bound = 2e-3 if name == "mixed_precision" else 1e-5
         assert np.abs(np.subtract(shares[name], whole[name])).max() < bound, name
         # What rank 0 would learn alone.
@@ -193,7 +193,7 @@ def test_the_compressor_of_the_docs_sends_the_rest_later() -> None:
         return list(total / 40)
 
     for means in run_threads(2, rank):
-        # Of what is left over, a tensor's element waits at most until it is among the largest.
+        # An element of the residual waits at most until it is among the tensor's largest.
         assert np.allclose(means, 2 * np.arange(1.0, 21.0), atol=8)
 
 
@@ -251,7 +251,7 @@ def test_docstrings_become_rst() -> None:
 
 @pytest.mark.parametrize("face", sorted(horo_lite._FACES - {"elastic", "horovod", "torch"}))
 def test_a_face_has_everything_that_horo_lite_has(face: str) -> None:
-    """One import is enough; horo_lite.torch has what Horovod's has."""
+    """One import is enough; horo_lite.torch has everything that Horovod's has."""
     (found,) = [
         path
         for path in (ROOT / "horo_lite" / f"{face}.py", ROOT / "horo_lite" / face / "__init__.py")
@@ -261,7 +261,7 @@ def test_a_face_has_everything_that_horo_lite_has(face: str) -> None:
 
 
 def shown_by(path: Path) -> set[str]:
-    """What the marks `shows` in a file of tests say, without importing what it imports."""
+    """Return the `shows` marks in a file of tests, without importing what it imports."""
     return {
         ast.literal_eval(feature)
         for node in ast.walk(ast.parse(path.read_text()))
@@ -272,7 +272,7 @@ def shown_by(path: Path) -> set[str]:
 
 def test_every_cell_of_the_table_of_frameworks_has_a_test_and_every_test_a_cell() -> None:
     tests = ROOT / "tests"
-    # The first word of a row, and what tests it.
+    # The first word of a row, and its test.
     files = {
         path.stem: [tests / "frameworks" / f"test_{path.stem}.py"]
         for path in tests.glob("frameworks/*.txt")

@@ -19,7 +19,7 @@ from notebook import code_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HALVES = {"float32": [], "float16": ["--fp16-allreduce"], "bfloat16": ["--bf16-allreduce"]}
-# An example takes a few seconds; the limits are for machines that do other things as well.
+# An example takes a few seconds; the limits are for machines with other load.
 LIMIT_S = 150
 pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
@@ -32,7 +32,7 @@ TORCH = pytest.param("digits_torch.py", id="torch", marks=needs_torch)
 
 
 def run(example: str, np: int, *args: object) -> Result:
-    """How the example ended; one rank is started without a launcher, as most users would."""
+    """Return how the example ended; one rank runs without a launcher, as for most users."""
     arguments = [str(arg) for arg in args]
     return run_ranks(EXAMPLES / example, np, args=arguments, launcher=np > 1, timeout_s=LIMIT_S)
 
@@ -43,7 +43,7 @@ def accuracy(result: Result) -> float:
 
 
 def furthest(path: Path, other: Path) -> float:
-    """The relative distance of the two files' parameters, of the parameter where it is largest."""
+    """Return the largest relative distance between parameters of the two files."""
     with np.load(path) as a, np.load(other) as b:
         assert a.files == b.files
         return max(float(np.linalg.norm(a[k] - b[k]) / np.linalg.norm(a[k])) for k in a.files)
@@ -54,8 +54,8 @@ def furthest(path: Path, other: Path) -> float:
     [
         pytest.param(*example.values, size, wire, id=f"{example.id}-{size}-{wire}", marks=marks)
         for example, marks, cases in [
-            # Each size and each format: what they do together, tests/collectives asks. One under
-            # every MPI: on one host it starts the ranks, and what they exchange it does not see.
+            # Each size and each format: combinations are tested in tests/collectives. One under
+            # every MPI: on one host MPI starts the ranks, but does not take part in the exchange.
             (NUMPY, pytest.mark.mpi, [(2, "float32")]),
             (NUMPY, (), [(1, "float32"), (2, "bfloat16"), (4, "float16")]),
             (TORCH, needs_torch, [(2, "float16")]),
@@ -85,15 +85,15 @@ def test_ranks_on_shares_end_where_one_ends_on_whole_batches(example: str, tmp_p
         run(example, size, "--save", path, *args).check()
         return path
 
-    # 65 divides by neither 2 nor 3; and small steps, since training amplifies rounding.
+    # 65 is divisible by neither 2 nor 3; and small steps, since training amplifies rounding.
     options = ["--epochs", 1, "--lr", 0.01, "--batch-size", 65]
     one = trained(1, *options)
-    # Rounding gives 5e-7; ignoring that the shares are uneven, 2e-2.
+    # Rounding gives 5e-7; ignoring that the shards are uneven, 2e-2.
     assert furthest(one, trained(2, *options)) < 1e-4
-    if example == "digits_numpy.py":  # The other one takes its time to start.
+    if example == "digits_numpy.py":  # The other one is slow to start.
         assert furthest(one, trained(3, *options)) < 1e-4
 
-        # Rounded to 11 bits, it needs few steps, too, to stay near: one in an epoch.
+        # Rounded to 11 bits, it needs few steps, too, to stay close: one per epoch.
         options = ["--epochs", 4, "--batch-size", 720]
         one = trained(1, *options)
         assert furthest(one, trained(2, *options, "--fp16-allreduce")) < 3e-3
@@ -178,7 +178,7 @@ def test_without_cupy_or_a_gpu_the_example_says_so() -> None:
     assert line.startswith("this example needs CuPy and an NVIDIA GPU: ")
 
 
-# What the example uses of NumPy, seen in CuPy 14.2, which is too large to install for this.
+# The part of NumPy that the example uses, compared with CuPy 14.2, which is too large to install.
 IN_CUPY = {"arange", "asarray", "exp", "float32", "log", "pad", "tanh", "zeros", "zeros_like"}
 IN_CUPY |= {"lib.stride_tricks.sliding_window_view"}
 
@@ -196,7 +196,7 @@ def test_a_framework_of_ones_own_in_a_notebook() -> None:
     assert "rank 1 has 'layer 1, matrix' float32[64, 81]" in what_differs
     assert len(accuracies) == 3
     assert all(float(one) > 0.97 for one in accuracies)
-    # What the notebook shows is what it gave.
+    # The notebook shows its actual output.
     assert json.dumps(what_differs) in path.read_text().replace("\\n", "")
     assert re.search(r"Trained\(accuracy=0.9[78]\d*, ", path.read_text())
 
@@ -252,7 +252,7 @@ def mnist_pixels(n: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def write_mnist(folder: Path) -> None:
-    """130 and 20 pictures of noise, half of the files compressed."""
+    """Write 130 and 20 images of noise, half of the files compressed."""
     for part, n, suffix in (("train", 130, ".gz"), ("t10k", 20, "")):
         write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", mnist_pixels(n))
         write_idx(folder / f"{part}-labels-idx1-ubyte", np.arange(n, dtype=np.uint8) % 10)

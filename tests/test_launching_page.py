@@ -21,7 +21,7 @@ OPENPAI = {
 @pytest.mark.parametrize(
     ("section", "variables", "expected"),
     [
-        # The main node is not told its own address.
+        # The main node does not get its own address.
         ("AWS Batch", AWS | {"AWS_BATCH_JOB_NODE_INDEX": "0"}, (0, "4", "10.0.0.5", 29500)),
         (
             "AWS Batch",

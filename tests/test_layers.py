@@ -1,4 +1,4 @@
-"""What the layers may know of each other, beside what `lint-imports` checks (pyproject.toml)."""
+"""Dependencies between layers, beyond what `lint-imports` checks (pyproject.toml)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS = {"SoloTransport", "ShmTransport", "HostsTransport", "NcclTransport", "Sta
 
 
 def knowledge_of_transports(source: str) -> Iterator[str]:
-    """Yield where the source asks which transport it has, instead of using the interface."""
+    """Yield places that check which transport they have, instead of using the interface."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             text = ast.unparse(node)

@@ -1,4 +1,4 @@
-"""What the package shows: to dir(), help(), editors and type checkers, and in errors of a typo."""
+"""The public API in dir(), help(), editors and type checkers, and in errors for a typo."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_type_checker_finds_a_typo(tmp_path: Path) -> None:
         "hvd.allreduce_async(1.0, hvd.Sum, name='x')\n"
         "hvd.allreduce_async(1.0, nme='x')\n"
     )
-    # Whatever frameworks are installed, which take most of the time: `make check` looks into them.
+    # Independent of installed frameworks, which take most of the time: `make check` covers them.
     config = tmp_path / "mypy.ini"
     config.write_text(
         "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"

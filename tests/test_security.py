@@ -1,4 +1,4 @@
-"""What keeps others out: the memory that ranks share, and the ports that nobody opens."""
+"""Protection against other users: the ranks' shared memory, and that no ports are opened."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_another_user_made_is_not_mapped() -> None:
         os.fchown(segment.fd, 12345, -1)
         foreign = os.dup(segment.fd)
     else:
-        foreign = os.open("/dev/null", os.O_RDWR)  # root's, and everybody may write it
+        foreign = os.open("/dev/null", os.O_RDWR)  # root's, and writable by all users
     try:
         with pytest.raises(RuntimeError, match="belongs to another user"):
             Segment.open(os.getpid(), foreign, N_BYTES, segment.token)
@@ -63,7 +63,7 @@ def test_what_has_another_size_is_not_mapped(n_bytes: int) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "fifo"])
 def test_what_has_a_name_is_not_mapped(kind: str, tmp_path: Path) -> None:
-    """Though it has the size, the token and the owner of a segment."""
+    """Although it has the size, the token and the owner of a segment."""
     segment = Segment.create(N_BYTES)
     image, path = Path(f"/proc/self/fd/{segment.fd}").read_bytes(), tmp_path / "victim"
     path.write_bytes(image) if kind == "file" else os.mkfifo(path)
@@ -78,7 +78,7 @@ def test_what_has_a_name_is_not_mapped(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "fifo of another"])
 def test_only_an_inbox_is_written_to(kind: str, tmp_path: Path) -> None:
-    """init() looks at it, and so does who writes: it may be another by then."""
+    """init() checks it, and so does the writer: it may have been replaced by then."""
     path = tmp_path / "victim"
     path.write_text("precious") if kind == "file" else os.mkfifo(path)
     if kind != "file":

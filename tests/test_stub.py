@@ -1,4 +1,4 @@
-"""The stubs of the C++ modules say what the modules have: names, arguments, defaults and types."""
+"""The stubs of the C++ modules match the modules: names, arguments, defaults and types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from horo_lite import _native, _testing
 
-# Types that the stub may know more of than nanobind, and how they begin there.
+# Types that the stub may describe in more detail than nanobind, and how nanobind's begin.
 VAGUE = {
     "object": "",
     "object | None": "",
@@ -22,12 +22,12 @@ VAGUE = {
     "Sequence": "Sequence",
     "list": "list",
 }
-# nanobind's own notation, which is no Python.
+# nanobind's own notation, which is not valid Python.
 ARRAY = re.compile(r"numpy\.ndarray\[[^\]]*\]")
 
 
 class Signature(NamedTuple):
-    """Of a function, a method or a property, what both sides can tell; of a class nothing."""
+    """What both sides know of a function, a method or a property; for a class nothing."""
 
     kind: str  # function (or method), static, property, class
     arguments: list[tuple[str, str]]  # name and type
@@ -36,7 +36,7 @@ class Signature(NamedTuple):
 
 
 def in_stub(module: ModuleType) -> Iterator[tuple[str, Signature]]:
-    """The full name and the signature of everything that the stub declares."""
+    """Yield the full name and the signature of everything that the stub declares."""
     path = Path(module.__file__ or "").parent / f"{module.__name__.rpartition('.')[2]}.pyi"
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -102,7 +102,7 @@ def plain(annotation: str) -> str:
 
 
 def agree(stub: str, module: str) -> bool:
-    if stub in (module, f"{module} | None"):  # a null pointer is None, which nanobind does not say
+    if stub in (module, f"{module} | None"):  # a null pointer is None, which nanobind omits
         return True
     return module in VAGUE and stub.startswith(VAGUE[module])
 

@@ -1,4 +1,4 @@
-"""horovod.data: batches that a thread reads ahead."""
+"""horovod.data: batches that a thread prefetches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_they_are_read_ahead_as_far_as_asked_and_no_further() -> None:
     while len(loader.read) < 4 and not deadline.wait(0.01):
         pass
     deadline.wait(0.3)
-    assert loader.read == [0, 1, 2, 3]  # one given, two waiting, one in the thread's hand
+    assert loader.read == [0, 1, 2, 3]  # one yielded, two waiting, one held by the thread
     batches.close()  # type: ignore[attr-defined]
     assert n_threads() == 0
     batches = iter(loader)

@@ -1,4 +1,4 @@
-"""The name `horovod` for this package: found where it was asked for, and nowhere else."""
+"""The name `horovod` for this package: found if it was requested, and nowhere else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_torch = pytest.mark.skipif(
 def python(
     *arguments: str, path: object = None, ok: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """What a Python with these arguments printed; `path` is put on its search path."""
+    """Return what a Python with these arguments prints; `path` is put on its search path."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, [path, *sys.path])))}
     command = [sys.executable, *arguments]
     found = subprocess.run(
@@ -39,7 +39,7 @@ def code(text: str) -> tuple[str, str]:
 
 @pytest.fixture
 def real(tmp_path: Path) -> Path:
-    """A folder with what stands for a real Horovod."""
+    """Return a folder that stands for a real Horovod."""
     folder = tmp_path / "horovod"
     folder.mkdir()
     (folder / "__init__.py").write_text("__version__ = 'real'\n")

@@ -1,4 +1,4 @@
-"""`horovod.ray.RayExecutor` and `horovod.spark.run`, with processes in place of a cluster.
+"""`horovod.ray.RayExecutor` and `horovod.spark.run`, with processes instead of a cluster.
 
 The clusters themselves are in tests/clusters.
 """
@@ -30,7 +30,7 @@ ENV = {"HORO_LITE_DEVICE": "cpu"}
 
 @pytest.fixture
 def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`horovod` is this package, until the test ends."""
+    """Make `horovod` this package, until the test ends."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     horo_lite.horovod.install(replace=True)
@@ -42,7 +42,7 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def ray(horovod: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The fake, and no process that is left."""
+    """Yield the fake Ray; assert that no process is left."""
     ours = ("horo_lite.launch.on_ray", "horo_lite.horovod.ray")
     monkeypatch.syspath_prepend(str(FAKE))
     for name in (*ours, *(name for name in sys.modules if name.partition(".")[0] == "ray")):
@@ -60,7 +60,7 @@ def ray(horovod: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Model:
-    """What every worker makes."""
+    """An object that every worker makes."""
 
     def __init__(self, start: int, *, step: int = 1) -> None:
         self.value, self.step = start, step
@@ -94,14 +94,14 @@ def test_ray_executor(ray: Any) -> None:
             raise ValueError("share 1 is missing")
         horovod_torch.init()
 
-    # More than the test may take: nobody is to find out by waiting that another has failed.
+    # More than the test may take: no rank may learn of another's failure by a time-out.
     settings = RayExecutor.create_settings(timeout_s=1000)
     executor = RayExecutor(settings, num_workers=3, use_gpu=True)
     executor.start(Model, [10], {"step": 2}, extra_env_vars=ENV)
     first = executor.run(train, args=[0.5], kwargs={"plus": 1})
     assert [(rank, total) for rank, _, total, _ in first] == [(0, 4.0), (1, 4.0), (2, 4.0)]
     assert len({pid for _, pid, *_ in first} | {os.getpid()}) == 4
-    # The same processes, in the same world, with what they have made.
+    # The same processes, in the same world, with the objects that they have made.
     again = ray.get(executor.run_remote(train, [0.5], {"plus": 2}))
     assert again == [(rank, pid, 5.0, False) for rank, pid, *_ in first]
     assert executor.execute(lambda model: (model.train(), horovod_torch.rank())) == [
@@ -111,7 +111,7 @@ def test_ray_executor(ray: Any) -> None:
     ]
     assert executor.execute_single(lambda model: model.train()) == 14
     assert executor.execute(lambda model: model.value) == [14, 12, 12]
-    # Those of one node have consecutive numbers, and see the GPUs of all of them.
+    # Workers of one node have consecutive numbers, and see the GPUs of all of them.
     visible = executor.run(lambda: (ray.node, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert visible == [("127.0.0.1", "0,1"), ("127.0.0.1", "0,1"), ("127.0.0.2", "0")]
     # The error of the rank that failed, for which the others do not wait; then a new world.
@@ -120,7 +120,7 @@ def test_ray_executor(ray: Any) -> None:
             executor.run(fail, [late])
         after = executor.run(train, [1.0], {"plus": 0})
         assert after == [(rank, pid, 6.0, True) for rank, pid, *_ in first]
-    # The same where there is no world yet, whichever of them keeps the store of the rendezvous.
+    # The same without a world yet, whichever of them keeps the store of the rendezvous.
     for failing in (0, 1):
         executor.run(horovod_torch.shutdown)
         with pytest.raises(ValueError, match="share 1 is missing"):
@@ -185,7 +185,7 @@ def test_parts_that_there_are_not(ray: Any) -> None:
 
 @pytest.fixture
 def spark(horovod: None, monkeypatch: pytest.MonkeyPatch) -> list[RankTask]:
-    """Tasks are threads; there is a session with a parallelism of 2."""
+    """Return the tasks, which are threads; there is a session with a parallelism of 2."""
     given: list[RankTask] = []
 
     def run_tasks(task: RankTask) -> list[RankEnd]:

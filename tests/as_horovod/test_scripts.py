@@ -1,4 +1,4 @@
-"""Scripts for Horovod, unedited, under --as-horovod: N ranks give what one process gives."""
+"""Scripts for Horovod, unedited, under --as-horovod: N ranks give the result of one process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_library_that_imports_horovod() -> None:
 
 
 def test_a_function_for_ray() -> None:
-    """With processes in place of a cluster; the real Ray is in tests/clusters."""
+    """With processes instead of a cluster; the real Ray is in tests/clusters."""
     pytest.importorskip("cloudpickle")
     fake = str(TESTS / "support" / "fake_ray")
     whole = ["--num-workers", 1, "--batch-size", 64, "--lr", 0.08]

@@ -1,4 +1,4 @@
-"""The tables of docs/from-horovod.md are true: names, and where they say "same" also positions."""
+"""The tables of docs/from-horovod.md: names exist, and "same" ones also have the same positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOMES = {
 }
 COMMON = ("exceptions", "process_sets", "util")
 
-# Horovod 0.28's parameters, for what scripts pass by position and by name.
+# Horovod 0.28's parameters, since scripts pass them by position and by name.
 SCALED = "prescale_factor postscale_factor"
 TORCH = f"tensor average name op {SCALED} process_set"
 MANY = f"tensors average name op {SCALED} process_set"
@@ -138,7 +138,7 @@ POSITIONS = {
     },
 }
 
-# What Horovod 0.28's modules import and define without an underscore, whatever it is for.
+# All names without an underscore in Horovod 0.28's modules, including imported ones.
 BASICS = """
 init shutdown is_initialized start_timeline stop_timeline rank size local_rank local_size cross_rank
 cross_size is_homogeneous mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built
@@ -178,7 +178,7 @@ NAMES = {
 
 
 def rows() -> dict[str, dict[str, str]]:
-    """Of each table, by its heading: the names, and same, different or absent."""
+    """Return for each table, by its heading: the names, and same, different or absent."""
     found: dict[str, dict[str, str]] = {}
     for section in PAGE.split("\n### ")[1:]:
         heading, _, text = section.partition("\n")
@@ -218,7 +218,7 @@ print(json.dumps(looks))
 
 @pytest.fixture(scope="module")
 def looks() -> dict[str, dict[str, list[str]]]:
-    """The names of every module and their positional parameters, with stubs for frameworks."""
+    """Return each module's names and positional parameters, with stubs for frameworks."""
     known = rows()
     modules = {module: list(known[table]) for table in HOMES for module in HOMES[table]}
     modules |= {f"horovod.common.{part}": list(known["horovod.common"]) for part in COMMON}

@@ -45,7 +45,7 @@ CONNECT = {
 
 
 def start(host: Host, line: str, env: dict[str, str]) -> str:
-    """What a command has printed that runs on a host, and may leave daemons there."""
+    """Return what a command prints that runs on a host, and may leave daemons there."""
     done = subprocess.run(
         host.command(["bash", "-c", line]),
         env=env,

@@ -62,7 +62,7 @@ def free_ports(n: int) -> list[int]:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Slurm's daemons, and the environment in which its commands find them."""
+    """Yield the environment in which commands find Slurm's daemons."""
     host, (ctld, first, second) = socket.gethostname().split(".")[0], free_ports(3)
     for name in ("state", host, f"{host}2"):
         (folder / name).mkdir()
@@ -70,7 +70,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     config.write_text(
         CONFIG.format(host=host, folder=folder, ctld=ctld, first=first, second=second)
     )
-    # No cgroup is used, but slurmd 22 asks of which kind they are.
+    # No cgroup is used, but slurmd 22 requires their version.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     env = {**os.environ, "SLURM_CONF": str(config)}
     sbin = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -104,7 +104,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             time.sleep(0.5)
         yield env
     finally:
-        for daemon in reversed(daemons):  # Slurm's say goodbye to each other by way of munged
+        for daemon in reversed(daemons):  # Slurm's daemons notify each other through munged
             daemon.terminate()
             try:
                 daemon.wait(20)
@@ -126,7 +126,7 @@ def output(command: list[str], env: dict[str, str], *, check: bool = True) -> st
 
 
 def batch(lines: str, env: dict[str, str], folder: Path) -> str:
-    """What a script prints that sbatch has been given."""
+    """Return what a script for sbatch prints."""
     script, out = folder / "job.sh", folder / "job.out"
     script.write_text(f"#!/bin/bash\n{lines}\n")
     output(
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--openmpi", help="a Python with Open MPI", required=True)
     parser.add_argument("--mpich", help="a Python with MPICH", required=True)
     args = parser.parse_args()
-    os.environ["HORO_LITE_TEST_HOSTS"] = "2,1"  # two hosts, so that MPI or gloo carries bytes
+    os.environ["HORO_LITE_TEST_HOSTS"] = "2,1"  # two hosts, so that MPI or gloo is used
     os.environ["HORO_LITE_START_TIMEOUT_S"] = "60"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
     pythons = {name: os.path.abspath(getattr(args, name)) for name in ("openmpi", "mpich")}

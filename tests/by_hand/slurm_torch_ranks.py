@@ -1,4 +1,4 @@
-"""What each rank does in slurm.py with PyTorch's backend: prints a digest of training's bits."""
+"""The ranks of slurm.py with PyTorch's backend: they print a digest of training's bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on every cluster, and what it must return."""
+"""Checks for every cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENV = {"HORO_LITE_TEST_HOSTS": "2,1", "HORO_LITE_DEVICE": "cpu"}
 
 
 class NoDataError(Exception):
-    """What a rank raises."""
+    """Raised by a rank."""
 
 
 def check_jobs(on: str) -> None:
@@ -52,7 +52,7 @@ def check_jobs(on: str) -> None:
         with pytest.raises(ValueError, match="share 1 is missing") as raised:
             hvd.run(fail, np=2, on=on)
         assert "on rank 1 of 2" in str(raised.value.__cause__)
-        # The others are not to find out by waiting for as long as they may.
+        # The others must not learn of it by a time-out.
         too_long = {"HORO_LITE_START_TIMEOUT_S": "1000"}
         with pytest.raises(NoDataError, match="share 1 is missing"):
             hvd.run(fail_before_init, np=2, on=on, env=too_long)
@@ -60,7 +60,7 @@ def check_jobs(on: str) -> None:
 
 
 def check_script(script: str, n_option: str) -> None:
-    """Two ranks give what one gives, in a script that starts the cluster itself."""
+    """Two ranks give the result of one, in a script that starts the cluster itself."""
 
     def run(n: int, *options: object) -> list[float]:
         args = (n_option, n, *options)

@@ -34,7 +34,7 @@ def test_a_cluster_that_is_too_small() -> None:
 
 
 def test_a_cancelled_job_leaves_no_rank(client: Client, tmp_path: Path) -> None:
-    """As Ctrl-C does it, which interrupts the wait for the results."""
+    """As by Ctrl-C, which interrupts the wait for the results."""
 
     def wait() -> None:
         (tmp_path / f"{os.getpid()}").touch()

@@ -18,7 +18,7 @@ import horo_lite as hvd
 
 @pytest.fixture(autouse=True, scope="module")
 def cluster() -> Iterator[None]:
-    """One for all tests: Ray gives a node 30 s to start, which is too little on a busy machine."""
+    """One for all tests: Ray allows a node 30 s to start, which is too little on a busy machine."""
     ray.init(num_cpus=N + 1, include_dashboard=False)
     yield
     ray.shutdown()
@@ -35,7 +35,7 @@ def test_a_cluster_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model:
-    """What every worker of a RayExecutor makes."""
+    """An object that every worker of a RayExecutor makes."""
 
     def __init__(self, start: int, *, step: int = 1) -> None:
         self.value, self.step = start, step
@@ -74,7 +74,7 @@ def test_horovods_executor(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ValueError("share 1 is missing")
         horovod_torch.init()
 
-    # More than the test may take: nobody is to find out by waiting that another has failed.
+    # More than the test may take: no rank may learn of another's failure by a time-out.
     settings = RayExecutor.create_settings(timeout_s=1000, placement_group_timeout_s=30)
     executor = RayExecutor(settings, num_workers=N)
     executor.start(Model, [10], {"step": 2}, extra_env_vars={"HORO_LITE_DEVICE": "cpu"})
@@ -102,13 +102,13 @@ def test_horovods_executor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() < until, "workers still run"
         time.sleep(0.1)
     until = time.monotonic() + 60
-    while ray.available_resources().get("CPU") != N + 1:  # what was reserved is free again
+    while ray.available_resources().get("CPU") != N + 1:  # reserved CPUs are free again
         assert time.monotonic() < until
         time.sleep(0.1)
 
 
 def test_horovods_executor_in_the_group_of_its_task() -> None:
-    """Its workers run in what a trial of Tune, say, has reserved."""
+    """Its workers run in the placement group that, for example, a trial of Tune has reserved."""
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -1,4 +1,4 @@
-"""What each rank does in a job of test_bad_arguments.py."""
+"""The ranks of test_bad_arguments.py."""
 
 from collections import OrderedDict
 from fractions import Fraction
@@ -19,7 +19,7 @@ class Opaque:
     pass
 
 
-class Index:  # as integers of other libraries are
+class Index:  # like integers of other libraries
     def __init__(self, value):
         self.value = value
 
@@ -158,7 +158,7 @@ def table():
     yield "average of truth values", ValueError, hvd.allreduce, x > 1
     yield "reducescatter of a scalar", ValueError, hvd.reducescatter, np.float64(1)
     yield "unpicklable", (*anything, AttributeError), hvd.allgather_object, lambda: 0
-    # None would be all ranks, whose next call this one's would meet.
+    # None means all ranks, whose next call would match this one.
     outside = [hvd.new_group([0]), hvd.new_group([1])][1 if rank == 0 else 0]
     on_groups = {
         "allreduce": lambda g: hvd.allreduce(x, group=g),
@@ -190,7 +190,7 @@ for what, kind, call, value in table():
     except Exception as error:
         raise AssertionError(f"{what}({value!r}) raised {error!r}, not {kind}") from error
     else:
-        raise AssertionError(f"{what}({value!r}) gave {result!r}")
+        raise AssertionError(f"{what}({value!r}) returned {result!r}")
     n += 1
     total = hvd.allreduce(np.array([rank + 1.0]), hvd.Sum)
     assert total[0] == size * (size + 1) / 2, (what, value)

@@ -1,4 +1,4 @@
-"""What each rank does in a job of test_interrupts.py."""
+"""The ranks of test_interrupts.py."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def wait_until_ended():
         time.sleep(0.001)
 
 
-# The last rank is late: in `agree`, or when all have agreed and the bytes are to move.
+# The last rank is late: in `agree`, or when all have agreed and the data is to be sent.
 threads = []
 if rank == size - 1:
     name = {"allgather_object": "allgather"}.get(operation, operation)
@@ -56,7 +56,7 @@ if rank == size - 1:
 
         transport.agree = late
     elif operation == "recv":
-        from horo_lite import context  # the envelope leaves at once, its bytes late
+        from horo_lite import context  # the envelope is sent at once, its data late
 
         mailbox = context.messages()._mailbox
         real_offer = mailbox.offer
@@ -112,7 +112,7 @@ if rank == 0:
     assert ended == ("KeyboardInterrupt" if how == "interrupt" else "PeerLostError"), ended
     x[:] = 7.0
     gc.collect()
-    # Other arrays, of the sizes of what may have been given back.
+    # Other arrays, of the sizes of memory that may have been returned.
     given = [np.zeros(k * n, np.float32) for k in (1, size) for _ in range(40)]
     for k in (32, 64, 96, 4096, 1 << 16, 1 << 20):
         given += [np.zeros(k, np.uint8) for _ in range(50)]

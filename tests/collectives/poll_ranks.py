@@ -1,8 +1,8 @@
-"""Ranks that ask again and again whether what a rank that has ended was to take part in is over.
+"""Ranks that poll operations in which a rank takes part that has ended.
 
     poll_ranks.py ends|dies
 
-Rank 1 ends, in good order or not. Rank 2, if there is one, goes on.
+Rank 1 ends, normally or not. Rank 2, if there is one, continues.
 """
 
 import os
@@ -23,7 +23,7 @@ small, large = np.ones(3), np.ones(5000)
 def poll(handle):
     until = time.monotonic() + 60
     while not handle.done():
-        assert time.monotonic() < until, f"{handle.name} is not over"
+        assert time.monotonic() < until, f"{handle.name} is not done"
         time.sleep(0.001)
 
 
@@ -33,7 +33,7 @@ def fails(handle):
     except hvd.PeerLostError as error:
         assert "rank 1" in str(error), error
     else:
-        raise AssertionError(f"{handle.name} is over")
+        raise AssertionError(f"{handle.name} has not failed")
 
 
 if world.rank == 1 and how == "dies":
@@ -43,7 +43,7 @@ if world.rank == 0:
     for handle in lost:
         poll(handle)
         assert handle.done()
-    if how == "ends":  # whoever only asks can go on with the others
+    if how == "ends":  # a rank that only polls can continue with the others
         answer = hvd.irecv(small)
         assert not answer.done()
         hvd.send(small, 2)

@@ -1,4 +1,4 @@
-"""What each rank does in a job of test_send_recv.py."""
+"""The ranks of test_send_recv.py."""
 
 import threading
 from functools import partial
@@ -16,7 +16,7 @@ def of(source, count, dtype=np.float32):
     return (np.arange(count) % 97 + 1000 * source).astype(dtype)
 
 
-# Round the ring: nothing, little, what just fits into an envelope and what does not, 10 MB, twice.
+# Around the ring: nothing, little, what just fits into an envelope and what does not, 10 MB, twice.
 for count in (0, 1, 768, 769, 2_500_000, 2_500_000):
     sent, got = of(rank, count), np.full(count, -1, np.float32)
     handle = hvd.isend(sent, right)
@@ -25,7 +25,7 @@ for count in (0, 1, 768, 769, 2_500_000, 2_500_000):
     sent[:] = 0
     np.testing.assert_array_equal(got, of(left, count))
 
-# Blocking, between two; the others do something else, together.
+# Blocking, between two ranks; the others do something else, together.
 if rank < 2:
     x = np.full(2000, float(rank))
     if rank == 0:
@@ -51,7 +51,7 @@ for x, y in [
     ranks_of = hvd.allgather_object((x.ravel().tolist(), y.ravel().tolist()))
     assert ranks_of[rank][1] == ranks_of[left][0], (x.dtype, x.shape)
 
-# Of one tag in order, of several in the receiver's; thousands before anybody looks.
+# Of one tag in order, of several in the receiver's order; thousands before any is received.
 n_messages = 3000
 handles = [hvd.isend(np.array([i, rank]), right, tag=i % 2) for i in range(n_messages)]
 odd = [hvd.irecv(np.empty(2, np.int64), left, tag=1) for _ in range(3)]
@@ -65,7 +65,7 @@ for tag, begin in ((0, 0), (1, 6)):
 for handle in handles:
     handle.wait()
 
-# From anybody; and large ones in the opposite order.
+# From any source; and large ones in the opposite order.
 if rank == 0:
     got = [np.empty(1, np.int64) for _ in range(size - 1)]
     sources = [hvd.recv(x) for x in got]
@@ -81,7 +81,7 @@ else:
         for handle in both:
             handle.wait()
 
-# What is sent without waiting arrives while its sender is in a collective.
+# A message of isend() arrives while its sender is in a collective.
 x, y = np.full(50_000, float(rank)), np.empty(50_000)
 if rank == 0:
     handle = hvd.isend(x, 1)
@@ -92,7 +92,7 @@ hvd.allreduce(np.ones(4))
 if rank == 0:
     handle.wait()
 
-# Two threads, each with its own.
+# Two threads, each with its own messages.
 if world.thread_multiple:
 
     def exchange(tag):
@@ -113,7 +113,7 @@ if world.thread_multiple:
     assert sorted(good) == [50, 60]
 
 
-# What is wrong.
+# Errors.
 def fails(call, error, *words):
     try:
         call()
@@ -160,7 +160,7 @@ if rank == 0:
 elif rank == 1:
     assert hvd.recv(x * 0, 0, tag=3) == 0
 
-# What nobody has received is forgotten with its world.
+# Messages that were not received are dropped with their world.
 if rank == 0:
     hvd.send(np.full(1, 5.0), 1)
 hvd.barrier()
@@ -176,7 +176,7 @@ elif rank == 1:
     hvd.recv(got, 0)
     assert got[0] == 6
 print("done", flush=True)
-if rank == 0:  # and ends, before anybody has looked
+if rank == 0:  # and ends before anything is received
     hvd.send(np.full(1, 7.0), 1)
 elif rank == 1:
     import time

@@ -1,4 +1,4 @@
-"""New results have the bits of those in place, and arguments stay as they are."""
+"""New results have the same bits as in-place ones, and arguments are not changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import horo_lite as hvd
 
 
 class Marks(type(hvd.Compression.none)):  # type: ignore[misc]
-    """A compressor that changes what it is given."""
+    """A compressor that changes the gradients that it gets."""
 
     def __init__(self) -> None:
         super().__init__("marks")

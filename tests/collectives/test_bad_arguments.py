@@ -1,4 +1,4 @@
-"""Arguments that make no sense: an error of one kind on every rank, before anybody waits."""
+"""Invalid arguments: the same type of error on every rank, before any rank waits."""
 
 from __future__ import annotations
 

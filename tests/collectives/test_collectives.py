@@ -59,7 +59,7 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str) -> None
 def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The handle has the error itself; other handles, later calls and peers learn where it was."""
+    """The handle raises the error itself; other handles, later calls and peers name its origin."""
     real = AllGather.run
 
     def fails(call: AllGather, part: Part, transport: Transport) -> Any:
@@ -91,7 +91,7 @@ def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
     assert all("rank 0 gave up" in text for _, text in one)
 
 
-# (ranks, how many each host has, what carries the bytes)
+# (number of ranks, ranks of each host, transport)
 WORLDS = [
     (1, "", "solo"),
     (2, "", "shm"),
@@ -109,7 +109,7 @@ WORLDS = [
 @pytest.mark.parametrize(("ranks", "hosts", "transport"), WORLDS)
 def test_processes(ranks: int, hosts: str, transport: str) -> None:
     env = {"HORO_LITE_TEST_SIZE": str(ranks), "HORO_LITE_TEST_HOSTS": hosts}
-    env["HORO_LITE_OVERLAP"] = "always"  # some look at what leaves early
+    env["HORO_LITE_OVERLAP"] = "always"  # some checks look at what is sent early
     result = run_ranks("import checks; checks.main()", ranks, env=env, timeout_s=50).check()
     assert result.stdout.count(f"{len(checks.CHECKS)} checks passed over {transport}") == ranks
 

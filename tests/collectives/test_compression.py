@@ -1,4 +1,4 @@
-"""Compressors of one's own: what happens to a gradient before and after it travels."""
+"""User-defined compressors: what happens to a gradient before and after the exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from horo_lite.errors import MismatchError
 
 
 class LargestWithFeedback(Compressor):
-    """Only the largest element travels; the rest is left over for the next time."""
+    """Sends only the largest element; the rest is kept for the next time."""
 
     def __init__(self) -> None:
         super().__init__("largest", "fp16")

@@ -1,4 +1,4 @@
-"""Over MPI: memory that an operation gave back when it ended early is never written to again."""
+"""Over MPI: memory returned by an operation that ended early is never written to again."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from horo_lite.training.reducer import Reducer
 
 ORACLE = {
     Sum: lambda xs, size: sum(xs),
-    Average: lambda xs, size: sum(xs) / size,  # of all ranks, as Horovod has it
+    Average: lambda xs, size: sum(xs) / size,  # of all ranks, as in Horovod
     Min: lambda xs, size: np.minimum.reduce(xs),
     Max: lambda xs, size: np.maximum.reduce(xs),
     Product: lambda xs, size: np.multiply.reduce(xs),
@@ -32,12 +32,12 @@ ORACLE = {
 
 
 def values(rank: int, dtype: str = "float32") -> Any:
-    """Other on every rank, exact in every dtype, and never on the same side of 0 everywhere."""
+    """Return values that differ by rank, exact in every dtype, of both signs across ranks."""
     return (np.arange(6).reshape(3, 2) % 3 + 2 * rank - 3).astype(dtype)
 
 
 def awaited(group: Group, name: str) -> Callable[..., Any]:
-    """The asynchronous form of an operation, as if it were direct."""
+    """Return the asynchronous form of an operation, wrapped as a direct call."""
     begin = getattr(ops, f"{name}_async")
     return lambda *args, **kwargs: group.synchronize(begin(*args, **kwargs, group=group))
 
@@ -74,7 +74,7 @@ def test_what_the_others_do_while_ranks_have_joined(joined: list[int]) -> None:
             got = form("grouped_allreduce")([x, 2.0 * x, np.float64(group.rank)], Sum, name="g")
             np.testing.assert_array_equal(got[1], 2 * total)
             assert got[2] == sum(here)
-            rows = x[: 1 + group.rank % 3]  # not as many on every rank
+            rows = x[: 1 + group.rank % 3]  # a different number on each rank
             parts = [values(r)[: 1 + r % 3] for r in here]
             np.testing.assert_array_equal(form("allgather")(rows), np.concatenate(parts))
             root = here[-1]
@@ -94,7 +94,7 @@ def test_what_the_others_do_while_ranks_have_joined(joined: list[int]) -> None:
         if group.rank in here:
             work(group)
         assert group.join() in here
-        # As before, the unnamed ones too, of which some ranks have called more.
+        # As before, including unnamed operations, of which some ranks have called more.
         everyone = sum(values(r) for r in range(size))
         np.testing.assert_array_equal(ops.allreduce(values(group.rank), Sum, group=group), everyone)
         np.testing.assert_array_equal(
@@ -122,7 +122,7 @@ def test_what_needs_every_rank_is_an_error_and_no_hang() -> None:
             }.items():
                 with pytest.raises(MismatchError, match=f"^{label}.* needs every rank, but rank 1"):
                     call()
-            # What the others do not agree on is theirs alone.
+            # Mismatches among the others concern only them.
             with pytest.raises(MismatchError, match=r"rank 0: .*\[2, 2\]; rank 2: .*\[1, 2\]"):
                 ops.allreduce(x[: 2 - group.rank // 2], group=group)
             with pytest.raises(MismatchError, match=r"rank 0: .*\[2, 2\]; rank 2: .*\[1, 2\]"):
@@ -137,7 +137,7 @@ def test_what_needs_every_rank_is_an_error_and_no_hang() -> None:
 
 
 class Announcing:
-    """An engine that reports that this rank has joined when all ranks know of it."""
+    """An engine that sets an event once all ranks know that this rank has joined."""
 
     def __init__(self, engine: Any, joined: threading.Event) -> None:
         self._engine = engine
@@ -157,7 +157,7 @@ class Announcing:
 
 @pytest.mark.parametrize("between", ["nothing", "direct", "asynchronous"])
 def test_the_last_rank_is_the_same_everywhere(between: str) -> None:
-    """Whatever the others still do when some have joined: three epochs, in another order each."""
+    """Whatever the others do after some have joined: three epochs, each in a different order."""
     orders = [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
     joined = {(epoch, rank): threading.Event() for epoch in range(3) for rank in range(3)}
 
@@ -187,11 +187,11 @@ def test_the_last_rank_is_the_same_everywhere(between: str) -> None:
 
 
 class OneMore(Compressor):
-    """Keeps something, as error feedback does, and adds it to what a rank contributes."""
+    """Has state, as for error feedback, and adds one to a rank's contribution."""
 
     def __init__(self) -> None:
         super().__init__("one more")
-        self.kept = threading.Lock()  # which no other rank could be sent
+        self.kept = threading.Lock()  # which cannot be sent to another rank
 
     def prepare(self, name: str, gradient: Any) -> None:
         gradient += 1
@@ -218,7 +218,7 @@ def test_a_world_of_one_joins_itself() -> None:
 
 
 def test_messages_name_ranks_as_the_world_does() -> None:
-    """In a part of a world, ranks 5 and 7."""
+    """In a group with ranks 5 and 7 of a world."""
     from horo_lite._native import thread_group
     from horo_lite.transports.shm import ShmTransport
 
@@ -244,7 +244,7 @@ def test_messages_name_ranks_as_the_world_does() -> None:
 
 
 def test_unnamed_numbers_stay_alike_after_unmatched_operations() -> None:
-    """Several lacked a match on one rank, and one of their handles is forgotten."""
+    """Several operations have no match on one rank, and one of their handles is dropped."""
 
     def rank(group: Group) -> None:
         if group.rank == 0:
@@ -268,7 +268,7 @@ class Parameter:
 
 
 def test_optimizers_are_counted_alike_after_a_join_whichever_a_rank_has_kept() -> None:
-    """Python may have collected one that is not used any more on some ranks only."""
+    """Python may have collected an unused one on some ranks only."""
 
     def rank(group: Group) -> None:
         def reducer(parameter: Parameter) -> Reducer:
@@ -291,7 +291,7 @@ def test_optimizers_are_counted_alike_after_a_join_whichever_a_rank_has_kept() -
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_averages_count_all_ranks_or_all_samples(weighted: bool) -> None:
-    """Gradients announced one by one, so that buckets leave early, and one that is nobody's."""
+    """Gradients are announced one by one, so buckets are sent early; all ranks lack one."""
     counts = [3, 5, 0]
 
     def rank(group: Group) -> list[Any]:
@@ -334,12 +334,12 @@ def test_a_rank_that_fails_ends_the_wait_of_those_that_have_joined() -> None:
         run_threads(3, rank)
     for r in (0, 2):
         assert isinstance(caught.value.errors[r], PeerLostError)
-        # In join(), in its engine, or on its way there: what it heard first.
+        # In join(), in its engine, or before it: whatever it noticed first.
         assert "rank 1" in str(caught.value.errors[r])
 
 
 def random_epoch(rng: random.Random, size: int) -> tuple[list[str], list[int]]:
-    """What there is to do, and how much of it each rank does before it joins."""
+    """Return the calls of an epoch, and how many of them each rank makes before it joins."""
     kinds = ["allreduce", "allgather", "broadcast", "barrier", "step", "shuffled", "late"]
     todo = rng.choices(kinds, k=rng.randrange(14))
     stops = [rng.randrange(len(todo) + 1) for _ in range(size)]
@@ -349,7 +349,7 @@ def random_epoch(rng: random.Random, size: int) -> tuple[list[str], list[int]]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
-    """Direct and asynchronous calls, some of whose handles are waited for after join() only."""
+    """Direct and asynchronous calls; some handles are waited for only after join()."""
     everywhere = random.Random(seed)
     size = everywhere.choice([2, 3, 4])
     epochs = [random_epoch(everywhere, size) for _ in range(3)]
@@ -363,7 +363,7 @@ def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
         def do(what: str, k: int, here: list[int]) -> Any:
             x, expected = np.full(4, 10.0 * k + r), {q: 10.0 * k + q for q in here}
             total = sum(expected.values())
-            # Whether a call is asynchronous must be alike on all ranks.
+            # Whether a call is asynchronous must be the same on all ranks.
             form = awaited if k % 2 else direct
             if what == "allreduce":
                 assert form(group, what)(x, Sum)[0] == total
@@ -407,7 +407,7 @@ def test_random_programs_that_ranks_leave_anywhere(seed: int) -> None:
     results = run_threads(size, rank)
     assert results == [results[0]] * size
     for (todo, stops), last in zip(epochs, results[0], strict=True):
-        # Nobody has waited for more than the last one: it has seen every step.
+        # No rank has waited for more operations than the last one: it has seen every step.
         waits = [[k for k in range(stop) if todo[k] != "late"] for stop in stops]
         assert len(waits[last]) == max(map(len, waits))
 
@@ -442,7 +442,7 @@ def test_torch_operations_while_a_rank_has_joined() -> None:
             total = th.sparse_allreduce_async(sparse, "s", th.Average, **k)().to_dense()
             assert total.tolist() == [1, 1, 0, 1]
             th.barrier(**k)
-            # Of equal gradients Adasum is one of them; zeros change nothing.
+            # Of equal gradients Adasum returns one; zeros have no effect.
             got = th.allreduce(torch.tensor([3.0, 4.0]), op=th.Adasum, **k)
             assert got.tolist() == pytest.approx([3.0, 4.0])
             with pytest.raises(MismatchError, match="needs every rank, but rank 2"):
@@ -456,7 +456,7 @@ def test_torch_operations_while_a_rank_has_joined() -> None:
 
 
 def filled(torch: Any, net: Any) -> Any:
-    """`net`, the same for whoever asks: ranks that are threads share torch's own generator."""
+    """Fill `net` with the same values everywhere: ranks as threads share torch's generator."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in net.parameters():
@@ -480,7 +480,7 @@ def batch(torch: Any, epoch: int, step: int, rank: int) -> Any:
 
 @pytest.mark.parametrize("op", ["Average", "Sum", "Adasum"])
 def test_torch_optimizer_with_uneven_batches(op: str, monkeypatch: Any) -> None:
-    """Every step is that of all batches there are; sparse gradients, small buckets, two epochs."""
+    """Every step averages all existing batches; sparse gradients, small buckets, two epochs."""
     torch = pytest.importorskip("torch")
     import horo_lite.torch as th
 
@@ -538,7 +538,7 @@ def test_whoever_joined_goes_on_as_the_last_rank_would(kind: str) -> None:
     torch = pytest.importorskip("torch")
     import horo_lite.torch as th
 
-    class Halves:  # a compressor of the user's own
+    class Halves:  # a user-defined compressor
         compress = staticmethod(lambda x: (x.half(), x.dtype))
         decompress = staticmethod(lambda x, dtype: x.to(dtype))
 
@@ -703,7 +703,7 @@ JOB = """
 @pytest.mark.mpi
 @pytest.mark.parametrize("hosts", ["3", "2,1"])
 def test_a_job_in_which_ranks_join(hosts: str) -> None:
-    """Also among part of the ranks; it ends where a rank fails while others wait."""
+    """Also in a group of some ranks; the job ends if a rank fails while others wait."""
     result = run_ranks(JOB, 3, env={"HORO_LITE_TEST_HOSTS": hosts})
     assert result.stdout.count("joined") == 3, str(result)
     assert result.returncode != 0
@@ -713,7 +713,7 @@ def test_a_job_in_which_ranks_join(hosts: str) -> None:
 
 
 def test_nobody_is_late_while_the_others_move() -> None:
-    """Three steps of the engine's, no direct call: longer than a rank may wait, each is shorter."""
+    """Three engine steps without a direct call: longer than the limit, but each is shorter."""
     code = """
         import time
         import numpy as np
@@ -732,7 +732,7 @@ def test_nobody_is_late_while_the_others_move() -> None:
     """
     result = run_ranks(code, 2, env={"HORO_LITE_STALL_WARN_S": "2"}).check()
     longest = float(result.stdout.split("longest")[1])
-    # On a busy machine a step may take as long as a rank may wait.
+    # On a busy machine a step may take as long as the limit.
     assert "stalled" not in result.stderr or longest > 1.5, str(result)
 
 

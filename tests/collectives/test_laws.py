@@ -1,4 +1,4 @@
-"""What holds for all arrays, sizes, orders and layouts, looked for by Hypothesis on threads."""
+"""Properties for all arrays, sizes, orders and layouts, tested by Hypothesis on threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oracle import Array, rank_order_reference, same_bits, sample
 import horo_lite as hvd
 from horo_lite import Average, Compression, Group, Sum, _native, ops
 
-# Every example starts threads: fewer examples than usual, and no limit on their time.
+# Every example starts threads: fewer examples than usual, without a time limit.
 law = settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
 
 wires = st.sampled_from(["none", "fp16", "bf16"])
@@ -29,7 +29,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 @st.composite
 def blocks_of_any_size(draw: st.DrawFn) -> list[Array]:
-    """One array for each rank; every stretch of it has an order of magnitude of its own."""
+    """Draw one array per rank; every part of it has its own order of magnitude."""
     n_ranks, n = draw(sizes), draw(st.sampled_from([1, 5, 1023, 1024, 1025, 2500]))
     random = np.random.default_rng(draw(seeds))
     exponents = draw(st.lists(st.integers(-37, 36), min_size=4 * n_ranks, max_size=4 * n_ranks))
@@ -52,12 +52,12 @@ def blocks_of_any_size(draw: st.DrawFn) -> list[Array]:
 @example([np.repeat(np.array([1e6, 1e-7], np.float32), 1024)] * 2, "fp16")
 @example([np.full(3, 2.0**-149, np.float32)] * 3, "fp16")
 def test_the_wire_keeps_its_bound(inputs: list[Array], wire: str) -> None:
-    """The contract of the wire.
+    """The error bound of the wire.
 
-    A block is 1,024 elements or fewer, counted from the tensor's own start, with a power-of-two
-    scale from its largest finite magnitude m over all ranks. An average over N ranks of one host
-    is off by at most (1 + 2^-9) * 2^-11 * (mean |x_r| + |mean|) + 2^-37 * m for fp16, by
-    (1 + 2^-6) * 2^-8 * (mean |x_r| + |mean|) for bf16, and by nothing but float32's additions in
+    A block is up to 1,024 elements, counted from the tensor's own start, with a power-of-two scale
+    from its largest finite magnitude m over all ranks. The error of an average over N ranks of one
+    host is at most (1 + 2^-9) * 2^-11 * (mean |x_r| + |mean|) + 2^-37 * m for fp16,
+    (1 + 2^-6) * 2^-8 * (mean |x_r| + |mean|) for bf16, and only that of float32's additions in
     rank order for none. All ranks have the same bits.
     """
 
@@ -83,7 +83,7 @@ def test_the_wire_keeps_its_bound(inputs: list[Array], wire: str) -> None:
 @example([[np.inf, 1.0, 0.0, 0.0, 0.0, 0.0], [2.0**37, 1.0, 0.0, 0.0, 0.0, 0.0]], "fp16")
 @example([[np.inf, 1e-37, -np.inf, 0.0, 0.0, 0.0], [2.0, 1e30, np.inf, 0.0, 0.0, 0.0]], "fp16")
 def test_what_is_not_finite_stays_alone(rows: list[list[float]], wire: str) -> None:
-    """Exactly the elements that some rank has as inf or nan arrive as their sum: inf or nan."""
+    """Exactly the elements that are inf or nan on some rank arrive as their sum: inf or nan."""
     inputs = [np.array(row, np.float32) for row in rows]
     with np.errstate(all="ignore"):
         inputs = [np.where(np.isfinite(x), np.clip(x, -1e30, 1e30), x) for x in inputs]
@@ -98,7 +98,7 @@ def test_what_is_not_finite_stays_alone(rows: list[list[float]], wire: str) -> N
             what = np.sum([np.where(np.isfinite(x), np.float32(0), x) for x in inputs], axis=0)
         np.testing.assert_array_equal(out[bad], what[bad])
         assert np.all(np.isfinite(out[~bad]))
-        # What other ranks hold there is finite, and may have set the scale of the block.
+        # The other ranks' values there are finite, and may have set the scale of the block.
         finite = [np.where(np.isfinite(x), x, np.float32(0)) for x in inputs]
         exact = oracle.allreduce_reference(finite, "average")
         error = np.abs(np.where(bad, exact, out) - exact)
@@ -118,7 +118,7 @@ def test_what_is_not_finite_stays_alone(rows: list[list[float]], wire: str) -> N
 def test_bits_do_not_depend_on_grouping_order_or_company(
     n_ranks: int, lengths: list[int], wire: str, seed: int, data: st.DataObject
 ) -> None:
-    """Buckets of any size, in any order, with strangers between: what bucket_bytes may change."""
+    """Buckets of any size and order, with others in between, as bucket_bytes may change them."""
     order = data.draw(st.permutations(range(len(lengths))))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(lengths)), max_size=4)) | {0, len(lengths)})
     strangers = data.draw(
@@ -152,7 +152,7 @@ def test_bits_do_not_depend_on_grouping_order_or_company(
 
 
 def _permuted(x: Array, axes: Sequence[int]) -> Array:
-    """The same numbers, dense in memory, with the axes in this order."""
+    """Return the same numbers, dense in memory, with the axes in this order."""
     return np.ascontiguousarray(x.transpose(axes)).transpose(np.argsort(axes))
 
 
@@ -166,7 +166,7 @@ def _permuted(x: Array, axes: Sequence[int]) -> Array:
 def test_layouts_change_nothing(
     n_ranks: int, shape: tuple[int, ...], in_place: bool, data: st.DataObject
 ) -> None:
-    """Each rank has its own memory order, dense or with gaps or backwards."""
+    """Each rank has its own memory order: dense, with gaps or backwards."""
     axes = [data.draw(st.permutations(range(len(shape)))) for _ in range(n_ranks)]
     steps = [data.draw(st.sampled_from([1, 2, -1])) for _ in range(n_ranks)]
     inputs = [sample(rank, shape, np.float32) for rank in range(n_ranks)]
@@ -204,7 +204,7 @@ def test_an_axis_of_extent_one_takes_no_step_whatever_its_stride() -> None:
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
 def test_overlaps_are_those_that_numpy_finds(data: st.DataObject) -> None:
-    """Of views of one memory, with any steps, and of arrays with strides of their own."""
+    """Of views of one memory, with any steps, and of arrays with their own strides."""
     memory = np.zeros(60, np.uint8)
 
     def view() -> Array:
@@ -260,7 +260,7 @@ def test_every_op_of_every_dtype(
     if oracle.is_float(dtype):
         inputs = [sample(rank, shape, dtype, seed=seed) for rank in range(n_ranks)]
         expected = rank_order_reference(inputs, op)
-    else:  # all bits, so that sums and products wrap
+    else:  # all bits, so that sums and products wrap around
         random = np.random.default_rng(seed)
         info = np.iinfo(dtype)
         inputs = [
@@ -283,7 +283,7 @@ def test_every_op_of_every_dtype(
     seed=seeds,
 )
 def test_halves_are_rounded_once(n_ranks: int, op: str, dtype: np.dtype[Any], seed: int) -> None:
-    """Whatever bits they are: reduced in float32 in rank order, and only the result is rounded."""
+    """For any bits: reduced in float32 in rank order, and only the result is rounded."""
     random = np.random.default_rng(seed)
     inputs = []
     for _ in range(n_ranks):
@@ -330,7 +330,7 @@ def test_a_public_reduction_may_be_weighted(call: str, end: str) -> None:
     seed=seeds,
 )
 def test_weights(weights: list[float], factor: float, wire: str, seed: int) -> None:
-    """sum(w x) / sum(w), and nothing but the ratios of the weights counts."""
+    """sum(w x) / sum(w): only the ratios of the weights matter."""
     assume(sum(weights) > 0)
     n = len(weights)
     inputs = [sample(rank, (1500,), np.float32, seed=seed) for rank in range(n)]
@@ -373,7 +373,7 @@ def test_weights(weights: list[float], factor: float, wire: str, seed: int) -> N
 def test_a_weighted_average_is_as_exact_as_any(
     weights: list[float], dtype: np.dtype[Any], asynchronous: bool, seed: int
 ) -> None:
-    """Of numbers of all sizes that the dtype has: rounded once to it, and to float32 on the way."""
+    """For numbers of all sizes of the dtype: rounded once to it, and to float32 before."""
     assume(sum(weights) > 0)
     n = len(weights)
     random = np.random.default_rng(seed)
@@ -383,7 +383,7 @@ def test_a_weighted_average_is_as_exact_as_any(
         x = random.integers(0, np.iinfo(kind).max, 1500, kind, endpoint=True).view(dtype)
         with np.errstate(invalid="ignore"):
             x = np.where(np.isfinite(x), x, dtype.type(1))
-        if dtype == np.float32:  # unlike the others' it may overflow where two are added
+        if dtype == np.float32:  # unlike the other dtypes, a sum of two may overflow
             x = (x / 4).astype(np.float32)
         x[0], x[1], x[2] = 65504 - 32 * (rank == 1), 6e-8, 3
         inputs.append(x if weights[rank] else np.full_like(x, np.nan))
@@ -407,7 +407,7 @@ def test_a_weighted_average_is_as_exact_as_any(
     magnitude = sum(s * np.abs(x) for s, x in zip(shares, numbers, strict=True)) / total
     digits, least = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149)}[dtype.name]
     once = 2.0**-digits * np.abs(exact) + 2.0 ** (least - 1)
-    # No weight but 0 counts less than the least normal number of float32, so that inf stays inf.
+    # A nonzero weight counts at least as the smallest normal number of float32, so inf stays inf.
     weightless = 2.0**-125 * (1 + np.max(np.abs(numbers), axis=0))
     on_the_way = (n + 2) * 2.0**-24 * magnitude + n * weightless
     for out in outs:
@@ -427,7 +427,7 @@ def test_a_weighted_average_is_as_exact_as_any(
 def test_weighted_averages_of_integers(
     weights: list[int], unit: float, dtype: np.dtype[Any], seed: int
 ) -> None:
-    """The exact sum over the exact total, cut towards zero."""
+    """The exact sum over the exact total, truncated toward zero."""
     assume(sum(weights) > 0)
     random = np.random.default_rng(seed)
     info = np.iinfo(dtype)
@@ -478,7 +478,7 @@ def test_async_operations_in_any_order(n_ranks: int, seed: int, data: st.DataObj
     data=st.data(),
 )
 def test_names_that_not_all_ranks_know(n_ranks: int, common: set[str], data: st.DataObject) -> None:
-    """What all have submitted comes through; the rest is a mismatch; then the group goes on."""
+    """Names submitted by all complete; the others are mismatches; the group remains usable."""
     owners = data.draw(st.sets(st.integers(0, n_ranks - 1), min_size=1, max_size=n_ranks - 1))
     # Every rank must be blocked in the end: those that do not know the name wait for their own.
     own_name = {rank: "mine" if rank in owners else "others" for rank in range(n_ranks)}
@@ -542,7 +542,7 @@ def test_rows_arrive_where_they_belong(
 def test_large_and_small_right_behind_each_other(
     n_ranks: int, n: int, wire: str, shift: int
 ) -> None:
-    """What one operation leaves in shared memory is never taken for the next one's."""
+    """Data that one operation leaves in shared memory is never taken for the next one's."""
 
     def reduce(group: Group) -> None:
         for turn in range(4):
@@ -574,7 +574,7 @@ def test_eight_ranks_of_sixty_thousand_and_sixty_four_of_two_tenths_of_a_million
             timeout_s=60,
         )
 
-    # Around 6e4 in steps that half precision holds there.
+    # Around 6e4 in steps that are exact in half precision there.
     for out in average([np.full(2000, 6e4 + 64 * (r - 3.5), np.float32) for r in range(8)]):
         assert np.all(out == 6e4)
     tiny = [np.full(2000, 2e-7 * (r + 1) / 32.5, np.float32) for r in range(64)]

@@ -1,4 +1,4 @@
-"""What an all-reduce needs beside the arrays: a few chunks, whatever the size of the model."""
+"""The memory that an all-reduce needs besides the arrays: a few chunks, for any model size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def extra(what):
     before = status("VmRSS")
     what()
     return status("VmHWM") - before
-arrays = [np.full(16 << 20, rank + 1, np.float32) for _ in range(4)]  # 256 MiB in all
+arrays = [np.full(16 << 20, rank + 1, np.float32) for _ in range(4)]  # 256 MiB in total
 def fill():
     for x in arrays:
         x[:] = rank + 1
@@ -104,13 +104,13 @@ def test_only_what_is_not_dense_is_copied() -> None:
 
 
 def available_bytes() -> int:
-    """What the machine can still give without swapping."""
+    """Return the bytes that the machine can provide without swapping."""
     with open("/proc/meminfo") as lines:
         found = next(line for line in lines if line.startswith("MemAvailable"))
     return int(found.split()[1]) * 1024
 
 
-BEYOND = (1 << 31) + 4099  # bytes; more than a signed 32-bit count holds
+BEYOND = (1 << 31) + 4099  # bytes; more than fits into a signed 32-bit count
 
 
 def test_more_than_2_gib() -> None:
@@ -129,7 +129,7 @@ def test_more_than_2_gib() -> None:
 
 
 def test_more_than_2_gib_between_hosts() -> None:
-    """Once is enough: what counts bytes is mpi4py's interface, the same over both MPIs."""
+    """Once is enough: bytes are counted by mpi4py's interface, the same over both MPIs."""
     if available_bytes() < 10 << 30:
         pytest.skip("needs 10 GiB of free memory")
     body = f"""
@@ -156,7 +156,7 @@ def test_sixty_four_ranks_on_a_host() -> None:
         tiny = ops.allreduce(
             np.full(3000, 2e-7, np.float32), compression=hvd.Compression.fp16, group=group
         )
-        # 2e-7 rounded to half precision twice, and nothing lost on the way.
+        # 2e-7 rounded to half precision twice, without any other loss.
         assert np.all(np.abs(tiny - np.float32(2e-7)) <= 2e-7 * 2.0**-10)
         assert ops.allgather_object(group.rank, group=group) == list(range(64))
 
@@ -189,26 +189,26 @@ def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
     again[...] = new[...] = 3
     assert address(again) in places
     assert address(new) not in places
-    assert (part == 7).all(), "memory that is referred to was given away"
+    assert (part == 7).all(), "memory that is still referenced was reused"
     del part, again, new
     assert memory.bytes == (0, 3 * MIB)
 
 
 def test_memory_that_is_kept_is_bounded() -> None:
     memory = _native.ReusedMemory()
-    # Whatever the sizes, no more is held than was in use at one time.
+    # Whatever the sizes, no more is kept than was in use at the same time.
     for n in range(1, 100):
         held = memory.arrays([n * MIB // 8, MIB])
         most = sum(x.nbytes for x in held)
         assert sum(memory.bytes) == most
         del held
         assert memory.bytes == (0, most)
-    # What was in use long ago does not count.
+    # Usage long ago does not count.
     for _ in range(2000):
         memory.arrays([MIB])
     assert memory.bytes == (0, MIB)
     memory.arrays([1] * 100)
-    assert memory.bytes == (0, MIB), "small memory is nothing to keep"
+    assert memory.bytes == (0, MIB), "small memory should not be kept"
     memory.clear()
     assert memory.bytes == (0, 0)
 
@@ -219,14 +219,16 @@ def test_no_more_memory_is_kept_than_wanted() -> None:
     del held
     assert memory.bytes == (0, 3 * MIB)
     memory.arrays([4 * MIB])
-    assert sum(memory.bytes) == 0, "what was kept made room, and 4 MiB are too many to keep"
+    assert sum(memory.bytes) == 0, (
+        "kept memory should be freed for more, and 4 MiB are too many to keep"
+    )
 
 
 @pytest.mark.parametrize("what", ["allreduce", "allgather", "reducescatter", "alltoall"])
 def test_memory_of_large_results_is_used_again_but_not_while_somebody_has_it(what: str) -> None:
     n = MIB  # of float32: 4 MiB
     is_reduction = "reduce" in what
-    used = np.zeros(2)  # by each rank; they take what the other has given back, too
+    used = np.zeros(2)  # by each rank; each may reuse what the other has returned
 
     def results(group: hvd.Group, steps: range) -> list[np.ndarray]:
         each = [np.full(n, 10 * group.rank + step, np.float32) for step in steps]
@@ -243,7 +245,7 @@ def test_memory_of_large_results_is_used_again_but_not_while_somebody_has_it(wha
         first = results(group, range(3))
         for step, x in enumerate(first):
             assert np.array_equal(x, expected(step)), (what, step)
-        part = first[2][7:11]  # keeps all of it
+        part = first[2][7:11]  # keeps all of it alive
         del first, x
         ops.barrier(group=group)
         used[group.rank] = arrays.MEMORY.bytes[1]
@@ -254,10 +256,10 @@ def test_memory_of_large_results_is_used_again_but_not_while_somebody_has_it(wha
         ops.barrier(group=group)
         for step, x in enumerate(again, 3):
             assert np.array_equal(x, expected(step)), (what, step)
-        assert np.array_equal(part, expected(2)[7:11]), "memory that is referred to was given away"
+        assert np.array_equal(part, expected(2)[7:11]), "memory that is still referenced was reused"
 
     run_threads(2, work, timeout_s=60)
-    assert used.min() >= expected(0).nbytes, f"memory was not used again: {used}"
+    assert used.min() >= expected(0).nbytes, f"memory was not reused: {used}"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -279,7 +281,7 @@ def test_large_arrays_are_not_copied_before_they_are_reduced() -> None:
         allreduce = group.transport.allreduce
 
         def spy(tensors: _native.Tensors, reduction: object) -> None:
-            # What lies in the result's memory before is not what is reduced.
+            # The previous contents of the result's memory are not reduced.
             _native.Tensors([np.full(MIB, 77, np.float32)]).copy_to(tensors)
             read.append(group.rank)
             allreduce(tensors, reduction)

@@ -1,4 +1,4 @@
-"""A failure of one rank while all are in an operation: the others hear of it, and who it was."""
+"""One rank fails while all are in an operation: the others get an error that names the rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rank, size = world.rank, world.size
 
 @pytest.mark.parametrize(("np_", "hosts"), OVER)
 def test_a_result_that_does_not_fit_is_an_error_on_every_rank(np_: int, hosts: str) -> None:
-    """Nothing is moved, all name the rank and the size, and the ranks are at the same place."""
+    """Nothing is sent, all name the rank and the size, and the ranks remain in step."""
     body = """
     class Large:  # an object whose pickle is large, made without keeping a copy of it
         def __reduce__(self):
@@ -67,7 +67,7 @@ def test_a_result_that_does_not_fit_is_an_error_on_every_rank(np_: int, hosts: s
 
 @pytest.mark.parametrize(("np_", "hosts"), OVER)
 def test_a_rank_that_fails_alone_in_an_operation_gives_up_the_group(np_: int, hosts: str) -> None:
-    """Whatever the operation: no rank hangs, mixes operations, or is left without the reason."""
+    """For every operation: no rank hangs, mixes operations, or misses the reason."""
     body = """
     def fails(*args, **kwargs):
         raise BufferError("this rank alone fails")
@@ -119,7 +119,7 @@ def _script(body: str) -> str:
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_a_reason_is_cut_between_characters(hosts: str) -> None:
-    """Whatever the length of what comes before the place where it is cut."""
+    """Whatever the length of the text before the cut."""
     body = """
     for shift in range(4):
         try:
@@ -168,7 +168,7 @@ def test_what_interrupts_an_operation_is_told_to_the_others(hosts: str) -> None:
 
 
 def test_a_rank_that_is_done_may_leave_while_others_still_exchange() -> None:
-    """Over MPI: rank 0 has nothing to give or get; rank 1 is late with what rank 2 waits for."""
+    """Over MPI: rank 0 sends and receives nothing; rank 1 is late with what rank 2 waits for."""
     body = """
     transport = world.group.transport
     if rank == 1:
@@ -197,9 +197,9 @@ HANDLER = """
 
 @pytest.mark.parametrize("handler", ["", "before", "after"])
 def test_who_was_killed_is_said_though_nobody_waits(handler: str) -> None:
-    """Once, by one of those whom the launcher then ends; a handler of the program's comes first."""
+    """Once, by one of the ranks that the launcher then ends; the program's handler runs first."""
     if mpi_name() != "openmpi":
-        pytest.skip("MPICH's launcher kills the others with a signal that nobody can catch")
+        pytest.skip("MPICH's launcher kills the others with a signal that cannot be caught")
     body = f"""
     import os, signal
     {HANDLER if handler == "after" else ""}

@@ -1,4 +1,4 @@
-"""The oracle against answers worked out by hand: what judges the fast paths is judged first."""
+"""The oracle against results computed by hand, since it is the reference for the fast paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from oracle import bfloat16
 def test_integers_wrap_in_sums_and_truncate_in_averages() -> None:
     a, b = np.array([100, -3, -128], np.int8), np.array([100, 0, -128], np.int8)
     assert oracle.allreduce_reference([a, b], "sum").tolist() == [-56, -3, 0]
-    # -3 / 2 is -1.5: toward zero, not toward minus infinity; and no wrap before the division.
+    # -3 / 2 is -1.5: toward zero, not toward minus infinity; and no wrap-around before the
+    # division.
     assert oracle.allreduce_reference([a, b], "average").tolist() == [100, -1, -128]
     assert oracle.allreduce_reference([a, b], "min").tolist() == [100, -3, -128]
     assert oracle.allreduce_reference([a, b], "max").tolist() == [100, 0, -128]
@@ -41,7 +42,7 @@ def test_floats_are_float64_and_weights_divide_by_their_sum() -> None:
 
 
 def test_rank_order_rounds_after_every_addition() -> None:
-    # 2^24 + 1 is not a float32: the order of the sum is seen in its bits.
+    # 2^24 + 1 is not a float32: the order of the sum shows in its bits.
     one, many = np.array([1], np.float32), np.array([2**24], np.float32)
     assert oracle.rank_order_reference([many, one, one], "sum") == 2**24
     assert oracle.rank_order_reference([one, one, many], "sum") == 2**24 + 2
@@ -101,7 +102,7 @@ def test_block_maximum_stays_in_its_block_and_ignores_what_is_not_finite() -> No
     assert oracle.block_maximum([np.empty((0, 3), np.float32)]).shape == (0, 3)
 
 
-# What the bound must tell apart: the block-scaled wire keeps it, plain fp16 does not.
+# What the bound must distinguish: the block-scaled wire satisfies it, plain fp16 does not.
 EXTREMES = {
     "large": [np.full(8, 6e4, np.float32)] * 8,
     "small": [np.full(8, 2e-7, np.float32)] * 64,

@@ -1,4 +1,4 @@
-"""Asynchronous reductions are carried out while the training thread keeps the GIL to itself."""
+"""Asynchronous reductions proceed while the training thread holds the GIL."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def begin():
 def complete():
     return all(handle._job.times[2] for handle in handles)
 
-first = begin()  # kept: to drop what it holds takes the GIL
+first = begin()  # kept, since freeing its contents takes the GIL
 for handle in first:
     hvd.synchronize(handle)
 hvd.barrier()
-# From here on, a thread that wants the GIL does not get it while this one computes.
+# From here on, no other thread gets the GIL while this one computes.
 sys.setswitchinterval(1e6)
 handles = begin()
 until = time.monotonic() + 60
@@ -59,7 +59,7 @@ def test_the_system_shows_which_threads_are_engines() -> None:
         handle = hvd.allreduce_async(np.array([group.rank + 1.0]), hvd.Sum, name="x", group=group)
         assert group.synchronize(handle).tolist() == [3.0]
         names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-        hvd.barrier(group=group)  # until then no engine ends
+        hvd.barrier(group=group)  # no engine ends before this
         return names.count("horo_lite async\n")
 
     assert run_threads(2, body) == [2, 2]

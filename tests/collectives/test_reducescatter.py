@@ -1,4 +1,4 @@
-"""`reducescatter`, on ranks that are threads: rows of an all-reduce, without doing one."""
+"""`reducescatter`, on ranks as threads: rows of an all-reduce, without performing one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_nothing_but_each_ranks_rows_travels(
 
 
 def test_scales_of_fp16_begin_with_each_ranks_rows() -> None:
-    """So a small number beside a large one of another rank's rows is not lost."""
+    """So a small number beside a large one in another rank's rows is not lost."""
     x = np.array([2.0**20, 2.0**-20], np.float32)
 
     def body(group: hvd.Group) -> tuple[float, float]:
@@ -78,7 +78,7 @@ def test_scales_of_fp16_begin_with_each_ranks_rows() -> None:
 
 
 class WholeResults(Compressor):
-    """Adds to every element the sum of the result, which it must see whole."""
+    """Adds the sum of the result to every element, so it must see the whole result."""
 
     def restore(self, name: str, gradient: NDArray[Any]) -> None:
         gradient += gradient.sum()
@@ -96,7 +96,7 @@ def test_hooks_see_whole_results(asynchronous: bool) -> None:
 
 
 def test_many_at_a_time() -> None:
-    """The engines run those that all ranks have submitted one right behind the other."""
+    """The engines run operations submitted by all ranks back to back."""
 
     def body(group: hvd.Group) -> None:
         ones = np.full((group.size, 300), group.rank + 1.0, np.float32)

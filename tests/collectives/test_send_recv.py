@@ -1,4 +1,4 @@
-"""Messages from one rank to another: their contents, their order, what is wrong with them."""
+"""Messages between two ranks: their contents, their order, and errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ rank, size = world.rank, world.size
 
 
 def ring_allreduce(tensor):
-    # Everyone passes on what it has got, and adds it up.
+    # Each rank passes on what it has received, and adds it.
     total, sent, got = tensor.clone(), tensor.clone(), torch.empty_like(tensor)
     for _ in range(size - 1):
         request = hvd.isend(sent, (rank + 1) % size)
@@ -120,7 +120,7 @@ def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -
     world = hvd.init(device="cpu", stall_abort_s=20)
     x = np.arange(3.0)
     if world.rank == 0:
-        send = hvd.send  # imported now: that takes a descriptor, too
+        send = hvd.send  # imported now, since that also needs a descriptor
         highest = max(map(int, os.listdir("/proc/self/fd")))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
@@ -142,7 +142,7 @@ def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -
     else:
         received = np.zeros(3)
         hvd.recv(received, 0)
-        assert received.tolist() == [0.0, 1.0, 2.0]  # not what was not sent
+        assert received.tolist() == [0.0, 1.0, 2.0]  # not the message that was not sent
     print("end", flush=True)
     """
     result = run_ranks(body, 2).check()
@@ -150,7 +150,7 @@ def test_a_first_message_without_a_free_descriptor_is_an_error_of_its_sender() -
 
 
 def test_messages_under_way_share_descriptors_and_keep_what_they_hold() -> None:
-    """Of several sizes, fetched in another order than sent, twice, so that files are used again."""
+    """Several sizes, received in another order than sent, twice, so that files are reused."""
     body = """
     import os
     import numpy as np
@@ -180,7 +180,7 @@ def test_messages_under_way_share_descriptors_and_keep_what_they_hold() -> None:
     assert result.stdout.count("end") == 2, str(result)
     more = [int(n) for n in re.findall(r"more descriptors: (\d+)", result.stdout)]
     assert len(more) == 2, str(result)
-    assert max(more) < 20, "a descriptor for each message"
+    assert max(more) < 20, "one descriptor per message"
 
 
 def test_what_finds_no_room_is_sent_while_its_sender_is_elsewhere() -> None:
@@ -213,13 +213,13 @@ def test_what_finds_no_room_is_sent_while_its_sender_is_elsewhere() -> None:
 
 
 def test_the_tutorial_of_torch_distributed() -> None:
-    """Its ring and its trainer, in own words."""
+    """Its ring and its trainer, rewritten."""
     pytest.importorskip("torch")
     run_ranks(TUTORIAL, 3, timeout_s=60).check()
 
 
 def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes() -> None:
-    """MPI may bring the news of a rank's end before a message that it has sent earlier."""
+    """MPI may report a rank's end before a message that it has sent earlier."""
     run_ranks(
         """
         import time
@@ -258,7 +258,7 @@ def test_what_was_sent_before_its_sender_left_is_received_however_late_it_comes(
 
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])
 def test_whoever_asks_learns_that_a_rank_has_left(hosts: str) -> None:
-    """Instead of asking for ever. Under gloo, and where a rank dies: tests/start/test_gloo.py."""
+    """Instead of polling forever. Under gloo, and when a rank dies: tests/start/test_gloo.py."""
     result = run_ranks(POLLS, 3, args=["ends"], env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60)
     assert "all are lost" in result.check().stdout
 
@@ -287,7 +287,7 @@ def test_who_waits_for_a_message_says_so(hosts: str) -> None:
 
 
 def test_mistakes_of_two_ranks_are_an_end() -> None:
-    """Both send what is large, and nobody receives: it is seen who waits for whom."""
+    """Both send large messages, and neither receives: the cyclic wait is detected."""
     result = run_ranks(
         """
         import numpy as np

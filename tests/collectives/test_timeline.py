@@ -1,4 +1,4 @@
-"""The timeline: every operation of every face in it, with its tensors, also after a bad end."""
+"""The timeline has every operation of every API, with its tensors, also after a failure."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 def check_pairs(events: list[dict[str, Any]], rank: int) -> dict[str, dict[str, Any]]:
-    """By name, the event of each operation, after comparing it with its time in the queue."""
+    """Check each operation's event against its time in the queue; return the events by name."""
     opened: dict[str, dict[str, Any]] = {}
     done: dict[str, dict[str, Any]] = {}
     last: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def test_every_kind_of_operation_is_in_it(hosts: str, tmp_path: Path) -> None:
         assert {e["name"] for e in events if e.get("cat") == "phase"} == set(PHASES)
         assert [e["cat"] for e in steps] == ["agree", "allreduce"] * 2
         for step in steps[1::2]:
-            assert step["args"]["tensors"] == ["bias", "weight"]  # as they leave
+            assert step["args"]["tensors"] == ["bias", "weight"]  # in the order of sending
             assert step["args"]["bytes"] == 45 * 8
         assert done["allreduce 'loss'"]["args"]["bytes"] == 40
         assert done["broadcast"]["args"]["tensors"] == ["a", "b"]
@@ -151,14 +151,14 @@ def test_every_kind_of_operation_is_in_it(hosts: str, tmp_path: Path) -> None:
 
         second = check_pairs(events_of(Path(f"{own}.2")), rank)
         assert list(second) == ["allreduce 'alone'"] * rank + ["allreduce 'after'"]
-        if rank:  # other ranks, another row
+        if rank:  # another group has another row
             assert len({event["tid"] for event in second.values()}) == 2
 
-    # Rank 1 submitted it only after rank 0 had told it to.
+    # Rank 1 submitted it only after a message from rank 0.
     before, after = map(int, result.stdout.split("submitted ")[1].split()[:2])
     events = events_of(Path(str(path).replace("{rank}", "0")))
     queue = {e["ph"]: e["ts"] * 1e3 for e in events if e["name"] == "allreduce 'late'"}
-    slack = 1e5  # the clocks of 1970 and of the machine's start drift apart
+    slack = 1e5  # wall clock and monotonic clock drift apart
     assert before - slack <= queue["b"] <= after + slack <= queue["e"] + 2 * slack
     # Nothing is left of a job that ends well.
     assert sorted(one.name for one in tmp_path.iterdir()) == [
@@ -199,13 +199,13 @@ def test_ranks_share_a_file_that_has_also_those_that_were_killed(who: str, tmp_p
     result = run_ranks(script, 2, args=[who], env=env, timeout_s=60)
     assert result.returncode != 0
     left = list(tmp_path.glob("*.operations"))
-    # MPICH's launcher kills the others before they can do anything.
+    # MPICH's launcher kills the others before they can write anything.
     if who == "all" or left:
         assert {one.name for one in left} == {f"trace.json.{rank}.operations" for rank in range(2)}
         assert main(["trace", str(path)]) == 0
         assert not list(tmp_path.glob("*.operations"))
     with pytest.raises(SystemExit):
-        main(["trace", str(path)])  # there is nothing more
+        main(["trace", str(path)])  # there is nothing more to add
     events = events_of(path)
     submitted: dict[str, list[float]] = {}
     begun: dict[str, list[float]] = {}
@@ -219,7 +219,7 @@ def test_ranks_share_a_file_that_has_also_those_that_were_killed(who: str, tmp_p
             if "number" in event["name"] and event["ph"] in "bX" and event["cat"] != "phase":
                 times = submitted if event["ph"] == "b" else begun
                 times.setdefault(event["name"], []).append(event["ts"])
-    # On one clock: no rank begins before all have come.
+    # On one clock: no rank begins before all have submitted.
     assert len(begun) == 5
     for name, times in begun.items():
         assert len(times) == len(submitted[name]) == 2
@@ -259,7 +259,7 @@ for turn in range(3):
 
 
 def test_a_trace_is_complete_after_ranks_that_could_not_write_all(tmp_path: Path) -> None:
-    """One finds no room on the disk, and another is killed while it writes."""
+    """One has no room on the disk, and another is killed while it writes."""
     path = tmp_path / "trace.json"
     result = run_ranks(UNWRITTEN, 3, env={"TRACE": str(path)}, timeout_s=60)
     assert result.returncode != 0
@@ -270,12 +270,12 @@ def test_a_trace_is_complete_after_ranks_that_could_not_write_all(tmp_path: Path
 
 
 class Killed(BaseException):
-    """In place of SIGKILL: nothing handles it."""
+    """Stands for SIGKILL: it is not handled anywhere."""
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Makes what a rank leaves beside a trace, and returns the trace's path."""
+    """Yield a function that writes a rank's file beside a trace, and returns the trace's path."""
     trace = tmp_path / "trace.json"
 
     def record(rank: int) -> Path:
@@ -285,7 +285,7 @@ def recorded(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         recorder.operation(f"barrier of {rank}", "barrier")
         recorder.begin()
         recorder.leave(False)
-        recorder.release()  # the file stays
+        recorder.release()  # the file remains
         return trace
 
     yield record
@@ -344,7 +344,7 @@ def test_where_no_timeline_can_be_written(path: str, why: str, tmp_path: Path) -
 
 
 class Clocks:
-    """Two ranks, of which the other one's host began `s` seconds earlier."""
+    """Two ranks; the other one's host started `s` seconds earlier."""
 
     def __init__(self, s: float, wrong_s: float) -> None:
         self.ahead_ns, self.wrong_ns = int(s * 1e9), int(wrong_s * 1e9)
@@ -368,7 +368,7 @@ def test_a_rank_that_is_stopped_while_it_writes_is_not_waited_for_for_ever(tmp_p
 
 @pytest.mark.parametrize("wrong_s", [0.0, 3600.0])
 def test_all_hosts_have_the_time_of_rank_0(wrong_s: float) -> None:
-    """Whose clock may be wrong, and whose host has another age."""
+    """Its clock may be wrong, and the uptimes of hosts differ."""
     between: Any = Clocks(500.0, wrong_s)
     mine = time.time_ns() - time.monotonic_ns()
     found = clocks.epoch_ns(between, several_hosts=True)

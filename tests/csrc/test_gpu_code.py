@@ -1,4 +1,4 @@
-"""The kernels as machine code: no spills, 128-bit accesses, every load ahead of the first store."""
+"""The kernels as machine code: no spills, 128-bit accesses, all loads before the first store."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ KERNELS += [(step, *pair) for step in ["Pack", "Unpack"] for pair in PAIRS]
 
 
 def nvcc() -> str | None:
-    """The toolkit's compiler, from where csrc/gpu/cuda.cmake looks for it."""
+    """Return the toolkit's compiler, from where csrc/gpu/cuda.cmake looks for it."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
 
 
 def tool(name: str) -> str:
-    """`name` of the toolkit or of its package on PyPI."""
+    """Return the path of `name` in the toolkit or in its package on PyPI."""
     found = shutil.which(name, path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
     if found:
         return found
     try:
         files = metadata.files(f"nvidia-cuda-{name}") or []
     except metadata.PackageNotFoundError:
-        pytest.fail(f"no {name} to look at machine code with: pip install nvidia-cuda-{name}")
+        pytest.fail(f"no {name} to inspect machine code with: pip install nvidia-cuda-{name}")
     (path,) = (str(file.locate()) for file in files if file.name == name)
     return path
 
@@ -49,7 +49,7 @@ needs_toolkit = pytest.mark.skipif(
 
 @dataclass
 class Code:
-    """What a kernel is for one architecture."""
+    """A kernel's code for one architecture."""
 
     instructions: list[str]  # opcode and operands, in order
     registers: int
@@ -59,7 +59,7 @@ class Code:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Code]:
-    """By architecture and name of the kernel."""
+    """Return the code by architecture and kernel name."""
     fatbin = tmp_path_factory.mktemp("kernels") / "kernels.fatbin"
     compiler = nvcc()
     assert compiler
@@ -78,7 +78,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 
 
 def reported(text: str, architecture: str) -> dict[str, tuple[int, int, int]]:
-    """Of ptxas's report: bytes of stack, bytes of spills, registers."""
+    """Return from ptxas's report: bytes of stack, bytes of spills, registers."""
     pattern = (
         rf"Compiling entry function '(\w+)' for 'sm_{architecture}'.*?"
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
@@ -91,7 +91,7 @@ def reported(text: str, architecture: str) -> dict[str, tuple[int, int, int]]:
 
 
 def disassembled(fatbin: Path, architecture: str) -> dict[str, list[str]]:
-    # cuobjdump calls nvdisasm, and finds it on PATH.
+    # cuobjdump calls nvdisasm, which it finds on PATH.
     path = os.pathsep.join([str(Path(tool("nvdisasm")).parent), os.environ["PATH"]])
     command = [tool("cuobjdump"), "-sass", "-arch", f"sm_{architecture}", str(fatbin)]
     environment = os.environ | {"PATH": path}
@@ -105,7 +105,7 @@ def disassembled(fatbin: Path, architecture: str) -> dict[str, list[str]]:
 
 
 def each(compiled: dict[tuple[str, str], Code]) -> list[tuple[str, str, str, str, str, Code]]:
-    """Architecture, name, step, format of the tensor, format on the wire, code."""
+    """Return architecture, name, step, the tensor's format, the wire's format, code."""
     sizes = ["few", "many"]
     return [
         (a, f"horo_{step}_{g}_{w}_{size}", step, g, w, compiled[a, f"horo_{step}_{g}_{w}_{size}"])
@@ -118,7 +118,7 @@ def each(compiled: dict[tuple[str, str], Code]) -> list[tuple[str, str, str, str
 def test_registers_suffice(compiled: dict[tuple[str, str], Code]) -> None:
     """Nothing is spilled, and four blocks of 256 threads fit on a multiprocessor.
 
-    With 64 bytes a thread under way, that is more than twice what hides an H100's latency.
+    With 64 bytes per thread in flight, that is more than twice what hides an H100's latency.
     """
     for architecture, name, *_, code in each(compiled):
         assert (code.stack, code.spills) == (0, 0), (architecture, name)
@@ -129,7 +129,7 @@ def test_registers_suffice(compiled: dict[tuple[str, str], Code]) -> None:
 @needs_toolkit
 @pytest.mark.timeout(900)
 def test_accesses_are_128_bits_wide(compiled: dict[tuple[str, str], Code]) -> None:
-    """64 bytes of the tensor a thread, the loads all under way before the first store."""
+    """64 bytes of the tensor per thread, all loads issued before the first store."""
     for architecture, name, step, grad, wire, code in each(compiled):
         wide = [i for i in code.instructions if re.match(r"(LDG|STG)\.E\.128", i)]
         ratio = BYTES[grad] // BYTES[wire]
@@ -142,11 +142,11 @@ def test_accesses_are_128_bits_wide(compiled: dict[tuple[str, str], Code]) -> No
 @needs_toolkit
 @pytest.mark.timeout(900)
 def test_halves_are_converted_in_pairs(compiled: dict[tuple[str, str], Code]) -> None:
-    """By the hardware, two an instruction, but for those of the tail."""
+    """By the hardware, two per instruction, except for those of the tail."""
     written = {"F16": r"F2FP(\.F16\.F32)?\.PACK_AB", "BF16": r"F2FP\.BF16(\.F32)?\.PACK_AB"}
     for architecture, name, step, grad, wire, code in each(compiled):
         to = {"Measure": "", "Pack": wire, "Unpack": grad}[step]
         if to in written:
             found = [i for i in code.instructions if re.match(written[to], i)]
-            pairs = [i for i in found if "RZ" not in i]  # one alone goes with a zero
+            pairs = [i for i in found if "RZ" not in i]  # a single one is paired with zero
             assert len(pairs) >= 64 // BYTES[grad] // 2, (architecture, name)

@@ -1,4 +1,4 @@
-"""The GPU kernels' body, run on the CPU: bit for bit what NumPy makes of csrc/gpu/kernels.h."""
+"""The GPU kernels' body, run on the CPU: bit for bit as csrc/gpu/kernels.h specifies, in NumPy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PAIRS = [
     *((grad, wire) for grad in ["float32", "float64"] for wire in ["float16", "bfloat16"]),
 ]
 INTEGERS = ["bool", *(f"{sign}int{bits}" for sign in ["", "u"] for bits in [8, 16, 32, 64])]
-# Around a vector, a warp's tile, a block's stretch.
+# Around the sizes of a vector, a warp's tile, a block's range.
 SIZES = [1, 7, 8, 9, 127, 128, 129, 255, 256, 257, 511, 512, 1023, 1024, 1025]
 SIZES += [2047, 2048, 2049, 4095, 4096, 4097, 8191, 8192, 8193, 16383, 16384, 16385, 40000]
 WIRE_UNIT = 64
 GUARD = 0xA5
 NO_EXPONENT = np.int32(-0x7F7F7F80)  # 0x80808080
-MANY = 1360  # pieces in a launch
+MANY = 1360  # pieces in one launch
 
 
 # --- what csrc/gpu/kernels.h says, in NumPy -------------------------------------------------------
@@ -43,7 +43,7 @@ def bits_of(x: Array) -> Array:
 
 
 def rounded(y: Array, dtype: np.dtype[Any]) -> Array:
-    """`y`, rounded once more; every NaN is the one with all bits but the sign set."""
+    """Return `y`, rounded again; every NaN is the one with all bits except the sign set."""
     with np.errstate(all="ignore"):
         out = y if dtype == np.float64 else y.astype(np.float32).astype(dtype)
     out = out.copy()
@@ -100,7 +100,7 @@ def stats_reference(wire: Array) -> tuple[int, int]:
 
 
 class Buffer:
-    """Memory that begins at a multiple of 64 bytes, full of guard bytes."""
+    """Memory that begins at a multiple of 64 bytes, filled with guard bytes."""
 
     def __init__(self, n_bytes: int) -> None:
         self._memory = np.full(n_bytes + WIRE_UNIT, GUARD, np.uint8)
@@ -115,8 +115,8 @@ class Buffer:
 class Tensors:
     """Tensors in one buffer with guards between, number i off a multiple of 64 by shifts[i] items.
 
-    What belongs to them on the wire lies in `wire`, again with guards between. `expected` and
-    `expected_wire` are what the two buffers should be in the end.
+    Their data on the wire is in `wire`, also with guards between. `expected` and `expected_wire`
+    are the expected final contents of the two buffers.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Tensors:
         )
 
     def expected(self, outputs: Sequence[Array]) -> Array:
-        """The tensors' buffer, had these been written."""
+        """Return the tensors' buffer as if these had been written."""
         return self._with(self.memory, self.views, outputs)
 
     def expected_wire(self, outputs: Sequence[Array]) -> Array:
@@ -157,7 +157,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 
 def run(step: str, tensors: Tensors, **options: Any) -> None:
-    """The kernel over all pieces; arrays among the options are passed by address."""
+    """Run the kernel over all pieces; arrays among the options are passed by address."""
     given = {
         name: value.ctypes.data if isinstance(value, np.ndarray) else value
         for name, value in options.items()
@@ -167,7 +167,7 @@ def run(step: str, tensors: Tensors, **options: Any) -> None:
 
 
 def hard(n: int, dtype: np.dtype[Any], seed: int = 0) -> Array:
-    """Any bit pattern among ordinary numbers, and every number that is special."""
+    """Return random bit patterns among ordinary numbers, and every special number."""
     random = np.random.default_rng([seed, n])
     if dtype.kind in "biu":
         low, high = (0, 2) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
@@ -187,7 +187,7 @@ def hard(n: int, dtype: np.dtype[Any], seed: int = 0) -> Array:
 
 
 def at_scales(dtype: np.dtype[Any]) -> list[Array]:
-    """Tensors from the smallest numbers there are to the largest, each with much smaller ones."""
+    """Return tensors from the smallest to the largest magnitudes, each with much smaller ones."""
     limit = 1023 if dtype == np.float64 else 15 if dtype == np.float16 else 127
     tensors = []
     for exponent in range(-limit - 60, limit + 1, max(1, limit // 9)):
@@ -222,7 +222,7 @@ def check_everything(
     factors: tuple[float, float, float] = (0.7, 1.0, 3.0),
     headroom: int | None = None,
 ) -> None:
-    """Measures (where there is a headroom), packs and unpacks them in one call each."""
+    """Measure (if there is a headroom), pack and unpack them in one call each."""
     prescale, scale, divisor = factors
     tensors = Tensors(inputs, wire, shifts)
     exponents, ks, more = None, [0] * len(inputs), {}
@@ -255,7 +255,7 @@ def check_everything(
 def assert_same(
     image: Array, expected: Array, views: Sequence[Array], outputs: Sequence[Array]
 ) -> None:
-    """The whole buffer is as expected, guards too; names the first element that is not."""
+    """Assert that the whole buffer is as expected, guards included; name the first difference."""
     if np.array_equal(image, expected):
         return
     for i, (view, output) in enumerate(zip(views, outputs, strict=True)):
@@ -290,7 +290,7 @@ def test_every_alignment(grad: str, wire: str) -> None:
 @pytest.mark.parametrize("headroom", [0, 3])
 @pytest.mark.parametrize(("grad", "wire"), PAIRS)
 def test_every_magnitude(grad: str, wire: str, headroom: int) -> None:
-    """2^k may lie outside float32's numbers; the product is exact all the same."""
+    """2^k may be outside the range of float32; the product is still exact."""
     inputs = at_scales(dtype_of(grad))
     for prescale in [1.0, 0.3, 2.0**-30]:
         check_everything(inputs, dtype_of(wire), factors=(prescale, 1.0, 3.0), headroom=headroom)
@@ -298,7 +298,7 @@ def test_every_magnitude(grad: str, wire: str, headroom: int) -> None:
 
 @pytest.mark.parametrize(("grad", "wire"), PAIRS)
 def test_any_wire_under_any_exponent(grad: str, wire: str) -> None:
-    """What comes back need not be what was sent: sums, and other ranks' exponents."""
+    """Unpacked data may differ from what was packed: sums, and other ranks' exponents."""
     dtype = dtype_of(grad)
     exponents = np.arange(*((-1073, 1025, 5) if grad == "float64" else (-148, 129)), dtype=np.int32)
     wires = [hard(700, dtype_of(wire), seed) for seed in range(exponents.size)]
@@ -316,7 +316,7 @@ def test_any_wire_under_any_exponent(grad: str, wire: str) -> None:
 
 @pytest.mark.parametrize("grad", ["float32", "float64"])
 def test_scaled_halves_use_what_room_there_is(grad: str) -> None:
-    """The largest magnitude lands in [2^14, 2^15) less the headroom, and nothing overflows."""
+    """The largest magnitude is in [2^14, 2^15) less the headroom, and nothing overflows."""
     inputs = [x for x in at_scales(dtype_of(grad)) if np.isfinite(x).all() and x.any()]
     tensors = Tensors(inputs, np.dtype(np.float16))
     exponents = np.full(len(inputs), NO_EXPONENT)
@@ -351,7 +351,7 @@ def mixed_sizes(n_pieces: int, giants: dict[int, int]) -> list[int]:
 @pytest.mark.parametrize("n_pieces", [63, 64, 65, 1000, MANY - 1, MANY, MANY + 1, 3000])
 @pytest.mark.parametrize("giants", [{}, {0: 100_000}, {40: 100_000}, {-1: 60_000, 5: 50_000}])
 def test_many_pieces(n_pieces: int, giants: dict[int, int]) -> None:
-    """Pieces of one block and of many, found by their blocks; more than a launch can hold."""
+    """Pieces of one block and of many, found by their blocks; more than fit into a launch."""
     dtype = np.dtype(np.float32)
     inputs = [hard(n, dtype, i) for i, n in enumerate(mixed_sizes(n_pieces, giants))]
     check_everything(inputs, np.dtype(np.float16), shifts=[0, 1, 4], headroom=0)
@@ -390,7 +390,7 @@ def test_a_measure_only_raises() -> None:
 
 
 def test_prescale_0_hides_everything() -> None:
-    """A rank without a gradient: zeros, whatever lies in memory, and no exponent."""
+    """A rank without a gradient: zeros, whatever the memory contains, and no exponent."""
     for grad, wire in PAIRS:
         x = np.full(3000, np.nan, dtype_of(grad))
         x[::2] = np.inf
@@ -408,7 +408,7 @@ def test_prescale_0_hides_everything() -> None:
 @pytest.mark.parametrize(("value", "divisor"), [(0.0, 1.0), (-0.0, 1.0), (3.0, 3.0), (0.25, 0.25)])
 @pytest.mark.parametrize(("grad", "wire"), PAIRS)
 def test_a_divisor_in_memory(grad: str, wire: str, value: float, divisor: float) -> None:
-    """It takes the place of the argument, and 0 (nobody had a sample) counts as 1."""
+    """It replaces the argument, and 0 (no rank had a sample) counts as 1."""
     inputs = [hard(n, dtype_of(grad)) for n in [5, 4096, 9001]]
     for step in ["unpack", "scale"]:
         tensors = Tensors(inputs, dtype_of(grad if step == "scale" else wire), [0, 0, 1])
@@ -424,7 +424,7 @@ def test_a_divisor_in_memory(grad: str, wire: str, value: float, divisor: float)
 @pytest.mark.parametrize("factors", FACTORS, ids=str)
 @pytest.mark.parametrize("grad", FLOATS)
 def test_scale_in_place(grad: str, factors: tuple[float, float, float]) -> None:
-    """No wire, and no exponents: what is passed of them is not looked at."""
+    """No wire, and no exponents: the arguments for them are ignored."""
     _, scale, divisor = factors
     dtype = dtype_of(grad)
     shifts = range(16 // dtype.itemsize)

@@ -20,7 +20,7 @@ COMPILER = shlex.split(os.environ.get("CXX") or "c++")
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, with the stand-in beside it."""
+    """Return the path of the program, with the stand-in next to it."""
     folder = tmp_path_factory.mktemp("fake_cuda")
     compiler = [*COMPILER, "-std=c++20", "-O0", "-Wall", "-Wextra"]
     library = ["-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", HERE / "fake_cuda.cpp"]
@@ -74,6 +74,6 @@ def test_who_wants_the_cpu_never_loads_the_driver(size: int, tmp_path: Path) -> 
     path = os.pathsep.join([str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")])
     env = {"LD_LIBRARY_PATH": path, "HORO_LITE_TEST_GPUS": "", "HORO_LITE_DEVICE": ""}
     asked = [sys.executable, "-c", "from horo_lite import _native; _native.gpus()"]
-    assert subprocess.run(asked, env={**os.environ, **env}).returncode < 0  # the trap would work
+    assert subprocess.run(asked, env={**os.environ, **env}).returncode < 0  # the trap works
     result = run_ranks(CPU, size, env=env, launcher=size > 1, timeout_s=60).check()
     assert result.stdout.count("left alone False") == size

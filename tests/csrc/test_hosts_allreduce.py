@@ -1,4 +1,4 @@
-"""Reductions and broadcasts among several hosts: threads, and messages that take their time."""
+"""Reductions and broadcasts among several hosts: threads, and messages with delays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Messages = Sequence[tuple[int, int, int, int]]
 
 
 class Delivery:
-    """One message on one side: where it lies, and whether it has been delivered."""
+    """One message on one side: its memory, and whether it has been delivered."""
 
     def __init__(self, address: int, n_bytes: int) -> None:
         self.address, self.n_bytes = address, n_bytes
@@ -34,8 +34,8 @@ class Delivery:
 class Network:
     """Carries messages between threads, each after a random number of polls.
 
-    Bytes are taken from the sender's memory when they are delivered and not before: who changes
-    what is still under way is found out.
+    Bytes are read from the sender's memory only on delivery, which detects changes of data that is
+    still in flight.
     """
 
     def __init__(self, seed: int) -> None:
@@ -81,12 +81,12 @@ class Network:
                     source.done = target.done = True
 
     def n_waiting(self) -> int:
-        """Messages that one side has and the other has not asked for, or not sent."""
+        """Return the number of messages that only one side has posted."""
         return sum(len(queue) for queue in (*self._sent.values(), *self._awaited.values()))
 
 
 def numbered(sizes: Sequence[int]) -> list[list[int]]:
-    """The ranks of hosts of these sizes; they take turns, so that neighbours are on other hosts."""
+    """Return the ranks of hosts of these sizes, dealt in turn: neighbours are on other hosts."""
     hosts: list[list[int]] = [[] for _ in sizes]
     rank = 0
     while any(len(host) < size for host, size in zip(hosts, sizes, strict=True)):
@@ -98,7 +98,7 @@ def numbered(sizes: Sequence[int]) -> list[list[int]]:
 
 
 class Arithmetic(NamedTuple):
-    """What the ranks' numbers become, in the order of Reduction."""
+    """What happens to the ranks' numbers, in the order of Reduction."""
 
     op: str = "sum"
     wire: str = "none"
@@ -142,7 +142,7 @@ class World:
         how: Arithmetic = SUM,
         on_idle: Callable[[], object] = lambda: None,
     ) -> list[list[np.ndarray]]:
-        """What all-reducing these arrays of each rank leaves in copies of them."""
+        """Return copies of each rank's arrays after an all-reduce."""
         results = [[array.copy() for array in arrays] for arrays in inputs]
 
         def reduce(rank: int, factors: Factors) -> None:
@@ -159,7 +159,7 @@ class World:
     def scatter(
         self, inputs: Sequence[Sequence[np.ndarray]], how: Arithmetic = SUM
     ) -> list[np.ndarray]:
-        """What reducing inputs[rank][part] leaves on each rank of the part with its number."""
+        """Return each rank's own part after a reduce-scatter of inputs[rank][part]."""
         parts = [[array.copy() for array in arrays] for arrays in inputs]
         per_host = max(map(len, self.hosts))
         numbers = [[*host, *[-1] * (per_host - len(host))] for host in self.hosts]
@@ -177,13 +177,13 @@ class World:
         self._reduce(reduce, how)
         for rank, (got, given) in enumerate(zip(parts, inputs, strict=True)):
             for r, (x, before) in enumerate(zip(got, given, strict=True)):
-                assert r == rank or np.array_equal(x, before)  # the others' are only read
+                assert r == rank or np.array_equal(x, before)  # the others' parts are only read
         return [parts[rank][rank] for rank in range(self.size)]
 
     def broadcast(
         self, inputs: Sequence[Sequence[np.ndarray]], root: int
     ) -> list[list[np.ndarray]]:
-        """What broadcasting the root's arrays leaves in copies of each rank's."""
+        """Return copies of each rank's arrays after a broadcast from the root."""
         results = [[array.copy() for array in arrays] for arrays in inputs]
 
         def receive(rank: int) -> None:
@@ -217,7 +217,7 @@ class World:
 def one_after_the_other(
     hosts: Sequence[Sequence[int]], inputs: Sequence[np.ndarray], how: Arithmetic
 ) -> np.ndarray:
-    """The promised rounding: rank order inside each host, then host order; one window for all."""
+    """Return the specified rounding: rank order within each host, then host order; one window."""
 
     def images(n: int) -> tuple[list[np.ndarray], list[int]]:
         arrays = [np.zeros(1 << 23, np.uint8) for _ in range(n)]
@@ -256,7 +256,7 @@ def test_bits_are_those_of_rank_order_then_host_order(sizes: tuple[int, ...], wi
     world = World(sizes, seed=len(wire))
     rng = np.random.default_rng(3)
     inputs = [rng.standard_normal(1_700_001).astype(np.float32) for _ in range(world.size)]
-    # Cut into several tensors: where windows and shares end must not matter.
+    # Split into several tensors: the ends of windows and shares must not matter.
     cuts = [0, 5, 5, 300_000, 1_000_000, 1_700_001]
     parts = [[x[a:b] for a, b in itertools.pairwise(cuts)] for x in inputs]
     for how in (
@@ -283,7 +283,7 @@ def test_results_are_those_of_the_oracle(sizes: tuple[int, ...], dtype: str, op:
     arrays = [
         [oracle.whole_sample(r, (n,), dtype, seed=n) for n in (3, 5000)] for r in range(world.size)
     ]
-    if op == "product" and dtype == "float16":  # or they overflow
+    if op == "product" and dtype == "float16":  # else they overflow
         arrays = [[x % 4 for x in each] for each in arrays]
     divisor = float(world.size) if op == "average" else 1.0
     for got in world.run(arrays, Arithmetic(op, divisor=divisor)):
@@ -382,17 +382,17 @@ def test_a_broadcast_sends_each_host_its_bytes_once(sizes: tuple[int, ...]) -> N
             # The root's host sends it once, too, and the others less.
             others = n * (n_hosts - 2) / (n_hosts - 1)
             assert sum(sent[host]) == pytest.approx(n if host == here else others, rel=0.02)
-        # All ranks of the root's host send as much, if that is the largest.
+        # All ranks of the root's host send the same amount, if that is the largest.
         if sizes[here] == max(sizes):
             for rank in world.hosts[here]:
                 assert by_rank[rank] == pytest.approx(n / sizes[here], rel=0.02)
 
 
 class OneOfMany:
-    """One host of a world too large for one machine; what the others would send is known.
+    """One host of a world too large for one machine; the others' messages are known.
 
-    All ranks have the same whole numbers, which travel as they are: a host's sum of a share is that
-    of the numbers times its ranks, and the result that times the hosts.
+    All ranks have the same whole numbers, which are sent unchanged: a host's sum of a share is the
+    numbers times its ranks, and the result is that times the hosts.
     """
 
     SUM, RESULT = 1, 2  # tags
@@ -424,7 +424,7 @@ class OneOfMany:
         return _native.WireLayout(tensors, "sum", "none", first.window_bytes, first.n_shares)
 
     def _expected(self, me: int, peer: int, tag: int, owner: int, way: int) -> np.ndarray:
-        """The next message between two ranks of which one owns what it is about."""
+        """Return the next message between two ranks, one of which owns its data."""
         with self._lock:
             while True:
                 window = self._windows[me, peer, tag, way]
@@ -441,7 +441,7 @@ class OneOfMany:
         def start(receive: Messages, send: Messages) -> Callable[[], bool]:
             for way, messages in enumerate((receive, send)):
                 for peer, tag, address, n_bytes in messages:
-                    # Sums go to the owner, and results come from there.
+                    # Sums go to the owner, and results come from it.
                     owner = me if (tag == self.SUM) == (way == 0) else peer
                     expected = self._expected(me, peer, tag, owner, way)
                     assert n_bytes == expected.nbytes
@@ -471,14 +471,14 @@ class OneOfMany:
     ("hosts", "ranks", "here"), [(1500, 1, 0), (1500, 1, 1), (1500, 1, 1499), (750, 2, 3)]
 )
 def test_more_ranks_than_a_window_has_blocks(hosts: int, ranks: int, here: int) -> None:
-    """Some have no share then, and send no results, but everyone gets them."""
+    """Some ranks have no share then, and send no results, but all receive them."""
     world = OneOfMany(hosts, ranks, here, n_windows=2)
     assert world.allreduces[0].window_bytes < hosts * ranks * 4096
     world.run()
     costs, network = model.Costs(1, 0, 0, 0, 0, {}), model.Network(1, 0, largest_message=1 << 40)
     fp32 = model.Wire(4, 0, 0, 0)
     predicted = model.allreduce(world.numbers.size, hosts, ranks, fp32, costs, network)
-    if (ranks, here) == (1, 0):  # of those that send most
+    if (ranks, here) == (1, 0):  # one of those that send most
         assert max(world.sent.values()) == pytest.approx(predicted.n_messages, rel=0.01)
     else:
         assert max(world.sent.values()) <= predicted.n_messages
@@ -533,14 +533,14 @@ def test_handles_of_no_known_mpi_are_refused() -> None:
 def test_the_cost_model_counts_the_bytes_and_messages_that_are_sent(
     hosts: int, ranks: int, largest: int
 ) -> None:
-    """horo_lite/launch/model.py repeats in formulas what C++ does."""
+    """horo_lite/launch/model.py has formulas for what the C++ code does."""
     world = World([ranks] * hosts, largest_message=largest)
     window = model.window_bytes(hosts, ranks)
     assert {allreduce.window_bytes for allreduce in world.allreduces.values()} == {window}
     n_elements = 3 * window // 4
     world.run([[np.full(n_elements, rank, np.float32)] for rank in range(world.size)])
     costs = model.Costs(1, 0, 0, 0, 0, {})
-    network = model.Network(8e-9, 0, framing=1, largest_message=largest)  # a byte a second
+    network = model.Network(8e-9, 0, framing=1, largest_message=largest)  # a byte per second
     fp32 = model.Wire(4, 0, 0, 0)
     predicted = model.allreduce(n_elements, hosts, ranks, fp32, costs, network)
     sent = [0] * hosts

@@ -1,4 +1,4 @@
-"""The host kernels: every instruction set gives the same bits, and binary16 is what NumPy says."""
+"""The host kernels: every instruction set gives the same bits, and binary16 is as in NumPy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_best_instruction_set_that_the_kernel_reports_is_chosen(best: str) -
 
 
 def hard_floats(n: int, dtype: str, seed: int) -> np.ndarray:
-    """Every kind of float: any bit pattern, so also subnormals, infinities and NaNs."""
+    """Return every kind of float: any bit pattern, so also subnormals, infinities and NaNs."""
     rng = np.random.default_rng(seed)
     kind = np.dtype(dtype)
     bits = rng.integers(0, 256, n * kind.itemsize, np.uint8).view(kind)
@@ -52,7 +52,7 @@ def hard_floats(n: int, dtype: str, seed: int) -> np.ndarray:
 
 
 def through(layout: _native.WireLayout, n_bytes: int, weights: list[float]) -> list[bytes]:
-    """What encoding, reducing three times the same, and decoding leave in memory."""
+    """Return the memory after encoding, reducing three copies, and decoding."""
     images = [np.zeros(n_bytes, np.uint8) for _ in range(2)]
     source, total = (image.ctypes.data for image in images)
     layout.encode(0, source)
@@ -83,10 +83,10 @@ def test_instruction_sets_agree_to_the_bit(dtype: str, wire: str, op: str, best:
 
 
 def test_binary16_is_what_numpy_rounds_to(best: str) -> None:
-    """Scaled by the power of two that the header tells, all halves are NumPy's own."""
+    """Scaled by the power of two in the header, all halves are as rounded by NumPy."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     finite = halves[np.isfinite(halves)].astype(np.float32)
-    # Between each two neighbours: the midpoint (a tie) and what is just beside it.
+    # Between any two neighbours: the midpoint (a tie) and the numbers next to it.
     values = np.concatenate(
         [finite, finite * np.float32(1 + 2.0**-11), finite * np.float32(1.0003)]
     )
@@ -109,7 +109,7 @@ def test_binary16_is_what_numpy_rounds_to(best: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("wire", ["none", "fp16", "bf16"])
 def test_inf_stays_inf_beside_anything(wire: str, dtype: str, best: str) -> None:
-    """However different the sizes of two blocks are, and the weights; and its neighbours stay."""
+    """For any difference in size of blocks and weights; its neighbours do not change either."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     small, large = (1e-7, 6e4) if dtype == "float16" else (1e-38, 1e30)
     for isa, (weights, sign) in itertools.product(

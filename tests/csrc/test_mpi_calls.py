@@ -1,4 +1,4 @@
-"""C++ that calls MPI, over functions of MPI's that are made up."""
+"""C++ that calls MPI, over fake MPI functions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NAMES = ("isend", "irecv", "iallgather", "testall", "iprobe", "recv", "get_count
 
 
 class FakeMpi:
-    """Functions with MPICH's handles that take their time, and note which threads are in them."""
+    """Slow functions with MPICH's handles that record which threads are in them."""
 
     def __init__(self) -> None:
         self.called: dict[str, set[int]] = {name: set() for name in NAMES}
         self.at_once = 0
-        """The most threads that were in a function of MPI's at a time."""
+        """The largest number of threads that were in MPI functions at the same time."""
         self._inside: set[int] = set()
         self._numbers = itertools.count()
-        # The most arguments that one of them has; what is passed beyond its own is not read.
+        # The largest number of arguments of any of them; excess arguments are not read.
         kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 8)
         self._functions = [kind(self._noting(name)) for name in NAMES]
         self._functions += [kind(lambda *_: 0)] * 2  # finalized, error_string
@@ -40,7 +40,7 @@ class FakeMpi:
             self._inside.discard(thread)
             if name == "testall":
                 ctypes.c_int.from_address(arguments[2]).value = 1
-            elif name == "iprobe":  # nothing, and now and then a message
+            elif name == "iprobe":  # nothing, and sometimes a message
                 ctypes.c_int.from_address(arguments[3]).value = next(self._numbers) % 3 == 0
             elif name == "get_count":
                 ctypes.c_int.from_address(arguments[2]).value = 0
@@ -49,14 +49,14 @@ class FakeMpi:
         return function
 
     def point_to_point(self) -> _native.MpiPointToPoint:
-        """Return what calls these."""
+        """Return an object that calls these."""
         addresses = [ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._functions]
         handle = bytes(4)
         return _native.MpiPointToPoint.over(addresses, handle, handle, -2, -1, 20, 0, 4)
 
 
 def test_one_thread_at_a_time_is_in_mpi() -> None:
-    """Else Open MPI's transport over TCP may deadlock when a peer dies (docs/elastic.md)."""
+    """Otherwise Open MPI's transport over TCP may deadlock when a peer dies (docs/elastic.md)."""
     fake = FakeMpi()
     messages = [fake.point_to_point() for _ in range(3)]  # as of several transports
     memory = np.zeros(8, np.uint8)

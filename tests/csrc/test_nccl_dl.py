@@ -1,4 +1,4 @@
-"""Which NCCL is opened, and what is said where there is none: each case in a process of its own."""
+"""Which NCCL is loaded, and the error if there is none: each case in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from horo_lite.transports import nccl_library
 
-# Prints what was opened, or the error. What is to be in the process beforehand comes first.
+# Prints what was loaded, or the error. Libraries that are to be loaded before come first.
 OPEN = """
 import ctypes, sys
 from horo_lite import _native
@@ -31,7 +31,7 @@ assert version > 0
 
 
 def opened(*candidates: str, loaded: str = "", ok: bool = True, **environment: str) -> str:
-    """What the process printed: path and version, or with ok=False the error's text."""
+    """Return the process's output: path and version, or with ok=False the error's text."""
     env = {name: value for name, value in os.environ.items() if name != "HORO_LITE_NCCL_LIB"}
     command = [sys.executable, "-c", OPEN, loaded, *candidates]
     ended = subprocess.run(
@@ -48,7 +48,7 @@ def newer() -> str:
 
 @pytest.fixture(scope="module")
 def older() -> str:
-    """Another file, with what 2.18 has."""
+    """Return another file, with the symbols of 2.18."""
     return fake_nccl.compiled(fake_nccl.SINCE_2_19 + fake_nccl.SINCE_2_27)
 
 
@@ -106,7 +106,7 @@ def test_the_error_lists_every_place_and_what_to_install(
     assert lines[4] == "  libnccl.so.2 (the system's): lacks the symbol ncclCommSplit"
     for way_out in ("horo_lite[cuda12]", "horo_lite[cuda13]", "HORO_LITE_NCCL_LIB"):
         assert way_out in lines[5]
-    # One that is refused does not stand in the way of the next.
+    # A rejected one does not prevent the next from being tried.
     assert opened(newer, loaded=crippled) == f"{newer} 22707"
 
 
@@ -123,7 +123,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "nvidia"]
 """
     roots = [tmp_path / "one", tmp_path / "two"]
     ended = subprocess.run(
-        [sys.executable, "-S", "-c", find],  # without this environment's own wheels
+        [sys.executable, "-S", "-c", find],  # without the wheels of this environment
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))},
         capture_output=True,
         text=True,

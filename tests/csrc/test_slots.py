@@ -1,4 +1,4 @@
-"""Where tensors and slots lie, and how slots are written, changes no bit of a result."""
+"""Addresses of tensors and slots, and how slots are written, do not change any bit of a result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launch import run_ranks, run_threads
 from horo_lite import Average, Compression, Group, _native, ops
 
 PAGE = 4096
-# Every residue modulo 64, on both sides of a page's beginning: where slots begin.
+# Every residue modulo 64, on both sides of a page boundary: where slots begin.
 OFFSETS = [*range(64), *range(PAGE - 64, PAGE)]
 WIRES = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
 KINDS = {
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def at(offset: int, numbers: np.ndarray) -> np.ndarray:
-    """A copy of an array that begins `offset` bytes into a page."""
+    """Return a copy of an array that begins `offset` bytes into a page."""
     memory = np.empty(numbers.nbytes + 2 * PAGE, np.uint8)
     begin = -memory.ctypes.data % PAGE + offset
     array = memory[begin : begin + numbers.nbytes].view(numbers.dtype)
@@ -67,7 +67,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("stores", ["cached", "streaming"])
 @pytest.mark.parametrize(("kind", "wire"), COMBINATIONS)
 def test_addresses_and_stores_change_no_bit(kind: str, wire: str, stores: str) -> None:
-    """An all-reduce of three ranks, each array of which begins somewhere else."""
+    """An all-reduce of three ranks, whose arrays begin at different offsets."""
     numbers = inputs(KINDS[kind], 3)
 
     def average(group: Group) -> list[bytes]:
@@ -129,7 +129,7 @@ def test_auto_follows_the_measured_round_trip() -> None:
         native = world.group.transport.native_group
         assert (native.slot_stores, native.stores, native.round_trip_ns) == ("auto", "cached", 0)
         x = np.ones(1 << 20, np.float32)
-        # A rank that does not run just then answers nobody: on a busy machine it may stay 0.
+        # A rank that is not running does not answer: on a busy machine the result may remain 0.
         until = time.monotonic() + 10
         while not hvd.allreduce(
             np.array(native.round_trip_ns > 0 or time.monotonic() > until), op=hvd.Min
@@ -191,7 +191,7 @@ print("right", flush=True)
 @pytest.mark.mpi
 @pytest.mark.timeout(180)
 def test_ranks_that_are_shown_other_numbers_of_cpus(tmp_path: Path) -> None:
-    """As containers of one host may be: whether cores are few decides how large chunks are."""
+    """As in containers on one host: chunk sizes depend on whether there are few cores."""
     (tmp_path / "shown.c").write_text(SHOWN_CPUS)
     library, compiler = tmp_path / "shown.so", os.environ.get("CC") or "cc"
     flags = ["-shared", "-fPIC", "-D_GNU_SOURCE"]

@@ -1,4 +1,4 @@
-"""Training goes on without the dead. Random moments are tests/soak's; here are chosen ones."""
+"""Training continues without dead ranks. Here at chosen moments; at random ones in tests/soak."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_arrays_of_any_dtype_are_kept(alone) -> None:
         state.restore()
         assert state.array is array
         assert (array == before).all()
-    counts = elastic.State(array=np.zeros(2, int))  # floats on the rank that it is given by
+    counts = elastic.State(array=np.zeros(2, int))  # floats on the rank that sends it
     counts.load({"array": np.array([0.5, 1.5])})
     assert counts.array.tolist() == [0.5, 1.5]
 
@@ -153,7 +153,7 @@ def test_optimizers_and_samplers_in_lists_count_too(alone) -> None:
     assert state.progress().is_whole
     for opt in (ours, theirs):
         opt.step()
-        assert not state.progress().is_whole, "nobody has counted that step"
+        assert not state.progress().is_whole, "that step has not been counted"
         state.step += 1
         assert state.progress().is_whole
     ours.step()
@@ -183,7 +183,7 @@ def test_gradients_of_a_step_that_was_lost_are_gone() -> None:
     opt.synchronize()
     hvd.shutdown()
     hvd.init()
-    opt.step()  # not a second exchange of what was synchronized
+    opt.step()  # what was synchronized is not exchanged again
     assert opt.speed[id(weight)].tolist() == [1.0, 1.0]
     hvd.shutdown()
 
@@ -222,7 +222,7 @@ def test_samplers_of_whole_epochs_stay_the_ones_that_loaders_have(alone) -> None
     there, order = state.snapshot(), list(sampler)
     state.restore()
     assert (loader.epoch, list(sampler)) == (0, before)
-    state.load(pickle.loads(pickle.dumps(there)))  # no dataset is in it
+    state.load(pickle.loads(pickle.dumps(there)))  # it contains no dataset
     assert state.loader is loader
     assert state.samplers[0] is sampler
     assert (loader.epoch, list(sampler)) == (3, order)
@@ -246,7 +246,7 @@ def test_what_cannot_be_copied_is_named(alone) -> None:
 
 
 def dealt(sampler: elastic.Sampler, monkeypatch, size: int, n_batches: int, batch: int) -> Counter:
-    """What a world of that size consumes in so many batches; the sampler is rank 0's after that."""
+    """Return what a world of that size consumes in n_batches; then the sampler is rank 0's."""
     seen: Counter = Counter()
     content = sampler.state_dict()
     for rank in reversed(range(size)):
@@ -268,7 +268,7 @@ def test_every_sample_is_seen_once_whoever_is_lost(monkeypatch, worlds) -> None:
     for size, n_batches in worlds:
         seen += dealt(sampler, monkeypatch, size, n_batches, 2)
         sampler.reset()  # as `elastic.run` does in a new world
-        sampler.set_epoch(2)  # it is under way
+        sampler.set_epoch(2)  # this epoch has already begun
     assert set(seen) == set(range(60))
     assert seen.total() <= 60 + sum(size - 1 for size, n in worlds if n == 99)
     assert (len(sampler), sampler.remaining_indices) == (0, [])
@@ -313,7 +313,7 @@ def test_without_set_epoch_every_epoch_has_the_samples_again(monkeypatch, size: 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("call", ["before", "after", "after, the next", "never"])
 def test_no_epoch_is_left_out(monkeypatch, call: str, drop_last: bool) -> None:
-    """Horovod says to call `set_epoch` at an epoch's end: scripts do with that epoch's number."""
+    """Horovod says to call `set_epoch` at an epoch's end: scripts pass that epoch's number."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_: (1, 2))
     sampler = elastic.Sampler(21)
@@ -339,7 +339,7 @@ def test_an_epoch_that_is_complete_is_not_trained_on_again_after_a_loss(alone) -
     state.on_reset()
     assert list(sampler) == []
     assert len(list(sampler)) == 4, "the next epoch"
-    # Nor by a rank that has come since, which has the state from the others.
+    # Nor by a rank that joined later, which has the state from the others.
     state.restore()
     newcomer = elastic.Sampler(4)
     newcomer.load_state_dict(sampler.state_dict())
@@ -347,18 +347,18 @@ def test_an_epoch_that_is_complete_is_not_trained_on_again_after_a_loss(alone) -
 
 
 def test_after_sync_the_samplers_length_is_that_of_the_rest_on_the_root_too(alone) -> None:
-    """Ranks that take len(loader) for the number of steps would go apart."""
+    """Ranks that use len(loader) as the number of steps would diverge."""
     sampler = elastic.Sampler(16)
     state = elastic.State(sampler=sampler)
     for i, _ in zip(range(3), sampler, strict=False):
         sampler.record_batch(i, 4)
-    assert len(sampler) == 16, "the iteration under way"
+    assert len(sampler) == 16, "the current iteration"
     state.sync()
     assert (sampler.processed_num, len(sampler), len(list(sampler))) == (12, 4, 4)
 
 
 def test_a_batch_counts_once_whatever_its_index(monkeypatch) -> None:
-    """A script that goes on in the middle of an epoch may count batches from the epoch's start."""
+    """A script that resumes in the middle of an epoch may count batches from the epoch's start."""
     sampler = elastic.Sampler(60)
     monkeypatch.setattr(elastic.sampler, "rank_and_size", lambda *_: (1, 3))
     for n_done, index in enumerate([7, 8, 0, 0, 100], start=1):
@@ -466,7 +466,7 @@ def test_an_exception_or_exit_is_one_ranks_death() -> None:
 @needs_ulfm
 @pytest.mark.parametrize("hosts", ["", "2,1,2"])
 def test_ctrl_c_on_one_rank_ends_the_job(hosts: str) -> None:
-    """Open MPI's launcher leaves the others, who wait for each other, alone."""
+    """Open MPI's launcher does not end the others, which wait for each other."""
     how = "if (me, state.step) == (2, 4): raise KeyboardInterrupt"
     result = train(5, how, env={"HORO_LITE_TEST_HOSTS": hosts})
     assert result.returncode != 0, str(result)
@@ -483,7 +483,7 @@ new = "HORO_LITE_REPLACEMENT" in os.environ
 START
 hvd.init()
 me = None if new else hvd.rank()
-assert not new or hvd.size() == 1  # its script runs alone as far as elastic.run
+assert not new or hvd.size() == 1  # its script runs alone until elastic.run
 
 OPTIMIZER
 state = hvd.elastic.State(opt=opt, data=data, step=0, sizes=[], left=6)
@@ -630,14 +630,14 @@ train(state)
 def test_a_bad_end_beside_a_death_is_a_failure(
     ending: str, n: int, dead: list[int], code: int
 ) -> None:
-    """Nobody has recovered from the death, when those who live end of themselves."""
+    """Nobody has recovered from the death when the survivors end by themselves."""
     script = ENDS_BADLY.replace("DEAD", str(dead)).replace("ENDING", ending)
     result = run_ranks(script, n, options=FT, timeout_s=60)
     assert result.returncode == code, str(result)
 
 
 class TornComm:
-    """A communicator whose collective operations end well, and leave what they were to deliver."""
+    """A communicator whose collective operations succeed, but deliver wrong data."""
 
     rank, size = 0, 2
 
@@ -789,7 +789,7 @@ print("ENDS", me, hvd.size(), flush=True)
 def test_mistakes_in_commits_and_callbacks(
     in_commit: str, in_reset: str, code: int, left: list[int]
 ) -> None:
-    """After a loss: one rank's in a commit is its own end, and any in a callback is the job's."""
+    """After a loss: a mistake in a commit ends one rank, and one in a callback ends the job."""
     script = OWN_MISTAKES.replace("IN_COMMIT", in_commit).replace("IN_RESET", in_reset)
     result = run_ranks(script, 4, options=FT, timeout_s=60)
     assert result.returncode == code, str(result)
@@ -808,7 +808,7 @@ def test_who_ends_early_in_good_order_is_told_of() -> None:
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])
 @pytest.mark.parametrize("call", ["hvd.recv(x, 1, tag=13)", "hvd.isend(x, 1, tag=13).wait()"])
 def test_who_waits_for_a_message_of_a_rank_that_is_done_is_told_of(call: str, hosts: str) -> None:
-    """What that rank has sent before arrives; the third rank waits in a collective."""
+    """Messages sent before the end arrive; the third rank waits in a collective."""
     script = """
     import sys, time
     import numpy as np
@@ -893,7 +893,7 @@ def test_messages_go_on_after_a_function_and_in_threads_beside_it(hosts: str) ->
 
         @hvd.elastic.run
         def train(state):
-            if me == 1:  # its thread serves on
+            if me == 1:  # its thread continues to serve
                 state.threads = [threading.Thread(target=each) for each in (serve, listen)]
                 for thread in state.threads:
                     thread.start()
@@ -1069,7 +1069,7 @@ error = max((a - b).abs().max().item() for a, b in zip(mine.parameters(), model.
 assert error < 1e-5, error
 consumed = [i for together, _ in state.history for i in together]
 assert set(consumed) == set(range(72))
-assert 2 * 72 <= len(consumed) <= 2 * 72 + 3, len(consumed)  # filled up at the end of an epoch
+assert 2 * 72 <= len(consumed) <= 2 * 72 + 3, len(consumed)  # padded at the end of an epoch
 print("ENDS", sorted(set(rates)), flush=True)
 """
 

@@ -1,8 +1,8 @@
-"""What ranks can fail to do alike: one row each. Run under mpiexec, it does them all in one job.
+"""All ways in which calls of ranks can differ: one row each. Run under mpiexec, all in one job.
 
-Each row is a call in two forms, the odd rank's (the last one's) and everybody else's, and what must
-stand in the MismatchError that every rank raises. The world is usable afterwards: after each row
-the ranks meet, and reduce something.
+Each row is a call in two forms, the odd rank's (the last one's) and that of all others, and words
+that must be in the MismatchError which every rank raises. The world remains usable: after each row
+the ranks synchronize, and reduce something.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def wait(*handles: hvd.Handle) -> None:
 
 
 class Row(NamedTuple):
-    """`odd` on the last rank, `others` on all others; `says` in every rank's message."""
+    """`odd` runs on the last rank, `others` on all others; `says` is in every rank's message."""
 
     name: str
     others: Callable[[], Any]
@@ -61,7 +61,7 @@ class Row(NamedTuple):
     says: Sequence[str]
 
 
-# Options of every reduction, direct and asynchronous: others', the odd one's, words.
+# Options of every reduction, direct and asynchronous: the others', the odd rank's, words.
 REDUCTIONS: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("op", {"op": hvd.Sum}, {"op": hvd.Max}, ["op Sum", "op Max"]),
     ("compression", {}, {"compression": fp16}, ["compression none", "compression fp16"]),
@@ -175,7 +175,7 @@ def torch_rows() -> list[Row]:
     import horo_lite.torch as g
 
     one, two = torch.ones(1), torch.ones(2)
-    torch.optim.SGD([torch.nn.Parameter(one)])  # the first one imports for seconds
+    torch.optim.SGD([torch.nn.Parameter(one)])  # the first optimizer imports for seconds
 
     def train(*sizes: int, **options: Any) -> None:
         layers = torch.nn.Sequential(*map(torch.nn.Linear, sizes, sizes[1:]))

@@ -1,4 +1,4 @@
-"""One fault in one real job, seen from outside: how the job ends, what it says, what it leaves."""
+"""One fault in one real job: how the job ends, its messages, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK")) == "{r
     fault()
 {does}
 """
-# What a launcher adds once a rank has failed, and what the MPIs leave there after a crash.
+# What a launcher prints after a rank has failed, and what MPI leaves in /dev/shm after a crash.
 LAUNCHERS_WORDS = re.compile(
     r"prterun|mpiexec|MPI_ABORT|BAD TERMINATION|application called MPI_Abort"
 )
@@ -59,15 +59,15 @@ class Fault:
 
     name: str
     does: str
-    """What the faulty rank does; `fault()`, which notes the moment, was called just before."""
+    """The faulty rank's code, after a call of `fault()`, which records the moment."""
     says: Sequence[str] = ()
-    """Stand on stderr; {rank}, {pid} and {host} are the faulty rank's."""
+    """Must be on stderr; {rank}, {pid} and {host} are the faulty rank's."""
     code: int | None = None
-    """None: anything but 0."""
+    """None: any but 0."""
     messages: int | None = 1
-    """How many ranks speak; None: it does not matter."""
+    """The number of ranks that print messages; None: any."""
     others: str = ALLREDUCE
-    """What the other ranks do meanwhile."""
+    """The code of the other ranks."""
     rank: int = 1
     ranks: int = 3
     hosts: str = ""
@@ -75,12 +75,12 @@ class Fault:
     late: bool = False
     """`does` itself calls fault()."""
     by_signal: bool = False
-    """Only the peers could tell, and MPICH's launcher kills them before they can."""
+    """Only the peers can report it, and MPICH's launcher kills them before they can."""
     by_exit: bool = False
-    """Only the peers could tell, and a launcher lets them if asked to, as this test does."""
+    """Only the peers can report it, if options make the launcher let them, as here."""
     env: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
-    """A package without which this cannot be tried."""
+    """A package that this needs."""
 
     def script(self) -> str:
         does = textwrap.indent(textwrap.dedent(self.does).strip("\n"), "    ")
@@ -96,7 +96,7 @@ class Fault:
 
 
 def run(fault: Fault) -> Result:
-    """How the job ended; all that every fault must respect has been checked."""
+    """Run the job of a fault, check what holds for all faults, and return how it ended."""
     before = named_segments()
     env = {"HORO_LITE_TEST_HOSTS": fault.hosts, **fault.env}
     options = that_leave_survivors() if fault.by_exit else []
@@ -111,7 +111,7 @@ def run(fault: Fault) -> Result:
 
 
 def check_words(fault: Fault, result: Result) -> None:
-    """What the row wants to be said was said, before the launcher's own words."""
+    """Assert that the row's messages were printed, before the launcher's own messages."""
     if fault.by_signal and mpi_name() == "mpich":
         return
     rank, host = str(fault.rank), moment(result)[2]
@@ -125,17 +125,17 @@ def check_words(fault: Fault, result: Result) -> None:
 
 
 def moment(result: Result) -> tuple[float, str, str]:
-    """When the fault happened, in which process, on which host."""
+    """Return when the fault happened, in which process, on which host."""
     found = re.search(r"FAULT (\S+) (\d+) (\S+)", result.stdout)
     assert found, f"the fault did not happen: {result}"
     return float(found[1]), found[2], found[3]
 
 
 def end_of(job: Job, since: float | None = None) -> Result:
-    """The job's end, within the limit after its fault; no process is left behind."""
+    """Return the job's end, within the limit after its fault; assert that no process remains."""
     result = job.wait(40)
     took = time.monotonic() - (since or moment(result)[0])
-    assert took < LIMIT_S, f"the end came {took:.1f} s after the fault: {result}"
+    assert took < LIMIT_S, f"the job ended {took:.1f} s after the fault: {result}"
     until = (
         time.monotonic() + PATIENCE * 1
     )  # MPICH's launcher may end before the ranks it has killed
@@ -146,5 +146,5 @@ def end_of(job: Job, since: float | None = None) -> Result:
 
 
 def named_segments() -> set[str]:
-    """The names in /dev/shm, but for what MPI and frameworks put there."""
+    """Return the names in /dev/shm, except those of MPI and frameworks."""
     return {name for name in os.listdir("/dev/shm") if not OTHERS_SHM.search(name)}

@@ -1,4 +1,4 @@
-"""Every way in which one rank can end while the others need it: one row each, one job each."""
+"""All ways in which one rank can end while the others need it: one row and one job each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ next(iter(torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_
 """
 
 ENDS = [
-    # A rank that raises tells its own story, and its victims are silent.
+    # A rank that raises reports it itself, and its victims are silent.
     Fault("an exception", "fail()", ("Traceback", *RAISED)),
     Fault("an exception on rank 0", "fail()", RAISED, rank=0),
     Fault("MemoryError", "np.ones(1 << 50)", ("MemoryError: Unable to allocate",)),
@@ -84,10 +84,10 @@ ENDS = [
     Fault("a thread's sys.exit() ends the thread",
           f"threading.Thread(target=sys.exit, args=(3,)).start()\ntime.sleep(0.5)\n{ALLREDUCE}",
           code=0, messages=0),
-    # Python prints and forgets what is raised there; nobody was waiting.
+    # Python prints and ignores exceptions there; no rank was waiting.
     Fault("an exception in atexit", "atexit.register(fail)", ("ValueError: no such file",),
           others="pass", code=0, messages=0),
-    # A rank that ends in good order is told on by whoever needs it.
+    # A rank that ends normally is reported by those that need it.
     Fault("the end of the program", "pass", LEFT),
     Fault("sys.exit(0)", "sys.exit(0)", (PEERS + "has left (sys.exit(0) at ",)),
     Fault("sys.exit(3)", "sys.exit(3)", (PEERS + "has left (sys.exit(3) at ",)),
@@ -119,12 +119,12 @@ ENDS = [
           "hvd.allreduce_async(np.ones(9), name='one more')",
           (f"{ITSELF}: PeerLostError: rank ", "has left", "allreduce 'one more'"), others="pass"),
     Fault("all ranks exit with 3", "sys.exit(3)", others="sys.exit(3)", code=3, messages=0),
-    # MPI's own calls do not notice that a rank ends, which would wait for them in MPI_Finalize.
+    # MPI's own calls do not notice that a rank ends; it would wait for them in MPI_Finalize.
     Fault("sys.exit(3), with the others in MPI's barrier", f"{IMPATIENT}\nsys.exit(3)",
           (f"{ITSELF} ends the job: sys.exit(3) at ", "; 3 s later ranks 0 and 2 still run (in an"),
           others="from mpi4py import MPI\nMPI.COMM_WORLD.Barrier()", code=3),
-    # All others, since Open MPI's launcher may crash where one is in MPI_Finalize while another
-    # rank aborts (5.0.11: 11 of 60 times, without this package).
+    # All others, since Open MPI's launcher may crash if one is in MPI_Finalize while another rank
+    # aborts (5.0.11: 11 of 60 times, without this package).
     Fault("sys.exit(text), with the others in MPI's recv, between hosts",
           f"{IMPATIENT}\nsys.exit('nothing to train on')",
           ("nothing to train on\n", f"{ITSELF} ends the job: sys.exit('nothing to train on') at ",
@@ -134,7 +134,7 @@ ENDS = [
     Fault("an exception that a part of the world waits for",
           f"{PART}\nfail()", RAISED,
           others=f"{PART}\nhvd.barrier(group=part) if part else time.sleep(60)"),
-    # A mismatch that nobody catches.
+    # An uncaught mismatch.
     Fault("a mismatch", "hvd.allreduce(np.ones(4), name='weights')",
           ("MismatchError: ranks disagree on allreduce 'weights': first difference: ranks "
            "0 and 2: tensor 0: float64[3]; rank 1: tensor 0: float64[4]",),
@@ -158,7 +158,7 @@ ENDS = [
            "every rank is waiting, rank 0 in barrier, rank 2 in barrier: nothing",),
           others="[hvd.allreduce_async(np.ones(3)) for _ in range(2)]\nhvd.barrier()",
           hosts="2,1", messages=None),
-    # Sudden deaths: only the peers can tell.
+    # Sudden deaths: only the peers can report them.
     Fault("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)",
           (*KILLED, ", last seen in allreduce, while rank ", "waited in allreduce 'w'"),
           by_signal=True),
@@ -192,7 +192,7 @@ ENDS = [
            "StallError: nothing has moved for 1"), env=SOON, messages=None),
     Fault("an endless loop, between hosts", "while True: time.sleep(0.01)", ("StallError: ",),
           hosts="1,1,1", env=SOON, messages=None),
-    # Before init(), MPI knows nothing of this rank yet, and the others wait inside it.
+    # Before init(), MPI does not know this rank yet, and the others wait in init().
     Fault("an import that fails", "import no_such_module",
           ("ModuleNotFoundError: No module named 'no_such_module'",), before_init=True,
           messages=None),
@@ -227,7 +227,7 @@ def test_what_all_ranks_raise_alike_is_told_once() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_launcher_is_told_to_end(number: int) -> None:
-    """Ctrl-C or a scheduler: no rank outlives the launcher for long."""
+    """By Ctrl-C or a scheduler: no rank outlives the launcher for long."""
     before = named_segments()
     waiting = Fault("", "print('asleep', flush=True)\ntime.sleep(60)").script()
     with start_ranks(waiting, 3) as job:

@@ -1,4 +1,4 @@
-"""The flight record: what every rank did last is there after any bad end, and PyTorch reads it."""
+"""The flight record: each rank's last operations, saved after any failure, readable by PyTorch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ hvd.allreduce(np.ones(5), name="loss")
 
 
 def compared_by_torch(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
-    """What PyTorch's tool says of a folder."""
+    """Return the report of PyTorch's tool on a folder."""
     tool = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
     caplog.clear()
     with caplog.at_level(logging.INFO, "Flight Recorder"):
@@ -90,7 +90,7 @@ def test_the_rank_that_lacks_an_operation_is_named(
     assert result.returncode != 0
     if how == "stalled":
         assert f"the last operations of ranks 0, 1 and 2 are in {folder}" in result.stderr
-    else:  # nobody was left to do it
+    else:  # no rank was left to write it
         assert {one.name for one in folder.iterdir()} == {
             *(f"{rank}.operations" for rank in range(3)),
             "rank_3",
@@ -119,7 +119,7 @@ def test_the_rank_that_lacks_an_operation_is_named(
     assert missing.pop("allreduce 'forgotten'") == "{1}"
     if how == "stalled":
         assert missing == {"allreduce 'loss'": "{1}"}
-    else:  # the others may have come so far
+    else:  # the others may have progressed to here
         assert set(missing) <= {"allreduce 'loss'"}
     assert "has errors" not in said
 
@@ -152,7 +152,7 @@ def test_a_rank_that_ended_before_is_in_it(
 @pytest.mark.mpi
 @pytest.mark.parametrize("by", ["mpiexec", "torchrun"])
 def test_the_others_do_not_end_the_job_before_it_is_written(by: str, tmp_path: Path) -> None:
-    """On a slow disk: the rank that writes it says afterwards why the job ends."""
+    """With a slow disk: the rank that writes it reports afterwards why the job ends."""
     code = """
         import time
         import numpy as np
@@ -183,7 +183,7 @@ def test_the_others_do_not_end_the_job_before_it_is_written(by: str, tmp_path: P
 
 @pytest.fixture
 def small_ring() -> Iterator[int]:
-    """How many operations this process's recorder has room for meanwhile."""
+    """Yield the reduced capacity, in operations, of this process's recorder."""
     here = {"rank": 0, "size": 1, "job": "tests", "epoch_ns": 0}
     recorder.keep(8, None, here)
     yield 8
@@ -210,7 +210,7 @@ def test_the_last_operations_are_kept(small_ring: int) -> None:
     assert (last.dtype, last.shape) == ("float64", (1,) * 6)
     gradient = next(each for each in found if each.label.startswith("allreduce '19"))
     assert (gradient.dtype, gradient.shape, gradient.n_bytes) == ("int16", (19,), 38)
-    assert gradient.label == f"allreduce '19 {'ö' * 45}"  # what 104 bytes have room for
+    assert gradient.label == f"allreduce '19 {'ö' * 45}"  # as much as fits into 104 bytes
     assert all(0 < each.submitted_ns <= each.begun_ns <= each.done_ns for each in found)
 
 
@@ -351,7 +351,7 @@ def operation(number: int, position: int, ranks: tuple[int, ...]) -> Operation:
 def test_what_some_ranks_have_forgotten_is_not_missing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank that does more in another group remembers less of this one."""
+    """A rank that does more in another group has fewer records of this one."""
     description = {"job": "tests", "epoch_ns": 0, "began": 0.0}
     other = [operation(10 + i, 10 + i, (1,)) for i in range(4)]
     everyone = [

@@ -50,7 +50,7 @@ from horo_lite.transports import this_host
 
 def stop(where, after=None):
     def stops(*args, **options):
-        result = after(*args) if after else None  # which holds what it has made
+        result = after(*args) if after else None  # keeps what it has made alive
         print(f"at <{where}>", flush=True)
         time.sleep(600)
     return stops
@@ -96,16 +96,16 @@ def test_sigkill_during_init_leaves_nothing(where: str, tmp_path: Path) -> None:
 
 
 def opened(pid: int) -> list[str]:
-    """What that process holds descriptors of, or has mapped."""
+    """Return the files that a process has open or mapped."""
     process = Path("/proc", str(pid))
     files = [os.readlink(file) for file in process.joinpath("fd").iterdir() if file.is_symlink()]
     return files + process.joinpath("maps").read_text().splitlines()
 
 
 def test_nothing_is_left_behind() -> None:
-    """No name in /dev/shm while the job runs or after it, and no descriptor kept open.
+    """No name in /dev/shm during or after the job, and no descriptor kept open.
 
-    The record of a rank's operations is its own, and lives as long as the process.
+    The record of a rank's operations is private to it, and lives as long as the process.
     """
     before = named_segments()
     body = """
@@ -132,7 +132,7 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_a_container_has_64_mib_of_dev_shm() -> None:
-    """Enough for 4 ranks that reduce far more than that."""
+    """It is enough for 4 ranks that reduce much more than that."""
     mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && df -m /dev/shm >&2 && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if os.geteuid() != 0:
@@ -155,7 +155,7 @@ def test_a_container_has_64_mib_of_dev_shm() -> None:
 
 @pytest.mark.parametrize("over", ["shm", "mixed"])
 def test_a_clean_exit_with_work_in_flight(over: str) -> None:
-    """What all ranks have submitted is completed; nobody complains."""
+    """Operations submitted by all ranks are completed, without any message."""
     body = """
     arrays = [np.full(100_000, rank + 1, np.float32) for _ in range(20)]
     if rank == 0:
@@ -175,8 +175,8 @@ def test_a_clean_exit_with_work_in_flight(over: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_a_job_whose_standard_files_are_closed(hosts: str, tmp_path: Path) -> None:
-    """A stall is reported to nobody, and not into a file that has got the number of stderr."""
-    pytest.importorskip("torch")  # whose store brings together what MPI did not start
+    """A stall report is dropped, and not written to a file that has got stderr's descriptor."""
+    pytest.importorskip("torch")  # whose store is the rendezvous without MPI
     body = f"""
     import os, time
     out = os.open(f"{tmp_path}/{{os.environ['RANK']}}", os.O_WRONLY | os.O_CREAT)
@@ -247,7 +247,7 @@ def test_the_world_can_be_made_again() -> None:
 
 
 def test_forked_children_are_no_ranks() -> None:
-    """However a child ends, the job goes on; what it may not do it is told."""
+    """However a child ends, the job continues; calls that it must not make raise errors."""
     body = """
     hvd.allreduce(np.ones(10))
     handle = hvd.allreduce_async(np.ones(10), name="before") if rank == 0 else None
@@ -293,7 +293,7 @@ def test_forked_children_are_no_ranks() -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
 
-    # A child that outlives what the parent does next.
+    # A child that outlives the parent's next calls.
     pid = os.fork()
     if pid == 0:
         time.sleep(0.5)
@@ -306,7 +306,7 @@ def test_forked_children_are_no_ranks() -> None:
     print("went on", flush=True)
     """
     for hosts in ("", "1,1"):
-        # Python 3.12 and later warn that the threads of a process are not in its children.
+        # Python 3.12 and later warn that a process's threads do not exist in its children.
         env = {"HORO_LITE_TEST_HOSTS": hosts, "PYTHONWARNINGS": "ignore::DeprecationWarning"}
         result = run_ranks(script(body), 2, env=env).check()
         assert result.stdout.count("went on") == 2
@@ -321,7 +321,7 @@ WAITING = {"allreduce": ALLREDUCE, "asynchronous": ASYNCHRONOUS}
 @pytest.mark.parametrize("waiting", WAITING)
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_ctrl_c_while_waiting(waiting: str, hosts: str) -> None:
-    """KeyboardInterrupt comes within 2 s, and the peer that was waited for is told."""
+    """KeyboardInterrupt is raised within 2 s, and the peer that was waited for is notified."""
     body = f"""
     hvd.allreduce(np.ones(3))
     if rank == 1:
@@ -361,7 +361,7 @@ def test_ctrl_c_without_a_launcher() -> None:
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_waiting_costs_no_cpu(hosts: str) -> None:
-    """2 s of waiting for a late rank cost under 0.1 s of CPU; twice that share is allowed here."""
+    """2 s of waiting for a late rank cost under 0.1 s of CPU; here twice that is allowed."""
     body = f"""
     import resource
     def cpu():
@@ -389,7 +389,7 @@ def test_waiting_costs_no_cpu(hosts: str) -> None:
 
 
 def test_the_import_is_light() -> None:
-    """No framework, no MPI; and quicker than NumPy's, of several tries the best."""
+    """It imports no framework and no MPI, and is faster than NumPy's: the best of several tries."""
     code = """
 import sys, time
 began = time.process_time()

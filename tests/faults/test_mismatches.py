@@ -1,4 +1,4 @@
-"""Whatever the ranks do not do alike, every rank is told, at once, and the world goes on."""
+"""A mismatch is reported to every rank immediately, and the world remains usable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mismatches import TABLES
 pytestmark = pytest.mark.mpi
 
 SCRIPT = Path(__file__).with_name("mismatches.py")
-# Within a second is the promise; a machine that is busy with other things is allowed more.
+# The documented limit is a second; a busy machine is allowed more.
 LIMIT_S = PATIENCE * 3.0
 
 

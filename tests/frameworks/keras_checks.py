@@ -1,7 +1,7 @@
-"""What Keras' optimizer, callbacks and files promise, on the backend that KERAS_BACKEND names.
+"""Properties of Keras' optimizer, callbacks and files, on the backend named by KERAS_BACKEND.
 
-Every rank runs this script. Beside the model that all train together on shards it trains another
-alone on the whole batches: what one process would have got.
+Every rank runs this script. Besides the model that all train together on shards, it trains another
+one alone on the whole batches: the result of one process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ N_STEPS, BATCH, N_FEATURES = 6, 12, 5
 rng = np.random.default_rng(7)
 X = rng.normal(size=(N_STEPS * BATCH, N_FEATURES)).astype(np.float32)
 Y = np.stack([np.sin(X.sum(1)), X[:, 0] * X[:, 1]], 1).astype(np.float32)
-# Sums of a dozen float32 products, formed in another order.
+# Sums of a dozen float32 products, added in another order.
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}
 
 
 def network(width: int = 8, seed: int | None = None) -> Any:
-    """Other weights on every rank, unless a seed says otherwise."""
+    """Return a model; its weights differ by rank, unless there is a seed."""
     keras.utils.set_random_seed(world.rank if seed is None else seed)
     layers = keras.layers
     return keras.Sequential(
@@ -46,7 +46,7 @@ def network(width: int = 8, seed: int | None = None) -> Any:
 
 
 def shard(x: Any, sizes: list[int] | None = None) -> Any:
-    """This rank's rows of every batch, in the order of batches."""
+    """Return this rank's rows of every batch, in the order of batches."""
     batches = x.reshape(-1, BATCH, *x.shape[1:])
     if sizes is None:
         return np.concatenate(batches[:, world.rank :: world.size])
@@ -58,7 +58,7 @@ UNEVEN = {1: [12], 2: [7, 5], 3: [6, 2, 4]}[world.size]
 
 
 def fit(model: Any, *, alone: bool = False, epochs: int = 2, x: Any = X, **options: Any) -> Any:
-    """Trains on the whole batches, or with the others on shards of them."""
+    """Train on the whole batches, or with the others on shards of them."""
     sizes = options.pop("sizes", None)
     rows = BATCH if alone else BATCH // world.size if sizes is None else sizes[world.rank]
     return model.fit(
@@ -93,7 +93,7 @@ def compiled(optimizer: Any, *, loss: Any = "mse", like: Any = None, **options: 
 
 
 def pair(make: Any, root: int = 0, **options: Any) -> tuple[Any, Any]:
-    """Models for all ranks and for one alone, which start from the weights of rank `root`."""
+    """Return models for all ranks and for one alone, starting from the weights of rank `root`."""
     model = compiled(hvd.DistributedOptimizer(make(), **options))
     alone = compiled(make(), like=hvd.broadcast_object(model.get_weights(), root))
     return model, alone
@@ -117,7 +117,7 @@ def check_fit_equals_one_process() -> None:
     assert int(model.optimizer.iterations) == 2 * N_STEPS
     optimizer = model.optimizer
     assert isinstance(optimizer, keras.optimizers.Adam)
-    # What the generic wrapper and the wrapper's own class make are of the same kind.
+    # The generic wrapper and the wrapper's own class return the same type.
     for other in (
         horo_lite.DistributedOptimizer(adam()),
         type(optimizer).from_config(optimizer.get_config()),
@@ -129,7 +129,7 @@ def check_fit_equals_one_process() -> None:
 
 
 class Twins(keras.Model):  # type: ignore[misc]
-    """Two layers of one name, and so variables of one path."""
+    """Two layers of the same name, and so variables of the same path."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def check_uneven_shards_in_fit() -> None:
 
 
 def check_loss_scaling() -> None:
-    """A sample of the last rank alone overflows, and all ranks leave out that step."""
+    """A sample of the last rank alone overflows, and all ranks skip that step."""
     x = X.copy()
     x[2 * BATCH + world.size - 1] = np.inf
 
@@ -216,13 +216,13 @@ def check_fp16() -> None:
     fit(alone, alone=True)
     check_same_bits(model)
     check_close(model, alone, rtol=2e-2, atol=2e-3)
-    if world.size > 1:  # it has travelled as halves
+    if world.size > 1:  # it was sent as float16
         differ = zip(model.get_weights(), alone.get_weights(), strict=True)
         assert not all(np.allclose(a, b, rtol=1e-6, atol=0) for a, b in differ)
 
 
 def gradients(model: Any, x: Any, y: Any) -> list[Any]:
-    """Of the mean squared error over these samples, as the backend gives them."""
+    """Return the gradients of the mean squared error over these samples, as the backend's."""
     y = keras.ops.convert_to_tensor(y)
     if BACKEND == "torch":
         model.zero_grad()
@@ -245,7 +245,7 @@ def gradients(model: Any, x: Any, y: Any) -> list[Any]:
 
 
 def check_weights_of_uneven_batches() -> None:
-    """A training loop of one's own, eagerly; on JAX inside jit as well."""
+    """A custom training loop, eagerly; on JAX inside jit as well."""
 
     def make() -> Any:
         return keras.optimizers.SGD(0.1, momentum=0.9)
@@ -300,7 +300,7 @@ def _stateless(net: Any, found: list[Any], weight: dict[str, Any]) -> None:
 
 
 def check_files() -> None:
-    """Training goes on from a file as if nothing had happened, and files need no horo_lite."""
+    """Training continues from a file as if uninterrupted, and files do not need horo_lite."""
     model = compiled(hvd.DistributedOptimizer(adam()))
     fit(model, epochs=1, callbacks=broadcast())
     folder = hvd.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "")
@@ -332,7 +332,7 @@ def check_files() -> None:
 
 
 class Recording(keras.callbacks.Callback):  # type: ignore[misc]
-    """The learning rate and momentum of every batch, and the metrics that callbacks see."""
+    """Records each batch's learning rate and momentum, and the metrics that callbacks see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def check_callbacks() -> None:
         ],
     )
     check_same_bits(model)
-    # The same means are in fit's history, from every rank's own figures.
+    # The same means are in fit's history, computed from every rank's own values.
     own = hvd.allgather_object(before.logs)
     for epoch, logs in enumerate(after.logs):
         for name in ("loss", "mae", "val_loss", "val_mae"):
@@ -391,7 +391,7 @@ def check_callbacks() -> None:
 
 
 def check_schedules() -> None:
-    """Rates are those of the formulas, and the ones that the steps were made with."""
+    """Rates equal the formulas, and are those that the steps used."""
     schedule = hvd.callbacks.LearningRateScheduleCallback
     cases = [
         (lambda: schedule(0.1, 0.5), lambda epoch, batch: 0.1 * 0.5**epoch),
@@ -429,8 +429,8 @@ def check_schedules() -> None:
 
 
 def check_warmup_of_several_steps_at_once() -> None:
-    """Keras shows callbacks the first batch of each execution only."""
-    if BACKEND == "torch":  # has none
+    """Keras only passes the first batch of each execution to callbacks."""
+    if BACKEND == "torch":  # not supported there
         return
     model = compiled(
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.3)), steps_per_execution=N_STEPS
@@ -507,7 +507,7 @@ def check_group() -> None:
         return
     group = hvd.new_group([0, 2])
     model = compiled(hvd.DistributedOptimizer(adam(), group=group))
-    if world.rank == 1:  # after it has counted one model more, as the others do
+    if world.rank == 1:  # after it has counted one more model, like the others
         return
     hvd.broadcast_parameters(model, group=group)
     fit(model, epochs=1)
@@ -515,7 +515,7 @@ def check_group() -> None:
 
 
 def applied(optimizer: Any, *steps: list[Any], values: Any = (2.0, 3.0)) -> list[float]:
-    """Two variables' values after each of these steps' gradients, two numbers, was applied."""
+    """Return two variables after a step with each of these gradients, two numbers each."""
     variables = [
         keras.Variable(keras.ops.convert_to_tensor([value], "float32"), name=f"number_{i}")
         for i, value in enumerate(values)
@@ -530,7 +530,7 @@ def applied(optimizer: Any, *steps: list[Any], values: Any = (2.0, 3.0)) -> list
 
 
 def check_passes_per_step() -> None:
-    """Horovod: the passes' gradients are added up, and divided only if they are to be averaged."""
+    """Horovod: the passes' gradients are added, and divided only if they are to be averaged."""
     n = world.size
     mean = (n + 1) / 2  # of rank + 1
     for average, factor in ((False, 1.0), (True, 0.5)):
@@ -565,9 +565,9 @@ def check_passes_per_step() -> None:
     alone.set_weights(hvd.broadcast_object(model.get_weights(), 0))
     fit(model, callbacks=broadcast())
     fit(alone, alone=True)
-    hvd.check_in_sync(model)  # what the passes add up to is each rank's own
+    hvd.check_in_sync(model)  # the accumulated gradients differ by rank
     check_close(model, alone)
-    # From a file it goes on: sums stay sums.
+    # Continued from a file: sums remain sums.
     passes = {"backward_passes_per_step": 2}
     model = compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **passes))
     fit(model, epochs=1, callbacks=broadcast())
@@ -685,7 +685,7 @@ def check_process_sets_and_values() -> None:
     assert hvd.mpi_threads_supported() in (True, False)
     members = [0, n - 1] if n > 2 else list(range(n))
     part = hvd.add_process_set(members)
-    expected = world.rank + 1.0  # outside of the set gradients stay as they are
+    expected = world.rank + 1.0  # outside of the set gradients are unchanged
     if part.included():
         mean = np.mean([r + 1.0 for r in members])
         assert float(hvd.allreduce(world.rank + 1.0, process_set=part)) == mean
@@ -737,7 +737,7 @@ def check_mismatches_are_named() -> None:
     wide = world.rank == world.size - 1
     model = network(width=9 if wide else 8)
     for call in (hvd.broadcast_parameters, _first_step):
-        # What an exception is inside of a graph, the backend decides.
+        # The type of an exception inside of a graph depends on the backend.
         with pytest.raises(Exception, match=r"first/(kernel|bias)") as raised:
             call(model)
         text = f"{raised.typename}: {raised.value}"

@@ -1,16 +1,16 @@
-"""SINGA's old wheel, mended: the tests of test_singa.py then run on SINGA's own C++ tensors.
+"""Repair SINGA's old wheel: the tests of test_singa.py then run on SINGA's own C++ tensors.
 
     pip download --no-deps --python-version 3.6 --only-binary=:all: singa==3.0.0.dev1
     python tests/frameworks/singa_mended.py singa-*.whl FOLDER
     HORO_LITE_TEST_SINGA=FOLDER pytest tests/frameworks/test_singa.py
 
-The wheel is the only one on PyPI, of 2020 and for Python 3.6. Its extension was built without
-NumPy, so that no tensor can be read, and without `VecTensor`; its Python files want a NumPy that
+The wheel is the only one on PyPI, from 2020 and for Python 3.6. Its extension was built without
+NumPy, so that no tensor can be read, and without `VecTensor`; its Python files need a NumPy that
 had `np.float`. Here the functions that copy values are called past the extension's interface: the
-same that later builds show as `GetFloatValue(n)` and `CopyFloatDataFromHostPtr(x)`.
+same that later builds expose as `GetFloatValue(n)` and `CopyFloatDataFromHostPtr(x)`.
 
-By hand only: that an extension for Python 3.6 works in a later one at all (3.7 to 3.11 were tried)
-is luck.
+By hand only: it is luck that an extension for Python 3.6 works in a later one at all (3.7 to 3.11
+were tried).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ singa_wrap.VecTensor = lambda tensors: [singa_wrap.Tensor(t) for t in tensors]
 
 
 def mend(wheel: Path, folder: Path) -> None:
-    """`folder` holds a package `singa` that can be imported."""
+    """Make a package `singa` in `folder` that can be imported."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     package = folder / "singa"

@@ -1,4 +1,4 @@
-"""What horo_lite.tensorflow promises, eagerly and inside tf.function; every rank runs this."""
+"""Properties of horo_lite.tensorflow, eagerly and inside tf.function; every rank runs this."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ RANK, SIZE = world.rank, world.size
 RANKS = np.arange(SIZE)
 N_STEPS, BATCH = 6, 12
 UNEVEN = {1: [12], 2: [7, 5], 3: [6, 2, 4], 4: [5, 1, 4, 2]}[SIZE]
-CLOSE = {"rtol": 2e-4, "atol": 2e-6}  # sums of float32 products, formed in another order
+CLOSE = {"rtol": 2e-4, "atol": 2e-6}  # sums of float32 products, added in another order
 
-# Every check takes what makes a function of a Python one: nothing, and tf.function.
+# Every check takes a function that converts a Python function: the identity, or tf.function.
 Maker = Callable[[Any], Any]
 
 
@@ -64,12 +64,12 @@ def check_operations(made: Maker) -> None:
 
 
 def upstream(rank: int, n_rows: int) -> Any:
-    """The gradient that rank `rank`'s loss has of the rows that an operation returned there."""
+    """Return the gradient of rank `rank`'s loss with respect to the rows returned there."""
     return np.arange(1.0, 2 * n_rows + 1).reshape(n_rows, 2) * 10.0**rank
 
 
 def gradient_of(made: Maker, operation: Callable[[Any], Any], n_mine: int, n_result: int) -> Any:
-    """Of the loss sum(operation(x) * upstream) on each rank, by this rank's x of n_mine rows."""
+    """Return the gradient of the loss sum(operation(x) * upstream) by this rank's x."""
     x = tf.ones((n_mine, 2), tf.float64)
     scale = tf.constant(upstream(RANK, n_result))
 
@@ -81,7 +81,7 @@ def gradient_of(made: Maker, operation: Callable[[Any], Any], n_mine: int, n_res
 
     inside = made(one)(x).numpy()
     result_of = made(operation)
-    with tf.GradientTape() as tape:  # a tape around what may be a graph
+    with tf.GradientTape() as tape:  # a tape around a possible graph
         tape.watch(x)
         loss = tf.reduce_sum(result_of(x) * scale)
     np.testing.assert_array_equal(tape.gradient(loss, x).numpy(), inside)
@@ -161,7 +161,7 @@ def check_gradients_are_horovods(made: Maker) -> None:
 
 
 def check_gradients_in_a_group(made: Maker) -> None:
-    """There the number of ranks is the group's own, in values and gradients."""
+    """There the number of ranks is that of the group, in values and gradients."""
     if SIZE < 3:
         return
     members = [r for r in RANKS if r != 1]
@@ -193,7 +193,7 @@ def check_gradients_in_a_group(made: Maker) -> None:
 
 
 def check_what_is_not_linear_in_its_shapes(made: Maker) -> None:
-    """Shapes that a graph does not know, no rows, gradients that are sparse, second derivatives."""
+    """Shapes unknown to a graph, no rows, sparse gradients, second derivatives."""
     anything = tf.TensorSpec(None, tf.float32)
     rows = tf.reshape(tf.range(4.0 * SIZE), [2 * SIZE, 2]) + 100.0 * RANK
 
@@ -231,7 +231,7 @@ def check_what_is_not_linear_in_its_shapes(made: Maker) -> None:
 
 
 def check_indexed_slices(made: Maker) -> None:
-    """Rows of one index add up, on one rank and on several; ranks may have none."""
+    """Rows with equal indices are added, on one rank and on several; ranks may have none."""
     values = np.arange(2.0 * RANK * 3).reshape(-1, 3).astype(np.float32) + RANK
     indices = np.array([0, 1] * RANK, np.int64)
     everyone = hvd.allgather_object((values, indices))
@@ -256,7 +256,7 @@ def check_indexed_slices(made: Maker) -> None:
         np.testing.assert_allclose(tf.convert_to_tensor(one), 3 * total / n, rtol=1e-6)
         np.testing.assert_allclose(tf.convert_to_tensor(two), total / n, rtol=1e-6)
         np.testing.assert_allclose(dense, [(RANKS + 1).sum() / n], rtol=1e-6)
-        # Two allgathers, the values divided for an average: the average of g, by as much again.
+        # Two allgathers, the values divided for an average: the average of g, also divided by it.
         np.testing.assert_allclose(slope, np.full_like(values, (2.0**RANKS).mean() / n), rtol=1e-6)
     with pytest.raises(ValueError, match="IndexedSlices takes op=Average or op=Sum"):
         made(partial(reduced, op=hvd.Max))(tf.constant(values))
@@ -348,7 +348,7 @@ def samples(step: int) -> tuple[Any, Any]:
 
 
 class Net:
-    """An embedding and two dense layers' worth of variables."""
+    """The variables of an embedding and two dense layers."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -415,7 +415,7 @@ def _train(made: Maker, as_dense: bool, compression: Any, tolerance: dict[str, f
 
 
 def check_only_sparse_gradients(made: Maker) -> None:
-    """A rank without samples has no say, whatever its rows hold."""
+    """A rank without samples does not contribute, whatever its rows contain."""
     weight = float(RANK)
     rows = tf.fill([2, 3], np.float32("nan") if weight == 0 else np.float32(SIZE))
     slices = tf.IndexedSlices(rows, tf.constant([RANK, 7]), tf.constant([9, 3]))
@@ -434,7 +434,7 @@ def check_only_sparse_gradients(made: Maker) -> None:
 
 
 def check_a_rank_without_rows() -> None:
-    """Its model did not look at the table in this step, so its gradient is None there."""
+    """Its model did not use the table in this step, so its gradient is None there."""
     if SIZE == 1:
         return
     table, other = tf.Variable(np.ones((4, 3), np.float32)), tf.Variable([1.0])
@@ -475,9 +475,9 @@ def check_a_rank_without_rows() -> None:
 
 
 def check_embeddings_with_keras_optimizers(made: Maker) -> None:
-    """Rows that repeat, in a rank and among ranks, are what one process with all of them has.
+    """Repeated rows, on a rank and among ranks, are as in one process that has all of them.
 
-    Keras clips such rows before it adds them up, and so what they are is part of the result.
+    Keras clips such rows before it adds them, so the rows themselves are part of the result.
     """
     for optimizer, as_dense in (
         (partial(keras.optimizers.SGD, 0.5, momentum=0.9), False),
@@ -542,7 +542,7 @@ def check_horovods_options_of_a_tape(made: Maker) -> None:
     local, shared = tf.Variable([2.0, 3.0], name="local"), tf.Variable([1.0, 4.0], name="shared")
 
     class Halves:
-        """Sends half of everything, and gives back twice what comes."""
+        """Sends half of each value, and returns twice what it receives."""
 
         @staticmethod
         def compress(tensor: Any) -> Any:
@@ -610,7 +610,7 @@ def adasum_of(per_rank: list[Any]) -> Any:
 
 
 def check_adasum(made: Maker) -> None:
-    """Of each tensor by itself; neither this rank's own, nor the average or the sum."""
+    """For each tensor separately; neither this rank's own, nor the average or the sum."""
     shapes = [(7, 3), (1,), (257,)]
     rng = np.random.default_rng(11)
     data = [[rng.normal(size=s) + 0.5 for s in shapes] for _ in RANKS]
@@ -642,7 +642,7 @@ def check_adasum(made: Maker) -> None:
                 assert result.dtype == dtype
                 np.testing.assert_allclose(np.asarray(result, np.float64), wanted, **close)
             hvd.check_in_sync([(str(i), r) for i, r in enumerate(results)])
-    assert hvd.allreduce(tf.constant([3.0, 4.0]), op=2).numpy().tolist() == [3, 4]  # Horovod's no.
+    assert hvd.allreduce(tf.constant([3.0, 4.0]), op=2).numpy().tolist() == [3, 4]  # Horovod's
 
     variables = [tf.Variable(np.ones(s), name=f"v{i}") for i, s in enumerate(shapes)]
 
@@ -687,7 +687,7 @@ def check_adasum(made: Maker) -> None:
 
 
 def check_process_sets_and_basics(made: Maker) -> None:
-    """Roots are the world's numbers, and what is asked of a graph is known when it runs."""
+    """Roots are the world's numbers, and a graph's queries are evaluated when it runs."""
     assert hvd.mpi_built()
     assert hvd.gloo_built() == (find_spec("torch") is not None)
     assert not hvd.gloo_enabled()
@@ -825,7 +825,7 @@ def check_mismatches_are_named(made: Maker) -> None:
 
 
 def check_order_inside_a_graph() -> None:
-    """Operations run in the order of the program, though nothing else puts them into one."""
+    """Operations run in the order of the program, though they do not depend on each other."""
 
     @tf.function
     def many(x: Any) -> Any:
@@ -837,7 +837,7 @@ def check_order_inside_a_graph() -> None:
 
 
 def check_a_graph_does_not_see_its_tensors_change() -> None:
-    """Results are new tensors, even of what nobody else seems to need."""
+    """Results are new tensors, even if their inputs seem to be unused otherwise."""
 
     @tf.function
     def before_and_after(x: Any) -> Any:

@@ -15,7 +15,7 @@ TORCHRUN = "-m torch.distributed.run --standalone --local-addr localhost --nproc
 
 
 def ranks_of(script: str, args: list[str], backend: str, folder: Path, n: int = 2) -> list[Any]:
-    """What each rank has in the end, of two that torchrun starts, or of one."""
+    """Return each rank's result, of two that torchrun starts, or of one."""
     result = folder / backend
     launcher = TORCHRUN.split() if n > 1 else []
     command = [sys.executable, *launcher, str(HERE / script), *args, backend, str(result)]
@@ -28,26 +28,27 @@ def ranks_of(script: str, args: list[str], backend: str, folder: Path, n: int = 
 
 
 def trained(wrapper: str, backend: str, folder: Path) -> list[Any]:
-    """The same of a wrapper's run."""
+    """Return the same for a run of a wrapper."""
     return ranks_of("wrappers_ranks.py", [wrapper], backend, folder)
 
 
 @pytest.mark.shows("eager", "overlap")
 @pytest.mark.parametrize("wrapper", ["accelerate", "fabric"])
 def test_training_is_that_on_gloo(wrapper: str, tmp_path: Path) -> None:
-    """To the bit, since a sum of two numbers does not depend on their order. Each run has compared
-    itself with one process on the whole batches.
+    """Bit for bit, since a sum of two numbers does not depend on their order.
+
+    Each run has also compared itself with one process on the whole batches.
     """
     same([*trained(wrapper, "gloo", tmp_path), *trained(wrapper, "horo_lite", tmp_path)])
 
 
 @pytest.mark.shows("eager", "overlap")
 def test_the_trainer(tmp_path: Path) -> None:
-    """To the bit as on gloo, and as one process on the whole batches."""
+    """Bit for bit as on gloo, and as one process on the whole batches."""
     gloo, ours = (
         ranks_of("trainer_ranks.py", [], name, tmp_path) for name in ("gloo", "horo_lite")
     )
-    # Only the main process writes what it logs.
+    # Only the main process writes its log.
     same([gloo[0], ours[0]])
     for ranks in (gloo, ours):
         same([{**rank, "losses": []} for rank in ranks])

@@ -1,4 +1,4 @@
-"""autograd: gradients of NumPy functions, averaged before the optimizers that it brings."""
+"""autograd: gradients of NumPy functions, averaged before its optimizers use them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ for optimizer in (adam, sgd):
         assert (a != before).any()
     assert len(set(hvd.allgather_object(b"".join(a.tobytes() for a in leaves(together))))) == 1
 
-# With the loss, which is averaged as well; the given gradients stay as they are.
+# With the loss, which is averaged as well; the given gradients do not change.
 value, gradients = hvd.grad_and_average(value_and_grad(loss_of))(start, *samples(4, seed=rank))
 each = [value_and_grad(loss_of)(start, *samples(4, seed=r)) for r in range(size)]
 assert abs(value - sum(v for v, _ in each) / size) < 1e-12 and type(gradients["out"]) is tuple
@@ -112,7 +112,7 @@ if rank:
     del other["hidden"]
 refused(hvd.MismatchError, lambda: hvd.average_gradients(other), "hidden[0]")
 
-# Inside the function that is differentiated there are no numbers yet.
+# Inside a function that is being differentiated there are no values yet.
 def averages_too_early(w):
     return anp.sum(hvd.average_gradients({"w": w})["w"])
 

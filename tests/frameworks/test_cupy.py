@@ -1,4 +1,4 @@
-"""CuPy's arrays in a framework of one's own: stand-ins for CuPy and NCCL, and no GPU."""
+"""CuPy's arrays in a home-made framework: stand-ins for CuPy and NCCL, without a GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ assert adapter_of(Momentum(parameters(0))) is adapter_of(parameters(0)[0])
 def ranks(code: str, np: int) -> Result:
     places = [str(HERE / "cupy_stand_in"), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(places), "HORO_LITE_NCCL_LIB": fake_nccl.compiled()}
-    # In a function, so that no array is left when Python ends, and its stream with it.
+    # In a function, so that no array and its stream are left when Python ends.
     code = f"def main():\n{indent(code, '    ')}\n\nmain()\nprint('done', rank)\n"
     return run_ranks(START + code, np, env=env, timeout_s=120).check()
 
@@ -96,7 +96,7 @@ for compression, rtol in ((hvd.Compression.none, 1e-5), (hvd.Compression.fp16, 2
     assert arrays.bytes_copied == copied
     off = 0.0
     for p, q in zip(params, alone.params):
-        # Sums in another order, and rounded for the way.
+        # Sums in another order, and rounded on the wire.
         np.testing.assert_allclose(p.get(), q.get(), rtol=rtol, atol=rtol)
         off = max(off, np.abs(p.get() - q.get()).max())
     assert (off > 1e-5) == (compression is hvd.Compression.fp16), off
@@ -117,7 +117,7 @@ rows = hvd.allgather(cp.asarray(np.full((rank + 1, 2), rank)))
 assert type(rows) is cp.ndarray and rows.get().tolist() == [[0, 0], [1, 1], [1, 1]]
 assert hvd.broadcast(cp.asarray([rank, 7.0]), 1).get().tolist() == [1, 7]
 
-# In a thread that has chosen no GPU, results lie on that of what was given.
+# In a thread that has not chosen a GPU, results are on the GPU of the inputs.
 import threading
 found = []
 def elsewhere():
@@ -133,7 +133,7 @@ thread.start(), thread.join()
 assert len(found) == 7
 assert all(got.device == world.device.index for got in found), [got.device for got in found]
 
-# What only one rank has counts as zeros on the other.
+# A gradient that only one rank has counts as zeros on the other.
 opt = hvd.DistributedOptimizer(Momentum([cp.asarray(np.ones(2)), cp.asarray(np.ones(3))]))
 opt.grads = [cp.asarray([2.0, 4.0]), None if rank else cp.asarray([2.0, 4.0, 6.0])]
 opt.step()

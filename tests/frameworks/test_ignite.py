@@ -20,7 +20,7 @@ def test_training_is_that_of_one_process() -> None:
 
 
 def test_it_starts_the_ranks_itself() -> None:
-    """With `horovod.run`, whose results and errors come back."""
+    """With `horovod.run`, which returns results and raises errors."""
     whole = figures(run_script("with_ignite.py", 1, timeout_s=LIMIT_S), 1)
     spawned = run_script("with_ignite.py", 1, "--spawn", 2, timeout_s=LIMIT_S)
     assert figures(spawned, 2) == pytest.approx(whole, rel=1e-4)

@@ -40,7 +40,7 @@ WAYS = pytest.mark.parametrize("way", ["xla", "callback"])
 def ranks(code: str, np: int, way: str = "xla", optimized: bool = False, **env: str) -> Result:
     code = f"{START}\nassert hvd.inside_jit() == {way!r}\n{code}\nprint('done', rank)\n"
     env["HORO_LITE_INSIDE_JIT"] = way
-    # A fifth of the CPU time of these tests is LLVM's, for loops that run for microseconds.
+    # A fifth of the CPU time of these tests is spent in LLVM, for loops that run for microseconds.
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if optimized else "1"
     return run_ranks(code, np, env=env, timeout_s=180).check()
 
@@ -78,7 +78,7 @@ def train(tx, params, x, y, compiled=True, steps=8, **options):
         params, state, loss = step(params, state, options)
     return jax.block_until_ready(params)
 
-# The last rank's values, which nobody else has.
+# The last rank's values, which no other rank has.
 mine_before, wanted = new_params(rank), new_params(size - 1)
 params = hvd.broadcast_parameters(mine_before, root_rank=size - 1)
 assert params["out"][1] is None
@@ -107,7 +107,7 @@ for compiled in (True, False):
     close(together, alone, rtol=1e-5, atol=1e-6)
 assert raised(lambda: close(train(momentum(), params, x[mine], y[mine]), alone, atol=1e-3))
 
-# Adam divides by what may be small, and so shows small differences larger.
+# Adam may divide by small numbers, which magnifies differences.
 tx = hvd.DistributedOptimizer(optax.adam(1e-2))
 together = train(tx, params, x[mine], y[mine], weight=jnp.float32(n_mine))
 check_alike(together)
@@ -127,7 +127,7 @@ together = train(
 check_alike(together)
 close(together, train(make(lambda tx: tx), params, x, y, value=jnp.float32(3)), atol=1e-4)
 
-# Two bytes a number: near, alike on all ranks, and not the same.
+# Two bytes per number: close, equal on all ranks, and not the same.
 tx = hvd.DistributedOptimizer(momentum(), compression=hvd.Compression.fp16)
 for compiled in (True, False):
     together = train(tx, params, x[mine], y[mine], compiled, weight=float(n_mine))
@@ -195,7 +195,7 @@ def check(results, step):
 def place(x):
     return x.unsafe_buffer_pointer()
 
-# Results that are dropped before the next call, then those of a loop that keeps the last ones.
+# Results that are freed before the next call, then those of a loop that keeps the last ones.
 places, faults = [], []
 for step in range(20):
     results = None
@@ -212,8 +212,8 @@ assert len(set.union(*places)) == 4, places
 sizes = [x.nbytes for x in results if x.nbytes > 1 << 16]
 assert sum(MEMORY.bytes) <= 2 * sum(sizes) + 256, MEMORY.bytes
 
-# What is still referred to stays as it is: results, NumPy's views of dropped ones, what a compiled
-# function has got, also as its own, and what it returns as it is.
+# Referenced memory is not reused: results, NumPy's views of freed ones, what a compiled function
+# has received, also by donation, and what it returns unchanged.
 kept = [reduced(0), reduced(1, horo_lite.grouped_allreduce)]
 views = [np.asarray(x)[..., 3:] if x.ndim else np.asarray(x) for x in reduced(2)]
 same = jax.jit(lambda xs: xs)(reduced(3))
@@ -238,7 +238,7 @@ later = horo_lite.synchronize(later)
 assert later.dtype == jnp.bfloat16 and (later == 70 + average).all()
 assert (horo_lite.synchronize(result_of_deleted) == 80 + average).all()
 
-# With the world ends what is kept for its next results.
+# The end of the world frees the memory kept for its next results.
 del kept, views, same, doubled, parts, single, later, results
 assert MEMORY.bytes[1]
 hvd.shutdown()
@@ -277,15 +277,15 @@ for dtype in (jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.int8):
 assert both(lambda x: hvd.allreduce(x, hvd.Max), jnp.array([rank == 1, False])).tolist() == [
     True, False]
 
-# Trees, with what is no array, and what is no array of JAX's.
+# Trees, with leaves that are not arrays, or not JAX's arrays.
 tree = {"a": [rows, None], "b": (jnp.int32(rank), print)}
 total = hvd.grouped_allreduce(tree, hvd.Sum)
 assert total["b"][1] is print and total["b"][0] == sum(range(size)) and total["a"][1] is None
 assert hvd.allreduce(1.5 * rank) == 1.5 * (size - 1) / 2
-squares = lambda: hvd.allreduce(rank**2)  # a number is no integer array, whose average is cut
+squares = lambda: hvd.allreduce(rank**2)  # a number, unlike an integer array, is not truncated
 assert np.allclose([squares(), jax.jit(squares)()], np.mean(np.arange(size) ** 2))
 for f in (lambda x: hvd.allreduce(x, hvd.Sum), lambda x: hvd.broadcast(x * size, 1)):
-    # Nor does a number decide the dtype of what it is added to.
+    # Nor does a number determine the dtype of a sum.
     assert (both(lambda x: f(x) + jnp.ones(2, jnp.bfloat16), 1.5) == 1.5 * size + 1).all()
 slope = jax.grad(lambda x: (hvd.allreduce(x, hvd.Sum) * jnp.ones(2, jnp.bfloat16)).sum())
 assert jax.jit(slope)(1.5) == 2 * size
@@ -300,10 +300,10 @@ state = hvd.broadcast_parameters(
 assert state["steps"] == 1 and state["on"] is True and state["f"] is print
 assert (jax.random.bits(state["key"]) == jax.random.bits(jax.random.key(1))).all()
 
-# Every rank contributes by its weight, which is a traced number here.
+# Every rank contributes by its weight, which is traced here.
 weighted = jax.jit(lambda x, w: hvd.average_gradients(x, weight=w))
 mean = sum(r * whole[r] for r in range(size)) / sum(range(size))
-nothing = rows * (jnp.nan if rank == 0 else 1)  # of weight 0: whatever it is
+nothing = rows * (jnp.nan if rank == 0 else 1)  # its weight is 0, so the values do not matter
 np.testing.assert_allclose(weighted(nothing, float(rank)), mean, rtol=1e-6)
 assert "0 or more, not -1" in str(raised(lambda: weighted(rows, -1.0)))
 assert "op=Average" in str(raised(lambda: hvd.average_gradients(rows, op=hvd.Sum, weight=1)))
@@ -327,7 +327,7 @@ assert (jax.jit(horo_lite.average_gradients)({"a": rows})["a"] == whole.mean(0))
 assert (both(jax.vmap(hvd.allreduce, in_axes=1, out_axes=1), rows) == whole.mean(0)).all()
 assert "vmap" in str(raised(lambda: jax.vmap(hvd.allgather)(rows)))
 
-# Derivatives: the transposed operation on the cotangents, as if the ranks' losses were added up.
+# Derivatives: the transposed operation on the cotangents, as if the ranks' losses were added.
 def cotangent(f, c):
     g = lambda x: (f(x) * c).sum()
     return both(jax.grad(g), rows)
@@ -363,7 +363,7 @@ def test_what_is_traced_means_the_same_on_all_ranks_or_is_an_error() -> None:
 x = jnp.arange(3.0) + 10 * rank
 total = 2 * np.arange(3.0) + 10
 
-# A rank that traces a function anew does nothing that the others do not: not for constants either.
+# A rank that retraces a function makes no calls that the others do not: not for constants either.
 mine = np.float32(rank + 1)
 function = jax.jit(lambda x: x * 0 + hvd.allreduce(mine, hvd.Sum))
 assert (function(x) == 3).all()
@@ -373,7 +373,7 @@ assert jax.lax.scan(lambda n, _: (n + hvd.allreduce(mine, hvd.Sum), None), 0.0, 
 assert type(hvd.allreduce(mine, hvd.Sum)) is type(mine)
 assert (jax.grad(lambda x: (x * hvd.allreduce(mine, hvd.Sum)).sum())(x) == 3).all()
 
-# What has no derivative has none forwards either, and may be there to be looked at.
+# Calls without a derivative have none in forward mode either, and can be auxiliary outputs.
 greatest = lambda x: hvd.allreduce(x, hvd.Max)
 weighted = lambda x: hvd.average_gradients(x, weight=rank + 1.0)
 for f in (greatest, weighted):
@@ -388,11 +388,11 @@ for f in (jax.jit, lambda f: f):
     gradient, seen = f(jax.grad(lambda x: ((x**2).sum(), greatest(x)), has_aux=True))(x)
     assert (gradient == 2 * x).all() and (seen == np.arange(3.0) + 10).all()
 
-# Integers beside what is differentiated.
+# Integers beside differentiated values.
 counted = lambda x: hvd.grouped_allreduce({"n": jnp.int32(rank), "x": x}, hvd.Sum)["x"] ** 2
 assert (jax.jit(jax.grad(lambda x: counted(x).sum()))(x) == 2 * 2 * total).all()
 
-# The cases of vmap lie along other axes on every rank.
+# The batch axes of vmap differ by rank.
 square = jnp.arange(9.0).reshape(3, 3)
 given = square.T if rank else square
 sums = jax.vmap(lambda x: hvd.allreduce(x, hvd.Sum), in_axes=rank, out_axes=0)
@@ -402,7 +402,7 @@ np.testing.assert_allclose(alike, square, rtol=1e-6)
 each = jax.vmap(lambda x, n: hvd.average_gradients(x, weight=n))
 assert "one weight" in str(raised(lambda: each(square, x)))
 
-# Other rows than the function was compiled for: NumPy would have repeated the one that came.
+# Another number of rows than compiled for: NumPy would have broadcast the received one.
 rows = jnp.full((0 if rank else 2, 3), 7.0)
 error = raised(lambda: jax.jit(hvd.alltoall)(rows))
 assert isinstance(hvd.cause_of(error), hvd.MismatchError) and "rows of each rank" in str(error)
@@ -418,7 +418,7 @@ assert hvd.allreduce(1.0 + rank) == 1.5
 
 
 def test_what_was_compiled_ahead_is_an_error_on_another_place() -> None:
-    """Results that depend on the rank, after it has become another: they were the old one's."""
+    """Results that depend on the rank, after it has changed, would be those of the old rank."""
     ranks(
         """
 from mpi4py import MPI
@@ -443,7 +443,7 @@ for name, function in ahead.items():
     assert isinstance(hvd.cause_of(error), ValueError) and text in str(error), error
 assert (jax.jit(functions["broadcast"])(x) == size * (hvd.rank() == 0)).all()
 
-# What has no meaning is an error where it is traced.
+# Invalid calls raise when they are traced.
 for op, text in ((hvd.Average, "the average of bool has no meaning"), ("sum", "op must be one of")):
     error = raised(lambda: jax.jit(lambda x: hvd.allreduce(x, op)).lower(x > 1))
     assert isinstance(error, ValueError) and text in str(error), error
@@ -453,7 +453,7 @@ for op, text in ((hvd.Average, "the average of bool has no meaning"), ("sum", "o
 
 
 def test_several_devices_of_a_rank() -> None:
-    """Inside a function each would make the call, and meet another rank's other device."""
+    """Within a function each device would make the call, and match another rank's other device."""
     ranks(
         """
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -498,7 +498,7 @@ for mine, one, other in zip(*map(jax.tree.leaves, (own, eager, compiled)), stric
     check_alike([one, other])
 assert eager[1]["none"] is compiled[1]["none"] is None
 
-# A class that JAX was told of, with leaves that are no arrays: they are no gradients.
+# A registered class with leaves that are not arrays: they are not gradients.
 net = equinox.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 found = equinox.filter_grad(lambda net, x: jax.vmap(net)(x).sum())(net, x)
 averaged = horo_lite.average_gradients(found)
@@ -525,7 +525,7 @@ def work(x):
 
 x = jnp.full((400, 400), 0.01)
 
-# Independent of each other, seen by the ranks in different orders, ready at different times.
+# Independent of each other, traced by the ranks in different orders, ready at different times.
 first = lambda a: hvd.allreduce(a, hvd.Sum, name="first")
 second = lambda b: hvd.allreduce(b, hvd.Sum, name="second")
 if rank == 0:
@@ -549,14 +549,14 @@ for i in range(100):
         assert hvd.allreduce(float(rank + i)) == 0.5 + i
 assert (p == 3 * sum(range(100))).all()
 
-# A rank that looks at a result waits for those that are still computing, and they for it elsewhere.
+# A rank that reads a result waits for those that still compute, and they wait for it elsewhere.
 long = jax.jit(lambda x, n: hvd.allreduce(jax.lax.fori_loop(0, n, lambda i, x: work(x), x)))
 result = long(x, 1 if rank == 0 else 200)
 if rank == 0:
     jax.block_until_ready(result)
 hvd.barrier()
 
-# And where one has nothing to do with the other.
+# And for independent calls.
 score = jax.jit(lambda i: hvd.allreduce(work(x).sum() * 0 + i, hvd.Sum))
 assert [float(s) for s in [score(i + 100.0 * rank) for i in range(30)]] == [
     2 * i + 100 for i in range(30)
@@ -592,18 +592,18 @@ for other, words in (
     assert isinstance(error, jax.errors.JaxRuntimeError)
     assert all(word in str(error) for word in ["mine, call", "rank 0", "rank 1", *words]), error
     assert isinstance(hvd.cause_of(error), hvd.MismatchError)
-    # The world can be used further.
+    # The world remains usable.
     assert hvd.allreduce(1.0 + rank) == 1.5
     assert (fine()[0]["b"] == 1).all()
 assert hvd.cause_of(ValueError("something else")) is None
 
-# A call that others do not make.
+# A call that the others do not make.
 name = "left" if rank else "right"
 error = raised(lambda: jax.jit(lambda x: hvd.allreduce(x, name=name))(x))
 assert f"{name}, call" in str(error) and "by rank" in str(error), error
 assert hvd.allreduce(1.0 + rank) == 1.5
 
-# Outside jit, the same and at once.
+# Outside jit, the same, and immediately.
 error = raised(lambda: hvd.average_gradients(tree(3 + rank)))
 assert isinstance(error, hvd.MismatchError) and "layers.0.w" in str(error)
 error = raised(lambda: hvd.broadcast_parameters(tree(3 + rank)))
@@ -675,7 +675,7 @@ def close(a, b):  # float32 sums in another order
     for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
-# equinox: functions among the leaves, None where a gradient is none.
+# equinox: functions among the leaves, None for missing gradients.
 def train(net, tx, x, y):
     state = tx.init(eqx.filter(net, eqx.is_array))
 
@@ -713,7 +713,7 @@ together = train(params, hvd.DistributedOptimizer(sgd()), x[mine], y[mine])
 check_alike(together)
 close(together, train(params, sgd(), x, y))
 
-# flax.nnx, whose modules change in place.
+# flax.nnx, whose modules are changed in place.
 def train(tx, x, y):
     net = nnx.Linear(3, 1, rngs=nnx.Rngs(rank))
     nnx.update(net, hvd.broadcast_parameters(nnx.state(net)))

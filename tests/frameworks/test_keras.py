@@ -12,14 +12,14 @@ from launch import Result, run_ranks
 
 FOLDER = Path(__file__).resolve().parent
 pytestmark = pytest.mark.timeout(900)
-# A job takes fifteen seconds; the limits are for machines that do other things as well.
+# A job takes fifteen seconds; the limits are for machines with other load.
 LIMIT_S = 200
 
 
 def launched(
     script: str, size: int, backend: str, *args: str, env: Mapping[str, str] | None = None
 ) -> Result:
-    """How a job ended; `script` is a file of this folder or the text itself."""
+    """Return how a job ended; `script` is a file of this folder or the text itself."""
     path = FOLDER / script if script.endswith(".py") else script
     # LLVM's, for JAX: an eighth of the CPU time, spent on loops that run for microseconds.
     env = {"KERAS_BACKEND": backend, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **(env or {})}
@@ -84,7 +84,7 @@ def test_a_rank_with_more_steps_is_told_who_left() -> None:
 
 
 def test_ranks_that_wait_for_different_things_are_told_of_each_other() -> None:
-    """One rank inside jit, where another might still come to, and one for averages of metrics."""
+    """One rank inside jit, where another could still arrive, and one for averages of metrics."""
     limits = {"HORO_LITE_STALL_WARN_S": "2", "HORO_LITE_STALL_ABORT_S": "5"}
     result = launched(LONGER, 2, "jax", "MetricAverageCallback", env=limits)
     assert result.returncode != 0
@@ -106,7 +106,7 @@ def test_a_script_for_horovod_runs_as_it_is() -> None:
         env = {"KERAS_BACKEND": "torch"}
         return figures(run_script("keras_digits.py", n, *args, timeout_s=LIMIT_S, env=env), n)
 
-    # The warm-up depends on the number of ranks: with passes the script leaves it out.
+    # The warm-up depends on the number of ranks: with passes the script omits it.
     first, last, _ = run(2)
     assert last < first
     whole = run(1, "--batch-size", 64, "--lr", 0.08, "--passes", 2)

@@ -124,7 +124,7 @@ for make in makers:
 def test_what_travels_and_what_does_not() -> None:
     ranks(
         """
-# fp16 on the wire: near the average, and not the float32 one.
+# fp16 on the wire: close to the average, and not the float32 one.
 whole = np.stack([np.random.default_rng(r).standard_normal(300) for r in range(size)])
 tree = lambda r: {"a": mx.array(whole[r], mx.float32), "b": [mx.array(1e-9 * whole[r], mx.float32)]}
 half = hvd.average_gradients(tree(rank), compression=hvd.Compression.fp16)
@@ -132,7 +132,7 @@ for got, scale in ((half["a"], 1), (half["b"][0], 1e-9)):
     error = np.abs(np.array(got) / scale - whole.mean(0)) / np.abs(whole).max()
     assert 1e-6 < error.max() < 2**-10, error.max()
 
-# Kinds stay what they are, and gradients that only others have count as zeros.
+# Dtypes are kept, and gradients that only others have count as zeros.
 mixed = {
     "half": mx.array([rank, 1.0, 2.0], mx.float16),
     "brain": mx.array([rank, 1.0, 3.0], mx.bfloat16),
@@ -156,7 +156,7 @@ bad = {"w": mx.array([1.0 + rank])}
 assert step()["w"].item() == 1 + rank - 1.5
 refused(TypeError, lambda: hvd.DistributedOptimizer(opt), "already")
 
-# In a compiled step there is nothing to exchange yet; gradients may be compiled, and the rest.
+# A compiled step has no values to exchange yet; compile the gradients, and the rest, instead.
 hvd.broadcast_parameters(net)
 alone, opt = copy_of(net), hvd.DistributedOptimizer(optim.SGD(learning_rate=0.1))
 whole_step = mx.compile(lambda x: opt.apply_gradients({"w": 2 * x}, {"w": x})["w"])
@@ -196,7 +196,7 @@ tree = {"bool": mx.array([rank == 2]), "more": [mx.array(rank), (mx.zeros((0, 2)
 assert hvd.broadcast_parameters(tree, root_rank=2) is tree
 assert tree["bool"].item() and tree["more"][0].item() == 2 and tree["more"][1][0].shape == (0, 2)
 
-# An optimizer that has not stepped yet goes on as another rank's would.
+# An optimizer that has not stepped yet continues as another rank's would.
 opt = hvd.DistributedOptimizer(optim.Adam(learning_rate=0.1 * (rank + 1)))
 hvd.broadcast_parameters(net)
 if rank == 1:

@@ -1,4 +1,4 @@
-"""horo_lite.needle with a stand-in for Needle, made from what the course prescribes."""
+"""horo_lite.needle with a stand-in for Needle, as specified by the course."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ if rank == 0:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The parameters after training, by the number of ranks and how."""
+    """Return a function from the number of ranks and options to the trained parameters."""
     folder = tmp_path_factory.mktemp("needle")
     known: dict[Any, Any] = {}
 
@@ -133,9 +133,9 @@ def distance(ours: list[Any], theirs: list[Any]) -> float:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shares", ["even", "uneven"])
 def test_training_equals_one_process(trained: Any, size: int, shares: str) -> None:
-    """Float32 that adds up in another order is 3e-7 away after 20 steps of Adam.
+    """Float32 added in another order differs by 3e-7 after 20 steps of Adam.
 
-    Without the exchange it is 0.4, without the weights 0.3.
+    Without the exchange the difference is 0.4, without the weights 0.3.
     """
     assert distance(trained(size, shares), trained(1)) < 1e-5
 
@@ -158,7 +158,7 @@ def test_the_example() -> None:
 
 @pytest.mark.parametrize("device", DEVICES, ids=repr)
 def test_two_gradients_that_are_one_tensor(device: Any) -> None:
-    """What a sum does: averaged once, however many have it."""
+    """As with a sum: averaged once, however many parameters have it."""
 
     def rank(group: Group) -> None:
         a, b = parameter([1, 2], device), parameter([3, 4], device)
@@ -176,7 +176,7 @@ def test_two_gradients_that_are_one_tensor(device: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES, ids=repr)
 def test_gradients_that_share_memory_in_other_ways(device: Any) -> None:
-    """One in another shape, one transposed, and one whose elements are all the same place."""
+    """One in another shape, one transposed, and one whose elements share one location."""
 
     def rank(group: Group) -> None:
         a, b = parameter(np.ones((2, 3)), device), parameter(np.ones(6), device)
@@ -255,7 +255,7 @@ def test_parameters_are_looked_up_each_step_and_kept() -> None:
 
 
 def test_reset_grad_after_synchronize() -> None:
-    """The gradients were given up: the next step exchanges its own."""
+    """The gradients were abandoned: the next step exchanges its own."""
 
     def rank(group: Group) -> None:
         a = parameter([0])
@@ -290,7 +290,7 @@ def test_gradients_computed_after_clipping_are_not_stepped_with_unaveraged() -> 
         opt = hvd.DistributedOptimizer(ndl.optim.SGD([a], lr=1.0), group=group)
         a.grad = gradient([group.rank, 0])
         opt.clip_grad_norm(max_norm=1.0)
-        a.grad = gradient([0, 2 * group.rank])  # such as a step that was left out leaves behind
+        a.grad = gradient([0, 2 * group.rank])  # as left behind by a step that was skipped
         for use in (opt.step, opt.clip_grad_norm):
             with pytest.raises(RuntimeError, match=r"changed since clip_grad_norm\(\) averaged"):
                 use()
@@ -325,7 +325,7 @@ def test_broadcast_of_a_model_with_running_means(device: Any) -> None:
             assert (net.modules[0].weight.numpy() != before[1][0]).any()
             assert (norm.running_mean.numpy() != mean).any()
         tensors = [*net.parameters(), norm.running_mean, norm.running_var]
-        hvd.broadcast_parameters(net.parameters(), group=group)  # a list will do
+        hvd.broadcast_parameters(net.parameters(), group=group)  # a list is accepted
         return [t.numpy().tobytes() for t in tensors]
 
     one, two, three = run_threads(3, rank)
@@ -426,7 +426,7 @@ class Numbers(ndl.data.Dataset):  # type: ignore[misc]
 
 
 class OldLoader(ndl.data.DataLoader):  # type: ignore[misc]
-    """Of a homework before there were devices; it indexes with arrays."""
+    """From a homework before there were devices; it indexes with arrays."""
 
     def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False) -> None:
         super().__init__(dataset, batch_size, shuffle)
@@ -481,7 +481,7 @@ def test_a_part_of_another_world_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's where there is one, by its index in the forks whose cuda() takes one."""
+    """A GPU's if there is one, by its index in forks whose cuda() takes one."""
 
     class Gpu:
         def __init__(self, index: int | None) -> None:

@@ -13,7 +13,7 @@ LIMIT_S = 60
 EARLY = {"HORO_LITE_OVERLAP": "always"}  # however busy the cores are
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_nnabla.py"
 
-# A net in which 'b' is used twice, 'unused' never and 'fixed' without a gradient.
+# A network in which 'b' is used twice, 'unused' never and 'fixed' without a gradient.
 MODEL = """\
 import sys
 import numpy as np
@@ -107,7 +107,7 @@ found = train(hvd.DistributedOptimizer(S.Adam(0.01, eps=1e-3)), shard, middle=mi
 assert close(found, whole) and same_bits(found)
 print("clipped", flush=True)
 
-# Uneven shares, by weight.
+# Uneven shards, by weight.
 whole = train(momentum(), everything)
 bounds = [0, 2, 9, 12] if size == 3 else [0, 3, 12]
 uneven = slice(bounds[rank], bounds[rank + 1])
@@ -118,7 +118,7 @@ assert close(found, whole) and same_bits(found)
 assert not close(train(hvd.DistributedOptimizer(momentum()), uneven), whole)
 print("uneven", flush=True)
 
-# With overlap, in small buckets; what happened in which order.
+# With overlap, in small buckets; events are recorded in order.
 events = []
 submit = Group.exchange_async
 def exchange_async(self, *args, **kwargs):
@@ -137,12 +137,12 @@ found = train(solver, uneven, hook=hook)
 assert close(found, whole) and same_bits(found)
 last = events[len(events) - 1 - events[::-1].index("backward") :]
 order = [e if isinstance(e, str) else e[0].split("/")[0] for e in last]
-# 'c' left before anything else was there, and 'b' at once after the second function that uses it.
+# 'c' is sent before anything else is ready, and 'b' right after the second function that uses it.
 assert order.index("c") < order.index("ReLU") < order.index("b"), last
 assert order[: order.index("b")].count("Affine") == 2, last
 assert order.index("b") < len(order) - 1 - order[::-1].index("Affine"), last
 assert "a" not in order[: order.index("b")], last
-# The last bucket has nothing to hide behind, and goes without the engine; so do all of one bucket.
+# The last bucket cannot overlap with anything, and bypasses the engine; so does a single bucket.
 assert not any("a/affine/W" in e for e in last if isinstance(e, list)), last
 events.clear()
 solver = hvd.DistributedOptimizer(momentum())
@@ -150,14 +150,14 @@ found = train(solver, uneven, hook=hook)
 assert close(found, whole) and same_bits(found) and events.count("backward") == N_STEPS
 assert not any(isinstance(e, list) for e in events), events
 Group.exchange_async = submit
-# The same one for every pass, although it is meant for one.
+# The same hook for every pass, although it is meant for one.
 solver = hvd.DistributedOptimizer(momentum())
 kept = hvd.nnabla.overlap(solver, weight=n)
 found = train(solver, uneven, hook=lambda: kept)
 assert close(found, whole) and same_bits(found)
 print("overlap", flush=True)
 
-# Several passes, of which the last one of each step sends.
+# Several passes; the last one of each step sends.
 half = lambda p: slice(rank + p * size, None, 2 * size)
 solver = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=2, bucket_bytes=256)
 x, t, loss = model(BATCH // size // 2)
@@ -184,7 +184,7 @@ def clipped(solver, parts):
             loss.forward(clear_no_need_grad=True)
             loss.backward(1 / len(parts), clear_buffer=True)
         solver.clip_grad_by_norm(0.3)
-        loss.forward()  # which changes no gradient
+        loss.forward()  # does not change any gradient
         solver.update()
     return values()
 once = clipped(momentum(), [everything])
@@ -193,7 +193,7 @@ found = clipped(hvd.DistributedOptimizer(momentum()), [half(p) for p in range(2)
 assert close(found, once) and same_bits(found)
 print("accumulated and clipped", flush=True)
 
-# fp16 on the wire: not the same, but close, and small gradients do not vanish.
+# fp16 on the wire: not the same, but close, and small gradients do not underflow.
 found = train(hvd.DistributedOptimizer(momentum(), compression=hvd.Compression.fp16), shard)
 assert close(found, whole, 1e-2, 1e-3) and same_bits(found)
 assert not close(found, whole, 0, 0)
@@ -227,7 +227,7 @@ from nnabla.experimental.mixed_precision_training import DynamicLossScalingUpdat
 world = hvd.init()
 rank, size = world.rank, world.size
 
-# Parameters and the solver's state come from rank 1, memory and objects stay.
+# Parameters and the solver's state come from rank 1; memory and objects are kept.
 x, t, loss = model(BATCH, seed=rank)
 parameters = nn.get_parameters()
 places = {k: v.data.data.ctypes.data for k, v in parameters.items()}
@@ -237,7 +237,7 @@ assert close(values(), theirs[1], 0, 0) and not close(theirs[0], theirs[1])
 assert places == {k: v.data.data.ctypes.data for k, v in parameters.items()}
 solver = S.Adam(0.1)
 solver.set_parameters(parameters)
-for step in range(2 * rank):  # rank 0 has made no step yet
+for step in range(2 * rank):  # rank 0 has not made a step yet
     x.d, t.d = IMAGES[step], LABELS[step]
     loss.forward(), solver.zero_grad(), loss.backward(), solver.update()
 solver.set_learning_rate(0.01 * (rank + 1))
@@ -254,7 +254,7 @@ assert states["a/affine/W"].t == 3 and states["unused/affine/W"].t == 0
 assert np.isclose(solver.learning_rate(), 0.02)
 print("broadcast", flush=True)
 
-# A parameter that only one rank's graph uses counts as zeros on the others, and moves on all.
+# A parameter that only one rank's graph uses counts as zeros on the others; all update it.
 nn.clear_parameters()
 with nn.parameter_scope("both"):
     a = nn.parameter.get_parameter_or_create("a", (3,), np.ones(3))
@@ -265,7 +265,7 @@ cost = F.sum(a * 2) + F.sum(b * 6) if rank == 1 else F.sum(a * 4)
 cost.forward(), solver.zero_grad(), cost.backward(), solver.update()
 assert np.all(a.d == 1 - 3) and np.all(b.d == 1 - 3), (a.d, b.d)
 
-# The hooks that update() takes, by position too, are no closures: they run after the exchange.
+# The hooks of update(), also by position, are not closures: they run after the exchange.
 solver = hvd.DistributedOptimizer(S.Sgd(1.0), op=hvd.Sum)
 solver.set_parameters(nn.get_parameters())
 hooked = []
@@ -275,7 +275,7 @@ solver.update(lambda: hooked.append(float(a.g[0])), update_post_hook=lambda: hoo
 assert hooked == [2, "post", 2, "post"] and a.d[0] == 1 - 3 - 2, (hooked, a.d)
 a.d = b.d = -2
 
-# Other shapes and missing parameters are named, and the next step goes on.
+# Differing shapes and missing parameters are named, and the next step works.
 wrong = {"w/b": nn.Variable((3 + rank,), need_grad=True), "w/a": a}
 for given in (wrong, {"w/a": a} if rank else {"w/a": a, "w/b": b}):
     solver = hvd.DistributedOptimizer(S.Sgd(1.0))
@@ -292,7 +292,7 @@ cost = F.sum(a * rank)
 cost.forward(), solver.zero_grad(), cost.backward(), solver.update()
 assert np.all(a.d == 1 - 3 - 0.5)
 
-# What a rank's overflow means to all: the same steps are left out, and the same scale is kept.
+# After one rank's overflow all ranks skip the same steps, and keep the same scale.
 x, t, loss = model(BATCH // 2)
 solver = hvd.DistributedOptimizer(S.Momentum(0.1))
 solver.set_parameters(nn.get_parameters())
@@ -311,7 +311,7 @@ found = values()
 assert same_bits(found) and all(np.isfinite(v).all() for v in found.values())
 print("overflow", flush=True)
 
-# Averaged by clipping, the gradients are not averaged again, and the weight comes too late.
+# Clipping has averaged the gradients: they are not averaged again, so a weight is too late.
 loss.forward(), solver.zero_grad(), loss.backward(), solver.check_nan_grad()
 try:
     solver.update(weight=3)
@@ -319,7 +319,7 @@ except TypeError as error:
     assert "pass it to synchronize()" in str(error)
     print("late", flush=True)
 
-# What a pass adds after clipping is this rank's own, and is not stepped with.
+# Gradients that a pass adds after clipping are not averaged, and must not be used by a step.
 solver = hvd.DistributedOptimizer(S.Sgd(0.1))
 solver.set_parameters(nn.get_parameters())
 before = values()
@@ -335,7 +335,7 @@ loss.forward(), loss.backward()
 refused(solver.update)
 refused(lambda: solver.weight_decay(0.1))
 assert close(values(), before, 0, 0)
-# Changed alike by the program, or by nothing, they are still averages; and zero_grad() begins anew.
+# Changed equally by the program, or not at all, they are still averages; zero_grad() starts again.
 loss.forward(), solver.zero_grad(), loss.backward(), solver.clip_grad_by_norm(1.0)
 for v in nn.get_parameters().values():
     if not v.grad.zeroing:
@@ -347,11 +347,11 @@ solver.update()
 assert same_bits(values()) and not close(values(), before)
 print("refused", flush=True)
 
-# A step left out after a check: gradients of the next pass travel, though no zero_grad() is seen.
+# A step skipped after a check: the next pass's gradients are exchanged, even without zero_grad().
 solver = hvd.DistributedOptimizer(S.Sgd(0.1))
 solver.set_parameters(nn.get_parameters())
 some = F.sum(nn.get_parameters()["c/affine/b"] * rank)
-for cost in (some, loss):  # what the first has not is under no plan yet
+for cost in (some, loss):  # gradients that the first lacks are in no plan yet
     for v in nn.get_parameters().values():
         v.grad.zero()
     cost.forward(), cost.backward(function_post_hook=hvd.overlap(solver))
@@ -410,7 +410,7 @@ x = array(rank, 6)
 comm.all_reduce(x, True)
 assert x.data.tolist() == [1, 6]
 
-# Zeroed everywhere an array stays so; zeroed on some ranks it is zeros there.
+# Zeroed on all ranks an array remains so; zeroed on some ranks it counts as zeros there.
 x, y = array(1), array(rank)
 x.zero()
 if rank == 2:
@@ -430,7 +430,7 @@ comm.reduce_scatter([array(rank, i) for i in range(3)], x, division=True)
 assert x.data.tolist() == [1, rank]
 comm.barrier()
 
-# Other dtypes, and memory that nothing has been written to so far.
+# Other dtypes, and memory that has not been written to so far.
 for dtype in (np.float16, np.float64, np.int32):
     x = nn.NdArray.from_numpy_array(np.array([rank, 2], dtype))
     comm.all_reduce(x)
@@ -450,7 +450,7 @@ halved = hvd.MultiProcessDataParallelCommunicator(compression=Halved("halved"))
 halved.all_reduce(x)
 assert x.data.tolist() == [1.5]
 
-# Groups: places, not numbers of the world.
+# Groups: ranks are positions in the group, not numbers of the world.
 assert comm.new_group(("last", [2, 1])) == "last" and comm.new_group("first", [0]) == "first"
 groups = {"world": [0, 1, 2], "last": [2, 1], "first": [0]}
 assert comm.list_groups() == groups
@@ -472,7 +472,7 @@ shape.data = 1
 message = raised(hvd.MismatchError, lambda: comm.all_reduce([shape]))
 assert "'array 0'" in message and "float32[3]" in message, message
 
-# Half: what travels.
+# Half precision on the wire.
 half = hvd.MultiProcessDataParallelCommunicator(get_extension_context("cpu", type_config="half"))
 half.init()
 x, z = array(1 / 7, 1), array(1 / 7, 1)
@@ -482,7 +482,7 @@ assert np.allclose(z.data, [3 / 7, 3], rtol=1e-6), z.data
 assert x.data[0] != z.data[0] and np.allclose(x.data, z.data, rtol=1e-3), x.data
 print("calls", flush=True)
 
-# all_reduce_callback: the whole of NNabla's loop, while backward() runs.
+# all_reduce_callback: NNabla's complete loop, while backward() runs.
 mine = slice(rank, None, size)
 whole = train(S.Momentum(0.2), slice(None))
 events = []
@@ -514,7 +514,7 @@ for step in range(N_STEPS):
             function_post_hook=lambda f: events.append(f.info.type_name),
         )
     g = nn.get_parameters()["c/affine/b"].g.copy()
-    assert len(set(hvd.allgather_object(g.tobytes()))) == 1, step  # at once after backward()
+    assert len(set(hvd.allgather_object(g.tobytes()))) == 1, step  # right after backward()
     solver.update()
 found = values()
 assert close(found, whole) and same_bits(found)
@@ -522,7 +522,7 @@ names = [e if isinstance(e, str) else e[0].split("/")[0] for e in events]
 assert names.index("c") < names.index("ReLU") < names.index("b"), events
 print("callback", flush=True)
 
-# Two callbacks made first, each for a pass of its own.
+# Two callbacks made first, each for its own pass.
 u, v = (nn.Variable((2,), need_grad=True) for _ in range(2))
 u.d = v.d = 1
 u.grad.zero(), v.grad.zero()
@@ -533,7 +533,7 @@ for w, callbacks, total in ((v, both[1], 3), (u, both[0], 1.5)):
     cost.backward(communicator_callbacks=callbacks)
     assert w.g.tolist() == [total] * 2 and (w is u or u.grad.zeroing)
 
-# Twice the same is refused by name; what no pass has used is done before the solver's next step.
+# Using one twice is an error with its name; an unused one is done before the solver's next step.
 used = early()
 loss.backward(communicator_callbacks=used)
 message = raised(TypeError, lambda: loss.backward(communicator_callbacks=used))
@@ -640,7 +640,7 @@ def reduce():
 
 if comm.rank == 1:
     time.sleep(3)
-comm.barrier()  # waits for as long as it takes
+comm.barrier()  # waits without a limit
 reduce()
 print("reduced", flush=True)
 if comm.rank == 1:

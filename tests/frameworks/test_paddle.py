@@ -110,7 +110,7 @@ for kind in make:
             assert arrays.bytes_copied == copied
             with opt.skip_synchronize():
                 opt.step()
-        elif step == 2 and kind == "momentum":  # Paddle's minimize knows no groups
+        elif step == 2 and kind == "momentum":  # Paddle's minimize does not support groups
             opt.minimize(nn.functional.cross_entropy(net(x), y), weight=n)
         else:
             opt.step(weight=n)
@@ -142,7 +142,7 @@ def wrapped(named, **options):
     opt = paddle.optimizer.SGD(1.0, parameters=list(named.values()))
     return hvd.DistributedOptimizer(opt, named_parameters=named.items(), **options)
 
-# fp16 on the wire: near the average, and not the float32 one.
+# fp16 on the wire: close to the average, and not the float32 one.
 named = dict(zip("ab", parameters([300], [300])))
 opt = wrapped(named, compression=hvd.Compression.fp16)
 whole = np.stack([np.random.default_rng(r).standard_normal(300) for r in range(size)])
@@ -154,7 +154,7 @@ for name, p in named.items():
     error = np.abs(p.grad.numpy() - whole[name].mean(0)) / np.abs(whole[name]).max()
     assert 1e-6 < error.max() < 2**-10, error.max()
 
-# Brain floats stay such, and gradients that only others have count as zeros.
+# bfloat16 is kept, and gradients that only others have count as zeros.
 (brain,), (full,) = parameters([3], dtype="bfloat16"), parameters([2, 2])
 opt = wrapped({"brain": brain, "full": full})
 brain.grad = paddle.to_tensor([rank, 1.0, 3.0], dtype="bfloat16")
@@ -168,7 +168,7 @@ full.grad = paddle.full([2, 2], 2.0 * rank)
 opt.step()
 assert full.tolist() == [[-1, -1], [-1, -1]]
 
-# Another shape on one rank, or a parameter less: every rank hears of it, and may go on.
+# Another shape on one rank, or a missing parameter: every rank gets an error, and can continue.
 def mismatch(shapes, *words):
     named = dict(zip(shapes, parameters(*shapes.values())))
     for p in named.values():
@@ -203,7 +203,7 @@ assert hvd.broadcast(paddle.to_tensor([rank, 7]), 1).tolist() == [1, 7]
 assert float(hvd.allreduce(paddle.to_tensor(2.0 * rank))) == size - 1
 assert hvd.allreduce(paddle.to_tensor(2.0 * rank, dtype="bfloat16")).dtype == paddle.bfloat16
 
-# Running means are part of a layer; tensors in trees are written where they are.
+# Running means are part of a layer; tensors in trees are written in place.
 norm = nn.BatchNorm1D(4)
 norm._mean.set_value(paddle.full([4], float(rank)))
 tree = {"norm": norm, "more": [paddle.to_tensor([rank])], "transposed": x.T * rank}
@@ -212,7 +212,7 @@ hvd.broadcast_parameters(tree, root_rank=2)
 assert norm._mean.tolist() == [2] * 4 and tree["more"][0] is kept and kept.tolist() == [2]
 assert tree["transposed"].tolist() == (total.T * 2).tolist()
 
-# An optimizer that has not stepped yet goes on as another rank's would.
+# An optimizer that has not stepped yet continues as another rank's would.
 hvd.broadcast_parameters(net)
 schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
 opt = paddle.optimizer.Adam(schedule, parameters=net.parameters())

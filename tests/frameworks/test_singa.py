@@ -1,4 +1,4 @@
-"""SINGA's way of training, with a stand-in for SINGA: see singa_stand_in/singa/__init__.py.
+"""Training as in SINGA, with a stand-in for SINGA: see singa_stand_in/singa/__init__.py.
 
 The same tests run on SINGA itself, by hand: see singa_mended.py.
 """
@@ -57,7 +57,7 @@ def new(array: Any, name: str | None = None) -> tensor.Tensor:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses are lists of (parameter, gradient as numbers), in the order of their coming."""
+    """Make losses lists of (parameter, gradient as numbers), in the order of backward()."""
 
     def backward(loss: Any) -> Iterator[tuple[tensor.Tensor, tensor.Tensor]]:
         for p, g in loss:
@@ -141,7 +141,7 @@ def test_a_missing_gradient_counts_as_zeros_and_one_that_nobody_has_is_left_alon
         optimizer = hvd.DistributedOptimizer(opt.SGD(lr=1), parameters=[c, b, a], group=group)
         optimizer([(a, [2, 4])] if group.rank == 0 else [(b, [6, 8])])
         assert [tensor.to_numpy(p).tolist() for p in (a, b, c)] == [[0, -1], [-2, -3], [1, 1]]
-        optimizer([(a, [group.rank, 1])] * (group.rank == 1))  # one of which knows only zeros
+        optimizer([(a, [group.rank, 1])] * (group.rank == 1))  # one of which only has zeros
         assert tensor.to_numpy(a).tolist() == [-0.5, -1.5]
 
     run_threads(2, rank)
@@ -194,7 +194,7 @@ def test_a_backward_pass_that_raises_half_way_leaves_nothing_in_flight() -> None
 
         def backward(n: int) -> Iterator[Any]:
             yield a, [2 * group.rank]
-            if n == 1:  # on every rank, such as for lack of memory, with `a` on its way
+            if n == 1:  # on every rank, such as when out of memory, with `a` in flight
                 raise MemoryError
             yield b, [n, 4 * group.rank]
 
@@ -223,7 +223,7 @@ def test_a_parameter_that_turns_up_late_is_an_error_that_says_what_to_do() -> No
 
 
 def test_weight_decay_of_a_transposed_gradient() -> None:
-    """SINGA adds it in the wrong order, so the optimizer is given a gradient that is not."""
+    """SINGA adds it in the wrong order, so the optimizer gets a gradient that is not transposed."""
 
     def rank(group: Group) -> list[bytes]:
         net = network()
@@ -245,7 +245,7 @@ def test_weight_decay_of_a_transposed_gradient() -> None:
 
 
 def test_one_tensor_that_is_the_gradient_of_two_is_averaged_once() -> None:
-    """A sum hands its gradient on to both terms; weight decay then changes it in place."""
+    """A sum passes its gradient on to both terms; weight decay then changes it in place."""
 
     def loss(net: dict[str, Any], x: Any, y: Any) -> tensor.Tensor:
         out = autograd.matmul(
@@ -265,7 +265,7 @@ def test_one_tensor_that_is_the_gradient_of_two_is_averaged_once() -> None:
         optimizer = hvd.DistributedOptimizer(sgd(weight_decay=1e-3), group=group)
         optimizer(loss(net, *(a[group.rank :: 2] for a in samples(0))))
         assert np.allclose(tensor.to_numpy(net["a"]), tensor.to_numpy(expected["a"]), atol=1e-6)
-        # In one process b's gradient has a's weight decay in it; here each has its own.
+        # In one process b's gradient includes a's weight decay; here each has its own.
         decay = 0.3 * 1e-3 * np.ones((4, 3))
         assert np.allclose(
             tensor.to_numpy(net["b"]), tensor.to_numpy(expected["b"]) + decay, atol=1e-6
@@ -276,7 +276,7 @@ def test_one_tensor_that_is_the_gradient_of_two_is_averaged_once() -> None:
 
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(by_hand: bool) -> None:
-    """SINGA accumulates nothing, so a program adds up and clips what backward() yields."""
+    """SINGA does not accumulate gradients, so a program adds and clips those of backward()."""
 
     def step(one: Any, net: Any, parts: list[Any], averaged: Callable[[Any], Any]) -> None:
         total = {name: np.zeros(shape, np.float32) for name, shape in small_net.SHAPES.items()}
@@ -294,7 +294,7 @@ def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(by_hand:
     step(sgd(), expected, [(x, y)], lambda gradients: gradients)
     unclipped = network()
     sgd()(mean_loss(unclipped, *samples(0)))
-    assert not close(unclipped, values(expected))  # so clipping does something
+    assert not close(unclipped, values(expected))  # so clipping has an effect
 
     def rank(group: Group) -> None:
         net = network()
@@ -354,11 +354,11 @@ def test_halves_travel(method: str) -> None:
     run_threads(2, rank)
 
 
-# A part of the parameters at a time.
+# Partial updates.
 
 
 def test_partial_updates_average_one_part_after_the_other() -> None:
-    parts = [["w1"], ["w2", "b0", "w0"]]  # w1 is large, the others become more than 25 together
+    parts = [["w1"], ["w2", "b0", "w0"]]  # w1 is large, the others exceed 25 together
 
     def rank(group: Group) -> list[dict[str, Any]]:
         net = network(seed=group.rank)
@@ -387,7 +387,7 @@ def test_partial_updates_average_one_part_after_the_other() -> None:
                 assert np.array_equal(a["now"][name], a["local"][name])
 
 
-# What is large in the gradients.
+# Sparse updates: only the large elements of gradients.
 
 
 @pytest.mark.usefixtures("given")
@@ -446,7 +446,7 @@ def test_nan_is_not_kept_back() -> None:
     "options", [{"topK": True, "spars": 0.1}, {"topK": False, "spars": 0.15}], ids=["topK", "value"]
 )
 def test_sparse_updates_learn_as_much_with_correction(options: dict[str, Any]) -> None:
-    """The same batch again and again: the loss must come as far down as without sparsification."""
+    """The same batch every time: the loss must decrease as far as without sparsification."""
     whole = samples(0, n=24)
 
     def final_loss(train: Callable[[Group, Any], None]) -> Any:
@@ -493,13 +493,13 @@ def test_what_programs_ask_of_distopt_is_there() -> None:
             optimizer.rank_in_local,
             optimizer.world_size,
         )
-        assert hasattr(optimizer, "communicator")  # by which SINGA's examples know a DistOpt
+        assert hasattr(optimizer, "communicator")  # by which SINGA's examples detect a DistOpt
         assert optimizer.get_states()["step_counter"] == 0
         optimizer.set_states({"step_counter": 5, "moments": {}})
         assert tensor.to_numpy(optimizer.opt.step_counter)[0] == 5
         with pytest.raises(AttributeError):
             optimizer.nothing  # noqa: B018
-        # A loop of one's own, as with DistOpt: sums, which update() divides.
+        # A custom loop, as with DistOpt: sums, which update() divides.
         p, g = new([1, 1], "p"), new([2 * group.rank, 4])
         optimizer.all_reduce(g.data)
         assert tensor.to_numpy(g).tolist() == [2, 8]
@@ -525,7 +525,7 @@ def test_an_optimizer_from_before_version_3(monkeypatch: pytest.MonkeyPatch) -> 
     if not REAL:
         monkeypatch.delattr(singa_wrap.Device, "graph_enabled")
 
-    class Old:  # update() and step() were all it had
+    class Old:  # it only had update() and step()
         n_steps = 0
 
         def update(self, param: tensor.Tensor, grad: tensor.Tensor) -> None:
@@ -551,7 +551,7 @@ def test_an_optimizer_from_before_version_3(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_follows_a_call_sees_the_sum_without_wait(size: int) -> None:
-    """A program that averages its parameters: SINGA queues the division behind the sum."""
+    """A program that averages its parameters: SINGA queues the division after the sum."""
 
     def rank(group: Group) -> None:
         optimizer = hvd.DistributedOptimizer(opt.SGD(), group=group)
@@ -575,7 +575,7 @@ def test_what_follows_a_call_sees_the_sum_without_wait(size: int) -> None:
                 p /= group.size
             middle = (group.size - 1) / 2
             assert [tensor.to_numpy(p).tolist() for p in net] == [[middle, 3], [[2 * middle]]]
-            optimizer.wait()  # changes nothing any more
+            optimizer.wait()  # no effect any more
             assert [tensor.to_numpy(p).tolist() for p in net] == [[middle, 3], [[2 * middle]]]
 
     run_threads(size, rank)
@@ -586,7 +586,7 @@ def test_sums_of_several_calls() -> None:
         communicator = hvd.Communicator(4194304, group=group)
         assert (communicator.global_rank, communicator.world_size) == (group.rank, 3)
         assert (communicator.MPIRankInGlobal, communicator.totalMPIRanksInGlobal) == (group.rank, 3)
-        communicator.wait()  # for nothing
+        communicator.wait()  # nothing to wait for
         one, two, three = new([1 + group.rank, 10]), new([[group.rank]]), new(np.full(5, 1e6))
         twice = new([2**group.rank])
         communicator.synch(one.data)
@@ -596,13 +596,13 @@ def test_sums_of_several_calls() -> None:
         assert tensor.to_numpy(one).tolist() == [6, 30]
         assert tensor.to_numpy(two).tolist() == [[3]]
         assert tensor.to_numpy(twice).tolist() == [7]
-        assert np.allclose(tensor.to_numpy(three), 3e6, rtol=2**-9)  # halves end at 65504
+        assert np.allclose(tensor.to_numpy(three), 3e6, rtol=2**-9)  # the largest float16 is 65504
 
     run_threads(3, rank)
 
 
 def test_tensors_set_aside_travel_as_they_were_then() -> None:
-    """DistOpt sets each gradient aside as it comes, and sends when there are enough."""
+    """DistOpt stores each gradient as it comes, and sends when there are enough."""
 
     def rank(group: Group) -> None:
         communicator = hvd.Communicator(4194304, group=group)
@@ -615,7 +615,7 @@ def test_tensors_set_aside_travel_as_they_were_then() -> None:
         b.set_value(-1)
         communicator.fusedSynch(singa_wrap.VecTensor([a.data, b.data]))
         communicator.fusedSynchHalf(singa_wrap.VecTensor([half.data]), True)
-        communicator.fusedSynch(singa_wrap.VecTensor([c.data]), True)  # nothing is set aside
+        communicator.fusedSynch(singa_wrap.VecTensor([c.data]), True)  # nothing is stored
         communicator.wait()
         found = [tensor.to_numpy(t).tolist() for t in (a, b, c, half)]
         assert found == [[2, 4], [6], [8], [0.5]]
@@ -640,7 +640,7 @@ def test_a_world_that_is_not_this_one_is_an_error() -> None:
 
     def rank(group: Group) -> None:
         assert hvd.Communicator(group.rank, 2, holder, 4194304, group=group).local_rank < 2
-        me = {"gpu_num": group.rank, "gpu_per_node": 2}  # as SINGA had it before
+        me = {"gpu_num": group.rank, "gpu_per_node": 2}  # as SINGA defined it before
         optimizer = hvd.DistributedOptimizer(sgd(), nccl_id=holder, **me, group=group)
         assert (optimizer.local_rank, optimizer.world_size) == (group.rank, 2)
         with pytest.raises(ValueError, match=r"rank . of 2, not 1 of 4"):
@@ -662,7 +662,7 @@ def test_a_world_that_is_not_this_one_is_an_error() -> None:
     "kind", [np.float32, np.int32, pytest.param(np.float16, marks=needs_stand_in)]
 )
 def test_reading_and_writing_raw_tensors(kind: type) -> None:
-    array = np.arange(6 * 5000).reshape(6, 5000).astype(kind)  # more than float16 can number
+    array = np.arange(6 * 5000).reshape(6, 5000).astype(kind)  # more than float16 can count
     t = tensor.from_numpy(array)
     assert array_of(t.data).dtype == kind
     assert np.array_equal(array_of(t.data), array)
@@ -705,7 +705,7 @@ def test_graph_mode_is_refused() -> None:
 
 
 def test_the_generic_functions_know_tensors_models_and_optimizers() -> None:
-    class Model:  # SINGA's have get_params()
+    class Model:  # SINGA's models have get_params()
         __module__ = "singa.model"
 
         def __init__(self, net: dict[str, Any]) -> None:
@@ -874,7 +874,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,
-    reason="ranks that no launcher starts meet in PyTorch's store; pip install torch",
+    reason="ranks without a launcher need PyTorch's store for the rendezvous; pip install torch",
 )
 def test_distopt_in_processes_that_the_program_starts() -> None:
     env = {"PYTHONPATH": PYTHONPATH}

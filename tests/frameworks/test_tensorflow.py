@@ -11,7 +11,7 @@ from launch import run_ranks
 
 FOLDER = Path(__file__).resolve().parent
 pytestmark = pytest.mark.timeout(900)
-# A job takes fifteen seconds; the limits are for machines that do other things as well.
+# A job takes fifteen seconds; the limits are for machines with other load.
 LIMIT_S = 200
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"}
 
@@ -70,7 +70,7 @@ def test_a_rank_with_more_steps_is_told_who_left() -> None:
 
 
 def test_elastic_training_goes_on_where_a_loss_comes_out_of_a_graph() -> None:
-    """TensorFlow makes an error of its own of what an operation raises there."""
+    """TensorFlow converts an exception that an operation raises in a graph to its own error."""
     script = """
         import os, signal
         import tensorflow as tf

@@ -8,7 +8,7 @@ import pytest
 from digits_runs import accuracy_of
 from launch import Result, run_ranks
 
-# Kernels as they come, which takes less time than making them fast does here.
+# Kernels without optimization, which would take more time than it saves here.
 ENV = {"NOOPT": "1"}
 if not shutil.which("clang"):
     ENV["DEV"] = "CPU:X86"  # tinygrad's own assembler
@@ -78,7 +78,7 @@ def ranks(code: str, np: int) -> Result:
 def test_training_is_that_of_one_process_on_the_whole_batch(np: int) -> None:
     ranks(
         """
-# From the last rank, whose values nobody else has; the tensors remain the same objects.
+# From the last rank, whose values no other rank has; the tensors remain the same objects.
 before, tensors = values(net), list(named(net).values())
 theirs = hvd.broadcast_object(before, size - 1)
 assert rank == size - 1 or (theirs["conv.weight"] != before["conv.weight"]).all()
@@ -108,7 +108,7 @@ for kind, make in makers.items():
             own = [(address(g), g.numpy()) for g in grads]
             copied = arrays.bytes_copied
             opt.synchronize(weight=cuts[rank + 1] - cuts[rank])
-            # The same objects and memory, now with everybody's gradients.
+            # The same objects and memory, now with the average gradients.
             assert all(p.grad is g for p, g in zip(opt.params, grads))
             assert [address(g) for g in grads] == [place for place, _ in own]
             assert all((g.numpy() != was).any() for g, (_, was) in zip(grads, own))
@@ -214,7 +214,7 @@ for step in range(5):
 check_close(values(net), values(alone))
 check_alike(net)
 
-# Inside, it would be left out whenever the step is replayed: refused when that is recorded.
+# Inside, it would be skipped whenever the step is replayed: an error when the step is recorded.
 opt = hvd.DistributedOptimizer(make(net))
 
 @TinyJit
@@ -239,7 +239,7 @@ except RuntimeError as error:
 def test_what_travels_and_what_does_not() -> None:
     ranks(
         """
-# fp16 on the wire: near the average, and not the float32 one.
+# fp16 on the wire: close to the average, and not the float32 one.
 params = [Tensor.zeros(300).contiguous() for _ in range(2)]
 opt = hvd.DistributedOptimizer(nn.optim.SGD(params, lr=1.0), compression=hvd.Compression.fp16)
 rng = [np.random.default_rng(r) for r in range(size)]
@@ -254,7 +254,7 @@ for p, g in zip(params, whole):
 with opt.skip_synchronize():
     opt.step()
 
-# Halves stay halves, and gradients that only others have count as zeros.
+# float16 is kept, and gradients that only others have count as zeros.
 half, full = Tensor.ones(4).half().contiguous(), Tensor.ones(2, 2).contiguous()
 opt = hvd.DistributedOptimizer(nn.optim.SGD([half, full], lr=1.0))
 half.grad = Tensor([rank, 1, 2, 3]).half()
@@ -263,7 +263,7 @@ opt.synchronize()
 assert half.grad.dtype == dtypes.half and half.grad.tolist() == [0.5, 1, 2, 3]
 assert full.grad.tolist() == [[1, 2], [3, 4]]
 
-# Another shape on one rank, or a parameter less: every rank hears of it, and may go on.
+# Another shape on one rank, or a missing parameter: every rank gets an error, and can continue.
 def refused(parameters, *words):
     parameters = {name: Tensor.ones(*shape).contiguous() for name, shape in parameters.items()}
     for p in parameters.values():
@@ -304,14 +304,14 @@ assert hvd.allgather(Tensor.full((rank + 1, 2), rank)).tolist() == [
 assert hvd.broadcast(Tensor([rank, 7]), 1).tolist() == [1, 7]
 assert hvd.allreduce(Tensor(2.0 * rank)).item() == size - 1
 
-# In place, in lazy tensors too, and in tensors without memory of their own.
+# In place, also in lazy tensors, and in tensors without their own memory.
 lazy, constant, empty = Tensor([1.0, 2.0]) * rank, Tensor.zeros(3) + rank, Tensor.zeros(0, 2)
 tree = {"lazy": lazy, "more": [constant, {"empty": empty}], "bytes": Tensor([rank]).cast("uchar")}
 assert hvd.broadcast_parameters(tree, root_rank=2) is tree and tree["lazy"] is lazy
 assert lazy.tolist() == [2, 4] and constant.tolist() == [2, 2, 2] and tree["bytes"].item() == 2
 assert (lazy + 1).tolist() == [3, 5]
 
-# An optimizer's state goes on as another rank's would; its tensors remain the same objects.
+# An optimizer's state continues as another rank's would; its tensors remain the same objects.
 opt = nn.optim.Adam(nn.state.get_parameters(net), lr=0.1 * (rank + 1))
 for step in range(rank):
     opt.zero_grad()
@@ -332,7 +332,7 @@ try:
 except hvd.DriftError as error:
     assert "'m.0'" in str(error) and "rank 2" in str(error).lower(), error
 
-# The same for a group of them; other options on a rank are told.
+# The same for a group of them; different options on a rank are an error.
 make = lambda: nn.optim.OptimizerGroup(
     nn.optim.SGD([net.conv.weight], lr=1.0 + rank, momentum=0.9),
     nn.optim.SGD([net.conv.bias], lr=3.0),
@@ -348,7 +348,7 @@ try:
 except ValueError as error:
     assert rank and "keeps lr, b.0, and the other lr" in str(error), error
 
-# Kept and restored, as elastic training does with it.
+# Committed and restored, as in elastic training.
 state = hvd.elastic.State(net=net, opt=group)
 state.commit()
 group[0].b[0].assign(Tensor.zeros(3, 1, 3, 3)).realize()

@@ -1,7 +1,7 @@
-"""What horo_lite.keras promises with tf_keras (Keras 2), which TF_USE_LEGACY_KERAS=1 asks for.
+"""Properties of horo_lite.keras with tf_keras (Keras 2), as selected by TF_USE_LEGACY_KERAS=1.
 
-Every rank runs this script. Beside the model that all train together on shards it trains another
-alone on the whole batches: what one process would have got.
+Every rank runs this script. Besides the model that all train together on shards, it trains another
+one alone on the whole batches: the result of one process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ N_STEPS, BATCH, N_FEATURES = 6, 12, 5
 rng = np.random.default_rng(7)
 X = rng.normal(size=(N_STEPS * BATCH, N_FEATURES)).astype(np.float32)
 Y = np.stack([np.sin(X.sum(1)), X[:, 0] * X[:, 1]], 1).astype(np.float32)
-CLOSE = {"rtol": 2e-4, "atol": 2e-6}  # sums of float32 products, formed in another order
+CLOSE = {"rtol": 2e-4, "atol": 2e-6}  # sums of float32 products, added in another order
 FAMILIES = (keras.optimizers, keras.optimizers.legacy)
 
 
 def network(like: Any = None) -> Any:
-    """Other weights on every rank, unless given."""
+    """Return a model; its weights differ by rank, unless given."""
     keras.utils.set_random_seed(world.rank)
     layers = keras.layers
     model = keras.Sequential(
@@ -45,7 +45,7 @@ def network(like: Any = None) -> Any:
 
 
 def shard(x: Any) -> Any:
-    """This rank's rows of every batch, in the order of batches."""
+    """Return this rank's rows of every batch, in the order of batches."""
     batches = x.reshape(-1, BATCH, *x.shape[1:])
     return np.concatenate(batches[:, world.rank :: world.size])
 
@@ -57,7 +57,7 @@ def fit(model: Any, *, alone: bool = False, epochs: int = 2, **options: Any) -> 
 
 
 def pair(make: Callable[[], Any], compiled: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Models for all ranks, and for one alone which starts from the weights of the last rank."""
+    """Return models for all ranks and for one alone, starting from the last rank's weights."""
     model = network()
     model.compile(hvd.DistributedOptimizer(make(), **options), "mse", **(compiled or {}))
     alone = network(hvd.broadcast_object(model.get_weights(), world.size - 1))
@@ -101,7 +101,7 @@ def check_fit_equals_one_process() -> None:
 
 
 def applied(optimizer: Any, *steps: list[float], compiled: bool) -> list[float]:
-    """Two variables' values after each of these steps' gradients was applied."""
+    """Return two variables' values after a step with each of these gradients."""
     variables = [tf.Variable([value], name=f"number_{value}") for value in (2.0, 3.0)]
     if getattr(optimizer, "keeps_last", False):
         optimizer.register_local_var(variables[-1])
@@ -116,7 +116,7 @@ def applied(optimizer: Any, *steps: list[float], compiled: bool) -> list[float]:
 
 
 def check_passes_per_step() -> None:
-    """Horovod: the passes' gradients are added up, and divided only if they are to be averaged."""
+    """Horovod: the passes' gradients are added, and divided only if they are to be averaged."""
     mean = (RANKS + 1).mean()
     one, two = [world.rank + 1.0, 1.0], [4.0 * (world.rank + 1), 2.0]
     for family in FAMILIES:
@@ -136,7 +136,7 @@ def check_passes_per_step() -> None:
                 optimizer = wrapped()
                 found = run(optimizer, one, two, one, two)
                 np.testing.assert_allclose(found, [2 - factor * 10 * mean, 3 - factor * 6])
-                assert int(optimizer.iterations) == 4  # as Horovod counts, passes too
+                assert int(optimizer.iterations) == 4  # like Horovod, this counts passes, too
                 found = run(wrapped(op=hvd.Sum), one, two)
                 np.testing.assert_allclose(
                     found, [2 - factor * 5 * (RANKS + 1).sum(), 3 - factor * 3 * world.size]
@@ -148,7 +148,7 @@ def check_passes_per_step() -> None:
     alone = network(hvd.broadcast_object(model.get_weights(), world.size - 1))
     alone.compile(sgd(), "mse")
     fit(model, callbacks=broadcast())
-    x = X.reshape(-1, 2 * BATCH, N_FEATURES)  # two passes are one batch of twice the rows
+    x = X.reshape(-1, 2 * BATCH, N_FEATURES)  # two passes are one batch with twice as many rows
     for _ in range(2):
         for rows, y in zip(x, Y.reshape(-1, 2 * BATCH, 2), strict=True):
             alone.train_on_batch(rows, y)
@@ -186,7 +186,7 @@ def check_local_variables_and_predivision() -> None:
 
 
 class Recording(keras.callbacks.Callback):  # type: ignore[misc]
-    """The learning rate and momentum of every batch, and the metrics that callbacks see."""
+    """Records each batch's learning rate and momentum, and the metrics that callbacks see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def check_callbacks() -> None:
 
 
 def check_loss_scaling() -> None:
-    """A sample of the last rank alone overflows, and all ranks leave out that step."""
+    """A sample of the last rank alone overflows, and all ranks skip that step."""
     x = X.copy()
     x[2 * BATCH + world.size - 1] = np.inf
     mixed = keras.mixed_precision.LossScaleOptimizer
@@ -269,13 +269,13 @@ def check_loss_scaling() -> None:
         alone.fit(x, Y, batch_size=BATCH, **how)
         check_close(model, alone)
         assert float(model.optimizer.loss_scale) == 512.0
-        assert int(model.optimizer.iterations) == N_STEPS  # Keras 2 counts what it leaves out
+        assert int(model.optimizer.iterations) == N_STEPS  # Keras 2 counts skipped steps
     with pytest.raises(ValueError, match="cannot be combined with a LossScaleOptimizer"):
         hvd.DistributedOptimizer(mixed(keras.optimizers.Adam()), backward_passes_per_step=2)
 
 
 def check_files() -> None:
-    """Training goes on from a file as if nothing had happened, and files need no horo_lite."""
+    """Training continues from a file as if uninterrupted, and files do not need horo_lite."""
     folder = hvd.broadcast_object(tempfile.mkdtemp() if world.rank == 0 else "")
     for family, kind in zip(FAMILIES, (".keras", ".h5"), strict=True):
         model = network()
@@ -351,13 +351,13 @@ def check_sync_batch_normalization() -> None:
     close(y, whole[mine])
     close(dx, dx_whole[mine])
     close(of_tensorflow.allreduce(dgamma, op=hvd.Sum), dgamma_whole)
-    # The fused kernel, that of BatchNormalization here, divides a variance by n - 1.
+    # The fused kernel, which BatchNormalization uses here, divides a variance by n - 1.
     close(ours.get_weights()[2], alone.get_weights()[2])
     close(ours.get_weights()[3], alone.get_weights()[3], rtol=0.05)
 
 
 def check_a_loop_of_ones_own() -> None:
-    """Horovod's tape with Keras' optimizer, which averages nothing then."""
+    """Horovod's tape with Keras' optimizer, which then does not average."""
     model, alone = network(), None
     hvd.broadcast_parameters(model, world.size - 1)
     alone = network(model.get_weights())

@@ -1,4 +1,4 @@
-"""Trains a tiny language model with Hugging Face's Trainer, by torchrun or as one process.
+"""Train a tiny language model with Hugging Face's Trainer, by torchrun or as one process.
 
 Arguments: the backend, or "alone"; and the file for the result.
 """
@@ -18,7 +18,7 @@ import horo_lite.torch  # noqa: F401 (registers the backend, also where the pack
 backend, result = sys.argv[1], Path(sys.argv[2])
 alone = backend == "alone"
 if not alone:
-    # Before TrainingArguments, whose ddp_backend= knows only backends of a list of its own.
+    # Before TrainingArguments, whose ddp_backend= only accepts backends of its own list.
     dist.init_process_group(backend)
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Trains a small model with the wrapper and on the backend that the arguments name, by torchrun."""
+"""Train a small model with the wrapper and on the backend named by the arguments, by torchrun."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ loader: Any = DataLoader(TensorDataset(samples, targets), batch_size=4)
 if wrapper == "accelerate":
     from accelerate import Accelerator
 
-    dist.init_process_group(backend)  # Accelerate itself knows only backends of a list of its own
+    dist.init_process_group(backend)  # Accelerate only knows the backends of its own list
     accelerator = Accelerator(cpu=True)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     backward = accelerator.backward
@@ -63,7 +63,7 @@ for _ in range(3):
         optimizer.step()
         losses.append(mean_of(loss.detach()))
 
-# One process. The ranks' batches of one step are eight samples in a row.
+# One process. The ranks' batches of one step are eight consecutive samples.
 optimizer = torch.optim.Adam(alone.parameters(), 0.01)
 expected = []
 for _ in range(3):

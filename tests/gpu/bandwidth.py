@@ -1,10 +1,10 @@
-"""How fast the kernels are beside a copy, and how long a step keeps the host: `make gpu-check`.
+"""The kernels' speed compared with a copy, and the host time of a step: `make gpu-check`.
 
-    bandwidth.py                          pack and unpack, in bytes read and written a second
+    bandwidth.py                          pack and unpack, in bytes read and written per second
     bandwidth.py --host-time alone|nccl   from the call to its return, while the GPU is busy
 
-All ways of one size are timed in turns, many times over, and the medians compared. What they make
-is compared with PyTorch's. HORO_LITE_TEST_GPUS: a dry run, whose times mean nothing.
+All variants of one size are timed in turns, many times, and the medians compared. Their results are
+compared with PyTorch's. HORO_LITE_TEST_GPUS: a dry run, whose times have no meaning.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import horo_lite as hvd
 from horo_lite import _native, _testing, ops
 
 FAKE = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
-DEVICE = "cpu" if FAKE else "cuda"  # the fake device's memory is the host's
+DEVICE = "cpu" if FAKE else "cuda"  # the fake device uses host memory
 MIB = 2**10 if FAKE else 2**20
 ROUNDS = 2 if FAKE else 15
 WIRES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-UNIT = 64  # bytes, at a multiple of which each tensor begins on the wire
+UNIT = 64  # bytes; each tensor begins at a multiple of this on the wire
 OF_A_COPY = 0.9
 TIMES_FASTER = 3.0
 HOST_S = 100e-6
@@ -42,7 +42,7 @@ Way = Callable[[], object]
 
 
 class Clock:
-    """Times what is queued on one stream, which is kept busy until all of it is queued."""
+    """Times work on one stream, which is kept busy until all of it is queued."""
 
     def __init__(self, queue: _native.DeviceQueue, head_start_s: float) -> None:
         self._queue = queue
@@ -77,7 +77,7 @@ class Clock:
 
 
 class Gradients:
-    """float32 tensors, and where each lies on a wire of every dtype."""
+    """float32 tensors, and their places on a wire of every dtype."""
 
     def __init__(self, queue: _native.DeviceQueue, n_tensors: int, n_bytes: int) -> None:
         self._queue = queue
@@ -105,7 +105,7 @@ class Gradients:
             torch.cuda.synchronize()
 
     def run(self, step: str, wire: str, **options: Any) -> None:
-        """One call of a kernel over all tensors; float16 with a scale for each."""
+        """Call a kernel once over all tensors; float16 with a scale for each."""
         if wire == "float16" or step == "measure":
             options |= {"exponents": self.exponents.data_ptr(), "headroom": 1}
         address = self.wires[wire].data_ptr()
@@ -123,7 +123,7 @@ class Gradients:
             torch.cuda.synchronize()
 
     def check(self, wire: str) -> None:
-        """What pack and unpack make of the tensors is what PyTorch makes of them."""
+        """Assert that pack and unpack give the same results as PyTorch."""
         self.restore()
         self.measure()
         self.run("pack", wire)
@@ -146,7 +146,7 @@ def say(good: bool, text: str) -> None:
 
 
 def of_a_copy(queue: _native.DeviceQueue, mib: int) -> None:
-    """Every kernel over tensors of 8 MiB, against one copy of as many bytes."""
+    """Compare every kernel over tensors of 8 MiB with one copy of the same number of bytes."""
     name = f"{mib} MiB"
     print(f"begin {name}", flush=True)
     gradients = Gradients(queue, mib // 8, 8 * MIB)
@@ -176,7 +176,7 @@ def of_a_copy(queue: _native.DeviceQueue, mib: int) -> None:
 
 
 def beside_others(queue: _native.DeviceQueue, n_tensors: int, n_bytes: int, judge: bool) -> None:
-    """There and back as float16 (and half of it), beside what PyTorch and CuPy have for it."""
+    """Compare a round trip through float16 (and half of it) with PyTorch's and CuPy's means."""
     shape = f"{n_tensors:,} tensors of {n_bytes // 2**10:,} KiB"
     print(f"begin {shape}", flush=True)
     gradients = Gradients(queue, n_tensors, n_bytes)

@@ -1,12 +1,12 @@
 """Everything that only a GPU can prove, on one GPU, in one table: `make gpu-check`.
 
 Builds the extension for this machine's GPU into build/gpu-check/, with the Python that runs this
-and what it has: nothing is downloaded. Every step is a process of its own (or one for each rank)
-with a time limit, so that a hang costs one step. A line says what passed, FAILED or was not checked
-and why; the last one is `N passed, N failed`, and the exit status 0 only if none failed.
+and its packages: nothing is downloaded. Every step is a separate process (or one per rank) with a
+time limit, so that a hang costs one step. Each line says what passed, FAILED or was not checked and
+why; the last one is `N passed, N failed`, and the exit status is 0 only if none failed.
 
     OUT                   a file for the same lines
-    HORO_LITE_TEST_GPUS   "a": a dry run on the fake device, which proves these checks, no GPU
+    HORO_LITE_TEST_GPUS   "a": a dry run on the fake device, which tests these checks, not a GPU
     HORO_LITE_TEST_GPU_ONLY  parts of steps' names, separated by semicolons: only those
 """
 
@@ -39,7 +39,7 @@ LIMIT_S = 480.0
 FAKE = bool(os.environ.get("HORO_LITE_TEST_GPUS"))
 LIBRARIES = ["fake device"] if FAKE else ["torch", "cupy", "jax"]
 
-# Two ranks on one GPU are told apart as if they were on two hosts, and meet on the loopback.
+# Two ranks on one GPU are treated as if they were on two hosts, and connect over the loopback.
 NCCL_ON_ONE_GPU = {
     "HORO_LITE_NCCL_SHARED_GPU": "1",
     "HORO_LITE_NCCL_TIMEOUT_S": "30",
@@ -54,22 +54,22 @@ NCCL_ON_ONE_GPU = {
 
 @dataclass
 class Step:
-    """A script, how many ranks run it, and for how long at most.
+    """A script, the number of ranks that run it, and its time limit.
 
-    It prints `begin WHAT`, `passed WHAT`, `FAILED WHAT` and `not checked: WHAT (why)`; with `name`
-    alone counting, its exit status is the verdict, and its last line the detail.
+    It prints `begin WHAT`, `passed WHAT`, `FAILED WHAT` and `not checked: WHAT (why)`; with
+    `counts`, the step is one check: its exit status is the verdict, and its last line the detail.
     """
 
     name: str
     command: Sequence[str]
     limit_s: float
-    ranks: int = 0  # 0: takes no part in a world
+    ranks: int = 0  # 0: not part of a world
     needs: Sequence[str] = ()  # Python packages, or programs
     env: Mapping[str, str] = field(default_factory=dict)
     counts: bool = False  # its exit status is the verdict
-    expect: str = ""  # what its output must hold, then
+    expect: str = ""  # then its output must contain this
     dies: Sequence[int] = ()  # ranks that are killed on purpose
-    dry: bool = True  # can be done on the fake device as well
+    dry: bool = True  # also possible on the fake device
 
 
 class Table:
@@ -140,7 +140,7 @@ def steps() -> list[Step]:
         env = NCCL_ON_ONE_GPU if ranks > 1 else {}
         found.append(Step(name, script, 60, ranks, needs, env, dry=False))
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9", "--target-processes", "all"]
-    quiet = ["--report-api-errors", "no"]  # libraries ask drivers for what these may not have
+    quiet = ["--report-api-errors", "no"]  # libraries query drivers for missing features
     clean = "ERROR SUMMARY: 0 errors"
     for tool, script, packages in [
         ("memcheck", python(HERE / "kernels.py"), ["pytest", "ml_dtypes"]),
@@ -156,7 +156,7 @@ def steps() -> list[Step]:
 
 
 def missing(step: Step) -> str:
-    """Why the step cannot run here."""
+    """Return why the step cannot run here, or ""."""
     if FAKE and not step.dry:
         return "a dry run, without a GPU"
     for need in step.needs:
@@ -167,7 +167,7 @@ def missing(step: Step) -> str:
 
 
 def program(name: str) -> str | None:
-    beside = Path(sys.executable).parent  # of a Python that is not on PATH
+    beside = Path(sys.executable).parent  # for a Python that is not on PATH
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     path = os.pathsep.join([os.environ.get("PATH", ""), f"{beside}", f"{home}/bin"])
     return shutil.which(name, path=path)
@@ -183,7 +183,7 @@ def environment(step: Step, rank: int, limit_s: float) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, places)))
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     env["PYTHONUNBUFFERED"] = "1"
-    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # two ranks, one GPU's memory
+    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # two ranks share one GPU's memory
     env["HORO_LITE_TEST_GPU_S"] = str(limit_s)
     env |= step.env
     if step.ranks > 1 and step.env:
@@ -197,7 +197,7 @@ def environment(step: Step, rank: int, limit_s: float) -> dict[str, str]:
 
 
 def run(step: Step, table: Table, left_s: float) -> None:
-    """The step's lines are in the table, with one that says how it ended if it ended badly."""
+    """Run the step; add its lines to the table, and how it ended if it failed."""
     limit_s = min(step.limit_s, left_s)
     began = time.monotonic()
     table.line(f"{step.name}")
@@ -219,7 +219,7 @@ def run(step: Step, table: Table, left_s: float) -> None:
                     text=True,
                     errors="replace",
                     env=environment(step, rank, limit_s),
-                    cwd=WORK,  # not the project, whose horo_lite/ may hold another build
+                    cwd=WORK,  # not the project, whose horo_lite/ may contain another build
                     start_new_session=True,
                 )
             )
@@ -274,7 +274,7 @@ def pump(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None
 def follow(
     step: Step, table: Table, lines: queue.Queue[str | None], until: float
 ) -> tuple[str, list[str]]:
-    """Puts verdicts into the table as they come; what was begun and not ended, and all lines."""
+    """Add verdicts to the table as they come; return the unfinished check, and all lines."""
     current, said = "", []
     while True:
         try:
@@ -297,7 +297,7 @@ def follow(
 
 
 def show(table: Table, logs: Sequence[Any], said: Sequence[str]) -> None:
-    """The ends of what a step that failed has written."""
+    """Show the ends of a failed step's outputs."""
     texts = ["\n".join(said)]
     for log in logs:
         log.seek(0)
@@ -322,7 +322,7 @@ def output(*command: str) -> str:
 
 
 def describe(table: Table) -> None:
-    """The machine, for whoever reads the table elsewhere."""
+    """Describe the machine, for readers of the table elsewhere."""
     query = "--query-gpu=name,memory.total,driver_version,compute_cap"
     gpu = output("nvidia-smi", query, "--format=csv,noheader").splitlines()
     release = [line for line in output("nvcc", "--version").splitlines() if "release" in line]
@@ -358,7 +358,7 @@ print(", ".join(parts))"""
 
 
 def build(table: Table) -> bool:
-    """The package is in PACKAGE, with an extension for this GPU alone."""
+    """Build the package in PACKAGE, with an extension for this GPU only."""
     table.line("build")
     began = time.monotonic()
     capability = output("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
@@ -407,7 +407,7 @@ def build(table: Table) -> bool:
 
 
 def why_no_gpu() -> str:
-    """In a process of its own: who looks at a GPU here may not fork."""
+    """Return why there is no GPU; in its own process, since users of a GPU cannot fork."""
     code = """
 from horo_lite import _native
 version, gpus, why = _native.gpus()

@@ -2,8 +2,9 @@
 
     collectives.py LIBRARY nccl|staged|alone [--lose-a-peer]
 
-Every rank makes the inputs of all ranks, asks the oracle and compares. No two ranks' inputs are
-alike. Sums are of small whole numbers, exact in every dtype, unless a check is about rounding.
+Every rank computes the inputs of all ranks, and the expected results with the oracle, and compares.
+No two ranks' inputs are the same. Sums are of small whole numbers, exact in every dtype, unless a
+check is about rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def everyone(group: Group, shape: Sequence[int], dtype: str) -> list[Host]:
-    """What each rank contributes: 1 … 5, or 0 and 1."""
+    """Return the contributions of all ranks: 1 … 5, or 0 and 1."""
     n = int(np.prod(shape))
     values = [(np.arange(n) * (rank + 1) + rank) % 5 + 1 for rank in range(group.size)]
     whole = [v % 2 if dtype == "bool" else v for v in values]
@@ -48,7 +49,7 @@ def everyone(group: Group, shape: Sequence[int], dtype: str) -> list[Host]:
 
 
 def total(group: Group) -> int:
-    """Where rank r contributes r + 1."""
+    """Return the sum if rank r contributes r + 1."""
     return sum(range(1, group.size + 1))
 
 
@@ -66,7 +67,7 @@ def assert_same(got: Host, expected: Host, what: object) -> None:
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> str:
-    """The text of the error, or nothing where there is none."""
+    """Return the text of the error, or "" if there is none."""
     try:
         call()
     except kind as error:
@@ -120,7 +121,7 @@ def check_arrays_that_cannot_be_written(group: Group, library: Library) -> None:
 
 
 def check_narrow_wires(group: Group, library: Library) -> None:
-    """2e-7, 6e4 and 1e30 survive float16 in one exchange; inf and nan stay alone; all alike."""
+    """2e-7, 6e4 and 1e30 survive float16 in one exchange; inf and nan do not spread; same bits."""
     magnitudes = [2e-7, 6e4, 1e30, 1.0]
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         random = np.random.default_rng(3)
@@ -147,7 +148,7 @@ def check_narrow_wires(group: Group, library: Library) -> None:
 
 
 def check_weights(group: Group, library: Library) -> None:
-    """A rank of weight 0 contributes nothing, whatever its arrays hold."""
+    """A rank of weight 0 contributes nothing, whatever its arrays contain."""
     weights = [3.0] * group.size
     weights[-1] = 0.0 if group.size > 1 else 2.0
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
@@ -192,7 +193,7 @@ def check_gathers_and_the_like(group: Group, library: Library) -> None:
 
 
 def check_asynchronous_forms(group: Group, library: Library) -> None:
-    """By name, in another order on every rank."""
+    """By name, in a different order on every rank."""
     names = [f"t{i}" for i in range(6)]
     names = names[group.rank :] + names[: group.rank]
     handles = {
@@ -214,7 +215,7 @@ def check_asynchronous_forms(group: Group, library: Library) -> None:
 def check_order_of_streams(group: Group, library: Library) -> None:
     """Work queued before a call is seen by it, work queued after it sees the result.
 
-    The stream is not the default one, it is busy, and nobody waits for it in between.
+    The stream is not the default one, it is busy, and the host does not wait for it in between.
     """
     library.read(library.doubled(ops.allreduce(library.make(full(group)), Sum, group=group)))
     with library.another_stream():
@@ -233,7 +234,7 @@ def check_order_of_streams(group: Group, library: Library) -> None:
 
 
 def check_memory_may_go_at_once(group: Group, library: Library) -> None:
-    """Arrays that nobody refers to any more are their allocator's again: in stream order."""
+    """Memory of unreferenced arrays returns to its allocator immediately, in stream order."""
     for turn in range(3):
         with library.another_stream():
             results = [
@@ -249,7 +250,7 @@ SHAPES = [(300, 40), (40,), (1,), (1000,)]
 
 
 def check_optimizer(group: Group, library: Library) -> None:
-    """Parameters start from the last rank's; steps on shards are steps on the whole batch."""
+    """Parameters start as the last rank's; steps on shards equal steps on the whole batch."""
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
         start = [np.full(shape, group.rank + 1, np.float32) for shape in SHAPES]
         inner, params = library.optimizer(start)
@@ -303,7 +304,7 @@ def check_graph_capture(group: Group, library: Library) -> None:
 
 
 def check_mismatches_are_told_to_all(group: Group, library: Library) -> None:
-    """On every rank, with the name of the rank; and the world goes on afterwards."""
+    """On every rank, with the name of the rank; the world remains usable."""
     odd = group.rank == group.size - 1
     calls: list[tuple[Callable[[], Any], str]] = [
         (
@@ -325,10 +326,10 @@ def check_mismatches_are_told_to_all(group: Group, library: Library) -> None:
         while not text and time.monotonic() < until:
             text = raised(hvd.MismatchError, call)
             time.sleep(0.01)
-        assert words in text, text or "nobody noticed"
+        assert words in text, text or "no mismatch was reported"
         assert f"rank {group.size - 1}" in text, text
         got = library.read(ops.allreduce(library.make(full(group)), Sum, group=group))
-        assert np.all(got == total(group)), "the world is of no more use"
+        assert np.all(got == total(group)), "the world is not usable any more"
 
 
 def over_nccl(group: Group) -> bool:
@@ -344,7 +345,7 @@ CHECKS: dict[str, Check] = {
 
 
 def why_not(name: str, library: Library, transport: str, size: int) -> str | None:
-    """Why a check makes no sense here; those are left out and not counted."""
+    """Return why a check does not apply here; such checks are skipped and not counted."""
     if name == "graph capture":
         return None if library.name == "torch" and transport != "staged" else "not this library"
     if name == "arrays that cannot be written":
@@ -357,7 +358,7 @@ def why_not(name: str, library: Library, transport: str, size: int) -> str | Non
 
 
 def lose_a_peer(group: Group, library: Library) -> None:
-    """The last rank is killed; the others find out within 20 s, and do not hang."""
+    """Kill the last rank; the others find out within 20 s, and do not hang."""
     ops.allreduce(library.make(full(group)), Sum, group=group)
     ops.barrier(group=group)
     if group.rank == group.size - 1:
@@ -371,7 +372,7 @@ def lose_a_peer(group: Group, library: Library) -> None:
     text = ""
     while not text and time.monotonic() < began + 20:
         text = raised(hvd.PeerLostError, call)
-    assert f"rank {group.size - 1}" in text, text or "nobody noticed"
+    assert f"rank {group.size - 1}" in text, text or "the lost peer was not reported"
 
 
 def main() -> int:
@@ -392,7 +393,7 @@ def main() -> int:
         lose_a_peer(group, library)
         say("passed", f"a killed peer: noticed after {time.monotonic() - began:.1f} s", world.rank)
         sys.stdout.flush()
-        os._exit(0)  # the world is of no more use
+        os._exit(0)  # the world is not usable any more
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -417,7 +418,7 @@ def main() -> int:
 
 
 def judged(name: str, check: Callable[[], None], referee: Group) -> bool:
-    """Whether some rank failed; rank 0 says which, and why."""
+    """Return whether any rank failed; rank 0 prints which, and why."""
     say("begin", name, referee.rank)
     error = ""
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""An example as one rank of a world that ranks.py makes; rank 0 judges what it printed."""
+"""An example as one rank of a world made by ranks.py; rank 0 checks its output."""
 
 from __future__ import annotations
 

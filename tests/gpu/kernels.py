@@ -1,9 +1,9 @@
 """The kernels on a GPU against their host versions, bit for bit: see `make gpu-check`.
 
-As a plug-in of pytest it has tests/csrc/test_gpu_kernels.py do all it does on the GPU as well: in
-memory that both can reach, every call is made on both, and every byte compared, those around the
-tensors too. As a program, `kernels.py`, it makes a few small calls whose memory ends where the
-tensors end, for compute-sanitizer to watch.
+As a plug-in of pytest it makes tests/csrc/test_gpu_kernels.py run everything on the GPU as well: in
+memory that both can access, every call is made on both, and every byte compared, including those
+around the tensors. As a program, `kernels.py`, it makes a few small calls with memory that ends
+where the tensors end, to run under compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SANITIZED = [1, 9, 257, 1025, 4097]
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """The CUDA driver, with the context that the runtime uses made current."""
+    """Return the CUDA driver, with the runtime's context made current."""
     cuda = ctypes.CDLL("libcuda.so.1")
     context = ctypes.c_void_p()
     must(cuda.cuInit(0), "cuInit")
@@ -47,7 +47,7 @@ def queue() -> _native.DeviceQueue:
 
 
 def shared_bytes(n_bytes: int) -> Bytes:
-    """Zeros that the CPU and the GPU can read and write, ending where they end."""
+    """Return zeros that CPU and GPU can read and write, without memory beyond their end."""
     if os.environ.get("HORO_LITE_TEST_GPUS"):
         return np.zeros(n_bytes, np.uint8)
     address, global_ = ctypes.c_uint64(), 1
@@ -55,7 +55,8 @@ def shared_bytes(n_bytes: int) -> Bytes:
     must(driver().cuMemAllocManaged(ctypes.byref(address), size, global_), "cuMemAllocManaged")
     memory = np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address.value), np.uint8)
     memory[:] = 0
-    # NumPy keeps the object it was made of; when that goes, nothing points there any more.
+    # NumPy keeps the object that it was created from; when this is freed, nothing refers to the
+    # memory.
     weakref.finalize(memory.base, driver().cuMemFree_v2, address)
     return memory
 
@@ -70,7 +71,7 @@ class Buffer(cases.Buffer):
 
 
 def run(step: str, tensors: Any, **options: Any) -> None:
-    """The kernel on the CPU and then, on what was there before, on the GPU: the same bytes."""
+    """Run the kernel on the CPU and then, from the same state, on the GPU: compare all bytes."""
     arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
     numbers = {name: x for name, x in options.items() if name not in arrays}
     shared = {name: shared_bytes(x.nbytes) for name, x in arrays.items()}
@@ -90,7 +91,7 @@ def run(step: str, tensors: Any, **options: Any) -> None:
     for what, place, image in zip(["tensors", "wire", *shared], places, after, strict=True):
         wrong = np.flatnonzero(place != image)
         assert not wrong.size, (
-            f"{step}: {wrong.size} bytes of the {what} are not the host's; the first is number "
+            f"{step}: {wrong.size} bytes of the {what} differ from the host's; the first is number "
             f"{wrong[0]}: {place[wrong[0]]:#x} instead of {image[wrong[0]]:#x}"
         )
     for name, x in arrays.items():
@@ -128,7 +129,7 @@ def pytest_sessionfinish() -> None:
 
 
 def small_calls() -> int:
-    """Every kernel a few times; how many calls."""
+    """Call every kernel a few times; return the number of calls."""
     n_calls = 0
     integers = [(name, name) for name in cases.INTEGERS]
     for grad, wire in [*cases.PAIRS, *integers]:

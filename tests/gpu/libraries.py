@@ -1,6 +1,6 @@
-"""How the checks make, change and read arrays on a GPU: one small class for each array library.
+"""How the checks make, change and read arrays on a GPU: one small class per array library.
 
-`FakeDevice` stands in for them where there is no GPU: see tests/support/fake_device.py.
+`FakeDevice` replaces them if there is no GPU: see tests/support/fake_device.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64")
 
 
 class Descent:
-    """An optimizer as one writes it over arrays that know `-=`."""
+    """A home-made optimizer over arrays that support `-=`."""
 
     def __init__(self, params: Sequence[Any]) -> None:
         self.params = list(params)
@@ -35,30 +35,30 @@ class Library:
     writable = True
 
     def make(self, values: Host) -> Any:
-        """On the GPU; used on any stream from now on."""
+        """Return an array on the GPU, which may then be used on any stream."""
         raise NotImplementedError
 
     def read(self, x: Any) -> Host:
-        """In stream order: waits for the current stream only."""
+        """Return the values in stream order: waits only for the current stream."""
         raise NotImplementedError
 
     def late(self, values: Host) -> Any:
-        """Holds them once the current stream has been busy for LATE_S; returns at once."""
+        """Return immediately an array that gets the values after LATE_S of work on the stream."""
         raise NotImplementedError
 
     def is_busy(self, late: Any) -> bool:
-        """Whether the current stream, which was given late(), is still at work."""
+        """Return whether the current stream, which has work of late(), is still busy."""
         raise NotImplementedError
 
     def doubled(self, x: Any) -> Any:
         return x * 2
 
     def another_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, work goes to a stream without any order with the default one."""
+        """Queue work inside on a stream that is not ordered with the default one."""
         return contextlib.nullcontext()
 
     def optimizer(self, values: Sequence[Host]) -> tuple[Any, list[Any]]:
-        """An optimizer that subtracts half the gradients, and its parameters."""
+        """Return an optimizer that subtracts half the gradients, and its parameters."""
         params = [self.make(x) for x in values]
         return Descent(params), params
 
@@ -67,7 +67,7 @@ class Library:
 
 
 class OfOnesOwn:
-    """An optimizer that is none of torch's, and so is not wrapped by horo_lite.torch."""
+    """An optimizer that is not one of torch's, and so is not wrapped by horo_lite.torch."""
 
     def __init__(self, inner: Any) -> None:
         self.param_groups, self.step = inner.param_groups, inner.step
@@ -81,7 +81,7 @@ class Torch(Library):
         import torch
 
         self.torch = torch
-        torch.zeros(1, device="cuda")  # an error here says what is wrong
+        torch.zeros(1, device="cuda")  # an error here shows the cause
 
     def make(self, values: Host) -> Any:
         shape, values = values.shape, np.ascontiguousarray(values)
@@ -177,7 +177,7 @@ class Jax(Library):
 
         @jax.jit
         def slow(x: Any, eye: Any) -> Any:
-            """x, after products that take their time and change nothing."""
+            """Return x, after slow products that do not change it."""
             y = jax.numpy.full((n, n), 1.0, jax.numpy.float32)
             y = jax.lax.fori_loop(0, turns, lambda _, y: eye @ y, y)
             return x * y[0, 0].astype(x.dtype)
@@ -216,7 +216,7 @@ class FakeDevice(Library):
         return self.fake.array(values)
 
     def is_busy(self, late: Any) -> bool:
-        return True  # nobody knows
+        return True  # unknown
 
     def doubled(self, x: Any) -> Any:
         return x.copy().queue(lambda memory: np.multiply(memory, 2, out=memory))

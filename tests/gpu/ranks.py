@@ -1,7 +1,7 @@
-"""Ranks of one machine, started without MPI: whoever starts them makes the memory they share.
+"""Ranks of one machine, started without MPI: the starter creates the memory they share.
 
 The starter writes one line of JSON to each rank's standard input (`invite`), and the rank makes a
-world of it (`join`), of which `hvd.init()` knows afterwards. All else is as under a launcher.
+world of it (`join`), which `hvd.init()` then returns. Everything else is as under a launcher.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ N_GROUPS = 4  # direct calls, asynchronous ones, the watchdog, and the checks' o
 
 
 def invite(ranks: Sequence[subprocess.Popen[str]]) -> _native.Segment | None:
-    """The ranks know each other. What is returned is theirs: to be kept while they run."""
+    """Send the ranks what they need to connect; return their memory, to be kept while they run."""
     size = len(ranks)
     pids = [rank.pid for rank in ranks]
     segment = None
@@ -46,7 +46,7 @@ def invite(ranks: Sequence[subprocess.Popen[str]]) -> _native.Segment | None:
 
 
 def join() -> tuple[Any, Group]:
-    """This process's world, and a group of the same ranks beside it, over the host's memory."""
+    """Return this process's world, and a group of the same ranks beside it, over host memory."""
     told = json.loads(sys.stdin.readline())
     rank, pids = told["rank"], told["pids"]
     size = len(pids)
@@ -81,7 +81,7 @@ def join() -> tuple[Any, Group]:
         comm=None,
         host_of_rank=[0] * size,
         restore_threads=lambda: None,
-        messages=Messages(Pipes(), transports[0], ""),  # nobody sends any here
+        messages=Messages(Pipes(), transports[0], ""),  # no messages are sent here
         subgroups=[],
         began=time.monotonic(),
     )
@@ -93,7 +93,7 @@ def join() -> tuple[Any, Group]:
 
 
 def use_nccl_alone(world: Any) -> None:
-    """A world of one, which needs no NCCL, does its GPU's exchanges through one all the same."""
+    """Make a world of one, which does not need NCCL, use it for its GPU's exchanges anyway."""
     from horo_lite.training.plan import DEFAULT_BUCKET_BYTES
     from horo_lite.transports.nccl_library import nccl_candidates
 

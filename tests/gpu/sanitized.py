@@ -1,4 +1,4 @@
-"""A CuPy script through the public API, for compute-sanitizer to watch."""
+"""A CuPy script with the public API, to run under compute-sanitizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of `make gpu-check`, tried on the fake device: they work when there is a GPU."""
+"""The checks of `make gpu-check`, tried on the fake device, so that they work on a GPU."""
 
 from __future__ import annotations
 

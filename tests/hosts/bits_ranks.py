@@ -1,4 +1,4 @@
-"""What each rank does in test_hosts.py: prints a digest of the bits of many all-reduces."""
+"""The ranks of test_hosts.py that print a digest of the bits of many all-reduces."""
 
 import hashlib
 import socket
@@ -22,7 +22,7 @@ def record(what: str, xs: list) -> None:
 
 
 def drawn(dtype: type) -> list:
-    """Sums of these depend on their order."""
+    """Return values whose sums depend on the order of additions."""
     return [(rng.standard_normal(n) * 2.0 ** rng.integers(-9, 9, n)).astype(dtype) for n in SIZES]
 
 
@@ -33,7 +33,7 @@ for dtype in (np.int32, np.int64, np.float32):
         assert np.array_equal(total * 2, x // (rank + 1) * size * (size + 1)), (dtype, total)
     record("exact", sums)
 
-# Digests that are alike do not tell whether the results are right.
+# Equal digests do not show that the results are right.
 ones = np.ones(1500, np.float32)
 (weighted,) = hvd.grouped_allreduce([ones * (rank + 1)], weight=rank + 1)
 assert np.allclose(weighted, ones * (2 * size + 1) / 3, rtol=1e-6), weighted

@@ -1,9 +1,9 @@
-"""What each rank does in test_hosts.py: leaves every kind of short message to peers, and ends.
+"""The ranks of test_hosts.py that leave every kind of short message to peers, and end.
 
-    ends_ranks.py together|late multiple|serialized
+ends_ranks.py together|late multiple|serialized
 
-`together`: rank 0 ends a little later; nobody waits for as long as ranks that end do for others'
-last messages. `late`: rank 0 goes on for longer than that. Then: what MPI grants to threads.
+`together`: rank 0 ends a little later, within the time that ending ranks wait for the last messages
+of others. `late`: rank 0 continues for longer than that. Second argument: MPI's thread level.
 """
 
 import sys
@@ -26,7 +26,7 @@ for step in range(20):  # engines wake each other for every round
     x = np.full(1000, rank + 1.0, np.float32)
     assert hvd.allreduce_async(x, op=hvd.Sum, name=f"{step}").wait()[0] == everyone
 if rank == 0:
-    time.sleep(0.5)  # those that wait report that they have arrived
+    time.sleep(0.5)  # ranks that wait report that they have arrived
 assert hvd.allreduce(np.array([rank + 1.0]), op=hvd.Sum)[0] == everyone
 if how == "late":
     if rank == 0:

@@ -1,9 +1,9 @@
-"""What each rank does in test_hosts.py: takes steps, with right results, until there is a file.
+"""The ranks of test_hosts.py that take steps, with correct results, until a file exists.
 
-    steps_ranks.py FOLDER [elastic]
+steps_ranks.py FOLDER [elastic]
 
-The file is FOLDER/enough. What a rank writes to stderr is in FOLDER/rank-N: of a host that has been
-cut off, the launcher shows nothing.
+The file is FOLDER/enough. A rank's stderr is in FOLDER/rank-N: for a host that has been cut off,
+the launcher shows nothing.
 """
 
 import os
@@ -30,7 +30,7 @@ def steps() -> None:
     is_enough = False
     while not is_enough:
         y = hvd.allreduce(x + np.float32(hvd.rank() + n_steps % 10), op=hvd.Sum)
-        # The last gradient tells whether rank 0 has seen the file.
+        # The last gradient shows whether rank 0 has seen the file.
         seen = float(hvd.rank() == 0 and (folder / "enough").exists())
         is_enough = hvd.allreduce(np.array([seen]), op=hvd.Sum)[0] > 0
         sizes.append(hvd.size())

@@ -1,4 +1,4 @@
-"""Jobs on several hosts: namespaces of this machine, joined by links that are cut and mended."""
+"""Jobs on several hosts: namespaces of this machine, joined by links that are cut and restored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def start_on(
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> Iterator[Job]:
-    """A job with so many ranks on each host that runs while the block does."""
+    """Yield a job with the given number of ranks per host that runs during the block."""
     mpi = mpi_name()
     command = [*network.launch(mpi, mpiexec_path(), ranks), *options]
     own = environment(mpi) | dict(env or {})
@@ -46,7 +46,7 @@ def start_on(
 
 
 def wait_for_ranks_to_end(job: Job, timeout_s: float) -> None:
-    """No rank lives any more, whatever the launcher does."""
+    """Return when no rank lives any more, whatever the launcher does."""
     until = time.monotonic() + PATIENCE * timeout_s
     while ranks := job.ranks():
         assert time.monotonic() < until, f"ranks {sorted(ranks)} still run:\n{job.result()}"
@@ -86,10 +86,12 @@ def test_a_broadcast_sends_its_bytes_to_each_host_once() -> None:
         result = job.wait(60).check()
     found = [float(times) for times in re.findall(r"sent (\S+) times", result.stdout)]
     assert len(found) == 25, str(result)
-    assert max(found) < 1.2, found  # headers of packets count
+    assert max(found) < 1.2, found  # packet headers count too
 
 
-@pytest.mark.skipif(mpi_name() != "mpich", reason="MPICH's UCX counts what nobody has received")
+@pytest.mark.skipif(
+    mpi_name() != "mpich", reason="only MPICH's UCX reports messages that were not received"
+)
 @pytest.mark.parametrize(
     ("how", "threads"),
     [("together", "multiple"), ("late", "multiple"), ("late", "serialized")],
@@ -118,7 +120,7 @@ def test_a_job_goes_on_after_a_link_was_cut_for_2_seconds(tmp_path: Path) -> Non
 
 
 def test_a_link_that_is_cut_for_good_ends_the_ranks_on_both_sides(tmp_path: Path) -> None:
-    """Every host's ranks say whom they have lost. Open MPI's launcher may wait much longer."""
+    """Every host's ranks name the lost ranks. Open MPI's launcher may wait much longer."""
     env = {"HORO_LITE_STALL_WARN_S": "1", "HORO_LITE_STALL_ABORT_S": str(ABORT_S)}
     with (
         Network(2, rate_mbit=1000) as network,
@@ -138,7 +140,7 @@ def test_a_link_that_is_cut_for_good_ends_the_ranks_on_both_sides(tmp_path: Path
 
 
 def check_that_the_launcher_gave_up(result: Result) -> None:
-    """Open MPI's may exit with 0 where it has lost a whole host: see docs/jobs.md."""
+    """Open MPI's may exit with 0 after it has lost a whole host: see docs/jobs.md."""
     gave_up = mpi_name() == "openmpi" and "terminate the job" in result.stdout + result.stderr
     assert result.returncode != 0 or gave_up, str(result)
 
@@ -157,11 +159,11 @@ def test_a_host_that_vanishes_ends_the_job(tmp_path: Path) -> None:
 
 @needs_ulfm
 def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None:
-    """With fault tolerance, as long as Open MPI's daemon on that host lives.
+    """With fault tolerance, while Open MPI's daemon on that host lives.
 
-    The others are stopped until both have died: Open MPI may crash where a second death is noticed
-    while the rest makes new communicators (docs/elastic.md), and a busy machine takes its time to
-    end a process.
+    The others are stopped until both have died: Open MPI may crash if a second death is noticed
+    while the others make new communicators (docs/elastic.md), and a busy machine takes time to end
+    a process.
     """
     with (
         Network(2, rate_mbit=1000) as network,
@@ -174,14 +176,14 @@ def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None
         until = time.monotonic() + PATIENCE * 15
         while {2, 3} & job.ranks().keys() and time.monotonic() < until:
             time.sleep(0.05)
-        time.sleep(0.5)  # until the daemons have told each other
+        time.sleep(0.5)  # until the daemons have notified each other
         for rank in range(2):
             os.kill(pids[rank], signal.SIGCONT)
         while "2 ranks continue" not in (tmp_path / "rank-0").read_text():
             if job.launcher.poll() is not None or time.monotonic() > until:
                 job.show_stacks()
                 said = "\n".join((tmp_path / f"rank-{rank}").read_text() for rank in range(4))
-                pytest.fail(f"they do not go on: {job.result()}\n{said}")
+                pytest.fail(f"the others do not continue: {job.result()}\n{said}")
             time.sleep(0.05)
         (tmp_path / "enough").touch()
         result = job.wait(15).check()
@@ -193,7 +195,7 @@ def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None
 def test_a_host_that_vanishes_with_its_daemon_ends_the_job_even_with_fault_tolerance(
     tmp_path: Path,
 ) -> None:
-    """Open MPI 5's launcher cannot do without one of its daemons: see docs/elastic.md."""
+    """Open MPI 5's launcher cannot continue without one of its daemons: see docs/elastic.md."""
     args = [str(tmp_path), "elastic"]
     with (
         Network(2, rate_mbit=1000) as network,

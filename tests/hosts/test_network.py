@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 N_BYTES = 1_000_000
-# Receives so many connections, at once, until each ends; prints the seconds from the first byte on.
+# Receives the given number of connections concurrently, until each ends; prints the seconds since
+# the first byte.
 RECEIVE = """
 import socket, sys, threading, time
 server = socket.create_server(("", 5000))
@@ -59,7 +60,7 @@ def python(host: Host, code: str, *args: object) -> subprocess.Popen[str]:
 
 
 def seconds_to_send(hosts: Sequence[Host], n_flows: int = 1, n_bytes: int = N_BYTES) -> float:
-    """How long the bytes of so many connections take from the first host to the second."""
+    """Return the seconds to send the bytes over `n_flows` connections from first to second host."""
     receiver = python(hosts[1], RECEIVE, n_flows)
     assert receiver.stdout is not None
     assert receiver.stdout.readline() == "listens\n"
@@ -74,7 +75,7 @@ def seconds_to_send(hosts: Sequence[Host], n_flows: int = 1, n_bytes: int = N_BY
 def test_a_link_is_not_faster_than_its_rate() -> None:
     with Network(2, rate_mbit=10) as network:
         limited_s = seconds_to_send(network.hosts)
-    # But for what may be sent at once.
+    # Except for the initial burst.
     assert limited_s > 0.8 * 8 * N_BYTES / 10e6
     with Network(2, rate_mbit=1000) as network:
         assert seconds_to_send(network.hosts) < limited_s
@@ -85,7 +86,7 @@ def test_flows_have_limits_of_their_own() -> None:
     with Network(2, rate_mbit=400, flow_mbit=20) as network:
         one_s = seconds_to_send(network.hosts)
         assert one_s > 0.8 * 8 * N_BYTES / 20e6
-        # Of 8 flows two may fall into one class, all of them hardly.
+        # Of 8 flows two may fall into one class, but hardly all of them.
         assert seconds_to_send(network.hosts, 8) < 4 * one_s
 
 
@@ -95,7 +96,7 @@ def test_hosts_are_told_apart_and_see_nothing_of_each_other() -> None:
     with Network(2) as network:
         subprocess.run(network.hosts[0].command(["touch", "/dev/shm/mine"]), check=True)
         first, second = (python(host, look).communicate(timeout=30)[0] for host in network.hosts)
-        # Two processes: the first one, and that which looks.
+        # Two processes: the first one, and the one that lists them.
         assert first == "host0 True 2 ['mine']\n"
         assert second == "host1 True 2 []\n"
 
@@ -150,7 +151,7 @@ time.sleep(300)
         time.sleep(0.01)
 
 
-# Sends bytes back and forth, one at a time; prints the least of the seconds for each.
+# Sends bytes back and forth, one at a time; prints the shortest round trip in seconds.
 ANSWER = """
 import socket
 server = socket.create_server(("", 5000))
@@ -181,7 +182,7 @@ def test_a_message_takes_as_long_as_the_link_is_said_to_take() -> None:
         asks = python(network.hosts[2], ASK, network.hosts[0].address)
         round_trip_s = float(asks.communicate(timeout=60)[0])
     assert round_trip_s > 2 * 0.020
-    assert round_trip_s < 2 * 0.020 + 0.015  # the quickest of 20, also where other programs run
+    assert round_trip_s < 2 * 0.020 + 0.015  # the fastest of 20, also when other programs run
 
 
 def packets_sent_again(host: Host) -> int:
@@ -203,7 +204,7 @@ def test_what_is_lost_is_sent_again() -> None:
 
 
 def test_a_link_with_a_delay_loses_nothing_where_two_hosts_send_to_one() -> None:
-    """Twice what the link carries waits in its queue, which has room for 4 MiB."""
+    """Packets arrive at twice the link's rate, and wait in its queue, which holds 4 MiB."""
     with Network(3, rate_mbit=100, delay_ms=5) as network:
         receiver = python(network.hosts[1], RECEIVE, 2)
         assert receiver.stdout is not None

@@ -1,4 +1,4 @@
-"""Jobs on several hosts that torchrun starts: namespaces of this machine, and gloo between them."""
+"""Jobs on several hosts started by torchrun: namespaces of this machine, with gloo between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINE = re.compile(r"rank (\d) at (\S+ \S+) on (\S+): ([0-9a-f]{64})")
 
 
 def test_bits_are_those_of_simulated_hosts(tmp_path: Path) -> None:
-    """No interface is named, and the hostnames stand for no address: as on many a new machine."""
+    """No interface is named, and hostnames do not resolve to addresses, as on many new machines."""
     shape = [2, 1]
     with Network(len(shape), rate_mbit=1000) as network, contextlib.ExitStack() as stack:
         jobs = []

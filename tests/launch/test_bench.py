@@ -1,4 +1,4 @@
-"""`horo-lite bench`: what it takes for a right result, and what it measures."""
+"""`horo-lite bench`: which results it accepts as correct, and what it measures."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_the_command(tmp_path: Path) -> None:
     }
     for row in found["rows"]:
         assert row["us"] > 0
-        # The same to the digits that are shown: 2 (n - 1) / n is 1 with two ranks.
+        # The same in the digits shown: 2 (n - 1) / n is 1 with two ranks.
         assert row["bus_gb_s"] == row["algorithm_gb_s"]
-        # Both are rounded: the time to 0.01 us, which is the more the shorter it is.
+        # Both are rounded: the time to 0.01 us, which matters more the shorter it is.
         slowest, fastest = (row["n_bytes"] / (row["us"] + e) / 1e3 for e in (0.0051, -0.0051))
         assert slowest - 0.0006 <= row["algorithm_gb_s"] <= fastest + 0.0006
     assert all(f"{n:,} horo_lite" in ended.stdout for n in (1024, 65536))

@@ -1,6 +1,6 @@
-"""`hvd.run(fn, on=…)`: what Ray, Dask and Spark have in common, with threads in place of a cluster.
+"""`hvd.run(fn, on=…)`: what Ray, Dask and Spark have in common, with threads instead of a cluster.
 
-The clusters themselves are in tests/clusters, each in an environment of its own.
+The clusters themselves are in tests/clusters, each in its own environment.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def first_done(
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[RankTask]]:
-    """A cluster whose workers are threads; what they were given. Nothing may be left of it."""
+    """Yield the tasks given to a cluster whose workers are threads; nothing may be left of it."""
     given: list[RankTask] = []
 
     def run_tasks(task: RankTask) -> list[RankEnd]:
@@ -63,7 +63,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Ra
 
 
 def bits(scale: float) -> tuple[int, int, str]:
-    """Sums whose bits depend on their order, from a world of two simulated hosts."""
+    """Return sums whose bits depend on their order, from a world of two simulated hosts."""
     world = hvd.init(device="cpu")
     rng = np.random.default_rng(world.rank)
     mine = (rng.standard_normal(5000) * 2.0 ** rng.integers(-9, 9, 5000)).astype(np.float32)
@@ -80,7 +80,7 @@ def test_the_bits_are_those_of_mpiexec(cluster: list[RankTask]) -> None:
     assert [digest for *_, digest in found] == [digest for *_, digest in expected]
     (task,) = cluster
     assert task.size == 3
-    # A secret that all ranks have: nobody else writes in their rendezvous.
+    # A secret that all ranks have: no one else can write in their rendezvous.
     assert len(task.env["HORO_LITE_JOB_TOKEN"]) == 32
 
 
@@ -88,7 +88,7 @@ class NoDataError(Exception):
     pass
 
 
-# More than a test may take: the others of the world are not to find out by that.
+# More than a test may take: the other ranks must not learn of the failure by a time-out.
 TOO_LONG = {"HORO_LITE_START_TIMEOUT_S": "1000"}
 
 
@@ -103,7 +103,7 @@ def fail(before_init: bool) -> None:
 
 @pytest.mark.parametrize("before_init", [False, True])
 def test_an_exception_comes_back(before_init: bool, cluster: list[RankTask]) -> None:
-    """That of the rank that failed, and not those of the ranks that have waited for it."""
+    """That of the rank that failed, and not those of the ranks that waited for it."""
     with pytest.raises(NoDataError, match="share 1 is missing") as raised:
         hvd.run(fail, (before_init,), np=2, on="ray", env=TOO_LONG)
     assert "on rank 1 of 2" in str(raised.value.__cause__)
@@ -121,7 +121,7 @@ def test_a_rank_that_ends_without_a_word_before_init(cluster: list[RankTask]) ->
 
 
 def test_a_task_that_fails_itself() -> None:
-    """As where a worker is lost: nobody waits for the others."""
+    """As if a worker is lost: no task waits for the others."""
     lost, runs = Future[RankEnd](), Future[RankEnd]()
     lost.set_exception(ConnectionError("the worker is lost"))
     with pytest.raises(ConnectionError, match="the worker is lost"):
@@ -129,7 +129,7 @@ def test_a_task_that_fails_itself() -> None:
 
 
 class Stage:
-    """What horo_lite.launch.on_spark uses of Spark: a barrier stage, whose tasks are threads."""
+    """The part of Spark that horo_lite.launch.on_spark uses: a barrier stage of threads."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -173,7 +173,7 @@ class Stage:
 
 
 class WaitingTask:
-    """A RankTask of two, of which rank 1 fails, if at all, and rank 0 would wait for it."""
+    """A RankTask of two, of which rank 1 may fail, and rank 0 would wait for it."""
 
     size = 2
 
@@ -183,7 +183,7 @@ class WaitingTask:
     def run(self, rank: int, address: str, is_cancelled: Callable[[], bool]) -> RankEnd:
         until = time.monotonic() + 300
         while rank == 0 and self._code and not is_cancelled():
-            assert time.monotonic() < until, "nobody ends this rank"
+            assert time.monotonic() < until, "this rank was not cancelled"
             time.sleep(0.01)
         code = self._code if rank == 1 else -15 * is_cancelled()
         return RankEnd(rank, code, "", {}, time.time())
@@ -223,7 +223,7 @@ def count(folder: str) -> str:
 
 
 def test_a_job_is_restarted(cluster: list[RankTask], tmp_path_factory: Any) -> None:
-    """From the commit of a rank that has ended without a word."""
+    """From the commit of a rank that has ended without a message."""
     kept = str(tmp_path_factory.mktemp("kept"))
     said = hvd.run(count, (kept,), np=1, on="ray", restarts=1)
     assert said == ["3 after 1 restarts"]

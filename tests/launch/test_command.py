@@ -1,4 +1,4 @@
-"""The command line, as horovodrun's users type it; the doctor's findings and their remedies."""
+"""The command line, with horovodrun's options; the doctor's findings and their remedies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from horo_lite.start import launcher
 
 
 class Started(Exception):  # noqa: N818
-    """In place of the process's new program."""
+    """Raised instead of replacing the process's program."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         super().__init__(command)
@@ -173,7 +173,7 @@ def without_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
-    """Each check of `horo-lite doctor --json`, by its name."""
+    """Return each check of `horo-lite doctor --json`, by name."""
     code = main(["doctor", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert code == (1 if told["problems"] else 0)
@@ -252,7 +252,7 @@ def test_a_chroot_without_proc() -> None:
         command = [*prefix, sys.executable, *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60 * PATIENCE)
 
-    # On stdout there is nothing else: UCX, for one, complains there without /proc.
+    # Stdout has nothing else: without /proc, UCX, for example, prints complaints there.
     told = json.loads(run("-m", "horo_lite", "doctor", "--json").stdout)
     assert told["problems"] == [launcher.NO_PROC]
     assert [c["check"] for c in told["checks"] if c["found"] == "not mounted"] == ["/proc"]

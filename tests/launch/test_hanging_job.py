@@ -1,4 +1,4 @@
-"""A job of the tests that does not end shows where its processes are, and nothing is left of it."""
+"""A test job that does not end shows where its processes are, and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_a_job_that_does_not_end_shows_where_its_ranks_are() -> None:
             job.wait(0.1)
         said = str(raised.value)
         assert all(f"process {pid}: " in said for pid in (job.launcher.pid, *ranks.values()))
-        assert "in waits_for_ever" in said  # of one at least: MPICH's launcher then kills the other
+        assert "in waits_for_ever" in said  # at least once: MPICH's launcher then kills the other
         assert not job.processes()

@@ -32,12 +32,12 @@ N = 25_600_000
 
 
 def measured() -> Iterator[tuple[str, str, Network, int, int, float, float]]:
-    """Of every row of benchmarks/hosts.py: its name, MPI, network, hosts, ranks, bytes; seconds."""
+    """Yield name, MPI, network, hosts, ranks, bytes, seconds of rows of benchmarks/hosts.py."""
     results = json.loads((RESULTS / "intel-xeon-2-cores-hosts.json").read_text())
     for job in results["jobs"]:
         row = job["row"]
         flow = row["flow_mbit"] and row["flow_mbit"] / 1e3
-        # tc counts the headers of a packet, and what an Ethernet adds it does not.
+        # tc counts the headers of a packet, but not what Ethernet adds.
         network = Network(row["rate_mbit"] / 1e3, 50, flow, framing=1514 / 1448)
         if job["name"] == "MPICH":
             network = replace(network, largest_message=1 << 40)
@@ -69,7 +69,7 @@ def test_the_model_is_within_15_percent_of_what_was_measured(
 
 
 def measured_with_latency() -> Iterator[tuple[Network, str, float, float]]:
-    """Of every figure without loss: network, wire, bytes, and time over bytes/bandwidth."""
+    """Yield for each figure without loss: network, wire, bytes, time over bytes/bandwidth."""
     text = (RESULTS / "intel-xeon-2-cores-latency.txt").read_text()
     row = re.compile(
         r"^\| (\d+) ([GM])bit/s, 2 × 1, (\d+) ms \|.*\| (\S+) \| (\S+) \|$", re.MULTILINE
@@ -100,7 +100,7 @@ def test_links_with_latency_are_within_10_percent_of_what_was_measured(
 
 
 def test_latency_sets_the_pace_where_the_windows_under_way_do_not_fill_the_link() -> None:
-    """Two messages after each other for every three windows, whatever else there is to do."""
+    """Two consecutive messages for every three windows, whatever else there is to do."""
     n_bytes, wire = 52e6, FREE.wires["fp32"]
     times = {
         latency_us: allreduce(n_bytes / 4, 2, 1, wire, FREE, Network(1, latency_us, framing=1))
@@ -115,7 +115,7 @@ def test_latency_sets_the_pace_where_the_windows_under_way_do_not_fill_the_link(
 
 
 def steps_beside_computing() -> Iterator[tuple[str, int, bool, float]]:
-    """Of every figure: MPI, ranks of each of two hosts, whether cores are free, what is exposed."""
+    """Yield for each figure: MPI, ranks per host (of two), free cores or not, exposed fraction."""
     text = (RESULTS / "intel-xeon-2-cores-hosts.txt").read_text()
     rows = re.findall(r"^\| (.*), 1 Gbit/s, 2 × (\d) \|(.*)\|(.*)\|(.*)\|.*\|$", text, re.MULTILINE)
     for mpi, ranks, *cells in rows:
@@ -237,7 +237,7 @@ def test_the_command_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert quarter == pytest.approx(4, rel=0.01)
     exposed = [rows["fp32", every]["exposed_s"] for every in (1, 4)]
     assert exposed[0] == pytest.approx(4 * exposed[1])
-    # Its output is a file of costs, too.
+    # Its output can be used as a file of costs.
     written = tmp_path / "forecast.json"
     written.write_text(json.dumps(report))
     assert main(["model", *asked, str(written)]) == 0

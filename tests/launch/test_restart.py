@@ -1,4 +1,4 @@
-"""Commits on the disk, whole whatever happens, and jobs that begin again from them."""
+"""Commits on disk, complete whatever happens, and jobs that restart from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def snapshot(commit: int) -> dict[str, Any]:
 
 
 def check(found: Any, *commits: int) -> int:
-    """Which commit was found, whole, one of those."""
+    """Return which commit was found; assert that it is complete, and one of those."""
     commit: int = found["commit"]
     assert commit in commits
     assert all(np.all(w == commit + i) for i, w in enumerate(found["weights"]))
@@ -81,7 +81,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_whole_commit(tmp_path: Path) ->
                 os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # none of this is damage
+            warnings.simplefilter("error")  # none of this is corruption
             found.append(check(checkpoint.load(path), commit - 1, commit))
         if status == 0:
             break
@@ -139,7 +139,7 @@ def test_who_removes_the_file_starts_over(tmp_path: Path) -> None:
     assert checkpoint.saved_at(path) is None
     checkpoint.save(path, snapshot(4))
     damage(path, 100_000)
-    with pytest.raises(hvd.CheckpointError):  # and not what was before
+    with pytest.raises(hvd.CheckpointError):  # and not the one before
         checkpoint.load(path)
 
 
@@ -265,10 +265,10 @@ def test_a_job_started_again_ends_where_an_undisturbed_one_does(
         undisturbed, disturbed, strict=True
     ):
         assert attempt == 2
-        assert begun_at == (1, 3 * 3)  # of 16 batches an epoch, 21 // 3 * 3 are committed
+        assert begun_at == (1, 3 * 3)  # of 16 batches per epoch, 21 // 3 * 3 are committed
         for a, b in zip(expected, found, strict=True):
             np.testing.assert_array_equal(a, b)
-    for number, rank in ((1, 1), (2, 0)):  # MPICH tells of processes and not of ranks
+    for number, rank in ((1, 1), (2, 0)):  # MPICH reports processes instead of ranks
         why = rf"(rank {rank} \(pid \d+ on \S+\) |.*PID \d+ .*Killed).*"
         when = rf"restart {number} of 2 in 0\.1 s, from the commit"
         assert re.search(rf"the job failed \({why}\): {when}", said), said
@@ -302,9 +302,11 @@ print("<end", *state.total, ">", flush=True)
 
 @pytest.mark.mpi
 def test_too_few_ranks_of_an_elastic_job_are_a_bad_end(tmp_path: Path) -> None:
-    """Open MPI's launcher ends with 0 then: what was committed would be thrown away."""
+    """Open MPI's launcher exits with 0 then: the commits would be removed."""
     if mpi_name() != "openmpi":
-        pytest.skip("only Open MPI goes on without dead ranks; the other launcher's test is enough")
+        pytest.skip(
+            "only Open MPI continues without dead ranks; the other launcher's test is enough"
+        )
     (tmp_path / "train.py").write_text(ELASTIC)
     command = [sys.executable, "-m", "horo_lite", "-n", "3", "--elastic", "--restarts", "1"]
     env = environment({"TMPDIR": str(tmp_path)})
@@ -386,7 +388,7 @@ def test_the_cause_is_found_in_what_ranks_and_launchers_say(said: str, cause: st
 def repeated(
     failures: list[jobs.Failure | None], restarts: int, commits_after: tuple[int, ...], path: Path
 ) -> tuple[jobs.Failure | None, int]:
-    """How it ended and how many attempts there were, of which some made a commit."""
+    """Return how it ended and the number of attempts, some of which made a commit."""
     attempts = []
 
     def attempt(number: int) -> jobs.Failure | None:

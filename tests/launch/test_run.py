@@ -1,4 +1,4 @@
-"""`hvd.run` and `python -m horo_lite`: jobs started without mpiexec in sight, and their ends."""
+"""`hvd.run` and `python -m horo_lite`: jobs started without calling mpiexec, and their ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from horo_lite.launch import doctor, jobs
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory for temporary files, in which nothing may be left, and ranks that find us."""
+    """Yield the directory for temporary files, in which nothing may be left."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -36,7 +36,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def notebook(code: str) -> dict[str, Any]:
-    """The names that the code of a notebook's cell defines: in __main__, and in no file."""
+    """Return the names that a notebook's cell defines: in __main__, without a file."""
     cell: dict[str, Any] = {"__name__": "__main__"}
     exec(textwrap.dedent(code), cell)
     return cell
@@ -44,7 +44,7 @@ def notebook(code: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def started(*command: str, **env: str) -> Iterator[Job]:
-    """A process of this Python with these arguments, and everything that it starts."""
+    """Yield a process of this Python with these arguments, with everything that it starts."""
     folder = Path(tempfile.gettempdir()).parent
     job = Job(
         [sys.executable, *command], environment({"TMPDIR": tempfile.gettempdir(), **env}), folder
@@ -56,7 +56,7 @@ def started(*command: str, **env: str) -> Iterator[Job]:
 
 
 def ended(job: Job, timeout_s: float = 5) -> None:
-    """No process is left, within that time."""
+    """Assert that no process is left, within that time."""
     until = time.monotonic() + PATIENCE * timeout_s
     while job.processes():
         assert time.monotonic() < until, f"left after {PATIENCE * timeout_s} s: {job.processes()}"
@@ -68,7 +68,7 @@ def ended(job: Job, timeout_s: float = 5) -> None:
 
 @pytest.mark.mpi
 def test_results_come_in_rank_order(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a notebook's function with a global, a closure as an argument, and an array."""
+    """A notebook's function with a global, a closure as an argument, and an array."""
     cell = notebook("""
     import time
     import numpy as np
@@ -199,7 +199,7 @@ def test_wrong_options_say_what_to_give(
         hvd.run(os.getpid, **options)
 
 
-@pytest.mark.skipif(mpi_name() != "openmpi", reason="only Open MPI's launcher stumbles over it")
+@pytest.mark.skipif(mpi_name() != "openmpi", reason="only Open MPI's launcher fails on it")
 def test_a_job_has_its_own_place_for_open_mpis_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PRTE_MCA_prte_local_tmpdir_base", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", None)  # the tests' own is too long for sockets
@@ -220,7 +220,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
 
 def test_without_cloudpickle(tmp_path: Path) -> None:
-    """A script's functions and classes are found by importing it; a prompt's are not."""
+    """A script's functions and classes are found by importing it; those of a prompt are not."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -286,7 +286,7 @@ def test_the_job_ends_with_its_caller(number: signal.Signals, temporary: Path) -
         os.kill(job.launcher.pid, number)
         assert job.wait(10).returncode == (128 + number if number == signal.SIGTERM else -number)
         ended(job)
-    if number == signal.SIGKILL:  # who could have removed it?
+    if number == signal.SIGKILL:  # it cannot be removed then
         (left,) = temporary.glob("horo_lite-*")
         assert left.stat().st_mode & 0o777 == 0o700
         assert {file.stat().st_mode & 0o777 for file in left.iterdir()} == {0o600}
@@ -396,7 +396,7 @@ def test_check_has_one_problem_and_one_remedy_for_one_cause(
 
 
 def mpiexec(folder: Path, says: str) -> str:
-    """A launcher that says that of itself."""
+    """Write a launcher with this version text."""
     path = folder / "mpiexec"
     path.write_text(f"#!/bin/sh\ncat <<END\n{says}\nEND\n")
     path.chmod(0o755)
@@ -463,7 +463,7 @@ def test_a_job_takes_no_outer_launchers_variables_for_its_own(
     assert env["MORE"] == "2"
 
 
-# Under a shell as the launcher; it becomes a program that goes on.
+# A shell as the launcher; it becomes a program that continues.
 RANKS = (
     "export OMPI_COMM_WORLD_SIZE=2; for OMPI_COMM_WORLD_RANK in {0}; do export OMPI_COMM_WORLD_RANK"
 )
@@ -472,7 +472,7 @@ RANKS = (
 def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As Open MPI's, which can block itself when a rank ends early; not while a rank runs."""
+    """As with Open MPI's, which can deadlock when a rank ends early; not while a rank runs."""
     monkeypatch.setattr(jobs, "LAUNCHER_S", 2.0)
     script = f"{RANKS.format('0 1')}; sleep 4 & done; wait; echo ranks ended; exec sleep 600"
     job = jobs.Job(["sh", "-c", script], os.environ)
@@ -491,9 +491,9 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
 def test_a_launcher_in_place_of_the_command_is_guarded(
     ends: bool, adopts: bool, tmp_path: Path
 ) -> None:
-    """Whether it ends or is killed, afterwards nobody holds its pipes.
+    """Whether it ends or is killed, its pipes are closed afterwards.
 
-    One that adopts orphans, as the first process of a container, has the guard for a child.
+    If it adopts orphans, like the first process of a container, the guard becomes its child.
     """
     fake = tmp_path / "mpiexec"
     fake.write_text(
@@ -527,7 +527,7 @@ def test_a_launcher_in_place_of_the_command_is_guarded(
         "exec sleep 4",  # it has not started ranks yet
         "sleep 2 & wait; exec sleep 3",  # a remote shell that ends once it has started the others
         f"{RANKS.format('0')}; sleep 2 & done; wait; exec sleep 3",  # rank 1 is on another host
-        # What rank 1 runs has an environment of its own.
+        # The program of rank 1 has a different environment.
         f"{RANKS.format('0 1')}; sh -c 'sleep 2; exec env -i sleep 4' & done; wait",
     ],
 )

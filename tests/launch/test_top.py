@@ -1,4 +1,4 @@
-"""The live view: what the ranks of a job that runs are doing, read from outside."""
+"""The live view: what the ranks of a running job are doing, read from outside."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_a_job_that_runs_is_seen_from_outside(
                     break
             time.sleep(0.05)
         else:
-            pytest.fail(f"the ranks did not come so far: {ranks}")
+            pytest.fail(f"the ranks did not get this far: {ranks}")
         counters = [records.counters for records in ranks.values()]
         assert counters[0].n_done == counters[0].n_operations - 1  # it is in the barrier
         assert counters[1].n_done == counters[1].n_operations
         assert counters[0].n_bytes == counters[1].n_bytes == (N_STEPS * 1000 + 5) * 8
-        # Also without being told where.
+        # Also without being given the folder.
         token = ranks[0].description["job"]
         found = top.sample([], token).ranks
         assert {r: one.description["pid"] for r, one in found.items()} == {
@@ -79,7 +79,7 @@ def test_a_job_that_runs_is_seen_from_outside(
     assert "barrier" in rows[0]
     assert "(after allreduce" in rows[1]
     assert slowest == "slowest: rank 1, for which others wait 100% of the time"
-    assert main(["top", "--once", str(tmp_path)]) == 1  # killed, with its files there
+    assert main(["top", "--once", str(tmp_path)]) == 1  # it was killed and left its files there
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ STEPS, ROWS = 4, 6  # rows of each rank
 
 
 class Model(nn.Module):
-    """Several buckets; a layer that is not used in every step."""
+    """Several buckets; one layer is not used in every step."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def trained(net: nn.Module, optimizer: Any, data: Callable[[int], Any], **kw: An
 
 
 def alone(size: int, **options: Any) -> Model:
-    """What one process makes of the whole batches."""
+    """Return the model of one process after training on the whole batches."""
     net = model(**options)
     trained(net, torch.optim.SGD(net.parameters(), 0.3), lambda step: batch(step, size))
     return net
@@ -99,14 +99,14 @@ def ddp(rank: int, size: int) -> None:
         {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
     ):
         net = model()
-        if rank:  # DDP sends rank 0's
+        if rank:  # DDP broadcasts rank 0's
             nn.init.zeros_(net.head.weight)
         wrapped = DistributedDataParallel(net, **options)
         optimizer = torch.optim.SGD(net.parameters(), 0.3)
         trained(wrapped, optimizer, lambda step: shard(batch(step, size), rank))
         check(net, expected, f"DDP {options}")
 
-    # What travels is compressed; sparse gradients; several passes without communication.
+    # Compressed gradients; sparse gradients; several passes without communication.
     for hook, tolerance in (ddp_hooks.fp16_compress, 2e-3), (ddp_hooks.bf16_compress, 2e-2):
         net = model()
         wrapped = DistributedDataParallel(net, find_unused_parameters=True)
@@ -152,7 +152,7 @@ def ddp(rank: int, size: int) -> None:
 
 
 def in_place(rank: int, size: int) -> None:
-    """Buckets in shared memory: the bits of an ordinary average, and DDP's own buckets."""
+    """Buckets in shared memory: the same bits as an ordinary average, and as DDP's own buckets."""
 
     def averaged(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, async_op=True)
@@ -197,9 +197,9 @@ def in_place(rank: int, size: int) -> None:
         for n_batches in (2 * STEPS, 2 * STEPS - 3 * rank):
             assert same_as_average(n_batches, as_views) > 2
             gc.collect()
-            assert buckets() == [], "memory of models that are gone"
+            assert buckets() == [], "memory of deleted models was not freed"
 
-    # Of a module that is wrapped again in another dtype, a bucket may be as large as before.
+    # When a module is wrapped again in another dtype, a bucket may be as large as before.
     net = model().half()
     for dtype, factor in (torch.float16, 1.0), (torch.bfloat16, 1e6):
         wrapped = DistributedDataParallel(net.to(dtype))
@@ -213,7 +213,7 @@ def in_place(rank: int, size: int) -> None:
     del net, wrapped
     gc.collect()
 
-    # Where one rank gets no memory, all go on without.
+    # If one rank cannot allocate memory, all continue without.
     move = ddp_hooks._moved_to_shared_memory
     if rank != 0:
         ddp_hooks._moved_to_shared_memory = lambda _: None
@@ -226,7 +226,7 @@ def in_place(rank: int, size: int) -> None:
 
 
 def overlap(rank: int, size: int) -> None:
-    """The first bucket is complete before the backward pass has come to the last layer."""
+    """The first bucket is complete before the backward pass has reached the last layer."""
     done: list[bool] = []
     works: list[Any] = []
 
@@ -238,7 +238,7 @@ def overlap(rank: int, size: int) -> None:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             if works:
-                works[0].get_future().wait()  # it needs nothing of what comes later
+                works[0].get_future().wait()  # it does not need anything that comes later
                 done.append(works[0].is_success())
             return grad
 
@@ -273,7 +273,7 @@ def overlap(rank: int, size: int) -> None:
 
 
 def compiled(rank: int, size: int) -> None:
-    """What exchanges is called by compiled functions as it is, and not compiled."""
+    """Compiled functions call the exchange as it is, without compiling it."""
 
     def linear() -> nn.Linear:
         layer = nn.Linear(2, 1, bias=False)
@@ -341,7 +341,7 @@ def fsdp(rank: int, size: int, folder: str) -> None:
             a.full_tensor(), b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"FSDP2 {name} {m}"
         )
 
-    # Every rank saves its shards, and loads them into a model that has others.
+    # Every rank saves its shards, and loads them into a model with different ones.
     checkpoint.save(net.state_dict(), checkpoint_id=folder)
     saved = {name: p.full_tensor().clone() for name, p in net.named_parameters()}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A script for DDP in which rank 1 does in the third step what the argument says."""
+"""A script for DDP with a fault of rank 1 in the third step, chosen by the argument."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for step in range(5):
         elif fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "stop":
-            time.sleep(1)  # so that it waits for nothing itself, when it stops
+            time.sleep(1)  # so that it is not waiting itself when it stops
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "raise":
             raise ValueError("a bug of the program's")

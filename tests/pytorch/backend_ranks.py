@@ -1,8 +1,8 @@
-"""Collectives of torch.distributed on a group of gloo's and on one of horo_lite's, side by side.
+"""Collectives of torch.distributed on a gloo group and on a horo_lite group, side by side.
 
 Every case is a function of the process group that returns tensors. The values depend on the rank
-and are integers, which all backends add without rounding: the results must be equal. What gloo
-cannot do has its expected values written beside it.
+and are integers, which all backends add without rounding: the results must be equal. Cases that
+gloo does not support have their expected values written beside them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
 
 
 def mine(group: Group, *shape: int, dtype: torch.dtype = torch.float32, plus: int = 0) -> Tensor:
-    """Small numbers, others on each rank."""
+    """Return small numbers, different on each rank."""
     n = torch.Size(shape).numel()
     return (torch.arange(n) % 5 + 3 * group.rank() + 1 + plus).to(dtype).reshape(shape)
 
@@ -97,7 +97,7 @@ def reduce(group: Group) -> list[Tensor]:
     root = group.size() - 1
     x = mine(group, 4)
     dist.reduce(x, group_dst=root, group=group)
-    return [x] if group.rank() == root else []  # torch leaves open what the others have
+    return [x] if group.rank() == root else []  # torch does not specify the others' values
 
 
 def reduce_scatter(op: Any, dtype: torch.dtype, group: Group) -> list[Tensor]:
@@ -112,7 +112,7 @@ def reduce_scatter(op: Any, dtype: torch.dtype, group: Group) -> list[Tensor]:
 
 
 def reduce_scatter_large(group: Group) -> list[Tensor]:
-    """So much that the memory between the ranks is used several times."""
+    """So large that the memory shared by the ranks is used several times."""
     n = group.size()
     out, given = torch.zeros(301, 1001), mine(group, n * 301, 1001)
     dist.reduce_scatter_tensor(out, given, group=group)
@@ -120,7 +120,7 @@ def reduce_scatter_large(group: Group) -> list[Tensor]:
 
 
 def reduce_scatter_of_views(group: Group) -> list[Tensor]:
-    """Not in C order, of no elements, and into the memory of the input."""
+    """Not in C order, without elements, and into the memory of the input."""
     n, r = group.size(), group.rank()
     turned = torch.zeros(3, 2).t()
     dist.reduce_scatter_tensor(turned, mine(group, 3, 2 * n).t(), group=group)
@@ -152,7 +152,7 @@ def all_gather(dtype: torch.dtype, group: Group) -> list[Tensor]:
     whole = torch.zeros(out.numel(), dtype=dtype)
     own = whole[n * r : n * (r + 1)]
     own.copy_(mine(group, n, dtype=dtype))
-    dist.all_gather_into_tensor(whole, own, group=group)  # as FSDP2 does
+    dist.all_gather_into_tensor(whole, own, group=group)  # as in FSDP2
     return [*parts, out, whole]
 
 
@@ -222,7 +222,7 @@ def objects(group: Group) -> list[Tensor]:
 
 
 def by_functional(group: Group) -> list[Tensor]:
-    """Through C++, as DTensor and torch.compile do."""
+    """Through C++, as in DTensor and torch.compile."""
     x = mine(group, 2 * group.size(), 2)
     results = [
         functional.all_reduce(x, "sum", group),
@@ -235,7 +235,7 @@ def by_functional(group: Group) -> list[Tensor]:
 
 
 def many_of_all_kinds(group: Group) -> list[Tensor]:
-    """Operations that are run after one round of the engines must not mix their data."""
+    """Operations that run after one round of the engines must not mix their data."""
     results = []
     for i in range(60):
         works, n = [], group.size()
@@ -300,7 +300,7 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
 }
 
 
-# What gloo refuses or gets wrong, with what it should be.
+# Cases that gloo refuses or gets wrong, with the correct results.
 
 
 def sums_of(xs: list[Tensor]) -> Tensor:
@@ -344,7 +344,7 @@ def test_what_gloo_cannot(group: Group) -> None:
     stacked = torch.zeros(n, 2, 2)
     dist.all_gather_into_tensor(stacked, mine(group, 2, 2), group=group)
     assert torch.equal(stacked, torch.stack([of(s, 2, 2) for s in ranks])), stacked
-    # Several tensors in one operation, as c10d calls it.
+    # Several tensors in one operation, as called by c10d.
     outputs = [torch.zeros(3 * n), torch.zeros(2 * n, 2)]
     inputs = [mine(group, 3), mine(group, 2, 2)]
     group.all_gather_single_coalesced(outputs, inputs).wait()
@@ -356,7 +356,7 @@ def test_what_gloo_cannot(group: Group) -> None:
         expected = sums_of([of(s, total) for s in ranks])
         assert torch.equal(part, expected.view(n, -1)[r]), parts
 
-    # A reduce-scatter's bits are those of the all-reduce, whose order of ranks shows in these.
+    # A reduce-scatter has the bits of the all-reduce, whose order of ranks shows in these values.
     for dtype in FLOATS:
         for op in (ReduceOp.SUM, ReduceOp.AVG, dist._make_nccl_premul_sum(0.3)):
             given = (torch.randn(n * 700, 3, generator=torch.Generator().manual_seed(r)) * 9).to(
@@ -386,8 +386,8 @@ def test_what_gloo_cannot(group: Group) -> None:
     whole = mine(group, 6, 4)
     dist.all_reduce(whole[::2, 1:], group=group)
     assert torch.equal(whole[::2, 1:], sums_of([of(s, 6, 4) for s in ranks])[::2, 1:])
-    assert torch.equal(whole[1::2], of(r, 6, 4)[1::2])  # what was not given is as it was
-    # In another order of memory on one rank.
+    assert torch.equal(whole[1::2], of(r, 6, 4)[1::2])  # elements outside of the view are unchanged
+    # In another memory order on one rank.
     permuted = mine(group, 5, 3) if r else mine(group, 5, 3).t().contiguous().t()
     dist.all_reduce(permuted, group=group)
     assert torch.equal(permuted, sums_of([of(s, 5, 3) for s in ranks]))
@@ -402,13 +402,13 @@ def test_what_gloo_cannot(group: Group) -> None:
     for s in ranks:
         assert torch.equal(got[s], of(s, s + r + 1)), (s, got[s])
 
-    parts = [torch.zeros(4, 2).t() for _ in ranks]  # not in C order, and nobody waits
+    parts = [torch.zeros(4, 2).t() for _ in ranks]  # not in C order, and no thread waits
     work = dist.all_gather(parts, mine(group, 2, 4), group=group, async_op=True)
     while not work.is_completed():
         time.sleep(1e-3)
     assert all(torch.equal(parts[s], of(s, 2, 4)) for s in ranks), parts
 
-    def sparse(rank: int) -> Tensor:  # each has a row more than the one before
+    def sparse(rank: int) -> Tensor:  # each has one row more than the previous rank
         places = torch.tensor([[i, (i + rank) % 5] for i in range(rank + 1)]).t()
         values = of(rank, rank + 1, 2)
         return torch.sparse_coo_tensor(places, values, (5, 5, 2), check_invariants=True)
@@ -421,7 +421,7 @@ def test_what_gloo_cannot(group: Group) -> None:
     dist.all_reduce(x, group=group)  # one rank has no element
     assert x.to_dense().tolist() == [n - 1.0, 0.0], x
 
-    # What is received lies where a part for another rank was.
+    # The output is in the memory that held the part for another rank.
     parts = [mine(group, 4, plus=s) for s in ranks]
     dist.all_to_all([parts[(s + 1) % n] for s in ranks], parts, group=group)
     for s in ranks:
@@ -431,7 +431,7 @@ def test_what_gloo_cannot(group: Group) -> None:
     dist.scatter(out, parts if r == 0 else None, group=group, group_src=0)
     assert torch.equal(out, of(0, 4) + r), out
 
-    # Who copies a result to where it belongs does so in the caller's mode, which is a thread's own.
+    # The thread that copies a result to its place uses the caller's mode, which is thread-local.
     with torch.inference_mode():
         whole = mine(group, 6, 4)
         work = dist.all_reduce(whole[::2, 1:], group=group, async_op=True)
@@ -484,7 +484,7 @@ def test_errors(group: Group) -> None:
         ),
     ):
         raises(hvd.MismatchError, "ranks disagree on torch.distributed collective", call)
-    # Its number is not enough: which collectives those are is told, too.
+    # Its number is not enough: the message also names the collectives.
     other = (
         (lambda: dist.broadcast(x, group=group, group_src=0))
         if r == 1
@@ -497,7 +497,7 @@ def test_errors(group: Group) -> None:
     assert work.is_completed() and not work.is_success()
     assert isinstance(work.exception(), hvd.MismatchError)
 
-    # One that cannot be written, and is waited for by a thread that has others to wait for.
+    # One that cannot be written, waited for by a thread that waits for others, too.
     works = [
         dist.all_reduce(each, group=group, async_op=True)
         for each in (torch.ones(1).expand(3), torch.ones(3))
@@ -507,7 +507,7 @@ def test_errors(group: Group) -> None:
     raises(RuntimeError, "single memory location", futures[0].wait)
     raises(RuntimeError, "single memory location", works[0].wait)
 
-    # What one rank alone does wrong is raised before anything is issued.
+    # An invalid call of one rank raises before anything is issued.
     raises(ValueError, "must be", lambda: dist.all_gather([x], x, group=group))
     raises(
         ValueError,
@@ -551,7 +551,7 @@ def main() -> None:
     test_what_gloo_cannot(world)
     test_errors(world)
 
-    # Groups: of all, of some in an order of their own, of one; two at once.
+    # Groups: of all, of some in their own order, of one; two at once.
     ranks = [size - 1, 0]
     part, gloo = (
         dist.new_group(ranks, backend=backend, sort_ranks=False) for backend in (None, "gloo")
@@ -582,7 +582,7 @@ def main() -> None:
     dist.destroy_process_group(b)
 
     dist.destroy_process_group()
-    assert hvd.is_initialized() == by_mpi  # there hvd.init() has made the world
+    assert hvd.is_initialized() == by_mpi  # by MPI, hvd.init() has made the world
     if not by_mpi:
         once_more(rank, size)
     print("right", flush=True)
@@ -594,7 +594,7 @@ def once_more(rank: int, size: int) -> None:
     dist.all_reduce(x := torch.tensor([rank + 1.0]))
     assert x.item() == size * (size + 1) / 2
     dist.destroy_process_group()
-    # A rank that aborts is not waited for; afterwards all begin anew.
+    # A rank that aborts is not waited for; afterwards all start again.
     dist.init_process_group("horo_lite")
     if rank == 1:
         dist.distributed_c10d._abort_process_group()
@@ -608,7 +608,7 @@ def once_more(rank: int, size: int) -> None:
     dist.all_reduce(y := torch.tensor([rank + 1.0]))
     assert y.item() == x.item()
     dist.destroy_process_group()
-    assert hvd.context.world() is made  # it is the program's
+    assert hvd.context.world() is made  # the one made by the program
     raises(
         ValueError,
         "the numbers must be the same",

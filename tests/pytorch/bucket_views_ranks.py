@@ -1,4 +1,4 @@
-"""What each rank does in a job of test_bucket_views.py."""
+"""The ranks of test_bucket_views.py."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ hvd.broadcast_parameters(state)
 
 
 def kib(address):
-    # This process's part of what was written in the memory at `address` and other ranks' like it.
+    # Returns this process's share of the pages written at `address` and of mappings of that size.
     found, mine = {}, None
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -70,7 +70,7 @@ for _ in range(2):
         assert torch.equal(p, q)
         assert torch.equal(p.grad, q.grad)
 
-    # What a forked child computes changes nobody's gradients.
+    # A forked child's computations do not change any gradients of its parent.
     kept = [p.grad.clone() for p in nets[0].parameters()]
     child = os.fork()
     if child == 0:
@@ -83,7 +83,7 @@ for _ in range(2):
     hvd.barrier()
     assert all(torch.equal(p.grad, g) for p, g in zip(nets[0].parameters(), kept, strict=True))
 
-    # Copies share among themselves.
+    # Copies share memory with each other.
     both = nets[0], wrapped[0]
     for again in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
         step(*again, 3)
@@ -102,7 +102,7 @@ for _ in range(2):
     gc.collect()
     hvd.init()
 
-# A process set, and one of its optimizers with other ranks' beside it.
+# A process set, and one of its optimizers beside other ranks' optimizers.
 some = hvd.add_process_set([0, 2])
 net = make()
 one = hvd.DistributedOptimizer(

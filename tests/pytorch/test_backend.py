@@ -85,7 +85,7 @@ def test_a_wait_for_each_other_in_two_groups_of_the_same_ranks_names_the_groups(
 
 
 def test_nothing_needs_importing(tmp_path: Path) -> None:
-    """Installed, the package is found by `import torch`, which stays as quick as it was."""
+    """Once installed, the package is found by `import torch`, which remains as fast as before."""
     project = (ROOT / "pyproject.toml").read_text()
     ((name, target),) = re.findall(r'entry-points."torch.backends"\]\n(\S+) = "(\S+)"', project)
     info = tmp_path / "horo_lite_again-0.dist-info"
@@ -112,7 +112,7 @@ print("right", flush=True)
     env = {"PYTHONPATH": f"{tmp_path}:{path}"}
     with started(script, 2, tmp_path, command, env) as job:
         assert job.wait(40).check().stdout.count("right") == 2
-    # What is wrong with the package must not be felt in programs that do not use it.
+    # An error in the package must not affect programs that do not use it.
     broken = tmp_path / "horo_lite"
     broken.mkdir()
     (broken / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""Gradients that live in shared memory: the ordinary exchange's bits, and really in place."""
+"""Gradients in shared memory: the same bits as the ordinary exchange, and really in place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ nn = torch.nn
 
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
-    """Every exchange of gradients so far, by label, and whether it happened in place."""
+    """Yield every exchange of gradients so far: its label, and whether it was in place."""
     seen: list[tuple[str, bool]] = []
     complete = Exchange._complete
 
@@ -59,7 +59,7 @@ def shared_memory(group: Group, n_bytes: int) -> SharedMemory:
 
 
 class Mixed(nn.Module):
-    """Several dtypes, several layouts, and sizes that are no multiples of anything."""
+    """Several dtypes, several layouts, and sizes that are not multiples of anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
     monkeypatch.setattr(bucket_views, "STREAMED_BYTES", streamed)
 
     def train(net: Any, optimizer: Any, rank: int, size: int, step: int) -> None:
-        # All three ways to begin anew.
+        # All three ways to start again.
         (optimizer, net)[step % 2].zero_grad(set_to_none=step % 3 != 2)
         for k in range(passes):
             loss_of(net, step * passes + k, rank, size).backward()
@@ -144,7 +144,7 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
     results = run_threads(size, rank)
     for net in results:
         for p, q, first in zip(*(n.parameters() for n in (net, alone, results[0])), strict=True):
-            # Half precision is in it: a rank's gradients are rounded before they are added up.
+            # Half precision is included: a rank's gradients are rounded before they are added.
             torch.testing.assert_close(p.detach(), q.detach(), rtol=0.02, atol=0.002)
             assert torch.equal(p, first)
     # Every bucket of every exchange but the first, and none of the other optimizer's.
@@ -159,7 +159,7 @@ def test_the_bits_of_the_ordinary_exchange_and_the_model_of_one_process(
     assert not any(by_optimizer[2])
 
 
-# What is promised of the ordinary optimizer holds here, too.
+# Properties of the ordinary optimizer hold here, too.
 
 SAME: dict[str, Callable[[Any], None]] = {
     "clipping and passes": lambda _: ordinary.test_shards_give_what_one_process_gives_on_the_whole(
@@ -297,11 +297,11 @@ def test_a_rank_that_has_joined_takes_part_with_zeros(
     results = [run_threads(2, functools.partial(rank, views)) for views in (False, True)]
     for a, b in zip(*(result[0] + result[1] for result in results), strict=True):
         assert torch.equal(a, b)
-    # Where a rank had no step at all, the ranks never were together in an exchange.
+    # If a rank had no step at all, the ranks were never in an exchange together.
     assert ways(in_place) == {False, 0 not in n_steps}
 
 
-# Where it cannot be, nothing changes.
+# If it is not possible, results are the same.
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_options_that_need_the_ordinary_exchange_get_it(options: Any, in_place: 
             optimizer.step()
         return weight.tolist()
 
-    # Opposite gradients: their average is 0, and so is what Adasum makes of them.
+    # Opposite gradients: their average is 0, and so is their Adasum.
     assert run_threads(2, rank) == [[0.0] * 4] * 2
     assert ways(in_place) <= {False}
 
@@ -405,7 +405,7 @@ def test_a_mixture_is_an_error_that_says_who_has_what() -> None:
         assert "rank 0: memory of this rank; rank 1: shared memory 1 at (0,)" in message
 
     def memories(group: Group) -> None:
-        """Both lie at the same place, each in another memory: what is there differs."""
+        """Both have the same position, but in different memories, with different contents."""
         each = [shared_memory(group, 400) for _ in range(2)]
         memory = each[group.rank]
         array = memory.array(0, 400).view(np.float32)
@@ -423,7 +423,7 @@ def test_the_core_adds_up_in_place_and_touches_nothing_else() -> None:
     def rank(op: Any, group: Group) -> None:
         memory = shared_memory(group, 4_000_000)
         everything = memory.array(0, 4_000_000)
-        everything[...] = 99  # what lies between is nobody's
+        everything[...] = 99  # the gaps do not belong to any tensor
         shared, own, taken = [], [], np.zeros(4_000_000, bool)
         begin = 0
         for k, size in enumerate(sizes * len(kinds)):
@@ -466,7 +466,7 @@ def test_orders_that_differ_meet_elsewhere(in_place: Any) -> None:
 
 
 def mapped() -> int:
-    """How often this process has mapped memory that ranks share."""
+    """Return how many mappings of the ranks' shared memory this process has."""
     with open("/proc/self/maps") as maps:
         return sum("memfd:horo_lite" in line for line in maps)
 
@@ -493,9 +493,9 @@ def test_the_memory_goes_with_the_optimizer_and_the_last_gradient() -> None:
     before = mapped()
     kept = run_threads(2, rank)
     gc.collect()
-    assert mapped() == before + 2  # one net's on each rank
-    assert [gradient.sum() for gradient in kept] == [6.0, 6.0]  # nobody's world is there any more
-    # A gradient is copied or saved alone, not with all that lies beside it.
+    assert mapped() == before + 2  # one network's on each rank
+    assert [gradient.sum() for gradient in kept] == [6.0, 6.0]  # their worlds do not exist any more
+    # A gradient is copied or saved alone, without its neighbours in memory.
     assert kept[0].untyped_storage().nbytes() == 24
     kept.clear()
     gc.collect()

@@ -47,7 +47,7 @@ def gradients(net: Any) -> list[Any]:
 
 
 def expected(*steps: int) -> list[Any]:
-    """One process' gradients of these whole batches, added up, with the weights of rank 0."""
+    """Return one process's gradients of these whole batches, added, with the weights of rank 0."""
     net = network(0)
     for step in steps:
         backward(net, batch(step))
@@ -129,7 +129,7 @@ def test_what_only_no_sync_has_touched_travels_with_the_next_exchange(as_view: b
 
 
 def test_parameters_are_those_of_the_module_as_it_is() -> None:
-    """Some are no longer frozen, and others take their places."""
+    """Some are unfrozen, and others are replaced."""
 
     def rank(group: Group) -> None:
         inner = network(group.rank)
@@ -158,7 +158,7 @@ def swapping() -> Iterator[None]:
 
 @pytest.mark.parametrize("how", ["to", "there and back", "load_state_dict"])
 def test_parameters_that_are_swapped_are_averaged(how: str, swapping: None) -> None:
-    """As set_swap_module_params_on_conversion() asks for; torch loses their hooks."""
+    """With set_swap_module_params_on_conversion(); torch loses their hooks."""
 
     def swap(inner: Any) -> None:
         if how == "load_state_dict":
@@ -183,7 +183,7 @@ def test_parameters_that_are_swapped_are_averaged(how: str, swapping: None) -> N
                 optimizer.zero_grad()
                 net.zero_grad()
                 x = part(group, step).to(next(model.parameters()).dtype)
-                backward(model, x)  # and not in step(), where clipping has come before
+                backward(model, x)  # not only in step(), which clipping precedes
                 for found, mean in zip(gradients(model), expected(step), strict=True):
                     torch.testing.assert_close(found.double(), mean, rtol=1e-5, atol=1e-6)
 
@@ -192,7 +192,7 @@ def test_parameters_that_are_swapped_are_averaged(how: str, swapping: None) -> N
 
 @pytest.mark.parametrize("how", ["to", "load_state_dict"])
 def test_parameters_swapped_through_the_wrapper_need_no_forward(how: str, swapping: None) -> None:
-    """That of a compiled wrapper does not look for lost hooks."""
+    """The forward of a compiled wrapper does not look for lost hooks."""
 
     def rank(group: Group) -> None:
         inner = network(group.rank)
@@ -230,7 +230,7 @@ def test_one_rank_copies_the_model_and_all_begin_with_buffers_that_are_not_saved
             close(list(averaged.parameters()), list(network(0).parameters()))
         copied = copy.deepcopy(net)
         copied.zero_grad()
-        backward(copied, part(group, 2))  # exchanges, as the first does
+        backward(copied, part(group, 2))  # exchanges, like the first
         close(gradients(copied), expected(2))
         close(gradients(net), expected(1))
 

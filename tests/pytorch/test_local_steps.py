@@ -1,4 +1,4 @@
-"""op=Adasum in PyTorch's optimizers: each rank's own steps, combined as Horovod combines them."""
+"""op=Adasum in PyTorch's optimizers: each rank's own steps, combined as in Horovod."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def starts() -> Arrays:
 
 
 def target(rank: int, step: int, name: str) -> np.ndarray:
-    """What one backward pass of a rank draws a parameter to: the gradient is `value - target`."""
+    """Return the target of a rank's backward pass: the gradient is `value - target`."""
     rng = np.random.default_rng([rank, step, len(name)])
     return rng.standard_normal(SHAPES[name]) + rank
 
@@ -69,7 +69,7 @@ def assert_all_have(found: Sequence[Arrays], expected: Arrays) -> None:
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("size", [2, 4])
 def test_numbers_are_horovods(size: int, passes: int) -> None:
-    """Horovod 0.28, of `_DistributedAdasumOptimizer`, for each parameter:
+    """Horovod 0.28, in `_DistributedAdasumOptimizer`, for each parameter:
 
     start = current.copy(); step() computes current - lr * f(g); delta = current - start;
     allreduce_(delta) with Adasum; start += delta; current = start
@@ -148,7 +148,7 @@ def test_any_optimizer_takes_its_own_step(kind: str) -> None:
 
 
 def test_state_is_saved_loaded_and_broadcast() -> None:
-    """After both ranks have one rank's momenta, equal gradients are equal steps."""
+    """Once both ranks have one rank's momenta, equal gradients give equal steps."""
 
     def rank(group: Group) -> tuple[Arrays, Arrays]:
         p = parameters()
@@ -171,7 +171,7 @@ def test_state_is_saved_loaded_and_broadcast() -> None:
         other.zero_grad()
         backward(q, 7, 1)
         other.step()
-        # The Adasum of equal steps is one of them.
+        # Adasum of equal steps returns one of them.
         expected = {
             name: x - LR * (MOMENTUM * momenta[name] + x - target(7, 1, name) + DECAY * x)
             for name, x in before.items()
@@ -183,7 +183,7 @@ def test_state_is_saved_loaded_and_broadcast() -> None:
 
 
 def test_parameters_that_not_every_rank_moves() -> None:
-    """Sparse gradients, a parameter without one on a rank, one that is frozen on a rank."""
+    """Sparse gradients, a parameter without a gradient on a rank, one that is frozen on a rank."""
 
     def rank(group: Group) -> list[Any]:
         table = torch.nn.Embedding(4, 2, sparse=True).double()
@@ -236,7 +236,7 @@ def test_a_step_that_cannot_be_combined_is_undone() -> None:
 
 
 class Replacing(torch.optim.SGD):
-    """As some optimizers do: the parameter gets other memory, and not its memory other values."""
+    """Like some optimizers: assigns new memory to the parameter instead of changing it in place."""
 
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
@@ -247,7 +247,7 @@ class Replacing(torch.optim.SGD):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_steps_that_replace_memory_or_end_half_way(fails: bool) -> None:
-    """A rank whose step raised has its parameters as before, and may take another step instead."""
+    """A rank whose step raised has its old parameters, and may take another step instead."""
 
     def rank(group: Group) -> Arrays:
         p = parameters()
@@ -325,7 +325,7 @@ def test_compression_is_ignored_with_a_word() -> None:
         warnings.simplefilter("always")
         run_threads(2, rank)
     said = [str(each.message) for each in caught]
-    assert len(said) == 4, said  # of one rank
+    assert len(said) == 4, said  # by one rank
     assert all("does not compress: compression" in text for text in said), said
 
 

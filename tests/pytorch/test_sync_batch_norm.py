@@ -39,7 +39,7 @@ def numbers(seed: int, *shape: int, dtype: Any = torch.float64) -> Any:
 
 
 def batch(n: int, dims: int, seed: int = 0, dtype: Any = torch.float64) -> Any:
-    """Samples whose channels have means and deviations of their own, none of them 0 or 1."""
+    """Return samples whose channels have different means and deviations, none of them 0 or 1."""
     x = numbers(seed, n, FEATURES, *PLACES[dims])
     channel = torch.arange(FEATURES, dtype=x.dtype).reshape(FEATURES, *(1,) * (dims - 2))
     drift = torch.arange(n, dtype=x.dtype).reshape(n, *(1,) * (dims - 1))  # ranks must differ
@@ -55,7 +55,7 @@ def with_parameters(layer: Any) -> Any:
 
 
 def results(layer: Any, xs: list[Any], tail: int = 1) -> dict[str, Any]:
-    """What one training step after the other leaves; the loss weighs every output differently."""
+    """Return the results of consecutive training steps; the loss weights outputs differently."""
     found: dict[str, Any] = {}
     for step, x in enumerate(xs):
         x = x.detach().clone().requires_grad_()
@@ -68,7 +68,7 @@ def results(layer: Any, xs: list[Any], tail: int = 1) -> dict[str, Any]:
 
 
 def weights(x: Any, step: int, offset: int) -> Any:
-    """A number for every element, which depends on where the sample lies in the whole batch."""
+    """Return a number for every element, which depends on the sample's place in the whole batch."""
     place = torch.arange(x.numel(), dtype=torch.float64) + offset * x[0:1].numel()
     return torch.sin(place * (step + 1)).reshape(x.shape)
 
@@ -76,7 +76,7 @@ def weights(x: Any, step: int, offset: int) -> Any:
 def compare(
     whole: dict[str, Any], parts: list[dict[str, Any]], cuts: list[int], tolerance: dict[str, float]
 ) -> None:
-    """The ranks' parts together are what the whole batch gave."""
+    """Assert that the ranks' parts together equal the results of the whole batch."""
     for name, expected in whole.items():
         of_ranks = [part[name] for part in parts]
         if name.startswith("d_"):
@@ -176,7 +176,7 @@ def test_other_memory_layouts() -> None:
         out.backward(dy[mine])
         torch.testing.assert_close(out, y[mine], **EXACT)
         torch.testing.assert_close(last.grad, whole.grad[mine], **EXACT)
-        # Every other row of a larger array, and a gradient that is one number seen many times.
+        # Every other row of a larger array, and a gradient that is one number, expanded.
         strided = x[mine].repeat_interleave(2, dim=2)[:, :, ::2].requires_grad_()
         out = layer(strided)
         out.sum().backward()
@@ -204,13 +204,13 @@ def test_half_inputs_are_normalized_in_float32(dtype: Any, parameters_too: bool)
     kept = dtype if parameters_too else torch.float32
     assert parts[0]["running_var"].dtype is parts[0]["d_weight"].dtype is kept
     parts = [{k: v if v.dtype is torch.int64 else v.double() for k, v in p.items()} for p in parts]
-    # Nothing but the roundings of what goes in and comes out.
+    # Only the roundings of inputs and outputs.
     eps = torch.finfo(dtype).eps
     compare(whole, parts, cuts, {"rtol": 2 * eps, "atol": 4 * eps})
 
 
 def test_channels_far_from_zero_keep_their_digits() -> None:
-    # Sums of squares of such numbers have no digit left of their variance.
+    # Sums of squares of such numbers have no correct digit of their variance.
     x = numbers(0, 8, FEATURES, 40) + torch.tensor([1e9, -1e8, 0]).reshape(1, FEATURES, 1)
     exact = x.var(dim=(0, 2), correction=1)
 
@@ -232,7 +232,7 @@ def test_evaluating_asks_nobody() -> None:
         layer = SyncBatchNorm(FEATURES, process_set=group).double()
         layer.load_state_dict(plain.state_dict())
         layer.eval()
-        if group.rank:  # the other one is not there
+        if group.rank:  # the other one is absent
             assert torch.equal(layer(x), expected)
             untracked = SyncBatchNorm(FEATURES, track_running_stats=False, process_set=group).eval()
             other = torch.nn.BatchNorm2d(FEATURES, track_running_stats=False).eval()
@@ -394,11 +394,11 @@ def test_ranks_that_differ_hear_of_it_and_can_go_on(wrong: Any, said: str) -> No
 def test_layers_in_another_order_on_one_rank_are_noticed() -> None:
     def rank(group: Group) -> None:
         if group.rank:
-            SyncBatchNorm(1, process_set=group)  # a layer more, never used, harms nobody
+            SyncBatchNorm(1, process_set=group)  # an additional layer, never used, has no effect
         gone = [SyncBatchNorm(1, process_set=group) for _ in range(3)]
         for layer in gone:
             layer(torch.ones(2, 1))
-        del layer, gone[group.rank :]  # nor does what one rank has kept longer
+        del layer, gone[group.rank :]  # nor has a layer that one rank keeps for longer
         layers = [SyncBatchNorm(FEATURES, process_set=group) for _ in range(2)]
         x = numbers(group.rank, 4, FEATURES).float()
         for layer in layers:
@@ -456,8 +456,8 @@ def test_states_are_batch_norms() -> None:
     assert repr(layer).startswith("SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=True")
 
 
-# Convolutions, SyncBatchNorm and an optimizer over real ranks, plain, compiled and within a set of
-# ranks, against the same on the whole batch in this process. Every rank has an uneven part of it.
+# Convolutions, SyncBatchNorm and an optimizer over real ranks, plain, compiled and within a process
+# set, against the same on the whole batch in this process. Ranks have parts of different sizes.
 REAL = """
     import copy
     import pickle

@@ -25,7 +25,7 @@ from horo_lite.training.optimizer import DistributedOptimizer  # noqa: E402
 
 
 class OfOnesOwn:
-    """An optimizer that is none of torch's: the generic wrapper averages at its step()."""
+    """An optimizer that is not one of torch's: the generic wrapper averages in its step()."""
 
     def __init__(self, inner: Any) -> None:
         self.param_groups, self.step, self.zero_grad = (
@@ -36,7 +36,7 @@ class OfOnesOwn:
 
 
 def network(seed: int = 0) -> Any:
-    # Threads share torch's generator: initial values come from one of our own.
+    # Threads share torch's generator: initial values come from a separate one.
     net = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)
     ).double()
@@ -189,7 +189,7 @@ def test_state_dict_round_trip_and_deepcopy() -> None:
 @pytest.mark.parametrize("synchronizes", [False, True])
 @pytest.mark.parametrize("one_s_own", [False, True])
 def test_clipping(one_s_own: bool, synchronizes: bool) -> None:
-    """Averages are clipped, whoever exchanges them when."""
+    """Averages are clipped, whoever exchanges them, and whenever."""
     if one_s_own and not synchronizes:
         pytest.skip("an error: see the next test")
 
@@ -220,7 +220,7 @@ def test_clipping(one_s_own: bool, synchronizes: bool) -> None:
 
 
 def test_gradients_changed_before_they_are_averaged_are_an_error() -> None:
-    """Never a step with gradients that each rank has clipped by a norm of its own."""
+    """Never a step with gradients that each rank has clipped by its own norm."""
 
     def rank(group: Group) -> None:
         net, whole = network(), network()
@@ -251,7 +251,7 @@ def test_gradients_changed_before_they_are_averaged_are_an_error() -> None:
             )
         assert same(net, before)
         optimizer.zero_grad()
-        for step in range(4):  # accumulated, and with zeros that nothing is added to
+        for step in range(4):  # accumulated, and with zeros to which nothing is added
             net.zero_grad(set_to_none=step % 2 == 0)
             single.zero_grad()
             x, y = samples(step)
@@ -487,7 +487,7 @@ def test_from_numpy_and_to_host() -> None:
 
 
 def test_lazily_negated_tensors_are_refused() -> None:
-    """Their memory holds the opposite of what they say."""
+    """Their memory holds the opposite of their values."""
 
     def reduce(group: Group) -> None:
         x = torch._neg_view(torch.ones(3))
@@ -498,7 +498,7 @@ def test_lazily_negated_tensors_are_refused() -> None:
     run_threads(2, reduce)
 
 
-SHARES = [slice(0, 7), slice(7, 7), slice(7, 12)]  # of 12 samples: uneven, and none
+SHARES = [slice(0, 7), slice(7, 7), slice(7, 12)]  # of 12 samples: uneven, and one empty
 
 
 def loss_of_share(net: Any, x: Any, y: Any) -> Any:
@@ -508,7 +508,7 @@ def loss_of_share(net: Any, x: Any, y: Any) -> Any:
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("bucket_bytes", [64, None])
 def test_weights_make_averages_over_all_samples(bucket_bytes: Any, compression: str) -> None:
-    """Uneven batches in every second step, clipped without synchronize(): as one process."""
+    """Uneven batches in every second step, clipped without synchronize(): as in one process."""
 
     def rank(group: Group) -> None:
         net, whole = network(), network()
@@ -625,7 +625,7 @@ def test_weights_last_for_a_step_and_come_before_it() -> None:
             optimizer.step(weight=3)
         with pytest.raises(TypeError, match=r"synchronize\(\) takes no weight.*set_weight"):
             optimizer.synchronize(weight=3)
-        assert averaged() == 2  # a step that was skipped has forgotten it as well
+        assert averaged() == 2  # a skipped step has reset it as well
         optimizer.step()
         for wrong in (-1, float("nan"), "3"):
             with pytest.raises(ValueError, match="weight must be a number of samples"):
@@ -651,7 +651,7 @@ def test_a_weight_that_the_closure_sets_is_also_that_of_the_loss() -> None:
             loss.backward()
             return loss
 
-        for before in None, 7:  # the closure's counts
+        for before in None, 7:  # the closure's takes precedence
             if before is not None:
                 optimizer.set_weight(before)
             with torch.no_grad():
@@ -663,7 +663,7 @@ def test_a_weight_that_the_closure_sets_is_also_that_of_the_loss() -> None:
 
 
 def test_a_weight_is_for_one_step() -> None:
-    """Used up by the step, by one that raises, and with the gradients that zero_grad() drops."""
+    """Reset after the step, after one that raises, and with gradients dropped by zero_grad()."""
 
     def rank(group: Group) -> None:
         w = torch.nn.Parameter(torch.zeros(2))
@@ -707,7 +707,7 @@ def test_a_weight_is_for_one_step() -> None:
         )
         twice.set_weight(weight)
         (v.sum() * (group.rank * 4.0)).backward()
-        twice.zero_grad()  # the step is given up
+        twice.zero_grad()  # the step is abandoned
         for _ in range(2):
             (v.sum() * (group.rank * 4.0)).backward()
         assert v.grad[0] == 4

@@ -1,4 +1,4 @@
-"""The examples with PyTorch's own face, as a user starts them: what they learn and print."""
+"""The examples with horo_lite.torch, as a user starts them: training results and output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from launch import Result, run_ranks
 torch = pytest.importorskip("torch")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "torch"
-# An example takes ten seconds; the limits are for machines that do other things as well.
+# An example takes ten seconds; the limits are for machines with other load.
 LIMIT_S = 150
 pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
 
 def run(example: str, np: int, *args: object) -> Result:
-    """How the example ended; one rank is started without a launcher, as most users would."""
+    """Return how the example ended; one rank runs without a launcher, as for most users."""
     arguments = [str(arg) for arg in args]
     return run_ranks(EXAMPLES / example, np, args=arguments, launcher=np > 1, timeout_s=LIMIT_S)
 
@@ -53,7 +53,7 @@ def test_mnist_takes_idx_files(tmp_path: Path) -> None:
 
     write_mnist(tmp_path)
     result = run("mnist.py", 1, "--epochs", 1, "--data", tmp_path).check()
-    assert "step 5 of 5" in result.stdout  # 130 pictures of noise
+    assert "step 5 of 5" in result.stdout  # 130 images of noise
     assert numbers(r"accuracy ([\d.]+)", result)[0] * 20 % 1 == pytest.approx(0)
 
 
@@ -65,7 +65,7 @@ def test_the_synthetic_benchmark_counts_images(size: int) -> None:
     turns = numbers(r"with exchange, turn \d: ([\d.]+)", result)
     assert len(turns) == 3
     (of_one,) = numbers(r"images/s per rank: ([\d.]+)", result)
-    assert of_one == pytest.approx(sum(turns) / 3, abs=0.11)  # what is printed is rounded
+    assert of_one == pytest.approx(sum(turns) / 3, abs=0.11)  # printed values are rounded
     (of_all,) = numbers(rf"images/s on {size} rank\(s\): ([\d.]+)", result)
     assert of_all == pytest.approx(size * of_one, abs=0.05 + 0.05 * size)
     assert re.search(r"scaling: [\d.]+%", result.stdout)
@@ -126,7 +126,7 @@ def test_the_comparison_of_the_language_model_is_the_entropy() -> None:
 
 
 def load(name: str) -> Any:
-    """The example as a module; its main() is not called."""
+    """Return the example as a module; its main() is not called."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

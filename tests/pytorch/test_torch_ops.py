@@ -42,7 +42,7 @@ OPS = {
 
 
 def values(rank: int, shape: Sequence[int] = (3, 4)) -> np.ndarray:
-    """1 to 3, other on every rank: exact in every dtype, products of four ranks too."""
+    """Return values from 1 to 3 that differ by rank; products of four ranks are exact, too."""
     n = int(np.prod(shape))
     return ((np.arange(n) * (rank + 2) + rank) % 3 + 1.0).reshape(shape)
 
@@ -100,7 +100,7 @@ def test_factors_compression_and_average(size: int) -> None:
         same(hvd.reducescatter(x, **factors, **k), part, "float32")
         for wire in (hvd.Compression.fp16, hvd.Compression.bf16):
             same(hvd.allreduce(x, op=hvd.Sum, compression=wire, **k), total, "float32")
-        with warnings.catch_warnings():  # Python's list of filters is everybody's: one rank asks
+        with warnings.catch_warnings():  # Python's warning filters are global: one rank checks
             warnings.simplefilter("ignore", DeprecationWarning)
             same(hvd.allreduce(x, average=False, **k), total, "float32")
             same(hvd.allreduce(x, True, **k), total / size, "float32")
@@ -143,7 +143,7 @@ def test_groups_layouts_and_odd_shapes(size: int) -> None:
         own = [x.clone() for x in xs]
         assert all(a is b for a, b in zip(hvd.grouped_allreduce_(iter(own), **k), own, strict=True))
 
-        # Layouts differ between ranks: the numbers count.
+        # Layouts differ between ranks: only the numbers matter.
         for make in (
             lambda x: x if group.rank else x.t().contiguous().t(),
             lambda x: torch.stack([x, x], 2)[..., 0],
@@ -196,7 +196,7 @@ def test_moving_every_dtype(size: int) -> None:
             x = mine(group.rank, (2 * size, 3))
             expected = torch.cat([mine(r, (2 * size, 3)).split(2)[group.rank] for r in everyone])
             assert torch.equal(hvd.alltoall(x, **k), expected)
-        # Rank r sends (r + d) % 3 rows to rank d, so some none.
+        # Rank r sends (r + d) % 3 rows to rank d, so some get none.
         rows = [[(s + d) % 3 for d in everyone] for s in everyone]
         for as_tensor in (False, True):
             splits: Any = rows[group.rank]
@@ -273,7 +273,7 @@ def test_names_match_whatever_the_order(size: int) -> None:
             ),
             "m": lambda: hvd.grouped_reducescatter_async([tensor(group.rank)] * 2, name="m", **k),
             "n": lambda: hvd.grouped_allgather_async([tensor(group.rank)] * 2, name="n", **k),
-            # The same name for another kind of operation is another name.
+            # The same name for another kind of operation is a different name.
             "c": lambda: hvd.broadcast_async(tensor(group.rank), size - 1, name="a", **k),
             # Unnamed: numbered by kind, so the two kinds may come in any order.
             "u": lambda: hvd.allreduce_async(tensor(group.rank) * 3, op=hvd.Max, **k),
@@ -329,7 +329,7 @@ def test_in_place_forms_and_autograd() -> None:
         x = tensor(group.rank).requires_grad_()
         y = x.exp()
         total = y.sum()
-        hvd.allreduce_(y, **k)  # backward() needs y as it was
+        hvd.allreduce_(y, **k)  # backward() needs y unchanged
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             total.backward()
         with torch.no_grad():
@@ -343,8 +343,8 @@ def test_in_place_forms_and_autograd() -> None:
 
 # Gradients.
 
-# Horovod's gradients of each operation, from what the ranks have: the shapes they put in, and the
-# upstream gradients they got (`u`), in rank order. `i` is the rank that asks, n their number.
+# Horovod's gradients of each operation, from the ranks' input shapes and upstream gradients (`u`),
+# in rank order. `i` is this rank, n the number of ranks.
 
 
 IN_PLACE = {
@@ -451,7 +451,7 @@ GRADIENTS: dict[str, tuple[Callable[[Any, Any, int, int], Any], Callable[..., An
         lambda x, k, i, n: hvd.broadcast(x, k["process_set"].transport.ranks[n - 1], **k),
         lambda i, n, s, u: sum(u) / n * (i == n - 1),
     ),
-    # The upstream gradients of all ranks, one after the other: n times as large if op is Sum.
+    # The upstream gradients of all ranks, concatenated: n times as large if op is Sum.
     "reducescatter": (
         lambda x, k, i, n: hvd.reducescatter(x, **k),
         lambda i, n, s, u: np.concatenate(u),
@@ -485,7 +485,7 @@ GRADIENTS: dict[str, tuple[Callable[[Any, Any, int, int], Any], Callable[..., An
 
 
 def check_gradients(group: Group) -> None:
-    """Against the formulas, with other tensors and other upstream gradients on every rank."""
+    """Against the formulas, with different tensors and upstream gradients on every rank."""
     i, n = group.rank, group.size
     for name, (call, formula) in GRADIENTS.items():
         x = tensor(i, shape=(5, 2)).requires_grad_()
@@ -528,7 +528,7 @@ def test_other_reductions_say_that_they_have_no_gradient() -> None:
             y = hvd.allreduce(x, op=op, process_set=group)
             with pytest.raises(RuntimeError, match="no gradient"):
                 y.sum().backward()
-        n = torch.tensor([3])  # has none, and is nobody's obstacle
+        n = torch.tensor([3])  # has no gradient, which is not an error
         y, m = hvd.grouped_allreduce([x, n], op=hvd.Sum, process_set=group)
         (g,) = torch.autograd.grad(y.sum(), x)
         assert (m.item(), g.unique().tolist()) == (6, [2])
@@ -548,7 +548,7 @@ def test_adasum(size: int) -> None:
     rng = np.random.default_rng(5)
     shapes = [(7, 3), (), (0,), (1,), (257,)]
     data = [[rng.standard_normal(s) for s in shapes] for _ in range(size)]
-    data[-1][0][...] = 0  # nothing to divide by
+    data[-1][0][...] = 0  # a zero norm
     expected = [adasum_reference([data[r][i] for r in range(size)]) for i in range(len(shapes))]
 
     def rank(group: Group) -> list[bytes]:
@@ -561,7 +561,7 @@ def test_adasum(size: int) -> None:
         np.testing.assert_allclose(small[4].numpy(), expected[4], rtol=2e-5, atol=1e-6)
         half = hvd.allreduce(mine[4].half(), prescale_factor=2.0, postscale_factor=0.5, **k)
         np.testing.assert_allclose(half.double().numpy(), expected[4], rtol=2e-2, atol=2e-2)
-        # Two at once, submitted and awaited in other orders.
+        # Two at once, submitted and awaited in different orders.
         handles = {}
         for name in ("a", "b") if group.rank % 2 else ("b", "a"):
             handles[name] = hvd.allreduce_async(mine[4], name=name, **k)
@@ -585,13 +585,13 @@ def test_adasum_of_equal_and_of_orthogonal_gradients() -> None:
             hvd.allreduce(torch.tensor([1, 2]), **k)
         one_hot = torch.eye(4)[group.rank]
         assert hvd.allreduce(one_hot, **k).tolist() == [1, 1, 1, 1]
-        # Whose squares overflow or vanish.
+        # Values whose squares overflow or underflow.
         for least in (1e-320, 1e-200, 1e200, 5e307):
             x = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * least
             assert hvd.allreduce(x, **k).tolist() == x.tolist()
             opposite = hvd.allreduce(x if group.rank % 2 else -x, **k)
             assert opposite.tolist() == [0, 0, 0]
-        # However small a gradient is, half of its peer along it is left out.
+        # However small a gradient is, half of its peer along it is removed.
         mixed = torch.ones(3) * (1e-42 if group.rank % 2 else 1)
         assert hvd.allreduce(mixed, **k).tolist() == [0.5] * 3
 
@@ -694,7 +694,7 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
                 continue
             with pytest.raises(ValueError, match=text) as error:
                 call()
-            # One traceback, not that of an inner TypeError, too.
+            # One traceback, without that of an inner TypeError.
             assert error.value.__cause__ is None
             assert error.value.__context__ is None or error.value.__suppress_context__
         with pytest.raises(TypeError, match="a function cannot be sent to other processes"):
@@ -708,7 +708,7 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             first = hvd.allreduce_async(tensor(group.rank), name="twice", **k)
         same(hvd.synchronize(first), sum(values(r) for r in range(3)) / 3)
 
-        # Where only one rank's is wrong, the others find out as soon as all of them wait.
+        # If only one rank's call is invalid, the others find out as soon as all of them wait.
         if group.rank == 0:
             with pytest.raises(ValueError, match="splits"):
                 hvd.alltoall(one, [9, 9, 9], **k)
@@ -718,7 +718,7 @@ def test_wrong_arguments_are_value_errors_at_the_call() -> None:
             with pytest.raises(MismatchError, match="alltoall"):
                 hvd.alltoall(one, [1, 1, 1], **k)
         hvd.barrier(group)
-        with pytest.raises(MismatchError):  # rank 0 forgets an operation without a name
+        with pytest.raises(MismatchError):  # rank 0 skips an operation without a name
             hvd.allgather(one, **k) if group.rank else hvd.barrier(group)
         hvd.barrier(group)
         for _ in range(2):
@@ -734,7 +734,7 @@ def test_forward_mode_loses_no_tangent() -> None:
         with pytest.raises(ValueError, match="tangent would be lost"):
             torch.func.jvp(lambda x: hvd.allreduce(x, process_set=group), (one,), (one,))
 
-    run_threads(1, rank)  # where levels of differentiation are, the whole process has them
+    run_threads(1, rank)  # differentiation levels are global to the process
 
 
 def test_before_init_everything_is_a_value_error() -> None:
@@ -762,7 +762,7 @@ def test_before_init_everything_is_a_value_error() -> None:
 
 
 class Halved(compression.Compressor):
-    """As somebody wrote it for Horovod."""
+    """A compressor as written for Horovod."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -861,7 +861,7 @@ def test_everyone_goes_on_as_the_root_would(kind: str) -> None:
 
 
 def test_names_order_and_defaults_of_arguments_are_horovods() -> None:
-    """Each function takes, in this order, what Horovod 0.28 documents; ours come after."""
+    """Each function takes Horovod 0.28's documented arguments in order, followed by ours."""
     reduction = "name=None compression op=None prescale_factor=1.0 postscale_factor=1.0 process_set"
     scatter = "name=None {}op process_set prescale_factor=1.0 postscale_factor=1.0"
     signatures = {
@@ -910,7 +910,7 @@ def test_names_order_and_defaults_of_arguments_are_horovods() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_horovods_handles_give(size: int) -> None:
-    """Alltoall's give rows and their numbers, also where nobody asked for the numbers."""
+    """Alltoall's return rows and their numbers, even if the numbers were not requested."""
 
     def rank(group: Group) -> None:
         k = {"process_set": group}
@@ -1013,7 +1013,7 @@ JOB = """
         assert even.process_set_id == 1 and even.ranks == [0, 2] and even.size() == 2
         assert even.included() == (rank != 1)
         x = torch.full((4,), 10.0**rank)
-        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4  # unnamed: numbered anew
+        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4  # unnamed: numbered again
 
         if even.included():
             assert even.rank() == rank // 2
@@ -1038,7 +1038,7 @@ JOB = """
             assert "rank 1 is not" in fails(ValueError, lambda: hvd.barrier(even))
             fails(ValueError, even.rank)
 
-        # Sets that overlap, added and removed, in use at once and in other orders.
+        # Overlapping sets, added and removed, used at the same time and in different orders.
         sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [2, 0])]
         assert [s.process_set_id for s in sets] == [3, 4, 0, 1]
         handles = {}
@@ -1056,7 +1056,7 @@ JOB = """
         assert hvd.add_process_set(sets[0]).process_set_id == 5
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4
 
-        # Parts of a split communicator: every rank gives its own, numbered in the order of ranks.
+        # Parts of a split communicator: every rank passes its own, numbered in rank order.
         part = hvd.ProcessSet(MPI.COMM_WORLD.Split(0 if rank == 1 else 1, -rank))
         assert hvd.add_process_set(part).ranks == ([1] if rank == 1 else [0, 2])
         assert part.process_set_id == (2 if rank == 1 else 1)
@@ -1100,7 +1100,7 @@ def test_sets_without_thread_multiple_then_some_ranks_and_their_timeline(tmp_pat
         first, rank, x = hvd.ProcessSet([0, 1]), hvd.rank(), torch.ones(3)
         hvd.add_process_set(first)
         for _ in range(5):
-            if rank == 1:  # asks for the set's result when it has the world's, rank 0 before that
+            if rank == 1:  # waits for the set after the world, rank 0 before it
                 assert hvd.allreduce(x, name="world", op=hvd.Sum)[0] == 3
                 assert hvd.allreduce(x, name="set", op=hvd.Sum, process_set=first)[0] == 2
             else:

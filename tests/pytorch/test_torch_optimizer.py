@@ -32,7 +32,7 @@ nn = torch.nn
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Wraps, for `process_set`: the group is recorded."""
+    """Return a wrapper for `process_set` that records what is sent."""
     from horo_lite.torch import exchange
 
     ordinary = exchange.group_of_member
@@ -48,7 +48,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(module: Any, seed: int = 0) -> Any:
-    """`module` in float64; threads share torch's generator, so that values come from another."""
+    """Fill `module` with float64 values from a separate generator: threads share torch's."""
     generator = torch.Generator().manual_seed(seed)
     module.double()
     with torch.no_grad():
@@ -96,7 +96,7 @@ def wrap(optimizer: Any, group: Any, net: Any = None, **options: Any) -> Any:
 
 
 def fails_alike(n: int, fn: Any, kind: type[BaseException]) -> str:
-    """The message with which every rank failed."""
+    """Assert that every rank fails with the same message, and return it."""
     with pytest.raises(RanksFailedError) as caught:
         run_threads(n, fn)
     assert sorted(caught.value.errors) == list(range(n)), caught.value
@@ -168,7 +168,7 @@ def test_shards_give_what_one_process_gives_on_the_whole(kind: str, size: int, p
     for net, losses in results:
         assert_same_weights(net, alone)
         assert losses == pytest.approx(expected, rel=1e-9)
-        # Not only near: equal.
+        # Not only close: equal.
         assert all(
             torch.equal(p, q)
             for p, q in zip(net.parameters(), results[0][0].parameters(), strict=True)
@@ -191,7 +191,8 @@ def test_buckets_leave_before_backward_ends_and_all_is_there_when_it_returns(wat
             loss_of(net, x[group.rank :: 2], y[group.rank :: 2]).backward()
             loss_of(alone, x, y).backward()
             assert_same(gradients(net), gradients(alone))
-            # The first step agrees on the plan; then, the last layer leaves before the first's.
+            # In the first step, ranks agree on the plan; then, the last layer is sent before the
+            # first.
             assert (when[step] > 0) == (step > 0)
             if step:
                 assert record.left[0] == ("early", ["4.bias"])
@@ -202,7 +203,7 @@ def test_buckets_leave_before_backward_ends_and_all_is_there_when_it_returns(wat
                 for p in alone.parameters():
                     p -= 0.1 * p.grad
             optimizer.step()
-            assert record.left == []  # nothing is reduced inside step()
+            assert record.left == []  # step() exchanges nothing
             assert_same_weights(net, alone)
 
     run_threads(2, rank)
@@ -291,7 +292,7 @@ def test_adasum_and_compressors_of_ones_own() -> None:
         run_threads(3, lambda group: wrap(sgd(network()), group, op=Adasum))
 
 
-# What the wrapper is.
+# The wrapper as an object.
 
 
 def test_is_the_users_class_and_shares_its_state() -> None:
@@ -318,7 +319,7 @@ def test_is_the_users_class_and_shares_its_state() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.025
         state = copy.deepcopy(optimizer.state_dict())
         assert state["state"][0]["step"] == 2
-        # A round trip, through bytes, into another of its kind; then both go on alike.
+        # A round trip, through bytes, into another of the same kind; then both continue equally.
         other_net = copy.deepcopy(net)
         other = wrap(Mine(other_net.parameters()), group, other_net)
         data = io.BytesIO()
@@ -333,7 +334,7 @@ def test_is_the_users_class_and_shares_its_state() -> None:
             o.step()
         assert_same_weights(net, other_net)
         optimizer.load_state_dict(state)
-        assert inner.state is optimizer.state  # still one
+        assert inner.state is optimizer.state  # still the same object
         assert "Mine (" in repr(optimizer)
 
     run_threads(2, rank)
@@ -376,7 +377,7 @@ def test_wrapping_twice_is_refused_and_hooks_end_with_the_wrapper() -> None:
         if group.rank == 0:
             loss_of(net, *samples(0)).backward()
             inner.step()
-        # And it can be wrapped anew.
+        # And it can be wrapped again.
         optimizer = wrap(inner, group)
         optimizer.zero_grad()
         loss_of(net, *samples(group.rank)).backward()
@@ -453,7 +454,7 @@ def test_too_many_passes_are_an_error_that_says_what_to_do() -> None:
 @pytest.mark.parametrize("when", ["between passes", "before a step of fewer passes"])
 @pytest.mark.parametrize("views", [False, True])
 def test_clipping_gradients_that_are_not_averages_yet_is_an_error(when: str, views: bool) -> None:
-    """Each rank would clip its own, by another norm."""
+    """Each rank would clip its own, by a different norm."""
 
     def train(net: Any, optimizer: Any, n: int, rank: int, clip_early: bool = False) -> None:
         def step(first: int, passes: int) -> None:
@@ -491,7 +492,7 @@ def test_clipping_gradients_that_are_not_averages_yet_is_an_error(when: str, vie
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_scaler_needs_averages(fused: bool, unscales: bool) -> None:
-    """Else it skips the step on a rank that overflows, and takes it on the others."""
+    """Otherwise it skips the step on a rank that overflows, and takes it on the others."""
 
     def rank(group: Group) -> Any:
         net = network()
@@ -542,7 +543,7 @@ def test_fewer_passes_are_flushed_and_the_model_may_zero_its_gradients() -> None
                 assert_same(local, gradients(net))
                 continue
             seen.append((local, gradients(net)))
-        # zero_grad() of the module, as after a step that a scaler has skipped: no pass too many.
+        # zero_grad() of the module, as after a step that a scaler has skipped: no excess pass.
         optimizer.set_backward_passes_per_step(1)
         for step in range(3):
             net.zero_grad()
@@ -564,7 +565,7 @@ def test_retained_graphs_second_derivatives_and_other_threads() -> None:
         x, y = x[rank::size].requires_grad_(), y[rank::size]
         for step in range(3):
             optimizer.zero_grad()
-            # torch.autograd.grad touches no gradient of a parameter.
+            # torch.autograd.grad does not change gradients of parameters.
             (slope,) = torch.autograd.grad(loss_of(net, x, y) * len(x), x, create_graph=True)
             torch.autograd.grad(loss_of(net, x, y), list(net.parameters()))
             assert all(p.grad is None for p in net.parameters())
@@ -680,7 +681,7 @@ def test_compiled() -> None:
             optimizer.step()
         return net
 
-    # The compiler is not for several threads at once.
+    # The compiler does not support several threads at once.
     lock = threading.Lock()
 
     def under(lock: Any, f: Any) -> Any:
@@ -774,7 +775,7 @@ def test_touched_on_some_ranks_only() -> None:
             zeros = torch.zeros_like(a if a is not None else b)
             total = (zeros if a is None else a) + (zeros if b is None else b)
             if step == 3:
-                total = total + before_a[i]  # rank 0's pass added to what was there
+                total = total + before_a[i]  # rank 0's pass was added to the existing gradient
             torch.testing.assert_close(got_a[i], total / 2)
             torch.testing.assert_close(got_b[i], total / 2)
 
@@ -900,7 +901,7 @@ def test_parameters_put_into_param_groups_by_hand(replaces: bool, op: Any) -> No
 def test_gradients_assigned_by_hand_are_exchanged_by_step() -> None:
     def rank(group: Group) -> Any:
         weight = torch.nn.Parameter(torch.zeros(3))
-        master = torch.zeros(3)  # requires no gradient: no hook can be
+        master = torch.zeros(3)  # does not require a gradient: it cannot have a hook
         optimizer = wrap(torch.optim.SGD([weight, master], lr=1.0), group)
         for step in range(3):
             weight.grad = torch.full((3,), 1.0 + group.rank + step)
@@ -919,7 +920,7 @@ def test_gradients_assigned_by_hand_are_exchanged_by_step() -> None:
 def test_gradients_written_into_a_tensor_that_stays_are_exchanged_by_step(
     write: str, views: bool
 ) -> None:
-    """As torch.func's are kept, and those of Apex's master weights, whose version .data hides."""
+    """As with torch.func, and Apex's master weights, whose version counter .data bypasses."""
 
     def rank(group: Group) -> Any:
         weight, master = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3)
@@ -1023,7 +1024,7 @@ def test_hooks_that_change_a_gradient_on_its_way_are_an_error_and_earlier_ones_a
 @pytest.mark.parametrize("zeroes", [True, False])
 @pytest.mark.parametrize("hooks_first", [True, False])
 def test_steps_inside_of_backward(hooks_first: bool, zeroes: bool, set_to_none: bool) -> None:
-    """A small optimizer for each parameter, which a hook calls."""
+    """A small optimizer for each parameter, called by a hook."""
 
     def train(net: Any, wrapper: Any, rank: int, size: int) -> None:
         optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in net.parameters()}
@@ -1092,7 +1093,7 @@ def test_sparse_embeddings(as_dense: bool) -> None:
 
 
 def sparse(indices: list[int], rank: int) -> Any:
-    """Rows of a [4, 2] gradient: row i is i + 1 + 10 * rank, once for each time it is named."""
+    """Return a [4, 2] gradient of rows: row i is i + 1 + 10 * rank, once per occurrence."""
     values = torch.tensor([[i + 1.0 + 10 * rank] * 2 for i in indices], dtype=torch.float64)
     return torch.sparse_coo_tensor(
         torch.tensor([indices], dtype=torch.int64),
@@ -1110,7 +1111,7 @@ ROWS = [[0, 1, 1], [1, 3], [], [3, 3, 0]]
 @pytest.mark.parametrize("by", ["backward", "hand"])
 @pytest.mark.parametrize("as_dense", [True, False])
 def test_sparse_gradients_add_up_row_by_row(size: int, by: str, as_dense: bool) -> None:
-    """And are dense from then on where that was asked for, whoever made them."""
+    """And are dense afterwards if that was requested, however they were made."""
 
     def rank(group: Group) -> None:
         for op in (Average, Sum):
@@ -1216,7 +1217,7 @@ def test_a_pass_that_breaks_off_leaves_nothing_behind() -> None:
             if broken[0]:
                 raise KeyError("mine")
 
-        net[0].weight.register_hook(hook)  # after the first bucket has left
+        net[0].weight.register_hook(hook)  # after the first bucket has been sent
         for step in range(4):
             x, y = samples(step)
             if step == 2:
@@ -1292,7 +1293,7 @@ def test_a_rank_whose_backward_touches_nothing_takes_part_in_step() -> None:
 
 @pytest.mark.parametrize("change", ["clip", "replace", "unscale"])
 def test_changing_gradients_that_another_rank_receives_in_step_is_an_error(change: str) -> None:
-    """It has none to change before: the ranks would step apart."""
+    """The other rank has no gradients to change yet: the ranks would take different steps."""
 
     def rank(group: Group) -> Any:
         net = fill(Heads())
@@ -1381,7 +1382,7 @@ class Data(torch.utils.data.Dataset):
         return 24
 
     def __getitem__(self, i):
-        # A worker may well compute gradients of its own.
+        # A worker may compute its own gradients.
         weight = torch.nn.Parameter(torch.ones(2))
         net[3].bias.grad = None
         net[3].bias.sum().backward()
@@ -1527,7 +1528,7 @@ def test_a_world_of_one_has_no_hooks(watched: Any) -> None:
     run_threads(1, rank)
 
 
-# backward() that raises, as it does where memory runs out.
+# backward() that raises, as when memory runs out.
 
 
 class _Failing(torch.autograd.Function):
@@ -1549,7 +1550,7 @@ def layers(fails_at: int | None, net: Any, x: Any) -> Any:
     return (_Failing.apply(x) if fails_at == len(net) else x).sum()
 
 
-# How the attempts of one step fail: for each rank, at which layer. What the ranks then have.
+# The layers at which attempts of one step fail, by rank, and the ranks' result.
 ATTEMPTS: dict[str, tuple[list[list[int]], str]] = {
     "all, at different layers": ([[1], [3], [2]], "right"),
     "all, again and again": ([[1, 3], [3, 0], [2, 2]], "right"),
@@ -1563,14 +1564,14 @@ ATTEMPTS: dict[str, tuple[list[list[int]], str]] = {
 @pytest.mark.parametrize("name", ATTEMPTS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_attempts_that_fail_leave_nothing_in_the_next(size: int, name: str, form: str) -> None:
-    """All ranks have the gradients of a whole attempt of each, or the same error; then all is well.
+    """All ranks have the gradients of one whole attempt each, or the same error; then all works.
 
-    As in a loop that catches the error, calls zero_grad() and goes on with the next batch.
+    As in a loop that catches the error, calls zero_grad() and continues with the next batch.
     """
     failing, expected = ATTEMPTS[name]
     if form == "two optimizers" and name in ("all, at different layers", "all, again and again"):
-        # To the first layers' optimizer this is "one": backward passes of some ranks fail before
-        # they come to it, and others have sent its gradients.
+        # For the first layers' optimizer this is "one": backward passes of some ranks fail before
+        # they reach it, and others have sent its gradients.
         expected = "error or right"
     passes = 2 if form == "two passes" else 1
     to_none = form != "keeps memory"
@@ -1631,7 +1632,7 @@ def test_attempts_that_fail_leave_nothing_in_the_next(size: int, name: str, form
             assert_same(outcome, gradients(whole))
 
 
-# Where Horovod warns or raises.
+# Cases in which Horovod warns or raises.
 
 
 def one_weight(group: Group, **options: Any) -> tuple[Any, Any]:
@@ -1662,7 +1663,7 @@ def test_zero_grad_after_backward_begins_the_step_anew() -> None:
     def rank(group: Group) -> Any:
         weight, optimizer = one_weight(group)
         for _ in range(2):
-            for factor in (100.0, 1.0):  # the first is thrown away
+            for factor in (100.0, 1.0):  # the first is discarded
                 optimizer.zero_grad()
                 (weight * factor * (group.rank + 1)).sum().backward()
             optimizer.step()

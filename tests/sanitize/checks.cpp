@@ -1,9 +1,9 @@
 // The host's part of the C++ core (csrc/pack, shm, hosts and engine) for the sanitizers (`make sanitize`): ranks are
-// threads of this process, what they do is drawn at random from a seed, and every result is compared with oracle.h.
+// threads of this process, their calls are drawn at random from a seed, and every result is compared with oracle.h.
 //
 //   sanitized [rounds [seed [check]]]
 //
-// A failure names its check and seed. That repeats what the ranks did, but not how their threads were scheduled.
+// A failure names its check and seed. These repeat the ranks' calls, but not the scheduling of their threads.
 #include <unistd.h>
 
 #include "ranks.h"
@@ -36,7 +36,7 @@ int main(int argc, char** argv) {
       if (!only.empty() && only != check.name) continue;
       check_name = check.name;
       check_seed = first_seed + static_cast<unsigned>(round) * 1000;
-      alarm(300);  // ends what hangs
+      alarm(300);  // if a check hangs
       const int64_t begin = StallDetector::clock_ns();
       check.run(check_seed);
       std::printf("%-14s seed %u: %.1f s\n", check_name, check_seed,

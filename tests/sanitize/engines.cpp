@@ -1,4 +1,4 @@
-// Engines: operations submitted by several threads at once, in another order on every rank.
+// Engines: operations submitted by several threads at once, in a different order on every rank.
 #include <latch>
 
 #include "ranks.h"
@@ -12,7 +12,7 @@ struct Pending {
   std::shared_ptr<Job> job;
 };
 
-// As submit_allreduce() of the bindings.
+// Like submit_allreduce() of the bindings.
 Pending reduction_job(Rank& me, const std::string& name, const Reduction& what) {
   Pending pending{what, std::make_shared<Tensors>(what, me.rank), std::make_shared<Job>()};
   Job& job = *pending.job;
@@ -40,7 +40,7 @@ Pending submit(Rank& me, const std::string& name, const Reduction& what) {
   return pending;
 }
 
-// As PyJob::wait().
+// Like PyJob::wait().
 void await(Rank& me, const std::shared_ptr<Job>& job) {
   me.engine->begin_wait(job);
   while (!job->done()) me.engine->wait(*job);
@@ -74,7 +74,7 @@ void end(Rank& me) {
 
 }  // namespace
 
-// Three threads of every rank submit, each in an order of its own; the first makes direct calls meanwhile.
+// Three threads of every rank submit, each in its own order; the first makes direct calls meanwhile.
 void asynchronous(unsigned seed) {
   constexpr unsigned kThreads = 3, kNames = 4;
   for (int size = 1; size <= 3; ++size) {
@@ -83,7 +83,7 @@ void asynchronous(unsigned seed) {
       Random direct(seed);
       for (unsigned step = 0; step < 6; ++step) {
         std::latch submitted(kThreads);
-        // The first thread waits only when all have submitted: names that are still to come would be a mismatch.
+        // The first thread waits only when all have submitted: names that are still missing would be a mismatch.
         const auto submit_and_wait = [&](unsigned thread) {
           Random own(seed + step * 100 + thread * 10 + static_cast<unsigned>(me.rank));
           std::vector<unsigned> names;
@@ -105,14 +105,14 @@ void asynchronous(unsigned seed) {
         submit_and_wait(0);
       }
       expect(me.engine->n_in_flight() == 0 && me.engine->n_failed() == 0, "all is done");
-      // Nobody waits for these; drain() completes them.
+      // No thread waits for these; drain() completes them.
       for (unsigned i = 0; i < kNames; ++i) submit(me, std::to_string(i), draw(seed + i, size));
       end(me);
     });
   }
 }
 
-// Each rank withdraws what it has submitted, which then has run on every rank or on none.
+// Each rank withdraws its submission, which then has run on every rank or on none.
 void withdrawals(unsigned seed) {
   Host host(3);
   as_ranks(host, [&](Rank& me) {
@@ -132,7 +132,7 @@ void withdrawals(unsigned seed) {
   });
 }
 
-// A rank withdraws what is about to end, when its peers have ended: they need not hear of that.
+// A rank withdraws a submission that is about to end, when its peers have ended: they need not learn of it.
 void late_withdrawals(unsigned seed) {
   for (unsigned i = 0; i < 5; ++i) {
     Host host(3);
@@ -157,7 +157,7 @@ void late_withdrawals(unsigned seed) {
   }
 }
 
-// What goes wrong on all ranks alike leaves the engine as it was.
+// Errors on all ranks leave the engine usable.
 void mismatches(unsigned seed) {
   Host host(3);
   as_ranks(host, [&](Rank& me) {
@@ -192,7 +192,7 @@ void mismatches(unsigned seed) {
   });
 }
 
-// Ranks join one after the other, and contribute zeros to what the others still do.
+// Ranks join one after the other, and contribute zeros to operations of the others.
 void joins(unsigned seed) {
   Host host(3);
   as_ranks(host, [&](Rank& me) {

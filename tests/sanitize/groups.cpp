@@ -15,7 +15,7 @@ uint8_t byte_of(unsigned seed, int rank, size_t position) {
   return static_cast<uint8_t>(seed + 7 * static_cast<unsigned>(rank) + 31 * static_cast<unsigned>(position));
 }
 
-// Every rank takes some part of every other one's stream, in pieces.
+// Every rank receives some part of every other one's stream, in pieces.
 void exchange(Rank& me, Random& random) {  // all ranks draw the same
   const unsigned seed = random();
   std::vector<size_t> sizes;
@@ -63,7 +63,7 @@ void in_place(Rank& me, Random& random) {
   check_result(what, tensors, me.size, me.size);
 }
 
-// Parts of the same dtypes for every rank, and of any sizes.
+// Parts with the same dtypes on every rank, and of any sizes.
 void reduce_scatter(Rank& me, Random& random, size_t most_elements) {
   Reduction what = Reduction::draw(random, me.size, most_elements);
   const size_t n = what.dtypes.size();
@@ -72,7 +72,7 @@ void reduce_scatter(Rank& me, Random& random, size_t most_elements) {
     what.sizes.push_back(random() % 4 == 0 ? 0 : random() % (most_elements / 2));
   }
   const Tensors tensors(what, me.rank);
-  const Tensors result(what, 0);  // of which this rank's part is written
+  const Tensors result(what, 0);  // this rank's part of it is written
   const size_t part = static_cast<size_t>(me.rank) * n;
   std::vector<TensorRef> refs = tensors.refs;
   for (size_t t = part; t < part + n; ++t) {
@@ -110,7 +110,7 @@ void collectives(unsigned seed) {
   for (int size = 1; size <= 4; ++size) {
     Host host(size);
     as_ranks(host, [&](Rank& me) {
-      // What other threads of a process ask meanwhile.
+      // Called by other threads of a process meanwhile.
       const std::jthread spectator([&](std::stop_token stop) {
         while (!stop.stop_requested()) {
           me.direct.n_waits();
@@ -133,7 +133,7 @@ void collectives(unsigned seed) {
   }
 }
 
-// Ranks come at any time; those that find no answer go on without one.
+// Ranks arrive at any time; those without an answer continue without one.
 void distances(unsigned seed) {
   for (int size = 2; size <= 4; ++size) {
     std::vector<Distance::Shared> shared(static_cast<size_t>(size));
@@ -187,7 +187,7 @@ void lose(unsigned seed, Loss loss) {
     Random random(seed);
     for (unsigned i = 0; i < seed % 5; ++i) one_collective(me, random, 3000);
     if (loss == Loss::kLeftByAnotherThread || loss == Loss::kIsInterrupted) {
-      if (me.rank != lost) sleep_ms(300);  // so that it waits
+      if (me.rank != lost) sleep_ms(300);  // so that the lost rank waits
     }
     const auto goes_on = [&] {
       while (true) one_collective(me, random, 3000);
@@ -212,7 +212,7 @@ void lose(unsigned seed, Loss loss) {
       thrown_by<Interrupted>(goes_on);
     } else if (loss == Loss::kIsKilled) {
       kill(child, SIGKILL);
-      return;  // and says nothing
+      return;  // without a message
     } else {
       const auto waits = [&] {
         while (true) {

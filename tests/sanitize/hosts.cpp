@@ -1,5 +1,4 @@
-// HostsAllreduce, HostsBroadcast, HostsGroup and engines: ranks of several hosts as threads, whose messages take their
-// time.
+// HostsAllreduce, HostsBroadcast, HostsGroup and engines: ranks of several hosts as threads, with delayed messages.
 #include "hosts/hosts_allreduce.h"
 
 #include <algorithm>
@@ -18,7 +17,7 @@
 namespace horo {
 namespace {
 
-// Copies a message when both sides have asked for it and chance wants it: the memory is read and written late.
+// Copies a message some time after both sides have posted it, at random: the memory is read and written late.
 class Network {
  public:
   explicit Network(unsigned seed) : random_(seed) {}
@@ -50,7 +49,7 @@ class Network {
     int rank_, n_ranks_;
   };
 
-  // Short messages, which arrive at once.
+  // Short messages, which arrive immediately.
   class Notes : public ControlChannel {
    public:
     Notes(Network& network, int channel, int rank) : network_(network), channel_(channel), rank_(rank) {}
@@ -130,7 +129,7 @@ void reduce_among(unsigned seed, const std::vector<int>& sizes) {
     all.push_back(Reduction::draw(drawn, n_ranks, i == 0 ? 1500000 : 3000));
     all.back().wire = Wire::kBetweenHosts;
     all.back().op = kOps[i % 2];
-    // Of floats, those whose sums are rounded as little as the oracle allows.
+    // For floats, those whose sums are rounded as little as the oracle allows.
     for (DType& dtype : all.back().dtypes) dtype = drawn() % 2 == 0 ? DType::kFloat32 : DType::kInt64;
   }
   std::vector<uint64_t> hashes(all.size() * static_cast<size_t>(n_ranks));
@@ -177,7 +176,7 @@ void reduce_among(unsigned seed, const std::vector<int>& sizes) {
   }
 }
 
-// What the ranks of one host share.
+// The state shared by the ranks of one host.
 struct HostMemory {
   HostMemory(const Hosts& hosts, int n_ranks, int here)
       : size(static_cast<int>(hosts.ranks[static_cast<size_t>(here)].size())),
@@ -300,7 +299,7 @@ struct Member {
   }
 };
 
-// What all ranks of a world do, and how it ends: rank 0 leaves where the others wait for it.
+// The program of all ranks of a world, and its end: rank 0 leaves while the others wait for it.
 void run_asynchronously(unsigned seed, const std::vector<int>& sizes) {
   World world(seed, sizes);
   Random drawn(seed);
@@ -332,7 +331,7 @@ void run_asynchronously(unsigned seed, const std::vector<int>& sizes) {
           me.reduce_directly(all[4]);
           try {
             me.engine->drain();
-          } catch (const Mismatch&) {  // unless it was seen
+          } catch (const Mismatch&) {  // thrown if it was not seen
             expect(false, "the mismatch has been seen");
           }
           if (rank != 0) {
@@ -373,7 +372,7 @@ void causes(unsigned seed) {
   check([&] { waits.direct->peers().check_all(); });
   check([&] { waits.direct->peers().check_one(1, "a message"); });
 
-  // An engine notices it between its rounds, too.
+  // An engine also notices it between its rounds.
   const Member::Pending pending = fails.submit("an operation", {}, 1);
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   ends.asynchronous->peers().leave("its program has ended");

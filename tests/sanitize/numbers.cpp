@@ -6,7 +6,7 @@
 namespace horo {
 namespace {
 
-// Encodes, reduces and decodes as ShmGroup::allreduce does, through images of exactly the bytes that a chunk has.
+// Encodes, reduces and decodes like ShmGroup::allreduce, through images of exactly the size of a chunk.
 uint64_t reduce_alone(const Reduction& what, size_t chunk_bytes, bool any_bits) {
   const size_t n_ranks = what.weights.size();
   std::vector<Tensors> tensors;
@@ -22,7 +22,7 @@ uint64_t reduce_alone(const Reduction& what, size_t chunk_bytes, bool any_bits) 
   }
   Weighting weights = weighting(what.op, what.weights);
   double scale = 1.0;
-  if (any_bits) {  // also factors by which most integers leave their range
+  if (any_bits) {  // also factors by which most integers overflow
     const double factors[] = {0.0, 5e-324, 1e-9, 0.3, 1.0, 3e4, 1e30, 1e300};
     Random random(what.seed);
     if (random() % 2 == 0) weights.weights.assign(n_ranks, factors[random() % std::size(factors)]);
@@ -32,7 +32,7 @@ uint64_t reduce_alone(const Reduction& what, size_t chunk_bytes, bool any_bits) 
     std::vector<std::unique_ptr<uint8_t[]>> memory;
     std::vector<const uint8_t*> images;
     for (size_t r = 0; r < n_ranks; ++r) {
-      // 64 bytes more at its beginning than at its end, where malloc aligns to 16 only.
+      // 64 bytes more: at its beginning if malloc aligns to 64, else partly at its end.
       memory.push_back(std::make_unique<uint8_t[]>(kWireAlignment + layouts[r].chunk_size(chunk)));
       images.push_back(memory.back().get() + kWireAlignment -
                        reinterpret_cast<uintptr_t>(memory.back().get()) % kWireAlignment);
@@ -59,7 +59,7 @@ uint64_t reduce_alone(const Reduction& what, size_t chunk_bytes, bool any_bits) 
     expect(tensors[r].hash() == tensors[0].hash() || what.sizes.empty(), "all ranks have the same bits");
     if (!any_bits) check_result(what, tensors[r], static_cast<int>(n_ranks), static_cast<int>(n_ranks));
   }
-  // Of two NaNs that are added, the compiler chooses whose bits to keep.
+  // When two NaNs are added, the compiler chooses whose bits to keep.
   for (size_t t = 0; t < what.sizes.size(); ++t) {
     for (size_t i = 0; i < what.sizes[t]; ++i) {
       uint8_t* element = tensors[0].at(t, i);
@@ -83,7 +83,7 @@ void kernels(unsigned seed) {
           what.dtypes.push_back(dtype);
           what.sizes.push_back(n);
         }
-        what.dtypes.insert(what.dtypes.begin(), DType::kFloat32);  // all that follows lies elsewhere on the wire
+        what.dtypes.insert(what.dtypes.begin(), DType::kFloat32);  // the rest has different offsets on the wire
         what.sizes.insert(what.sizes.begin(), random() % 40);
         what.draw_weights(random, 1 + static_cast<int>(random() % 3));
         const size_t chunk_bytes = random() % 20000;
@@ -92,7 +92,7 @@ void kernels(unsigned seed) {
           try {
             use_instruction_set(isa);
           } catch (const std::invalid_argument&) {
-            continue;  // not this machine's, or not in this build
+            continue;  // not on this machine, or not in this build
           }
           for (const bool any_bits : {false, true}) {
             const uint64_t hash = reduce_alone(what, chunk_bytes, any_bits);
@@ -108,7 +108,7 @@ void kernels(unsigned seed) {
   use_instruction_set(best.c_str());
 }
 
-// Replicas that differ in one element are seen to.
+// Replicas that differ in one element are detected.
 void replicas(unsigned seed) {
   Random random(seed);
   for (const DType dtype : kDTypes) {
@@ -120,12 +120,12 @@ void replicas(unsigned seed) {
     expect(a.hash() != b.hash() && difference(a.refs[0], b.refs[0]).n_elements == 1, "one bit makes a difference");
     expect(count_non_finite(a.refs[0]).n_nan + count_non_finite(a.refs[0]).n_inf == 0, "all is finite");
   }
-  // Memory as processes share it; here it is mapped twice by one.
+  // Memory as shared by processes; here it is mapped twice by one.
   Segment segment = Segment::create(5000);
   Segment seen = Segment::open(getpid(), segment.fd(), 5000, segment.token());
   segment.data()[4999] = 7;
   expect(seen.data()[4999] == 7, "both see the same memory");
-  Segment adopted = Segment::adopt(segment.fd(), 5000 + 4096);  // as if it were another library's
+  Segment adopted = Segment::adopt(segment.fd(), 5000 + 4096);  // as if it belonged to another library
   expect(adopted.data()[4096 + 4999] == 7, "what is adopted is the same memory");
   Segment found = Segment::open(getpid(), adopted.fd(), 5000 + 4096, adopted.token());
   expect(found.data()[4096 + 4999] == 7, "others find what is adopted");

@@ -1,5 +1,5 @@
-// What an all-reduce must give, one element after the other in wide arithmetic. Only the conversions of single halves
-// and bfloat16s are the kernels' own (dtype.h); test_kernels.py compares those with NumPy's.
+// The expected result of an all-reduce, one element after the other in wide arithmetic. Only the conversions of single
+// halves and bfloat16s are the kernels' own (dtype.h); test_kernels.py compares those with NumPy's.
 #pragma once
 
 #include <algorithm>
@@ -49,13 +49,13 @@ auto with_type(DType dtype, Call call) {
   }
 }
 
-// One of these is meant, as the dtype has it.
+// One of these is used, depending on the dtype.
 struct Number {
   __int128 integer = 0;
   long double real = 0;
 };
 
-// Elements may lie at any address.
+// Elements may be at any address.
 inline Number number_at(DType dtype, const uint8_t* at) {
   if (dtype == DType::kBool) return {*at, 0};  // not every byte is a bool
   return with_type(dtype, [at](auto value) -> Number {
@@ -82,7 +82,7 @@ inline void put_random(DType dtype, Op op, std::mt19937& random, uint8_t* at) {
   });
 }
 
-// Whether `got` is the reduction of one element of every rank. Weights are whole numbers of samples.
+// Returns whether `got` is the reduction of one element of every rank. Weights are whole numbers of samples.
 inline bool is_reduction(DType dtype, Op op, Wire wire, const std::vector<Number>& all,
                          const std::vector<double>& weights, Number got) {
   return with_type(dtype, [&](auto type) {
@@ -100,7 +100,7 @@ inline bool is_reduction(DType dtype, Op op, Wire wire, const std::vector<Number
       if (op == Op::kMin) value = r == 0 ? next : std::min(value, next);
       else if (op == Op::kMax) value = r == 0 ? next : std::max(value, next);
       else if (op == Op::kProduct) {
-        // Wraps round, as unsigned numbers do.
+        // Wraps around, as unsigned numbers do.
         if constexpr (kInteger) next = static_cast<T>(static_cast<uint64_t>(value) * static_cast<uint64_t>(next));
         else next = value * next;
         value = r == 0 ? (kInteger ? static_cast<Wide>(all[r].integer) : static_cast<Wide>(all[r].real)) : next;
@@ -111,7 +111,7 @@ inline bool is_reduction(DType dtype, Op op, Wire wire, const std::vector<Number
     if (average) value /= divisor;
     if constexpr (kInteger) return static_cast<T>(got.integer) == static_cast<T>(value);
     if (!average) return got.real == static_cast<long double>(value);
-    // A quotient is rounded once or twice: to the dtype, and before that to what it travelled in.
+    // A quotient is rounded once or twice: to the dtype, and before that to the dtype on the wire.
     int bits = sizeof(T) > 4 ? 50 : 21;
     if (std::is_same_v<T, Half> || wire == Wire::kFloat16) bits = 9;
     if (std::is_same_v<T, BFloat16> || wire == Wire::kBFloat16) bits = 6;

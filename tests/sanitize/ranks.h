@@ -1,4 +1,4 @@
-// What the checks share: reductions drawn at random, and ranks as threads of this process.
+// Shared by the checks: reductions drawn at random, and ranks as threads of this process.
 #pragma once
 
 #include <algorithm>
@@ -79,7 +79,7 @@ inline constexpr Wire kWires[] = {Wire::kNone, Wire::kBetweenHosts, Wire::kFloat
 
 inline bool is_average(Op op) { return op == Op::kAverage || op == Op::kWeightedAverage; }
 
-// What all ranks ask for alike. A rank's numbers follow from the seed, so that each can work out what all must get.
+// The arguments, the same on all ranks. A rank's numbers follow from the seed, so that each can compute all results.
 struct Reduction {
   Op op = Op::kSum;
   Wire wire = Wire::kNone;
@@ -119,7 +119,7 @@ class Tensors {
     }
     fill(what, rank);
   }
-  // In memory of the caller's.
+  // In memory of the caller.
   Tensors(const Reduction& what, int rank, uint8_t* memory) {
     for (size_t t = 0; t < what.sizes.size(); ++t) {
       refs.push_back({memory + total_bytes, what.sizes[t], what.dtypes[t]});
@@ -159,7 +159,7 @@ class Tensors {
   std::vector<std::unique_ptr<uint8_t[]>> memory_;
 };
 
-// `n_ranks` contributed, those from `n_with_data` on nothing but zeros. Looks at the tensors from `first` to `last`.
+// `n_ranks` contributed, those from `n_with_data` on only zeros. Checks the tensors from `first` to `last`.
 inline void check_result(const Reduction& what, const Tensors& got, int n_ranks, int n_with_data, size_t first = 0,
                          size_t last = SIZE_MAX) {
   std::vector<Tensors> inputs;
@@ -180,7 +180,7 @@ inline void check_result(const Reduction& what, const Tensors& got, int n_ranks,
   }
 }
 
-// The first of the tensors that a reduce-scatter leaves on a rank; the next rank's is behind the last.
+// Returns the first tensor that a reduce-scatter leaves on a rank; the next rank's comes after the last.
 inline size_t first_of_part(size_t n_tensors, int rank, int n_ranks) {
   return n_tensors * static_cast<size_t>(rank) / static_cast<size_t>(n_ranks);
 }
@@ -198,7 +198,7 @@ inline std::vector<std::vector<TensorRef>> parts_of(const std::vector<TensorRef>
 
 // --- ranks ------------------------------------------------------------------------------------------------------
 
-// What the ranks of one host share.
+// The state shared by the ranks of one host.
 struct Host {
   explicit Host(int n_ranks)
       : size(n_ranks),
@@ -218,7 +218,7 @@ struct Host {
   std::vector<std::string> names;
 };
 
-// One of them, made by the thread that plays it, as session.py makes its transports.
+// One of them, made by its thread, as session.py makes its transports.
 struct Rank {
   Rank(Host& host, int number)
       : rank(number),

@@ -1,16 +1,16 @@
-"""Random jobs, each with random trouble, watched from outside: `make soak`.
+"""Random jobs, each with random faults, observed from outside: `make soak`.
 
     python tests/soak/soak.py [--minutes 30] [--runs N] [--jobs 2] [--seed N] [--mpich PYTHON]
 
-A job follows from its seed, and the next job's seed is one more: `--seed N --runs 1` runs the job
-of a finding again. There are three kinds: training that loses ranks and must end with what one
-process computes (soak_training.py); and every kind of call, while ranks are killed, stopped,
+A job is determined by its seed, and the next job's seed is one more: `--seed N --runs 1` repeats
+the job of a finding. There are three kinds: training that loses ranks and must end with the result
+of one process (soak_training.py); and every kind of call, while ranks are killed, stopped,
 interrupted or mistaken, in plain jobs and under elastic.run (soak_calls.py). Some jobs run on
-simulated hosts, some under MPICH, some on one core or at low priority. Of each must hold:
+simulated hosts, some under MPICH, some on one core or at low priority. For each, this must hold:
 
-- it ends in time, and no process and no file of it is left;
+- it ends in time, and leaves no processes or files;
 - the exit code is 0 exactly if every rank that should have ended well has, and all have said so;
-- what a call returned was right, to the last bit, and the same on every rank;
+- results of calls were right, to the last bit, and the same on every rank;
 - a lost rank is named, and neither Python nor the core has crashed.
 """
 
@@ -52,12 +52,12 @@ CRASHES = re.compile(
 
 
 class FindingError(AssertionError):
-    """Something that must not be."""
+    """A violated requirement."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python with an MPI beside it."""
+    """A Python with an MPI installed."""
 
     python: str
     has_torch: bool
@@ -71,7 +71,7 @@ class Environment:
 
 
 def run(seed: int, environments: dict[str, Environment]) -> str:
-    """The job of that seed, in a line. AssertionError where it is not as it must be."""
+    """Run the job of that seed; return a summary line. AssertionError for a violation."""
     rng = random.Random(f"job {seed}")
     kinds = ["calls", "calls", "calls, elastic", "training"]
     kind = rng.choice(kinds if "openmpi" in environments else kinds[:2])
@@ -112,7 +112,7 @@ def run(seed: int, environments: dict[str, Environment]) -> str:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is to run, and what must come of it."""
+    """A job to run, and its expected result."""
 
     script: Path
     n: int
@@ -122,7 +122,7 @@ class Watch:
     check: Callable[[Result], None]
     meddle: Callable[[Job], None] = lambda job: None
     crashes: bool = False
-    """Ranks crash by intention."""
+    """Ranks crash on purpose."""
     env: Mapping[str, str] = field(default_factory=dict)
     options: Sequence[str] = ()
 
@@ -150,17 +150,18 @@ def _calls(seed: int, elastic: bool, mpi: str, here: Environment) -> Watch:
         lost = [
             t.rank for t in plan.troubles if t.how not in ("SIGSTOP", "skip") and t.step < until
         ]
-        # MPICH's launcher kills the others before they can tell which rank a signal has ended.
-        # As Open MPI's launcher says it, if that is faster: [prterun-host-pid@1,rank].
+        # MPICH's launcher kills the others before they can report which rank a signal has ended.
+        # The second pattern is that of Open MPI's launcher, if it is faster:
+        # [prterun-host-pid@1,rank].
         named = [r for r in lost if re.search(rf"\brank {r}\b|@\d+,{r}\]", result.stderr)]
         if expected == "bad" and len(lost) == 1 and mpi == "openmpi" and not named:
             raise FindingError(f"rank {lost[0]} was lost, and nobody names it")
 
-    # MPICH's launcher would kill the others at once, and may call it a success.
+    # MPICH's launcher would kill the others at once, and may report success.
     exits = bool(hows & {"_exit 0", "_exit 3"})
     is_left_alone = mpi == "mpich" and exits
-    # Messages and collectives are not compared: who leaves one out may have all wait. And who is
-    # gone without a word is seen on its own host only, unless the launcher ends the others.
+    # Messages and collectives are not compared: a skipped call may make all wait. And a rank that
+    # ends silently is noticed on its own host only, unless the launcher ends the others.
     stalls = "skip" in hows or ((is_left_alone or elastic) and exits and bool(plan.hosts))
     return Watch(
         HERE / "soak_calls.py",
@@ -182,21 +183,21 @@ def _training(rng: random.Random) -> Watch:
     delay_s, which = rng.uniform(0, 0.5), rng.random()
 
     def meddle(job: Job) -> None:
-        """One more rank is killed, at a moment that has nothing to do with what it does."""
+        """Kill one more rank, at a moment independent of what it does."""
         if not outside:
             return
-        # Not before: in MPI_Init, Open MPI has the others wait for the dead.
+        # Not before: in MPI_Init, Open MPI makes the others wait for the dead.
         job.wait_for("STARTS", count=n, timeout_s=LIMIT_S)
         time.sleep(delay_s)
         spared = [pid for rank, pid in job.ranks().items() if str(rank) not in plan]
-        # After training, elastic.run has done its part.
+        # After training, elastic.run is done.
         if len(spared) > 1 and "TRAINED" not in job.stdout():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(spared[int(which * len(spared))], signal.SIGKILL)
 
     def check(result: Result) -> None:
         if outside and "TRAINED" in result.stdout and result.returncode:
-            return  # it was killed when the others were through
+            return  # it was killed after the others had finished
         ends = re.findall(r"ENDS (\d+) (\d+)", result.stdout)
         good = result.returncode == 0 and ends and len(set(ends)) == 1
         if not good or int(ends[0][0]) != len(ends):
@@ -225,7 +226,7 @@ def _end_of(job: Job, told: str) -> Result:
 
 
 def _open_mpi_crashed(result: Result) -> bool:
-    """Every crash was in a call of Open MPI's that makes a communicator.
+    """Return whether every crash was in a call of Open MPI's that makes a communicator.
 
     Version 5.0.11 does that with --with-ft ulfm, and also in a program of mpi4py alone, when a rank
     dies at this very moment: docs/elastic.md.
@@ -275,7 +276,7 @@ def main() -> int:
     args = parser.parse_args()
     environments = {mpi_name(): Environment.of(sys.executable)}
     if args.mpich:
-        mpich = os.path.abspath(args.mpich)  # jobs run in directories of their own
+        mpich = os.path.abspath(args.mpich)  # jobs run in their own directories
         environments[mpi_name("mpich", mpich)] = Environment.of(mpich)
     until = time.monotonic() + 60 * args.minutes
     seeds = (

@@ -1,7 +1,7 @@
-"""A job of `make soak`: every kind of call at random, while ranks are killed, stopped or mistaken.
+"""A job of `make soak`: random calls of every kind, while ranks are killed, stopped or mistaken.
 
-All ranks make the same calls, with numbers that depend on the rank, and compare what comes back
-with what must come: whole numbers, exactly. Who is in trouble, when and how stands in the plan.
+All ranks make the same calls, with numbers that depend on the rank, and compare the results with
+the expected ones: whole numbers, exactly. The plan says which rank is in trouble, when and how.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-# What befalls a rank. A time in milliseconds after the call began, or None for just before it.
+# The possible troubles. Times are in milliseconds after the call began, or None for just before it.
 BY_SIGNAL = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP")
 BY_ITSELF = ("exception", "exit 0", "exit 3", "_exit 0", "_exit 3", "skip")
-# With fault tolerance these are the death of one rank, and the others end well.
+# With fault tolerance these are the death of one rank, and the others end normally.
 SURVIVABLE = ("SIGKILL", "SIGTERM", "exception", "exit 3")
 N_STEPS = 24
 
@@ -41,7 +41,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job, all of it from its seed."""
+    """A job, entirely determined by its seed."""
 
     seed: int
     n: int
@@ -59,20 +59,20 @@ class Plan:
         return Plan(**plan | {"troubles": [Trouble(**each) for each in plan["troubles"]]})
 
     def expected(self) -> str:
-        """`good`: exit code 0, and all who live have finished; `bad`: any other code."""
+        """Return `good`: exit code 0, and all survivors have finished; `bad`: any other code."""
         hows = {trouble.how for trouble in self.troubles} - {"SIGSTOP"}
         if not hows or (self.elastic and hows <= set(SURVIVABLE)):
             return "good"
         # Open MPI may or may not notice os._exit(), and one death may hide another rank's trouble.
-        # A call left out may leave all waiting for each other, and who is late then counts as lost.
+        # A skipped call may make all wait for each other, and then the late rank counts as lost.
         depends = len(hows) > 1 or any(how.startswith(("_exit", "skip")) for how in hows)
         return "any" if self.elastic and depends else "bad"
 
     def survivors(self) -> range:
-        """How many ranks may come to the end, where some do.
+        """Return how many ranks may finish, if any do.
 
-        Whether the others notice that a rank has left out a call depends on what they do meanwhile:
-        join() takes part in whatever that rank goes on with.
+        Whether the others notice that a rank has skipped a call depends on what they do meanwhile:
+        join() takes part in whatever that rank does next.
         """
         lost = {t.rank for t in self.troubles if t.how not in ("SIGSTOP", "skip")}
         skipped = {t.rank for t in self.troubles if t.how == "skip"} - lost
@@ -82,7 +82,7 @@ class Plan:
 
 
 def plan_of(seed: int, *, elastic: bool, torch: bool) -> Plan:
-    """The job of that seed."""
+    """Return the job of that seed."""
     rng = random.Random(seed)
     n = rng.choice([2, 2, 3, 3, 4, 5])
     hosts = ""
@@ -108,8 +108,8 @@ def plan_of(seed: int, *, elastic: bool, torch: bool) -> Plan:
             troubles.append(Trouble(rank, rng.randrange(N_STEPS - 1), how, after_ms))
     calls = [rng.choice(kinds) for _ in range(N_STEPS)]
     for trouble in troubles:
-        # What has no name is matched by its place: nobody could tell the next one of the same kind
-        # from the one that a rank has left out.
+        # Unnamed calls are matched by position: the next one of the same kind could not be told
+        # from the one that a rank has skipped.
         if trouble.how == "skip" and calls[trouble.step] == calls[trouble.step + 1]:
             others = [kind for kind in kinds if kind != calls[trouble.step]]
             calls[trouble.step + 1] = rng.choice(others)
@@ -120,7 +120,7 @@ def plan_of(seed: int, *, elastic: bool, torch: bool) -> Plan:
 
 
 class Rank:
-    """One rank of the job, at one step: what its calls need."""
+    """One rank of the job, at one step: the data for its calls."""
 
     def __init__(self, plan: Plan) -> None:
         import horo_lite as hvd
@@ -128,7 +128,7 @@ class Rank:
         self.hvd = hvd
         self.plan = plan
         self.step = 0
-        self.rng = random.Random()  # alike on all ranks
+        self.rng = random.Random()  # the same on all ranks
         self.me = hvd.rank()  # in the first world
         self.kept: dict[str, Any] = {}  # optimizers live as long as the job
         self.seen = hashlib.sha256()
@@ -144,7 +144,7 @@ class Rank:
         return self.hvd.size()
 
     def array(self, rank: int, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """What that rank contributes: small whole numbers, so that no sum is rounded."""
+        """Return that rank's contribution: small whole numbers, so that no sum is rounded."""
         n = int(np.prod(shape))
         return ((np.arange(n) % 5 + rank + 1) % 11).astype(dtype).reshape(shape)
 
@@ -153,14 +153,14 @@ class Rank:
 
     def some_shape(self) -> list[int]:
         rows = self.rng.choice([1, 3, 17, 1000, 5000, 100_000, 300_000])
-        # No other step has this shape: a call that was left out cannot go unnoticed.
+        # No other step has this shape: a skipped call cannot go unnoticed.
         return [rows + self.step, self.rng.choice([1, 2])]
 
     def some_dtype(self) -> str:
         return self.rng.choice(["float32", "float64", "float16", "int32", "int64", "uint8"])
 
     def expect(self, what: str, got: Any, want: Any) -> None:
-        """What all ranks have alike is as it should be."""
+        """Check a result that is the same on all ranks."""
         if isinstance(want, np.ndarray):
             got = np.asarray(got)
             same = got.dtype == want.dtype and np.array_equal(got, want)
@@ -170,16 +170,16 @@ class Rank:
             self.seen.update(repr(got).encode())
         if not same and not self.is_beside_joined:
             print(f"WRONG {what} at step {self.step} on rank {self.rank}", flush=True)
-            raise AssertionError(f"{what}: {got!r:.300} where {want!r:.300} is right")
+            raise AssertionError(f"{what}: {got!r:.300} instead of {want!r:.300}")
 
     def go_through(self, step: int) -> None:
-        """The call of that step, and what befalls this rank in it."""
+        """Make the call of that step, with this rank's troubles."""
         self.step = step
         self.rng.seed(f"{self.plan.seed} {step}")
         mine = [t for t in self.plan.troubles if (t.rank, t.step) == (self.me, step)]
         for trouble in mine:
             if trouble.how == "skip":
-                # The others stay in join(), and rightly add zeros to what this rank goes on with.
+                # The others stay in join(), and correctly add zeros to this rank's next calls.
                 self.is_beside_joined = self.plan.calls[step] == "join"
                 return
             self.suffer(trouble)
@@ -208,14 +208,14 @@ class Rank:
         self.timers.append(timer)
 
     def finish(self) -> None:
-        """Nothing is still to befall this rank."""
+        """Wait for pending troubles of this rank."""
         for timer in self.timers:
             timer.join()
         time.sleep(0.01)
 
 
 def sum_of(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """In their own dtype."""
+    """Return the sum in the arrays' own dtype."""
     return np.add.reduce(arrays, dtype=arrays[0].dtype)
 
 
@@ -275,7 +275,7 @@ def movements(r: Rank) -> None:
 
 
 def asynchronous(r: Rank) -> None:
-    """Several at once, named and not, submitted by each rank in an order of its own."""
+    """Several at once, named and unnamed, submitted by each rank in its own order."""
     hvd, submit = r.hvd, {}
     wants: dict[str, Any] = {}
 
@@ -415,7 +415,7 @@ def optimizer(r: Rank) -> None:
 
 
 def torch_step(r: Rank) -> None:
-    """Three layers, whose gradients leave during backward(), in buckets of their own."""
+    """Three layers, whose gradients are sent during backward(), in separate buckets."""
     import torch
 
     import horo_lite.torch as hvt
@@ -494,7 +494,7 @@ def init_again(r: Rank) -> None:
 
 
 def mistake(r: Rank) -> None:
-    """One rank, or each, makes a mistake; the ranks hear of it, catch it, and go on."""
+    """One rank, or each, makes a mistake; the ranks get an error, catch it, and continue."""
     hvd = r.hvd
     shape = r.some_shape()
     everyone = r.arrays(shape, "float32")
@@ -575,7 +575,8 @@ def mistake(r: Rank) -> None:
         right, choices = r.rng.choice([(good, disagreements), (asynchronous, disagreements_async)])
         bad, alone = r.rng.choice(choices), True
     if r.size > 1 and (not alone or r.rank == r.rng.randrange(r.size)):
-        # What one rank refuses by itself, the others never hear of; they meet its next call.
+        # If one rank refuses a call itself, the others do not learn of it; they match its next
+        # call.
         try:
             bad()
         except Exception as error:
@@ -629,7 +630,7 @@ def main() -> None:
     else:
         train(state)
         hvd.barrier()
-        # Whatever every rank has seen, all have seen alike.
+        # Results seen by all ranks must be equal.
         rank.expect("digests", len(set(hvd.allgather_object(rank.seen.digest()))), 1)
     print("ENDS", hvd.rank(), hvd.size(), flush=True)
 

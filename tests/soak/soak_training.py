@@ -1,9 +1,9 @@
-"""A job of `make soak`: training that loses ranks, and must end with what one process computes.
+"""A job of `make soak`: training that loses ranks, and must end with the result of one process.
 
 A small model is trained under Open MPI's fault tolerance, while ranks are killed: before, in, or
 after an exchange, two at once, one more during the recovery. The survivors must end with equal
 parameters, and these must be what one process computes from the batches that the job kept in its
-state; every sample must be among them as often as it should.
+state; every sample must occur in them as often as it should.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N_SAMPLES, N_EPOCHS, BATCH, N_WEIGHTS = 240, 2, 4, 2000
 
 
 class Adam:
-    """Any optimizer with state would do; this one's steps depend on how many there were."""
+    """Any optimizer with state would do; this one's steps depend on their number."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self.params = [self]
@@ -47,9 +47,10 @@ def gradient(weights: np.ndarray, batch: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    """One rank: dies by the plan in the environment, `{"rank": [place, step, signal], …}`.
+    """Run one rank: it dies by the plan in the environment, `{"rank": [place, step, signal], …}`.
 
-    Where the place is "renewal", the step is the milliseconds after which it dies in the first.
+    If the place is "renewal", the step is the time in milliseconds after which it dies in the
+    first.
     """
     import horo_lite as hvd
     from horo_lite.elastic import recovery
@@ -75,7 +76,7 @@ def main() -> None:
     opt = hvd.DistributedOptimizer(inner)
     data = samples()
     sampler = hvd.elastic.Sampler(N_SAMPLES, seed=5)
-    # Who trained on what is kept in the state, and so goes on and back with it.
+    # Which rank trained on which samples is kept in the state, and is rolled back with it.
     state = hvd.elastic.State(
         weights=inner.data, opt=opt, sampler=sampler, epoch=0, step=0, history=[],
         begin=inner.data.copy(),
@@ -118,7 +119,7 @@ def main() -> None:
     print("TRAINED", flush=True)
     seen = [(epoch, i) for epoch, parts in state.history for part in parts for i in part]
     every = {(epoch, i) for epoch in range(N_EPOCHS) for i in range(N_SAMPLES)}
-    # Each epoch's end may be filled up with size - 1 samples, and a loss in it once more.
+    # Each epoch's end may be padded with size - 1 samples, and once more after a loss.
     assert set(seen) == every, f"{len(every - set(seen))} samples were never seen"
     assert len(seen) <= len(every) + 3 * N_EPOCHS + 3, f"{len(seen) - len(every)} were seen twice"
     assert state.step == len(state.history) == inner.t
@@ -135,7 +136,7 @@ def main() -> None:
 
 
 def plan_of(rng: random.Random, n: int) -> dict[str, list[Any]]:
-    """Who dies where: one rank, two at once, or one after the other."""
+    """Draw which ranks die, and where: one rank, two at once, or one after the other."""
     places = ["before", "exchange", "beside", "after", "commit", "end", "reset"]
     how = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV]
     n_dying = rng.randint(1, n - 1)

@@ -1,4 +1,4 @@
-"""What each rank does in a job of test_go_on.py."""
+"""The ranks of test_go_on.py."""
 
 import os
 import signal
@@ -140,7 +140,7 @@ for name, operation in operations.items():
             assert "can no longer be used" in str(error), error
             assert "call shutdown() and then init() on every rank" in str(error), error
         else:
-            raise AssertionError(f"{name} went on")
+            raise AssertionError(f"{name} continued")
     except hvd.PeerLostError as error:
         assert rank != 0 and "rank 0" in str(error) and "interrupted" in str(error), error
     else:

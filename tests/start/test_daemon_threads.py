@@ -1,4 +1,4 @@
-"""A program ends in good order while a daemon thread of it still waits for other ranks."""
+"""A program ends normally while one of its daemon threads still waits for other ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ operations = {"allreduce": lambda: hvd.allreduce(x), "recv": lambda: hvd.recv(x,
 hvd.barrier()
 if rank == 0:
     threading.Thread(target=operations[what], daemon=True).start()
-    time.sleep(0.3)  # until it waits; it is no error if it does not yet
+    time.sleep(0.3)  # until it waits; it does not matter if it does not yet
 else:
     while not transport.has_left(0, 0):  # rank 0 ends first
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Processes that a rank has started, with its launcher's variables: they are no ranks."""
+"""Processes that a rank has started, with its launcher's variables: they are not ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPAWNED = """
         child.join()
         assert child.exitcode == 1, child.exitcode
     except ConnectionError:
-        # From Python 3.14 on the server that forks has run the script before there was a child.
+        # From Python 3.14 on the fork server has run the script before there is a child.
         assert sys.argv[1] == "forkserver"
     print("went on", hvd.allreduce(float(world.rank)))
 """

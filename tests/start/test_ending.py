@@ -1,4 +1,4 @@
-"""The hooks by which a bad end of a rank becomes the job's."""
+"""The hooks by which a failure of a rank ends the job."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from horo_lite.start import ending
 
 
 class Waiting:
-    """In place of a transport in which others may wait for this rank."""
+    """Stands for a transport in which others may wait for this rank."""
 
 
 def test_hooks_on_top_keep_nothing_of_a_world_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As torch.distributed's excepthook, of which each init_process_group() installs one more."""
+    """Like torch.distributed's excepthook, of which each init_process_group() installs one more."""
     for module, name in (sys, "excepthook"), (threading, "excepthook"), (sys, "exit"):
         monkeypatch.setattr(module, name, getattr(module, name))
     transport: Any = Waiting()

@@ -1,6 +1,6 @@
-"""Worlds of several hosts that MPI did not start, whose bytes PyTorch's gloo carries.
+"""Worlds of several hosts without MPI, which transfer data with PyTorch's gloo.
 
-What all worlds without MPI share, test_store.py tests for these, too.
+Properties of all worlds without MPI are tested in test_store.py, for these, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_the_bits_are_those_of_the_same_hosts_over_mpi(tmp_path: Path) -> None:
 
 
 def test_messages_are_large_since_each_needs_the_gil(tmp_path: Path) -> None:
-    """Beside a busy training thread that takes a millisecond, which windows of 1 MiB showed."""
+    """Next to a busy training thread this takes a millisecond, as windows of 1 MiB showed."""
     code = """
     import numpy as np
     import horo_lite as hvd
@@ -114,13 +114,13 @@ def test_a_rank_that_dies_is_named_on_the_other_host_at_once(tmp_path: Path, cod
         os.kill(int(pids[0]), signal.SIGKILL)
         result = job.wait(5)
     assert result.returncode != 0
-    # One of a host reports.
+    # One rank per host reports.
     (line,) = re.findall(r"rank [01] of 3 .*PeerLostError: (.*)", result.stderr)
     assert re.match(r"(rank [01] .* gave up .*)?rank 2 \(pid \d+ on \S+\) died", line), str(result)
 
 
 def test_those_that_are_left_can_go_on_in_a_group_of_their_own(tmp_path: Path) -> None:
-    """The connections among them outlive what failed in the world."""
+    """The connections between them survive the failure in the world."""
     code = f"""{WAITS}
 part = hvd.new_group([0, 1])
 if world.rank == 2:
@@ -144,7 +144,7 @@ def test_a_death_while_the_hosts_are_connected_is_noticed_at_once(
 ) -> None:
     """Not by gloo, which would wait for two minutes, and blame the network.
 
-    A rank may not look before rank 0 has: then the first that it notices is that the store is gone.
+    The other rank may not check before rank 0 does: then it first notices that the store is gone.
     """
     code = f"""
     import os
@@ -175,7 +175,7 @@ ENDINGS: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_rank_that_ends_gives_its_reason(tmp_path: Path, ending: str) -> None:
-    """On the other host, where a peer that waits for it raises PeerLostError."""
+    """To the other host, where a peer that waits for it raises PeerLostError."""
     how, is_right = ENDINGS[ending]
     code = f"""{WAITS}
 if world.rank == 0:
@@ -194,7 +194,7 @@ if world.rank == 0:
 
 
 def test_what_a_rank_has_sent_arrives_though_it_ends_at_once(tmp_path: Path) -> None:
-    """Both by operations that its peers are still in, and by messages that they ask for later."""
+    """Through operations that its peers are still in, and messages that they receive later."""
     code = """
     import time
     import numpy as np
@@ -253,7 +253,7 @@ def test_stragglers_are_reported_and_limits_hold(tmp_path: Path) -> None:
 
 
 def test_groups_come_and_go(tmp_path: Path) -> None:
-    """Overlapping ones, made in different numbers by different ranks, of ranks in any order."""
+    """Overlapping groups, made in different numbers by different ranks, with ranks in any order."""
     code = """
     import numpy as np
     import horo_lite as hvd

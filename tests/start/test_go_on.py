@@ -1,4 +1,4 @@
-"""After a failure in an operation, as in a notebook: shutdown(), init(), and training goes on."""
+"""After a failed operation, as in a notebook: shutdown(), init(), and training continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_training_goes_on_after_an_interrupt(which: str, np_: int, hosts: str) -
 
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])
 def test_an_interrupt_in_a_second_init_ends_the_job(hosts: str) -> None:
-    """Rank 1 waits in init() as well, and rank 2 for a message from outside, which never comes."""
+    """Rank 1 also waits in init(), and rank 2 for a message from outside, which never comes."""
     script = """\
 import os, signal, sys, threading, time
 import horo_lite as hvd
@@ -81,7 +81,7 @@ print("went on", flush=True)
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])
 @pytest.mark.parametrize("waits_in", ["MPI_Init", "first init()", "second init()"])
 def test_a_rank_that_is_late_in_init_is_reported(waits_in: str, hosts: str, tmp_path: Path) -> None:
-    """Rank 2 comes once the others have said that they wait."""
+    """Rank 2 comes after the others have reported that they wait."""
     script = f"""\
 import os, sys, threading, time
 from pathlib import Path
@@ -102,7 +102,7 @@ assert hvd.allreduce(float(rank), op=hvd.Sum) == 3
 print("came", os.getpid() if rank == 2 else "", flush=True)
 """
     env = {"HORO_LITE_TEST_HOSTS": hosts}
-    # Those that know from the others who is late all report it; else one rank of the host does.
+    # Ranks that learn from the others who is late all report it; else one rank of the host does.
     reporters = "01" if waits_in == "second init()" else "0"
     waits = [rf"rank {rank} has waited \S+ s in init\(\) for rank 2\b" for rank in reporters]
 
@@ -125,7 +125,7 @@ print("came", os.getpid() if rank == 2 else "", flush=True)
         "second init()": "rank 2, which did not call init() again after shutdown()",
     }[waits_in]
     assert f"s in init() for {late}" in result.stderr, str(result)
-    if waits_in != "second init()":  # rank 1 leaves it to rank 0, once that one has come
+    if waits_in != "second init()":  # rank 1 leaves it to rank 0, once that has come
         assert "rank 1 has waited" not in result.stderr.partition("rank 0 has")[2], str(result)
 
 
@@ -146,7 +146,7 @@ def test_a_rank_that_ends_before_init_is_named() -> None:
 
 
 def test_of_several_jobs_on_a_host_only_the_own_ranks_count(tmp_path: Path) -> None:
-    """A rank starts a job of its own, of which one never comes; both jobs have a rank 1."""
+    """A rank starts its own job, of which one rank never comes; both jobs have a rank 1."""
     inner = tmp_path / "inner.py"
     inner.write_text("""\
 import os, time
@@ -194,7 +194,7 @@ hvd.init(device="cpu", stall_abort_s=0.5)
 
 
 def test_a_rank_that_dies_is_missed_in_a_second_init() -> None:
-    """Although its launcher leaves the others alone: a good exit code, or none of its business."""
+    """Although its launcher ignores the death: the exit code is 0, or its options say so."""
     script = """\
 import os
 import horo_lite as hvd
@@ -213,13 +213,13 @@ except hvd.PeerLostError as error:
 print("went on", flush=True)
 """
     result = run_ranks(script, 3, options=that_leave_survivors())
-    if mpi_name() == "mpich":  # Open MPI's launcher ends the last when the other has said so
+    if mpi_name() == "mpich":  # Open MPI's launcher ends the last one after the other's report
         assert result.stdout.count("missed") == 2, str(result)
     assert "went on" not in result.stdout, str(result)
 
 
 def test_a_world_may_be_left_at_once() -> None:
-    """Rank 1 is slow to look at rank 0's inbox, which must not be another file by then."""
+    """Rank 1 is slow to open rank 0's inbox, which must not be another file by then."""
     script = """\
 import time
 import horo_lite as hvd

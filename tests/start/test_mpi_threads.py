@@ -1,4 +1,4 @@
-"""MPI that allows less than THREAD_MULTIPLE; and what init() takes of MPI and gives back."""
+"""MPI with less than THREAD_MULTIPLE; and the MPI resources that init() takes and frees."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def env_of(hosts: str, level: str) -> dict[str, str]:
     ("ranks", "hosts", "level"), [(2, "1,1", "single"), (3, "2,1", "serialized")]
 )
 def test_every_check(ranks: int, hosts: str, level: str) -> None:
-    """What holds with THREAD_MULTIPLE holds without."""
+    """Everything that holds with THREAD_MULTIPLE also holds without."""
     body = """
     import checks
     print(checks.run_all(world.group), "checks passed", flush=True)
@@ -56,14 +56,14 @@ def test_every_check(ranks: int, hosts: str, level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_submitted_before_a_barrier_here_and_behind_it_there(level: str) -> None:
-    """A rank looks after its operation while its peer is in a barrier, and the reverse."""
+    """A rank polls its operation while its peer is in a barrier, and the reverse."""
     body = """
     x = np.full(300_000, rank + 1.0)
     for ahead in [0] * 10 + [1] * 10:
         if rank == ahead:
             handle = hvd.allreduce_async(x, hvd.Sum, name="x")
             for _ in range(20):
-                assert not hvd.poll(handle)  # and returns, for the peer waits in the barrier
+                assert not hvd.poll(handle)  # and returns, since the peer waits in the barrier
             hvd.barrier()
         else:
             hvd.barrier()
@@ -83,7 +83,7 @@ WAITS = {
 
 
 def test_one_waits_in_one_way_and_one_in_another() -> None:
-    """Several operations are completed whatever each rank's thread waits in."""
+    """Several operations are completed whatever call each rank's thread waits in."""
     body = f"""
     import itertools
     waits = {WAITS!r}
@@ -100,9 +100,9 @@ def test_one_waits_in_one_way_and_one_in_another() -> None:
     assert result.stdout.count("done") == 2
 
 
-# Every rank makes the same direct calls in the same order. Of a common order of all events, a rank
-# submits as much earlier, and waits as much later, as chance has it: so nobody waits for somebody
-# who waits for him, unless the library makes him.
+# Every rank makes the same direct calls in the same order. From a common order of all events, each
+# rank submits earlier, and waits later, by random amounts: so ranks do not deadlock, unless the
+# library causes it.
 RANDOM = """
 import random
 seed = int(os.environ["SEED"])
@@ -174,7 +174,7 @@ print("done", flush=True)
     [(2, "1,1", "funneled"), (3, "2,1", "single"), (3, "1,1,1", "serialized")],
 )
 def test_random_orders(ranks: int, hosts: str, level: str) -> None:
-    """Direct calls, submissions, polls, waits and pauses in another order on every rank."""
+    """Direct calls, submissions, polls, waits and pauses in a different order on every rank."""
     for seed in range(2):
         env = {**env_of(hosts, level), "SEED": str(seed)}
         result = run_ranks(PRELUDE + RANDOM, ranks, env=env).check()
@@ -182,7 +182,7 @@ def test_random_orders(ranks: int, hosts: str, level: str) -> None:
 
 
 def test_a_failed_operation_ends_on_every_rank() -> None:
-    """A mismatch is found while a peer is in a direct call, and the world can be used further."""
+    """A mismatch is found while a peer is in a direct call, and the world remains usable."""
     body = """
     for turn in range(3):
         handle = hvd.allreduce_async(np.ones(10 + rank), name="x")
@@ -217,7 +217,7 @@ def test_a_failed_operation_ends_on_every_rank() -> None:
 
 
 def test_only_one_thread_may_wait_but_any_may_submit() -> None:
-    """Torch's autograd threads submit gradients; nobody else gets near MPI."""
+    """Torch's autograd threads submit gradients; no other thread calls MPI."""
     body = """
     def refused(function):
         try:
@@ -277,14 +277,14 @@ def test_one_rank_ends_while_the_others_wait(waiting: str, end: str) -> None:
     assert "came through" not in result.stdout
     if mpi_name() == "mpich" and end == "SIGKILL":
         assert result.returncode != 0, str(result)
-        return  # its launcher kills the others before they can say anything
+        return  # its launcher kills the others before they can report anything
     assert result.returncode != 0, str(result)
     assert re.search(r"\brank 1\b", result.stderr), str(result)
 
 
 @pytest.mark.parametrize("waiting", [*WAITING, "shutdown"])
 def test_ctrl_c_while_waiting(waiting: str) -> None:
-    """KeyboardInterrupt comes within 2 s, and the job ends."""
+    """KeyboardInterrupt is raised within 2 s, and the job ends."""
     body = f"""
     hvd.allreduce(np.ones(3))
     if rank == 1:
@@ -303,7 +303,7 @@ def test_ctrl_c_while_waiting(waiting: str) -> None:
         time.sleep(0.3)
         os.kill(job.ranks()[1], signal.SIGINT)
         job.wait_for("interrupted", timeout_s=2)
-        if waiting != "shutdown":  # then this rank is alone, and the launcher ends the rest
+        if waiting != "shutdown":  # then this rank is alone, and the launcher ends the others
             result = job.wait(5)
             assert result.returncode != 0
             assert "KeyboardInterrupt" in result.stderr
@@ -311,9 +311,9 @@ def test_ctrl_c_while_waiting(waiting: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "hosts"), WORLDS)
 def test_communicators_are_given_back(ranks: int, hosts: str) -> None:
-    """MPICH has 2,048 of them: of what is left here, 25 worlds that keep theirs would take all.
+    """MPICH has 2,048 of them: 25 worlds that kept theirs would exhaust what is left here.
 
-    And messages that nobody heard in one world are not heard in the next, which gets its numbers.
+    And messages not received in one world are not received in the next, which reuses its numbers.
     """
     body = """
     import numpy as np
@@ -335,7 +335,7 @@ def test_communicators_are_given_back(ranks: int, hosts: str) -> None:
 
 
 def test_who_closes_alone_waits_for_nobody() -> None:
-    """shutdown() returns while peers compute, and what follows is as ever."""
+    """shutdown() returns while peers compute, and later calls work as usual."""
     body = """
     import os, time
     import numpy as np

@@ -1,4 +1,4 @@
-"""What can be set: one table of variables, shown in the docs, and what init() makes of them."""
+"""All settings: one table of variables, shown in the docs, and how init() reads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_variable_that_is_read_is_in_the_table() -> None:
     sources = [*(ROOT / "horo_lite").rglob("*.py"), ROOT / "setup.py"]
     text = "".join(path.read_text() for path in sources)
     read = set(re.findall(r"\bHORO_LITE_[A-Z][A-Z_]*[A-Z]\b", text))
-    # Of the Makefile's, for wheels; and of tests.
+    # Variables of the Makefile, for wheels; and of tests.
     unlisted = {"HORO_LITE_CUDA_WHEELS", "HORO_LITE_WHEEL_CPU", "HORO_LITE_TEST_GPUS"}
     assert read - unlisted == set(NAMES)
     assert len(set(NAMES)) == len(NAMES)

@@ -1,4 +1,4 @@
-"""Who is late: what those that wait report, when, and how a stall ends the job."""
+"""Late ranks: what waiting ranks report, when, and how a stall ends the job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = r"(\d+\.\d) s"
 
 
 class Told:
-    """What has come to stderr since the test began."""
+    """The text on stderr since the test began."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
         self._capfd, self._text, self._lock = capfd, "", threading.Lock()
@@ -39,13 +39,13 @@ class Told:
     def wait_for(self, pattern: re.Pattern[str]) -> re.Match[str]:
         until = time.monotonic() + PATIENCE * 10
         while not (found := pattern.search(self.text())):
-            assert time.monotonic() < until, f"{pattern.pattern} was not told: {self.text()}"
+            assert time.monotonic() < until, f"{pattern.pattern} was not printed: {self.text()}"
             time.sleep(0.01)
         return found
 
 
 def detectors_of(n: int, warn_s: float = 0.0, abort_s: float = 0.0) -> list[StallDetector]:
-    """Of ranks that are threads of this process."""
+    """Return the detectors of ranks that are threads of this process."""
     segment = Segment.create(StallDetector.memory_bytes(n))
     names = [f"rank {rank} (a thread)" for rank in range(n)]
     made = [StallDetector(segment, 0, rank, [0] * n, [0] * n, names) for rank in range(n)]
@@ -59,7 +59,7 @@ def detectors_of(n: int, warn_s: float = 0.0, abort_s: float = 0.0) -> list[Stal
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_one_report_of_one_stall(asynchronous: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """Not of the meetings before it, which took longer together, and however many wait."""
+    """Not for the earlier barriers, which took longer together; one, however many wait."""
     told = Told(capfd)
 
     def body(group: Group) -> None:
@@ -87,14 +87,14 @@ def test_one_report_of_one_stall(asynchronous: bool, capfd: pytest.CaptureFixtur
 
 
 def test_who_comes_and_leaves_during_the_report_of_a_stall_has_come() -> None:
-    """The report is under way until the pipe that is stderr, which is full, is read."""
+    """The report blocks until its stderr, a full pipe, is read."""
     reading, writing = os.pipe()
     capacity = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writing, b"." * capacity)
     waits: list[int] = []
 
     def reports(thread: int) -> bool:
-        """Whether it is in a system call on file descriptor 2."""
+        """Return whether the thread is in a system call on file descriptor 2."""
         called = Path(f"/proc/self/task/{thread}/syscall").read_text().split()
         return called[1:2] == ["0x2"]
 
@@ -120,7 +120,7 @@ def test_who_comes_and_leaves_during_the_report_of_a_stall_has_come() -> None:
 
 
 def test_a_stall_ends_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """The late one, too, in its next call, even if that is the last to come to a barrier."""
+    """Also the late one, in its next call, even if it is the last to reach a barrier."""
     has_ended = threading.Event()
 
     def body(group: Group) -> None:
@@ -141,7 +141,7 @@ def test_a_stall_ends_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> None:
-    """In different parts of the world, each of which sees nothing wrong."""
+    """In different groups, each of which sees nothing wrong."""
     detectors = detectors_of(3, warn_s=0.3, abort_s=0.6)
     parts = {"one": [0, 1], "two": [1, 2], "three": [2, 0]}
     groups: dict[tuple[str, int], Group] = {}
@@ -167,7 +167,7 @@ def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_what_was_announced_is_no_stall(capfd: pytest.CaptureFixture[str]) -> None:
-    """Until the time announced is over; then it says so."""
+    """Until the announced time is over; then it is reported."""
     told = Told(capfd)
     detectors = detectors_of(2, warn_s=0.2, abort_s=0.5)
     announced = threading.Event()
@@ -198,7 +198,7 @@ def test_what_was_announced_is_no_stall(capfd: pytest.CaptureFixture[str]) -> No
 def test_stragglers(
     asynchronous: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever comes last is charged with what the others waited, as they see it themselves.
+    """The last rank is charged with what the others waited, as measured by them.
 
     It comes once a report says that both wait for it: so it is the last, however busy the machine.
     """
@@ -301,14 +301,14 @@ print("came through", flush=True)
 
 
 def reports(job: Job) -> list[str]:
-    """Each with its headline and all that belongs to it."""
+    """Return the reports, each with its headline and all its lines."""
     parts = re.split(r"^(?=\[horo_lite\])", job.stderr(), flags=re.MULTILINE)
     return [part for part in parts if HEADLINE.match(part)]
 
 
 @pytest.mark.mpi
 def test_where_the_late_rank_is() -> None:
-    """Whatever it does, and even if it cannot speak; nobody is harmed by being asked."""
+    """Whatever the rank does, even if it cannot respond; the query does not disturb it."""
     env = {"HORO_LITE_STALL_WARN_S": "0.5"}
     with start_ranks(PRELUDE + LATE, 3, env=env) as job:
         for what in ("asleep", "in_a_loop"):
@@ -332,7 +332,7 @@ def test_where_the_late_rank_is() -> None:
 @pytest.mark.parametrize("hosts", ["", "1,2"])
 @pytest.mark.parametrize("waiting", ["direct", "asynchronous"])
 def test_a_stall_ends_the_job(hosts: str, waiting: str) -> None:
-    """Even where the late rank is stopped, and can raise nothing."""
+    """Even if the late rank is stopped, and cannot raise."""
     call = {
         "direct": "hvd.allreduce(np.ones(3), name='loss')",
         "asynchronous": "hvd.synchronize(hvd.allreduce_async(np.ones(3), name='loss'))",
@@ -341,7 +341,7 @@ def test_a_stall_ends_the_job(hosts: str, waiting: str) -> None:
 if rank == 1:
     print("FAULT", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(0.5)  # its engine is to be stopped, too
+time.sleep(0.5)  # its engine must be stopped, too
 {call}
 print("came through", flush=True)
 """
@@ -367,7 +367,7 @@ print("came through", flush=True)
 
 @pytest.mark.mpi
 def test_a_rank_that_was_stopped_while_it_waited_is_late() -> None:
-    """Its wait is over, but it cannot know."""
+    """Its wait is over, but it cannot know that."""
     body = """
 def waits():
     hvd.allreduce(np.ones(3), name="loss")
@@ -378,7 +378,7 @@ waits()
 print("came through", flush=True)
 """
     with start_ranks(PRELUDE + body, 2, env={"HORO_LITE_STALL_WARN_S": "0.5"}) as job:
-        job.wait_for("rank 0 is late", on_stderr=True)  # so it is known that rank 1 waits
+        job.wait_for("rank 0 is late", on_stderr=True)  # so rank 1 is known to wait
         pid = job.ranks()[1]
         os.kill(pid, signal.SIGSTOP)
         job.folder.joinpath("it is stopped").touch()
@@ -402,7 +402,7 @@ print("came through", flush=True)
     ],
 )
 def test_a_suspended_job_goes_on_where_it_was(waiting: str, hosts: str) -> None:
-    """By Ctrl-Z, a scheduler or a container: nobody has waited meanwhile, nor is anybody late."""
+    """By Ctrl-Z, a scheduler or a container: the pause is neither a wait nor lateness."""
     call = {
         "direct": "hvd.allreduce(np.ones(3))",
         "asynchronous": "hvd.synchronize(hvd.allreduce_async(np.ones(3)))",
@@ -415,7 +415,7 @@ if rank == 1:
     while not os.access("go on", os.F_OK):
         time.sleep(0.01)
 {call}
-hvd.barrier()  # what a host has waited is counted in the next call
+hvd.barrier()  # a host's wait is counted in the next call
 if rank == 0:
     (late,) = [one for one in hvd.stragglers() if one.rank == 1]
     took_s = time.monotonic() - began
@@ -435,7 +435,7 @@ if rank == 0:
 
 
 def test_where_ranks_wait_for_each_other() -> None:
-    """Each in an operation of another set of ranks: the lines of both are shown."""
+    """Each in an operation of another group: the lines of both are shown."""
     body = """
 from horo_lite import new_group
 pair = new_group([1, 0])
@@ -468,7 +468,7 @@ one() if rank == 0 else two()
     ],
 )
 def test_announcing_and_asking_who_was_late(hosts: str, both_wait: str) -> None:
-    """Over hosts, too, which have no board in common."""
+    """Also over hosts, which do not share a status board."""
     body = """
 def until(event):
     while not os.access(event, os.F_OK):

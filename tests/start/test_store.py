@@ -1,4 +1,4 @@
-"""Worlds that MPI did not start: under torchrun, from variables, from arguments of init()."""
+"""Worlds without MPI: under torchrun, from variables, from arguments of init()."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 
 WORLD = """
 import os, sys
-sys.modules["mpi4py"] = None  # there may be none
+sys.modules["mpi4py"] = None  # it may not be installed
 import warnings
 import numpy as np
 import horo_lite as hvd
@@ -56,7 +56,7 @@ for n in 5, 5000:
     sent.wait()
     assert (got[:n].view(np.int64) == (rank - 1) % size).all()
 
-# Direct, by name in any order, in parts and in process sets.
+# Direct, by name in any order, in groups and in process sets.
 assert hvd.allgather_object({"rank": rank}) == [{"rank": r} for r in ranks]
 assert hvd.allreduce(np.full(5, rank), op=hvd.Sum).tolist() == [ranks.sum()] * 5
 names = ["a", "b"][:: 1 if rank else -1]
@@ -115,7 +115,7 @@ with warnings.catch_warnings(record=True) as warned:
     assert hvd.elastic.run(lambda state: "done")(state) == "done"
 assert ("MPI did not start" in " ".join(str(w.message) for w in warned)) == (rank == 0), warned
 
-# Once more: nothing of the first world is in the way.
+# Again: nothing of the first world interferes.
 hvd.shutdown()
 again = hvd.init()
 assert again is not world and hvd.allgather_object(rank) == list(ranks)
@@ -152,7 +152,7 @@ def train(state):
 
 
 train(hvd.elastic.State(epoch=0, checkpoint="run.ckpt"))
-# In the same store; only now, because PyTorch 2.13's own groups do not stand a restart of torchrun.
+# In the same store; last, because PyTorch 2.13's own groups do not survive a restart of torchrun.
 torch.distributed.init_process_group("gloo")
 total = torch.tensor([float(rank + 1)])
 torch.distributed.all_reduce(total)
@@ -164,7 +164,7 @@ print("done", flush=True)
 
 def test_torchrun_starts_and_restarts_jobs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    # As under `srun -n 1`, whose variables the ranks of torchrun see as well.
+    # As under `srun -n 1`, whose variables the ranks of torchrun also have.
     slurm = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     result = ended(TORCHRUN, 2, tmp_path, [*command, "--max-restarts=1"], slurm).check()
     assert re.findall(r"begins at (\d)", result.stdout) == ["0", "0", "1", "1"], str(result)
@@ -303,7 +303,7 @@ def meet(
     after_s: float = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[Any]:
-    """What becomes of processes that say that they are these ranks (rank, size), each."""
+    """Return what each process gets that claims one of these ranks (rank, size)."""
     port = free_port()
     found: list[Any] = [None] * len(ranks)
 
@@ -357,7 +357,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
 
 @pytest.fixture
 def come(monkeypatch: pytest.MonkeyPatch) -> list[Rendezvous]:
-    """All that have come since, as soon as they begin to wait."""
+    """Return the list of all rendezvous from now on, added as soon as they begin to wait."""
     come: list[Rendezvous] = []
     begin = Rendezvous._open
 
@@ -370,7 +370,7 @@ def come(monkeypatch: pytest.MonkeyPatch) -> list[Rendezvous]:
 
 
 def give_up(come: Sequence[Rendezvous]) -> None:
-    """The time of each is over."""
+    """Make each of them time out."""
     for each in come:
         each._phase.limit_s = 0
 
@@ -399,7 +399,7 @@ def test_one_rank_reports_who_is_missing(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Rank 0; before it has made the store one of each host."""
+    """Rank 0 does; before it has created the store, one rank of each host does."""
     monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 1000.0)
     monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
 
@@ -420,7 +420,7 @@ def test_one_rank_reports_who_is_missing(
 def test_the_lowest_rank_of_a_round_reports_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """All have come, and ranks 0 and 2 are late with what the others wait for next."""
+    """All have arrived, and ranks 0 and 2 are late with their next message."""
     monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 0.2)
     port = free_port()
     come: dict[int, Rendezvous] = {}
@@ -452,7 +452,7 @@ def test_the_lowest_rank_of_a_round_reports_who_is_missing(
 def test_a_store_that_does_not_answer_is_no_silent_hang(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As where rank 0 is stopped: the kernel accepts connections to it nevertheless."""
+    """As when rank 0 is stopped: the kernel still accepts connections to it."""
     monkeypatch.setattr("horo_lite.start.rendezvous.NOTICE_S", 0.2)
     monkeypatch.setattr("horo_lite.start.rendezvous.ANSWER_S", 0.5)
     with socket.create_server(("localhost", 0)) as silent:
@@ -464,7 +464,7 @@ def test_a_store_that_does_not_answer_is_no_silent_hang(
 
 
 def until(is_so: Callable[[], object]) -> bool:
-    """Whether it has become so within a minute."""
+    """Return whether the condition becomes true within a minute."""
     end = time.monotonic() + 60
     while not is_so() and time.monotonic() < end:
         time.sleep(0.01)
@@ -485,7 +485,7 @@ def test_a_port_of_another_program_is_named() -> None:
 
 
 def test_a_store_that_is_gone_when_a_rank_connects_to_it_is_no_other_program() -> None:
-    """Rank 0 has died between two connections, of which the first showed that it was there."""
+    """Rank 0 has died between two connections, of which the first showed that it existed."""
     port = free_port()
     with socket.create_server(("localhost", port)) as server:
 
@@ -499,7 +499,7 @@ def test_a_store_that_is_gone_when_a_rank_connects_to_it_is_no_other_program() -
 
 
 def test_a_connection_with_itself_is_not_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel may give it the very port that it goes to, while rank 0 has yet to come."""
+    """The kernel may assign it the very port that it connects to, before rank 0 has come."""
     port = free_port()
     connect = partial(socket.create_connection, source_address=("127.0.0.1", port))
     with connect(("127.0.0.1", port)) as connection:
@@ -525,7 +525,7 @@ def test_a_connection_with_itself_is_not_a_store(monkeypatch: pytest.MonkeyPatch
         ("said", '[1, 0, "y", 0]'),
         ("said", '{"0": 1, "1": 0, "2": "x"}'),
         ("said", '[1, true, "x"]'),
-        ("said", '[1, 0, "y"]'),  # as good as any, but rank 1 has not brought it
+        ("said", '[1, 0, "y"]'),  # valid, but rank 1 has not written it
         ("failure", '["\\u001b[2J"]'),
         ("lost", '["\\u001b[2J"]'),
     ],
@@ -533,7 +533,7 @@ def test_a_connection_with_itself_is_not_a_store(monkeypatch: pytest.MonkeyPatch
 def test_what_strangers_write_is_an_error_on_every_rank(
     key: str, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In place of what rank 1 writes, or where nobody writes while all goes well."""
+    """Instead of what rank 1 writes, or in a place that is empty if all goes well."""
     for error in meet_strangers(key, entry, monkeypatch):
         assert isinstance(error, hvd.LauncherError), error
         assert "\x1b" not in str(error)
@@ -574,7 +574,7 @@ def test_all_ranks_have_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
             assert isinstance(error, hvd.LauncherError), error
             assert "HORO_LITE_JOB_TOKEN" in str(error)
     monkeypatch.setattr(Rendezvous, "_open", connect)
-    for error in meet_strangers("said", '[1, 0, "x"]', monkeypatch):  # what rank 1 brings
+    for error in meet_strangers("said", '[1, 0, "x"]', monkeypatch):  # what rank 1 writes
         assert isinstance(error, hvd.LauncherError), error
         assert "was not written with the HORO_LITE_JOB_TOKEN" in str(error)
 
@@ -617,11 +617,11 @@ while not os.path.exists(f"tried {{1 - rank}}"):
 
 @pytest.mark.parametrize("inbox", [True, False])
 def test_no_file_that_a_stranger_names_is_written_to(inbox: bool, tmp_path: Path) -> None:
-    """Every rank's init() refuses it, even if what the store holds has not been tampered with."""
+    """Every rank's init() refuses it, even if the store's contents have not been tampered with."""
     (tmp_path / "victim").write_text("precious")
     result = ended(PLANTED.format(inbox=inbox), 2, tmp_path)
     expected = (tmp_path / "before").read_bytes() if not inbox else b"precious"
-    assert (tmp_path / "victim").read_bytes() == expected, "a rank has written there"
+    assert (tmp_path / "victim").read_bytes() == expected, "a rank has written to it"
     why = "is not the inbox of a rank" if inbox else "cannot share memory"
     assert len(re.findall(f"refused .*{why}", result.stdout)) == 2, str(result)
 
@@ -635,7 +635,7 @@ BY_TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
 MPIEXEC = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
-# srun: --mpi=none leaves the first, --mpi=pmix and --mpi=pmi2 what the others have besides.
+# srun: --mpi=none sets the first, --mpi=pmix and --mpi=pmi2 also set the others.
 SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
 BY_PMIX, BY_PMI2 = SRUN | {"PMIX_RANK": "2"}, SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}
 MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
@@ -677,7 +677,7 @@ EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
         ({"rank": 1, "size": 1}, {}, "rank is 1, but size is 1"),
         (EXPLICIT | {"address": "node7"}, {}, "the host of rank 0 and a port, not 'node7'"),
         (EXPLICIT | {"address": "node7:x"}, {}, "the host of rank 0 and a port, not 'node7:x'"),
-        # What the launcher says counts where only the address is given.
+        # The launcher's variables take precedence if only the address is given.
         (ADDRESS, MPIEXEC | STANDARD, RendezvousSpec(0, 2, "node9", 8, False, "0")),
         (ADDRESS, SRUN, RendezvousSpec(2, 4, "node9", 8, False, "0")),
         (ADDRESS, BY_PMIX, RendezvousSpec(2, 4, "node9", 8, False, "0")),
@@ -718,7 +718,7 @@ def test_who_says_which_rank_this_is(
 
 
 def test_without_torch(tmp_path: Path) -> None:
-    """What such a world cannot do is said, and what to do instead; alone it needs nothing."""
+    """Errors say what such a world cannot do, and what to do instead; one rank needs nothing."""
     alone = "import horo_lite as hvd, sys\nassert hvd.init(rank=0, size=1).size == 1\n"
     alone += "assert 'torch' not in sys.modules and 'mpi4py' not in sys.modules\nhvd.shutdown()\n"
     result = ended(
@@ -756,7 +756,7 @@ def test_srun_without_mpi(by_address: bool, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_what_counts_inside_mpiexec() -> None:
-    """horo_lite's own variables and the arguments, but not RANK that somebody has set besides."""
+    """horo_lite's own variables and the arguments take precedence, but not an additional RANK."""
     run_ranks(
         f"""
         import horo_lite as hvd, os

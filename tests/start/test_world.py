@@ -1,4 +1,4 @@
-"""Who a rank is, what init() does with what the launcher left, and how a bad end is reported."""
+"""A rank's numbers, what init() does with the launcher's variables, and reports of failures."""
 
 from __future__ import annotations
 
@@ -123,11 +123,11 @@ def test_a_wrong_argument_says_what_would_be_right(argument: str, value: str, wo
         ({"PMI_SIZE": "4", "PMI_RANK": "3"}, ("PMI", 3, 4)),
         ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, ("MVAPICH", 0, 2)),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, ("Slurm", 5, 8)),
-        # The one process of an sbatch script has these two.
+        # The single process of an sbatch script has these two.
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         ({"PMIX_RANK": "1"}, ("PMIx", 1, None)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, None),
-        # One torchrun a host, which srun has started.
+        # One torchrun per host, started by srun.
         (
             {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "TORCHELASTIC_RUN_ID": "none"}
             | {"RANK": "5", "WORLD_SIZE": "8"},
@@ -173,19 +173,19 @@ def test_who_leaves_the_cores_where_open_mpi_put_him() -> None:
     def bound(*own: int, chosen: bool | None = False) -> Cores:
         return Cores(own, host, chosen, math.inf)
 
-    # Two ranks on a core each, of eight, and nobody asked for it.
+    # Two ranks on one of eight cores each, which was not requested.
     assert cores.usable([bound(0), bound(1)], [0, 1]) == [host, host]
-    # Somebody asked, or nobody can tell.
+    # It was requested, or this is unknown.
     assert cores.usable([bound(0, chosen=True), bound(1)], [0, 1]) == [(0,), (1,)]
     unseen = [bound(0, chosen=None), bound(1, chosen=None)]
     assert cores.usable(unseen, [0, 1]) == [(0,), (1,)]
     assert cores.binding(unseen) is None
-    # The hosts without mpiexec know it from the one that has it.
+    # The hosts without mpiexec learn it from the one that has it.
     assert cores.usable([bound(0), bound(0, chosen=None)], [1]) == [host]
-    # A fair share, on whatever cores, is kept: there is a reason, such as memory that lies near.
+    # A fair share, on any cores, is kept: there is a reason, such as memory locality.
     halves = [bound(0, 1, 2, 3), bound(4, 5, 6, 7)]
     assert cores.usable(halves, [0, 1]) == [halves[0].own, halves[1].own]
-    # Other launchers bind only when they are told to.
+    # Other launchers bind only on request.
     assert cores.usable([Cores((0,), (), None, math.inf)], [0]) == [(0,)]
 
 
@@ -335,7 +335,7 @@ def test_communicators_of_the_callers() -> None:
         assert hvd.allgather_object(everyone.rank) == ([2] if everyone.rank == 2 else [1, 0])
         print("I", everyone.rank, w.rank, w.size, w.transport, flush=True)
         hvd.shutdown()
-        assert hvd.init().size == 3  # MPI was initialised by somebody else
+        assert hvd.init().size == 3  # MPI was initialised by other code
         assert hvd.allreduce(1.0, op=hvd.Sum) == 3
         hvd.shutdown()
         for wrong in (3, [0, 1], MPI.COMM_NULL):
@@ -372,7 +372,7 @@ def test_mpi_without_threads_is_said_once() -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's components")
 def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: Path) -> None:
-    """Open MPI's component for them makes every rank sleep for a second where there is none."""
+    """Open MPI's component for them makes every rank sleep for a second if there are none."""
     (tmp_path / ".openmpi").mkdir()
     (tmp_path / ".openmpi" / "mca-params.conf").write_text("# ours\n btl = self,sm,ofi\n")
     result = run_ranks(
@@ -406,7 +406,7 @@ def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: P
 
 
 def test_a_launcher_of_another_make_is_refused() -> None:
-    """What the other make's launcher leaves in the environment, with the library of this one."""
+    """The other MPI's launcher has set the environment, and the library is this one."""
     marks = {
         "mpich": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"},
         "openmpi": {"PMI_SIZE": "2", "PMI_RANK": "1", "HYDI_CONTROL_FD": "7"},
@@ -422,7 +422,7 @@ def test_a_library_that_does_not_know_slurm_is_refused() -> None:
 
 
 def other_mpiexec() -> Path:
-    """The other environment's launcher: `make test` makes .venv and .venv-mpich side by side."""
+    """Return the other environment's launcher: `make test` makes .venv and .venv-mpich."""
     name = ".venv" if mpi_name() == "mpich" else ".venv-mpich"
     return Path(sys.prefix).with_name(name) / "bin/mpiexec"
 
@@ -519,7 +519,7 @@ def test_threads_can_be_given() -> None:
 
 
 def plain_mpiexec(code: str, *options: str, **env: str) -> str:
-    """What one rank prints, started without the --oversubscribe under which Open MPI binds none."""
+    """Return what one rank prints without --oversubscribe, with which Open MPI does not bind."""
     ran = started_by(mpiexec_path(), [*options, "-n", "1"], code, env)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
@@ -528,13 +528,13 @@ def plain_mpiexec(code: str, *options: str, **env: str) -> str:
 @pytest.mark.mpi
 def test_open_mpis_binding_is_left_unless_asked_for() -> None:
     if mpi_name() != "openmpi":
-        pytest.skip("only Open MPI binds without being asked")
+        pytest.skip("only Open MPI binds by default")
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     before = "import os; print(len(os.sched_getaffinity(0)))"
     everything = len(os.sched_getaffinity(0))
     if int(plain_mpiexec(before)) == everything:
-        pytest.skip("this Open MPI binds nothing by itself")
+        pytest.skip("this Open MPI does not bind by default")
     after = (
         "import os, numpy, horo_lite as hvd; hvd.init()\n"
         "from threadpoolctl import threadpool_info\n"
@@ -554,7 +554,7 @@ def test_open_mpis_binding_is_left_unless_asked_for() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("over", ["", "1,1"])
 def test_the_traceback_is_headed_by_the_rank_and_comes_first(over: str) -> None:
-    """Longer than what a pipe takes at once, so that an abort could overtake it."""
+    """It is longer than a pipe's buffer, so that an abort could overtake it."""
     result = run_ranks(
         """
         import horo_lite as hvd
@@ -711,7 +711,7 @@ def test_threads_that_call_init_and_shutdown_at_once_have_one_world_after_anothe
 @pytest.mark.mpi
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(hosts: str) -> None:
-    """So is a finalizer's. Of what they submit asynchronously, the ranks make what they can."""
+    """So is a finalizer's. Operations that they submit asynchronously are completed if possible."""
     result = run_ranks(
         """
         import os, signal, threading, time
@@ -746,7 +746,7 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
         signal.signal(signal.SIGALRM, on_signal)
         if world.rank == 0:
             threading.Thread(target=signal_in_a_call).start()
-            hvd.barrier()  # which rank 1 comes to after the signal
+            hvd.barrier()  # which rank 1 reaches after the signal
             assert len(refused) == 2
             for text in refused:
                 assert "allreduce() was called while this thread was in 'barrier'" in text, text
@@ -767,7 +767,7 @@ def test_a_signal_handlers_collective_is_refused_and_the_one_under_way_goes_on(h
 
 @pytest.mark.mpi
 def test_without_shared_memory_the_ranks_say_why_and_go_on_through_mpi() -> None:
-    """The cause as it is, such as a limit, and not a guess."""
+    """They give the actual cause, such as a limit, instead of a guess."""
     body = """
     import errno, os, resource
     import numpy as np

@@ -190,7 +190,7 @@ def test_roots_that_differ_and_roots_that_are_none() -> None:
 
 
 class Adam:
-    """Keeps state in every way that people think of."""
+    """Keeps state in every common way."""
 
     def __init__(self, params: list[Parameter]) -> None:
         self.params = params
@@ -309,7 +309,7 @@ def test_jax() -> None:
 
 
 def test_a_failing_rank_is_reported() -> None:
-    """The helper's own promise: an assertion in a rank fails the test."""
+    """This is a property of the helper: an assertion in a rank fails the test."""
 
     def rank(group: Group) -> None:
         assert group.rank == 0

@@ -1,4 +1,4 @@
-"""Replicas that differ are noticed, named and healed; gradients that are not finite are named."""
+"""Replicas that differ are detected, named and repaired; non-finite gradients are named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fingerprint(x: Any) -> int:
 
 
 def fingerprint_reference(data: bytes) -> int:
-    """The same, a word at a time."""
+    """Return the same, computed one word at a time."""
 
     def step(value: int, word: int) -> int:
         product = (value ^ word) * FACTOR
@@ -43,7 +43,7 @@ def fingerprint_reference(data: bytes) -> int:
 
 
 def raises_alike(n: int, fn: Any, kind: type[BaseException]) -> str:
-    """The message with which every rank failed."""
+    """Assert that every rank fails with the same message, and return it."""
     with pytest.raises(RanksFailedError) as caught:
         run_threads(n, fn)
     assert sorted(caught.value.errors) == list(range(n)), caught.value
@@ -82,7 +82,7 @@ def test_every_bit_at_every_place_counts() -> None:
 
 
 def test_paired_changes_and_swaps_show() -> None:
-    """Those that a plain XOR or sum misses, and those in the highest bits, which products keep."""
+    """Those that a plain XOR or sum misses, and in the highest bits, which products preserve."""
     x = np.random.default_rng(2).standard_normal(64)
     seen = {fingerprint(x)}
     n = 1
@@ -156,7 +156,7 @@ def with_last_bit(x: np.ndarray, index: int = 0) -> None:
 
 
 def check(change: Callable[[int, dict[str, Any]], None], **options: Any) -> Callable[..., Any]:
-    """What a rank does: params that are alike, a change, a comparison; what came of it."""
+    """Return a rank's function: equal params, a change, check_in_sync; it returns the result."""
 
     def run(group: Any) -> Any:
         mine = params()
@@ -170,7 +170,7 @@ def check(change: Callable[[int, dict[str, Any]], None], **options: Any) -> Call
 
 
 def run_and_hear(n: int, fn: Any) -> tuple[list[Any], list[str]]:
-    """What each rank returned, and the warnings of all."""
+    """Return each rank's result, and the warnings of all."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         results = run_threads(n, fn)
@@ -246,7 +246,7 @@ def test_warn_tells_once_and_goes_on() -> None:
 
 
 def test_heal_takes_the_values_that_most_have() -> None:
-    """Each of the first two ranks has a flaw of its own; of the third, no two agree in all."""
+    """The first two ranks each have their own error; no two ranks agree on everything."""
 
     def change(rank: int, mine: dict[str, Any]) -> None:
         if rank == 0:
@@ -295,7 +295,7 @@ def test_other_shapes_dtypes_and_names_are_a_mismatch(change: Any, said: str) ->
 
 
 def test_ranks_that_want_different_things_are_a_mismatch() -> None:
-    """One would raise where the other goes on: told before either does."""
+    """One would raise while the other continues: detected before either does."""
 
     def run(group: Any) -> None:
         mine = params(seed=group.rank)
@@ -378,7 +378,7 @@ def backward(optimizer: Any, rank: int) -> None:
 
 
 def train(n_steps: int, at: int, change: Callable[[int, Any], None], **options: Any) -> Any:
-    """So many steps, with a change before that of number `at`; what has come of it."""
+    """Return a rank's function: n_steps, with a change before step `at`; it returns the params."""
 
     def run(group: Any) -> Any:
         optimizer = hvd.DistributedOptimizer(Sgd(), group=group, **options)
@@ -445,7 +445,7 @@ def test_each_of_several_optimizers_has_its_own_turn() -> None:
 def test_nothing_is_compared_while_a_rank_waits_in_join() -> None:
     def run(group: Any) -> None:
         optimizer = hvd.DistributedOptimizer(Sgd(), group=group, check_every=2)
-        for _ in range(3 + 2 * (group.rank > 0)):  # rank 0 is not there after step 4
+        for _ in range(3 + 2 * (group.rank > 0)):  # rank 0 stops after step 4
             backward(optimizer, group.rank)
             optimizer.step()
         if group.rank > 0:
@@ -453,7 +453,7 @@ def test_nothing_is_compared_while_a_rank_waits_in_join() -> None:
                 check_in_sync(optimizer, group=group)
         last = group.join()
         hvd.broadcast_parameters(optimizer, last, group=group)
-        for _ in range(2):  # counted alike again
+        for _ in range(2):  # counted the same again
             backward(optimizer, group.rank)
             flip(group.rank, optimizer)
             optimizer.step()
@@ -578,7 +578,7 @@ def test_torch_modules_with_and_without_buffers() -> None:
 
     def run(group: Any) -> None:
         net = model(torch, group.rank)
-        net(torch.full((2, 3, 4, 4), float(group.rank)))  # BatchNorm's means are each rank's own
+        net(torch.full((2, 3, 4, 4), float(group.rank)))  # BatchNorm's means differ by rank
         assert check_in_sync(net, group=group)
         with pytest.raises(hvd.DriftError, match=r"1\.running_mean"):
             check_in_sync(net, group=group, buffers=True)
@@ -609,7 +609,7 @@ def test_torch_dtypes_that_numpy_lacks() -> None:
 
 
 def torch_training(torch: Any, group: Any, kind: str, **options: Any) -> Any:
-    """A model, its optimizer and a function for the next step."""
+    """Return a model, its optimizer and a function for the next step."""
     from horo_lite.torch import DistributedOptimizer
 
     net = model(torch).float()
@@ -707,14 +707,14 @@ def test_torch_gradients_that_leave_early_are_looked_at_before_they_do(
 
     (message, *others) = run_threads(2, run)
     assert others == [message]
-    # The bias's gradient, 2, is finite: the weight's is the first that NaN samples spoil.
+    # The bias's gradient, 2, is finite: the weight's is the first that NaN samples affect.
     assert message.startswith("the gradient of '3.weight' has 32 NaN on rank 1, before averaging")
     assert "exchange 1 of step 4)" in message
 
 
 @pytest.mark.mpi
 def test_between_hosts() -> None:
-    """Hashes, votes, differences and healing as they go through MPI; then an uncaught error."""
+    """Hashes, votes, differences and repair over MPI; then an uncaught error."""
     result = run_ranks(
         """
         import warnings

@@ -1,9 +1,9 @@
-"""What must hold for any group of ranks, whatever carries the bytes.
+"""Properties that hold for any group of ranks over any transport.
 
-Every `check_…(group)` is called by all ranks of the group. Each rank makes the inputs of all ranks
-for itself, asks the oracle, and compares; no two ranks' inputs are alike, so that neither the
-identity nor a rank that hears nobody can pass. test_collectives.py runs these with ranks as threads
-and with real processes over every transport.
+Every `check_…(group)` is called by all ranks of the group. Each rank computes the inputs of all
+ranks itself, computes the expected result with the oracle, and compares; no two ranks' inputs are
+the same, so that neither the identity nor a rank that receives nothing can pass.
+test_collectives.py runs these with ranks as threads and with real processes over every transport.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIRES = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression
 
 
 def hosts_of(group: Group) -> list[int]:
-    """The host of each rank, as HORO_LITE_TEST_HOSTS deals them out."""
+    """Return the host of each rank, as assigned by HORO_LITE_TEST_HOSTS."""
     counts = os.environ.get("HORO_LITE_TEST_HOSTS")
     if not counts:
         return [0] * group.size
@@ -46,7 +46,7 @@ def hosts_of(group: Group) -> list[int]:
 
 
 def everyone(group: Group, make: Callable[[int], Array]) -> tuple[Array, list[Array]]:
-    """This rank's input, and all ranks'."""
+    """Return this rank's input, and all ranks' inputs."""
     inputs = [make(rank) for rank in range(group.size)]
     return inputs[group.rank].copy(order="K"), inputs
 
@@ -54,12 +54,12 @@ def everyone(group: Group, make: Callable[[int], Array]) -> tuple[Array, list[Ar
 def samples(
     group: Group, shape: Sequence[int], dtype: npt.DTypeLike, *, seed: int = 0
 ) -> tuple[Array, list[Array]]:
-    """This rank's sample, and all ranks'."""
+    """Return this rank's sample, and all ranks' samples."""
     return everyone(group, lambda rank: sample(rank, shape, dtype, seed=seed))
 
 
 def assert_exact(group: Group, got: Any, inputs: Sequence[Array], op: str) -> None:
-    """`got` is what the promised order of additions gives, bit for bit."""
+    """Assert that `got` is the result of the documented order of additions, bit for bit."""
     if oracle.is_float(inputs[0].dtype):
         expected = rank_order_reference(inputs, op, hosts=hosts_of(group))
     else:
@@ -69,25 +69,25 @@ def assert_exact(group: Group, got: Any, inputs: Sequence[Array], op: str) -> No
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
     wrong = np.argwhere(got != expected).tolist()
     assert same_bits(got, expected), (
-        f"{what}: {len(wrong)} wrong, such as at {wrong[:2]}: "
+        f"{what}: {len(wrong)} wrong elements, such as at {wrong[:2]}: "
         f"{[got[tuple(at)] for at in wrong[:2]]} is not {[expected[tuple(at)] for at in wrong[:2]]}"
     )
 
 
 def assert_bound(group: Group, got: Array, inputs: Sequence[Array], wire: str) -> None:
-    """`got` is as close to the exact average as the wire promises."""
+    """Assert that the error of `got` is within the bound for the wire."""
     exact = oracle.allreduce_reference(inputs, "average")
     bound = oracle.wire_bound(inputs, wire, hosts=len(set(hosts_of(group))))
     error = np.abs(got.astype(np.float64) - exact)
     worst = np.unravel_index(np.argmax(error - bound), error.shape) if error.size else ()
     assert np.all(error <= bound), (
-        f"{wire}: at {worst} {got[worst]!r}, exact {exact[worst]!r}, off by {error[worst]:.3g} "
-        f"where {bound[worst]:.3g} is allowed"
+        f"{wire}: {got[worst]!r} at {worst}, exact {exact[worst]!r}, error {error[worst]:.3g}, "
+        f"allowed {bound[worst]:.3g}"
     )
 
 
 def digest(arrays: Sequence[Any]) -> str:
-    """A fingerprint of every bit, shape and dtype."""
+    """Return a hash of every bit, shape and dtype."""
     state = hashlib.sha256()
     for array in map(np.asarray, arrays):
         state.update(f"{array.dtype}{array.shape}".encode())
@@ -96,7 +96,7 @@ def digest(arrays: Sequence[Any]) -> str:
 
 
 def assert_alike(group: Group, arrays: Sequence[Any]) -> None:
-    """All ranks hold the same bits."""
+    """Assert that all ranks hold the same bits."""
     digests = ops.allgather_object(digest(arrays), group=group)
     assert digests == digests[:1] * group.size
 
@@ -115,7 +115,7 @@ def check_every_dtype_and_op(group: Group) -> None:
             assert same_bits(x, untouched)
             narrow = dtype in (np.dtype(np.float16), bfloat16)
             if narrow and len(set(hosts_of(group))) > 1:
-                # A host's sum is rounded on its way to the others.
+                # A host's sum is rounded before it is sent to the other hosts.
                 if op == "average":
                     assert_bound(group, out, inputs, "fp16" if dtype == np.float16 else "bf16")
                 continue
@@ -138,7 +138,7 @@ def check_bool(group: Group) -> None:
 
 
 def check_integer_averages_are_exact(group: Group) -> None:
-    """Truncated toward zero, and of the true sum: no wrap on the way."""
+    """The average is the true sum, without wrap-around, truncated toward zero."""
     for dtype in oracle.INTEGERS:
         info = np.iinfo(dtype)
         ends = np.array([info.max, info.max, info.min, info.min, 0, 1], dtype)
@@ -154,7 +154,7 @@ def check_integer_averages_are_exact(group: Group) -> None:
 
 
 def check_float32_is_added_in_rank_order(group: Group) -> None:
-    """Numbers of very different size, so that another order gives other bits."""
+    """Inputs differ so much in size that another order of additions gives other bits."""
 
     def make(rank: int) -> Array:
         random = np.random.default_rng([11, rank])
@@ -183,14 +183,14 @@ def check_scaling(group: Group) -> None:
                 inputs, op, prescale=prescale, postscale=postscale, hosts=hosts_of(group)
             )
             assert same_bits(out, expected), (op, prescale, postscale)
-    # Factors that are no powers of two may be rounded in another place.
+    # Factors that are not powers of two may be rounded at a different point.
     out = ops.allreduce(x, Sum, prescale_factor=1 / 3, postscale_factor=0.7, group=group)
     exact = oracle.allreduce_reference(inputs, "sum") * 0.7 / 3
     np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-6 * group.size)
 
 
 def check_scaling_goes_with_the_wire(group: Group) -> None:
-    """Scaling by 1e6 or 1e-6 does not push numbers out of what half precision can hold."""
+    """Scaling by 1e6 or 1e-6 does not move numbers out of the range of half precision."""
     x, inputs = samples(group, (2000,), np.float32, seed=8)
     exact = oracle.allreduce_reference(inputs, "average")
     scaled = [1e6 * x.astype(np.float64) for x in inputs]
@@ -219,13 +219,13 @@ def check_wire_bounds(group: Group) -> None:
         x, inputs = samples(group, (3001,), dtype, seed=2)
         out = ops.allreduce(x, compression=Compression.fp16, group=group)
         assert out.dtype == dtype
-        # Rounded to its own dtype once more, where that is narrower than the wire.
+        # Rounded to its own dtype again if that is narrower than the wire.
         wire = "bf16" if dtype == bfloat16 else "fp16"
         assert_bound(group, out, inputs, wire)
 
 
 def check_wire_is_narrower(group: Group) -> None:
-    """The wire is really taken: numbers with more bits than half precision come out rounded."""
+    """The wire is really used: numbers with more bits than half precision come out rounded."""
     x, inputs = everyone(group, lambda rank: np.full(64, 1 + 2.0**-15 + rank, np.float32))
     plain = ops.allreduce(x, group=group)
     assert_exact(group, plain, inputs, "average")
@@ -238,12 +238,12 @@ def check_wire_is_exact_for_small_whole_numbers(group: Group) -> None:
     x, inputs = everyone(group, lambda rank: whole_sample(rank, (5000,), np.float32) * 4)
     for wire in ("fp16", "bf16"):
         out = ops.allreduce(x, Sum, compression=WIRES[wire], group=group)
-        if group.size <= 4:  # sums below 256, which bfloat16 holds
+        if group.size <= 4:  # sums below 256, which are exact in bfloat16
             assert same_bits(out, oracle.allreduce_reference(inputs, "sum").astype(np.float32))
 
 
 def check_extremes_share_the_wire(group: Group) -> None:
-    """1e6 and 1e-7 in different tensors, in different blocks of one; the ends of float32."""
+    """1e6 and 1e-7 in different tensors and in different blocks of one; the limits of float32."""
     blocks = np.repeat(np.array([1e6, 1e-7, 3e4, 1e-20], np.float32), oracle.BLOCK)
 
     def make(rank: int) -> list[Array]:
@@ -264,8 +264,8 @@ def check_extremes_share_the_wire(group: Group) -> None:
 
 
 def check_sixty_thousand(group: Group) -> None:
-    """The average of 6e4s is 6e4, although their sum is beyond half precision; and of 2e-7s."""
-    # Whole multiples of 32, half precision's step at 6e4, around 6e4 on average.
+    """Averages of 6e4s are 6e4, although their sum overflows half precision; also of 2e-7s."""
+    # Multiples of 32, half precision's spacing at 6e4, with an average near 6e4.
     step = 64 * (group.rank - (group.size - 1) / 2)
     large = np.full(2048, 6e4 + step, np.float32)
     assert np.all(ops.allreduce(large, compression=Compression.fp16, group=group) == 6e4)
@@ -296,7 +296,7 @@ def check_non_finite_arrive_alone(group: Group) -> None:
         out = ops.allreduce(x, compression=WIRES[wire], group=group)
         np.testing.assert_array_equal(~np.isfinite(out), bad)
         assert_bound(group, np.where(bad, exact, out), finite, wire)
-    # A block that holds nothing finite, and two infinities that meet.
+    # A block without finite values, and a sum of two infinities.
     x, _ = everyone(group, lambda rank: np.full(1024, np.inf * (-1) ** rank, np.float32))
     for wire in ("none", "fp16", "bf16"):
         assert not np.any(np.isfinite(ops.allreduce(x, compression=WIRES[wire], group=group)))
@@ -354,13 +354,13 @@ def _spread(x: Array) -> Array:
 
 
 def check_layouts(group: Group) -> None:
-    """Memory order, alike or not on all ranks, changes nothing."""
+    """The memory layout does not change results, whether it is the same on all ranks or not."""
     shape = (6, 5, 4, 30)
     names = list(LAYOUTS)
     inputs = [sample(rank, shape, np.float32, seed=4) for rank in range(group.size)]
     for wire in ("none", "fp16"):
         for first in range(len(names)):
-            for step in (0, 1):  # the same on every rank, or another one on each
+            for step in (0, 1):  # the same layout on every rank, or a different one on each
                 layout = LAYOUTS[names[(first + step * group.rank) % len(names)]]
                 x = layout(inputs[group.rank])
                 assert np.array_equal(x, inputs[group.rank])
@@ -392,7 +392,7 @@ def check_strided_views_leave_their_gaps_alone(group: Group) -> None:
 
 
 def check_odd_sizes_through_many_chunks(group: Group) -> None:
-    """Several MiB in arrays of odd sizes and mixed dtypes, several times over."""
+    """Several MiB in arrays of odd sizes and mixed dtypes, several times."""
     random = np.random.default_rng(21)
     sizes = [int(n) for n in random.integers(1, 90_000, 40)]
     kinds = [np.float32, np.float64, np.int16, np.float32, np.int32]
@@ -415,7 +415,7 @@ def check_odd_sizes_through_many_chunks(group: Group) -> None:
 
 
 def check_bits_do_not_depend_on_company(group: Group) -> None:
-    """Alone, together, in another order, or with others between: the same bits everywhere."""
+    """Alone, grouped, in another order, or with others in between: the same bits everywhere."""
     sizes = (1, 300, 1024, 1025, 5000, 70_000, 13)
     mine = [sample(group.rank, (n,), np.float32, seed=n) * 10.0 ** (n % 7) for n in sizes]
     mine = [x.astype(np.float32) for x in mine]
@@ -451,7 +451,7 @@ def check_bits_do_not_depend_on_company(group: Group) -> None:
 
 
 def check_asynchronous_groups_take_names_and_weights(group: Group) -> None:
-    """As those that wait do."""
+    """Like the synchronous ones."""
     rank, total = group.rank, sum(range(1, group.size + 1))
     expected = sum(r * (r + 1) for r in range(group.size)) / total
     for form in (
@@ -513,7 +513,7 @@ def check_broadcast(group: Group) -> None:
 
 
 def check_numbers_stay_what_they_are(group: Group) -> None:
-    """Moved, a Python number keeps its type and every digit."""
+    """Moving a Python number keeps its type and every digit."""
     root = group.size - 1
     for number in (True, 2**53 + 1, -(2**63), 0.1, math.inf):
         mine = number if group.rank == root else type(number)(group.rank)
@@ -536,7 +536,7 @@ def check_numbers_stay_what_they_are(group: Group) -> None:
     if group.size > 1:
         with pytest.raises(MismatchError, match="int64"):
             ops.broadcast(1 if group.rank else 1.5, group=group)
-    # Reduced, numbers are float64, and so are lists that no integer dtype can hold.
+    # When reduced, numbers are float64, and so are lists that no integer dtype can hold.
     assert ops.allreduce(2**70 + group.rank * 2**60, Max, group=group) == 2**70 + root * 2**60
     assert ops.allreduce([2**53 + 1 + group.rank], Max, group=group).tolist() == [2**53 + 1 + root]
     for inexact in (2**53 + 1, -(2**62) - 1, [2**63 - 1, 2**63], [2**53 + 1, 0.5]):
@@ -546,7 +546,7 @@ def check_numbers_stay_what_they_are(group: Group) -> None:
 
 
 def check_reducescatter(group: Group) -> None:
-    """The own rows of what allreduce gives, bit for bit."""
+    """The result is this rank's rows of what allreduce returns, bit for bit."""
     for rows in (group.size, 4 * group.size + 1, 1, 60_000):
         for wire in ("none", "fp16"):
             x, inputs = samples(group, (rows, 3), np.float32, seed=rows)
@@ -607,7 +607,7 @@ def check_barrier_waits_for_the_last(group: Group) -> None:
     ops.barrier(group=group)
     if group.rank == group.size - 1:
         time.sleep(0.1)
-    came = time.monotonic()  # one clock for all processes of the machine
+    came = time.monotonic()  # one clock for all processes on the machine
     ops.barrier(group=group)
     left = time.monotonic()
     moments = ops.allgather_object((came, left), group=group)
@@ -618,7 +618,7 @@ def check_barrier_waits_for_the_last(group: Group) -> None:
 
 
 def check_async_in_any_order(group: Group) -> None:
-    """Each rank submits, and synchronizes, in an order of its own."""
+    """Each rank submits, and synchronizes, in its own order."""
     n = 24
     random = np.random.default_rng([31, group.rank])
     inputs = [
@@ -635,7 +635,7 @@ def check_async_in_any_order(group: Group) -> None:
 
 
 def check_many_async_in_a_row(group: Group) -> None:
-    """Operations of very different size right behind one another do not disturb each other."""
+    """Consecutive operations of very different size do not disturb each other."""
     sizes = (1, 90_001, 17, 250_003, 4096, 3, 60_000)
     for turn in range(4):
         names = [f"{turn}.{i}" for i in range(len(sizes))]
@@ -679,7 +679,7 @@ def check_async_of_every_kind(group: Group) -> None:
 
 
 def check_async_and_sync_together(group: Group) -> None:
-    """Synchronous calls go on while asynchronous ones wait for a slow rank."""
+    """Synchronous calls continue while asynchronous ones wait for a slow rank."""
     slow = group.size - 1
     if group.rank != slow:
         handle = ops.allreduce_async(np.full(10, group.rank + 1.0), Sum, name="early", group=group)
@@ -710,7 +710,7 @@ def check_a_name_in_flight_is_taken(group: Group) -> None:
 
 
 def check_names_known_to_some_ranks_only(group: Group) -> None:
-    """An error for everyone once everyone waits, naming what is missing where; then all is well."""
+    """Every rank gets an error once all wait, naming what is missing where; the group recovers."""
     if group.size == 1:
         return
     last = group.size - 1
@@ -723,9 +723,9 @@ def check_names_known_to_some_ranks_only(group: Group) -> None:
 
 
 def check_one_threads_wait_does_not_hide_anothers(group: Group) -> None:
-    """What only some ranks know is found while another thread waits, too, and is done first."""
+    """A mismatch is found although another thread waits too, and is done first."""
     if group.size == 1 or group.transport.executor is not None:
-        return  # without THREAD_MULTIPLE one thread alone may wait
+        return  # without THREAD_MULTIPLE only one thread may wait
     group.synchronize(done := ops.allreduce_async(np.ones(2), group=group))
     name = "only here, too" if group.rank == 0 else "only there, too"
     handle = ops.allreduce_async(np.ones(2), name=name, group=group)
@@ -744,7 +744,7 @@ def check_one_threads_wait_does_not_hide_anothers(group: Group) -> None:
 
 
 def check_waiting_beside_the_training_thread(group: Group) -> None:
-    """What a thread waits for while the training thread does other things is no mismatch."""
+    """Waiting in a thread while the training thread does other things is not a mismatch."""
     if group.size == 1 or group.transport.executor is not None:
         return
     last = group.rank == group.size - 1
@@ -752,7 +752,7 @@ def check_waiting_beside_the_training_thread(group: Group) -> None:
 
     def work(beside: bool) -> None:
         if last:
-            time.sleep(0.4)  # far longer than it takes to find a mismatch
+            time.sleep(0.4)  # much longer than it takes to find a mismatch
         handle = ops.allreduce_async(np.ones(2), Sum, name="beside", group=group)
         results.append(group.synchronize(handle, beside=beside))
 
@@ -761,10 +761,10 @@ def check_waiting_beside_the_training_thread(group: Group) -> None:
         thread.start()
         if not last:
             thread.join()
-        ops.barrier(group=group)  # the last rank waits in it meanwhile
+        ops.barrier(group=group)  # the last rank waits in this meanwhile
         thread.join()
         assert np.all(results.pop() == group.size)
-    # There they are all, with different names: that is one.
+    # Now all wait, with different names: this is a mismatch.
     handle = ops.allreduce_async(np.ones(2), name="aside" if last else "aside, too", group=group)
     with pytest.raises(MismatchError, match="aside"):
         group.synchronize(handle, beside=True)
@@ -772,7 +772,7 @@ def check_waiting_beside_the_training_thread(group: Group) -> None:
 
 
 def check_memory_in_flight(group: Group) -> None:
-    """What one asynchronous operation changes no other one may, until the first is done."""
+    """Memory that an asynchronous operation changes is refused to others until it is done."""
     if group.size == 1:
         return
     x = np.full(40, group.rank + 1.0, np.float32)
@@ -799,9 +799,9 @@ def check_memory_in_flight(group: Group) -> None:
 
 
 def check_errors_can_be_asked_for_again(group: Group) -> None:
-    """A handle has its own error, as often as it is asked, in any thread, and the engine goes on.
+    """A handle raises its own error, as often as asked, in any thread; the engine continues.
 
-    Each error begins with a traceback of its own: what was raised before has left no frames there.
+    Each error starts with a fresh traceback: earlier raises have left no frames in it.
     """
     if group.size == 1:
         return
@@ -829,7 +829,7 @@ def check_errors_can_be_asked_for_again(group: Group) -> None:
                 except (MismatchError, ValueError) as error:
                     seen[name].append(error)
                     depth = len(traceback.extract_tb(error.__traceback__))
-                    assert depth < 20, f"{name}: {depth} frames, those of earlier threads, too"
+                    assert depth < 20, f"{name}: {depth} frames, including those of earlier threads"
 
     ask()
     threads = [
@@ -863,7 +863,7 @@ def check_usable(group: Group) -> None:
 
 
 Call = Callable[["Group", bool], Any]
-# `odd` is true on one rank only. The words are what the message must hold besides that rank.
+# `odd` is true on one rank only. The words must be in the message, along with that rank.
 MISMATCHES: dict[str, tuple[Call, Sequence[str]]] = {
     "kind": (
         lambda g, odd: (
@@ -1001,7 +1001,7 @@ MISMATCHES: dict[str, tuple[Call, Sequence[str]]] = {
 
 
 def check_mismatches(group: Group) -> None:
-    """On every rank the same kind of error, which names the tensor, the ranks and who has what."""
+    """Every rank gets the same type of error, naming the tensor, the ranks and their values."""
     if group.size == 1:
         return
     for odd_rank in {0, group.size - 1}:
@@ -1016,7 +1016,7 @@ def check_mismatches(group: Group) -> None:
 
 
 def check_wrong_arguments_stay_here(group: Group) -> None:
-    """What is wrong on all ranks alike is a plain error, and the group goes on."""
+    """Arguments that are wrong on all ranks raise a plain error, and the group remains usable."""
     frozen = np.ones(3)
     frozen.flags.writeable = False
     with pytest.raises((ValueError, TypeError), match="read-only"):
@@ -1036,7 +1036,7 @@ def check_wrong_arguments_stay_here(group: Group) -> None:
 
 
 def check_exchange(group: Group) -> None:
-    """In place, of any dtype and layout together, directly and as an asynchronous operation."""
+    """In place, with mixed dtypes and layouts, directly and as an asynchronous operation."""
 
     def make(rank: int) -> list[Array]:
         return [
@@ -1061,7 +1061,7 @@ def check_exchange(group: Group) -> None:
 
 
 def check_abandoned_steps(group: Group) -> None:
-    """What a rank withdrew meets nothing of the next attempt; what was averaged with it is lost."""
+    """A withdrawn submission never matches the next attempt; what was averaged with it is lost."""
     from horo_lite.adapters import Adapter
     from horo_lite.training.reducer import Reducer
 
@@ -1079,9 +1079,7 @@ def check_abandoned_steps(group: Group) -> None:
             for parameter in parameters:
                 parameter.grad = np.full(3, 100.0 * step + 10.0 * group.rank + attempt)
             if fails == "on rank 0" and group.rank != 0:
-                ops.barrier(
-                    group=group
-                )  # rank 0 has given up its attempt before these send anything
+                ops.barrier(group=group)  # rank 0 gives up its attempt before these submit anything
             reducer.ready(1)
             if fails == "late" and attempt == 0:
                 while not group.poll(reducer._handles[0]):
@@ -1104,7 +1102,7 @@ def check_abandoned_steps(group: Group) -> None:
 
 
 def check_weights(group: Group) -> None:
-    """sum(w x) / sum(w); weight 0 contributes nothing, not even its nan."""
+    """sum(w x) / sum(w); a rank of weight 0 contributes nothing, not even nan."""
     size, rank = group.size, group.rank
     weights = [float(r + 1) for r in range(size)]
     inputs = [whole_sample(r, (3000,), np.float32) for r in range(size)]
@@ -1118,8 +1116,8 @@ def check_weights(group: Group) -> None:
         bound = oracle.wire_bound(weighted, wire, hosts=len(set(hosts_of(group))))
         assert np.all(np.abs(x - exact) <= bound * size / sum(weights) * 1.01 + 1e-6)
         assert_alike(group, [x])
-    for dtype in (np.float16, bfloat16):  # whose products and sums are too large for them, or small
-        # Between hosts, a host's sum is rounded once more.
+    for dtype in (np.float16, bfloat16):  # products and sums overflow or underflow
+        # Between hosts, a host's sum is rounded one more time.
         rtol = 0.0 if len(set(hosts_of(group))) == 1 else 2.0**-7 if dtype == bfloat16 else 2.0**-10
         for value, factor in ((3000.0, 33.0), (65504.0, 1e30), (6e-8, 0.25)):
             x = np.full(3000, value, dtype)
@@ -1155,7 +1153,7 @@ def check_weights(group: Group) -> None:
 
 
 def check_arrays_that_share_memory(group: Group) -> None:
-    """Reduced in place, an error before anything moves; broadcast, fine if alike on all ranks."""
+    """In place, an error before anything is sent; broadcast, allowed if alike on all ranks."""
     rank, total = group.rank, sum(range(1, group.size + 1))
 
     def mine(n: int = 6000) -> Array:
@@ -1182,7 +1180,7 @@ def check_arrays_that_share_memory(group: Group) -> None:
     assert same_bits(x, mine())
     ops.grouped_allreduce_(
         [x[1::2], x[::2], x[:0], x[:0]], Sum, group=group
-    )  # they lie between each other
+    )  # they are interleaved
     assert np.all(x == total)
     ops.grouped_allreduce_([x[:3000], x[3000:]], Sum, group=group)
     assert np.all(x == total * group.size)
@@ -1201,7 +1199,7 @@ def check_arrays_that_share_memory(group: Group) -> None:
 
 
 def check_what_cannot_be_changed_in_place(group: Group) -> None:
-    """An error that names the call to use: never a copy changed in silence."""
+    """An error names the call to use instead; a copy is never changed silently."""
     x = np.full(3, group.rank + 1.0)
     read_only = x.copy()
     read_only.flags.writeable = False
@@ -1229,7 +1227,7 @@ def check_what_cannot_be_changed_in_place(group: Group) -> None:
 
 
 def check_frameworks_arrays(group: Group) -> None:
-    """Anything with the buffer protocol or DLPack on the CPU will do."""
+    """Anything with the buffer protocol or DLPack on the CPU is accepted."""
     import array
 
     x = array.array("f", [group.rank + 1.0] * 5)
@@ -1237,7 +1235,7 @@ def check_frameworks_arrays(group: Group) -> None:
     assert list(x) == [sum(range(1, group.size + 1))] * 5
 
     class Exported:
-        """Gives its memory through DLPack only."""
+        """Exports its memory through DLPack only."""
 
         def __init__(self, data: Array) -> None:
             self.data = data
@@ -1264,10 +1262,10 @@ CHECKS: dict[str, Callable[[Group], None]] = {
 
 
 def run_all(group: Group) -> int:
-    """How many checks all ranks have passed; AssertionError with all that failed on this one.
+    """Return how many checks all ranks have passed; AssertionError with all failures of this rank.
 
-    A rank that leaves a check early meets the others in the barrier behind it, which is a
-    MismatchError for all of them: so the ranks are together again for the next check.
+    A rank that leaves a check early meets the others in the barrier after it, which raises
+    MismatchError on all of them: so the ranks are in step again for the next check.
     """
     failed = []
     for name, check in CHECKS.items():
@@ -1283,11 +1281,11 @@ def run_all(group: Group) -> int:
 
 
 def main() -> None:
-    """Runs everything in the world that `init()` finds, and says over what."""
-    faulthandler.dump_traceback_later(40)  # where it hangs, should it hang
+    """Run everything in the world that `init()` finds, and print its size and transport."""
+    faulthandler.dump_traceback_later(40)  # shows where it hangs, if it does
     world = hvd.init()
     expected = int(os.environ["HORO_LITE_TEST_SIZE"])
-    assert world.size == expected, f"a world of {world.size} and not of {expected}"
+    assert world.size == expected, f"a world of {world.size} instead of {expected}"
     n_passed = run_all(world.group)
     transport = world.transport
     hvd.shutdown()

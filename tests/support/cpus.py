@@ -1,7 +1,8 @@
-"""CPUs other than this one: the kernels that libraries would choose there, asked for by name.
+"""Simulate other CPUs: request the kernels that libraries would choose there, by name.
 
-What a matrix product rounds to, and whether equal rows of it are equal, depends on the kernels. So
-tests that compare how a batch is split run with all that this CPU can execute; the rest are skips.
+The rounding of a matrix product, and whether equal rows of it are equal, depends on the kernels. So
+tests that compare how a batch is split run with all kernels that this CPU can execute; the rest are
+skipped.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ def _flags() -> set[str]:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
             return set(line.partition(":")[2].split())
-    return set()  # not an x86
+    return set()  # not x86
 
 
 def _kernels(variable: str, needs: dict[str, set[str]]) -> list[object]:
-    """Parameters that are environments: this machine's own choice, then every one of `needs`."""
+    """Return parameters that are environments: this machine's own choice, then each of `needs`."""
     flags = _flags()
     return [
         pytest.param({}, id="own-kernels"),

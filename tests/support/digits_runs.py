@@ -1,4 +1,4 @@
-"""The examples that learn handwritten digits, as the tests of each framework start them."""
+"""Run the examples that learn handwritten digits, for the tests of each framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def accuracy_of(framework: str, *, epochs: int, **options: Any) -> float:
-    """What examples/digits_FRAMEWORK.py ends with on 2 ranks, whose weights are alike."""
+    """Return the final accuracy of examples/digits_FRAMEWORK.py on 2 ranks, with equal weights."""
     script, arguments = EXAMPLES / f"digits_{framework}.py", ["--epochs", str(epochs)]
     result = run_ranks(script, 2, args=arguments, **options).check()
     assert "parameters bit-identical on all 2 ranks" in result.stdout, str(result)

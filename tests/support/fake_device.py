@@ -1,8 +1,8 @@
-"""An array library on the fake device (HORO_LITE_TEST_GPUS): what CuPy is on the real one.
+"""An array library on the fake device (HORO_LITE_TEST_GPUS), as CuPy is on a real GPU.
 
-Work is queued on a stream and done by a thread, some of it late; memory that nobody refers to any
-more is spoiled in the order of the stream it was made for, as an allocator would reuse it. Whoever
-reads or writes without having made an order with the current stream gets garbage.
+Work is queued on a stream and executed by a thread, some of it late. Memory that is no longer
+referenced is overwritten in the order of the stream it was allocated for, as if an allocator reused
+it. Reads and writes that are not ordered with the current stream get garbage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def new_stream() -> _testing.FakeStream:
 
 
 def stream() -> _testing.FakeStream:
-    """The current stream of this thread."""
+    """Return the current stream of this thread."""
     if not hasattr(_local, "stream"):
         _local.stream = new_stream()
     return _local.stream
@@ -39,7 +39,7 @@ def stream() -> _testing.FakeStream:
 
 @atexit.register
 def end() -> None:
-    """The streams' threads are gone before the interpreter is, whose calls they make."""
+    """End the streams' threads before the interpreter ends, since they call it."""
     FakeGpuArray.alive = False
     vars(_local).clear()
     _streams.clear()
@@ -47,7 +47,7 @@ def end() -> None:
 
 @contextlib.contextmanager
 def another_stream() -> Iterator[None]:
-    """Inside, work goes to a new stream, which follows the current one; afterwards, the reverse."""
+    """Queue work on a new stream inside, ordered after the current one; afterwards, the reverse."""
     outer, inner = stream(), new_stream()
     outer.lead(inner.handle)
     _local.stream = inner
@@ -59,7 +59,7 @@ def another_stream() -> Iterator[None]:
 
 
 class FakeGpuArray:
-    """NumPy's memory, reached only through a stream. `device` is what cuda:N would be."""
+    """NumPy memory, accessed only through a stream. `device` is the GPU's index, as in cuda:N."""
 
     alive = True
 
@@ -67,7 +67,7 @@ class FakeGpuArray:
         self, memory: np.ndarray, device: int = 0, owner: FakeGpuArray | None = None
     ) -> None:
         self._memory = memory
-        self._owner = owner  # of whose memory this is a view
+        self._owner = owner  # the array of which this is a view
         self._stream = stream()
         self.device = device
         self.shape = memory.shape
@@ -82,7 +82,7 @@ class FakeGpuArray:
         return 2, self.device
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        assert stream is not None, "the consumer says which stream it means"
+        assert stream is not None, "the consumer must specify its stream"
         if stream != -1:
             globals()["stream"]().lead(stream)
         memory, name = self._memory, self.dtype.name
@@ -102,7 +102,7 @@ class FakeGpuArray:
         return self
 
     def fill(self, values: Any) -> FakeGpuArray:
-        """Late, so that whoever does not wait for it misses it."""
+        """Fill late, so that a reader that does not wait for it reads garbage."""
         values = np.array(values)
         return self.queue(lambda memory: np.copyto(memory, values, casting="unsafe"), late=True)
 
@@ -136,7 +136,7 @@ class FakeGpuArray:
         return len(self._memory)
 
     def numpy(self) -> np.ndarray:
-        """What the array holds once its stream has done all it was given."""
+        """Return the array's contents after all work queued on its stream."""
         done = threading.Event()
         result: list[np.ndarray] = []
         memory = self._memory
@@ -156,13 +156,13 @@ def empty(shape: Any, dtype: Any, device: int = 0) -> FakeGpuArray:
 
 
 def array(values: Any, dtype: Any = None, device: int = 0) -> FakeGpuArray:
-    """Holds `values`, soon."""
+    """Return an array that will hold `values` in stream order."""
     values = np.asarray(values, dtype)
     return empty(values.shape, values.dtype, device).fill(values)
 
 
 class FakeGpuAdapter(NumpyAdapter):
-    """What the adapter for CuPy is to CuPy."""
+    """An adapter for these arrays, like the one for CuPy."""
 
     array = FakeGpuArray
 

@@ -1,6 +1,6 @@
-"""What holds for arrays in GPU memory, in whatever world this is run; see checks.py for the host's.
+"""Properties that hold for arrays in GPU memory, in any world; see checks.py for host memory.
 
-Arrays are the fake device's, so this needs no GPU. Nothing here waits for a stream but `numpy()`.
+Arrays are on the fake device, so this needs no GPU. Only `numpy()` waits for a stream.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def on_gpu(values: Any, dtype: Any = None) -> fake_device.FakeGpuArray:
 
 
 def whole(rank: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Small whole numbers, other ones on each rank; sums of four are exact in every dtype."""
+    """Return small whole numbers, different on each rank; sums of four are exact in every dtype."""
     n = int(np.prod(shape))
     values = (np.arange(n) * (rank + 1) + rank) % 5 + 1
     return (values % 2 if dtype == np.bool_ else values).reshape(shape).astype(dtype)
@@ -74,7 +74,7 @@ def check_every_dtype_and_op(group: Group) -> None:
 
 
 def check_order_with_the_current_stream(group: Group) -> None:
-    """What was queued before is seen, what comes after sees the result, and nobody waits."""
+    """Earlier work on the stream is seen, later work sees the result, and the host never waits."""
     total = sum(range(1, group.size + 1))
     for _ in range(3):
         x = on_gpu(np.zeros(1000), np.float32)
@@ -88,7 +88,7 @@ def check_order_with_the_current_stream(group: Group) -> None:
 
 
 def check_memory_may_go_at_once(group: Group) -> None:
-    """An array that nobody refers to any more is its allocator's again, in stream order."""
+    """Memory of an unreferenced array returns to its allocator immediately, in stream order."""
     for k in range(3):
         results = [
             ops.allreduce(on_gpu(np.full(10_000, group.rank + k + i), np.float32), Sum, group=group)
@@ -148,7 +148,7 @@ def check_scaling(group: Group) -> None:
 
 
 def check_fp16_neither_overflows_nor_vanishes(group: Group) -> None:
-    """In one exchange, in different tensors: 6e4, 2e-7, 1e30, 1e-7; an inf and a nan stay alone."""
+    """6e4, 2e-7, 1e30 and 1e-7 in different tensors of one exchange; inf and nan do not spread."""
     magnitudes = [6e4, 2e-7, 1e30, 1e-7, 1.0]
     xs = [on_gpu(np.full(1500, m), np.float32) for m in magnitudes]
     odd = np.ones(1500, np.float32)
@@ -280,9 +280,9 @@ def usable(group: Group) -> None:
 
 
 def settles(group: Group, call: Callable[[], object], error: type[Exception]) -> str:
-    """Calls until the comparison beside the step has come to its end; the text of the error.
+    """Call until the asynchronous comparison of ranks has ended; return the text of the error.
 
-    Rounds may take seconds on a busy machine: the limit only ends what hangs.
+    Rounds may take seconds on a busy machine: the limit only ends hangs.
     """
     until = time.monotonic() + 20
     while time.monotonic() < until:
@@ -291,11 +291,11 @@ def settles(group: Group, call: Callable[[], object], error: type[Exception]) ->
         except error as found:
             return str(found)
         time.sleep(0.01)
-    raise AssertionError("nobody noticed")
+    raise AssertionError("no mismatch was reported")
 
 
 def check_mismatches_are_told_to_all(group: Group) -> None:
-    """And the world can be used afterwards, with the GPUs connected anew."""
+    """Every rank gets the error; the world remains usable, with new connections between GPUs."""
     if group.size == 1:
         return
     odd = group.rank == group.size - 1
@@ -322,14 +322,14 @@ def check_mismatches_are_told_to_all(group: Group) -> None:
 
 
 def check_foreign_arrays(group: Group) -> None:
-    """Of a framework that nobody has heard of, in place: DLPack makes the order."""
+    """Arrays of an unknown framework, in place, ordered by DLPack."""
     x = on_gpu(np.zeros(100), np.float32).fill(np.full(100, group.rank + 1))
     ops.allreduce_(Foreign(x), Sum, group=group)
     assert np.all(x.numpy() == sum(range(1, group.size + 1)))
 
 
 class Foreign:
-    """What exports through DLPack, and that is all."""
+    """Exports through DLPack, and has nothing else."""
 
     def __init__(self, array: fake_device.FakeGpuArray) -> None:
         self._array = array
@@ -343,7 +343,7 @@ class Foreign:
 
 
 class Descent:
-    """An optimizer as one writes it over such arrays."""
+    """A home-made optimizer over such arrays."""
 
     def __init__(self, params: list[Any]) -> None:
         self.params = params
@@ -363,7 +363,7 @@ def gradient(rank: int, i: int, step: int) -> np.ndarray:
 
 
 def check_optimizer(group: Group) -> None:
-    """Steps on shards are steps on the whole batch; parameters start from the root's."""
+    """Steps on shards equal steps on the whole batch; parameters start as the root's."""
     for compression in (hvd.Compression.none, hvd.Compression.fp16):
         params = [on_gpu(np.full(shape, group.rank + 1.0), np.float32) for shape in SHAPES]
         root = group.size - 1
@@ -383,13 +383,13 @@ def check_optimizer(group: Group) -> None:
 
 
 def check_drift(group: Group) -> None:
-    """Replicas on GPUs are compared in stream order, and healed in place."""
+    """Replicas on GPUs are compared in stream order, and repaired in place."""
     size, odd = group.size, group.size - 1
     params = [on_gpu(np.arange(12).reshape(3, 4), np.float32), on_gpu(np.ones(5), np.float32)]
     params[0] = params[0][:, ::2]
     assert hvd.check_in_sync(params, group=group)
     if size == 1:
-        return  # nobody to drift from
+        return  # no other rank to drift from
     params[1].fill([1, 1, 1, 1 + group.rank // odd, 1])
     with pytest.raises(hvd.DriftError) as caught:
         hvd.check_in_sync(params, group=group)
@@ -402,7 +402,7 @@ def check_drift(group: Group) -> None:
     optimizer = hvd.DistributedOptimizer(Descent(params), group=group, check_every=1)
     optimizer.inner.grads = [on_gpu(np.full((3, 2), group.rank), np.float32), None]
     optimizer.step()
-    # What looks at gradients in the host's memory does not pretend to have looked.
+    # What checks gradients in host memory does not claim to have checked these.
     optimizer = hvd.DistributedOptimizer(Descent(params), group=group, check_finite="warn")
     optimizer.inner.grads = [None, on_gpu(np.full(5, np.nan), np.float32)]
     with pytest.raises(ValueError, match="these are on a GPU"):
@@ -410,12 +410,12 @@ def check_drift(group: Group) -> None:
 
 
 def check_missing_gradients(group: Group) -> None:
-    """Missing on some ranks is zeros there; missing everywhere stays None; then all are back."""
+    """Missing on some ranks counts as zeros there; missing on all stays None; then all are back."""
     params = [on_gpu(np.zeros(shape), np.float32) for shape in SHAPES]
     inner = Descent(params)
     optimizer = hvd.DistributedOptimizer(inner, group=group)
     size, last = group.size, group.size - 1
-    #      step: which gradients which ranks lack
+    #      step: the gradients that each rank lacks
     lacks = [(), (1,), (1,), (), "all 2", "all 2", (), (0,)]
     for step, lack in enumerate(lacks):
         inner.grads = [on_gpu(gradient(group.rank, i, step)) for i in range(len(SHAPES))]
@@ -460,7 +460,7 @@ class Slot:
 
 
 def check_streaming(group: Group) -> None:
-    """Buckets leave as they fill, in plan order, whatever order gradients become ready in."""
+    """Buckets are sent as they fill, in plan order, whatever order gradients become ready in."""
     slots = [(f"p{i}", Slot()) for i in range(6)]
     reducer = Reducer(group, Adapter(), slots, bucket_bytes=4000)
     for step in range(4):
@@ -476,14 +476,14 @@ def check_streaming(group: Group) -> None:
 
 
 def check_average_gradients(group: Group) -> None:
-    """Nothing given is changed; what one rank lacks lies beside what it has."""
+    """Inputs are not changed; a gradient that one rank lacks is adjacent to one that it has."""
     n_lacking = int(group.size > 1)
     lacks = n_lacking and group.rank == group.size - 1
     here = on_gpu(np.full(5, 1.0 + group.rank), np.float32)
     tree = {"a": here, "b": None if lacks else on_gpu(np.full((3, 2), 6.0), np.float32)}
     for _ in range(2):
         averages = hvd.average_gradients(tree, group=group)
-        ops.barrier(group=group)  # where MPI takes calls from this thread only, it is heard here
+        ops.barrier(group=group)  # if MPI only takes calls from this thread, it makes progress here
         assert type(averages["b"]) is type(here)
         assert np.allclose(averages["a"].numpy(), (group.size + 1) / 2)
         average = 6.0 * (group.size - n_lacking) / group.size
@@ -499,7 +499,7 @@ CHECKS: dict[str, Callable[[Group], None]] = {
 
 
 def run_all(group: Group) -> int:
-    """How many checks this rank has passed; AssertionError with the first that failed."""
+    """Return how many checks this rank has passed; AssertionError with the first that failed."""
     for name, check in CHECKS.items():
         try:
             check(group)
@@ -511,9 +511,9 @@ def run_all(group: Group) -> int:
 
 
 def main() -> None:
-    """Runs everything in the world that `init()` finds, and says how its GPU arrays travelled."""
+    """Run everything in the world that `init()` finds, and print how its GPU arrays travelled."""
     global DEVICE
-    if os.environ.get("HORO_LITE_TEST_GPUS") == "own":  # every rank another one, on any host
+    if os.environ.get("HORO_LITE_TEST_GPUS") == "own":  # every rank has its own GPU, on any host
         rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
         os.environ["HORO_LITE_TEST_GPUS"] = ",".join(f"{rank}{name}" for name in "abcd")
     faulthandler.dump_traceback_later(150)

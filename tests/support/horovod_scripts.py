@@ -1,4 +1,4 @@
-"""Scripts written for Horovod, started as they are: `python -m horo_lite --as-horovod`."""
+"""Scripts written for Horovod, run unchanged: `python -m horo_lite --as-horovod`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def run_script(
     env: Mapping[str, str] | None = None,
     path: str = "",
 ) -> str:
-    """What the script printed on `n` ranks; `path` comes first where modules are looked for.
+    """Return the output of the script on `n` ranks; `path` is searched first for modules.
 
-    LaunchTimeoutError, with the stacks of all processes, where it has not ended in `timeout_s`.
+    Raises LaunchTimeoutError, with the stacks of all processes, if it has not ended in `timeout_s`.
     """
     command = [sys.executable, "-m", "horo_lite", "-n", str(n), "--as-horovod"]
     command += [str(SCRIPTS / script), *map(str, args)]
@@ -35,7 +35,7 @@ def run_script(
 
 
 def figures(text: str, n: int) -> list[float]:
-    """The losses and the sum of the weights that a script printed on `n` ranks."""
+    """Return the losses and the sum of the weights that a script printed on `n` ranks."""
     assert f"ranks {n} weights" in text, text
     words = itertools.pairwise(text.split())
     return [float(number) for word, number in words if word in ("loss", "weights")]

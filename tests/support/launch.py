@@ -1,8 +1,8 @@
 """Ranks for the tests: real processes under mpiexec, or threads of this process.
 
-Real processes: `run_ranks` waits for the whole job, `start_ranks` hands it over while it runs.
-The launcher is the mpiexec beside the running Python (or $MPIEXEC); $HORO_LITE_TEST_MPI may
-demand that it is `openmpi` or `mpich`, and anything else there is an error, never a skip.
+Real processes: `run_ranks` waits for the whole job, `start_ranks` yields it while it runs. The
+launcher is the mpiexec of the running Python's environment (or $MPIEXEC); $HORO_LITE_TEST_MPI may
+require `openmpi` or `mpich`: if another one is found, that is an error, never a skip.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ T = TypeVar("T")
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 LAUNCHERS = ("openmpi", "mpich")
-# What a job leaves in the environment of its ranks: a launch from inside one must not inherit it.
+# Variables that a job sets for its ranks: a launch from inside a job must not inherit them.
 _OF_A_LAUNCHER = re.compile(r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|SLURM)_")
 _TAG = "HORO_LITE_TEST_LAUNCH"
-# Limits are given for an idle machine, and only end what hangs: a busy one is no failure.
+# Time limits are given for an idle machine, and only end hangs: a busy machine is not a failure.
 PATIENCE = 3
 
 
 class LaunchTimeoutError(AssertionError):
-    """The job did not end in time and was killed; the message holds both streams."""
+    """The job did not end in time and was killed; the message contains both streams."""
 
 
 class RanksFailedError(AssertionError):
-    """Some ranks that ran as threads raised; `errors` maps the rank to what it raised."""
+    """Some ranks that ran as threads raised; `errors` maps each rank to its exception."""
 
     def __init__(self, message: str, errors: Mapping[int, BaseException]) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class RanksFailedError(AssertionError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a job ended. Ranks' lines may come in any order, but each line comes whole."""
+    """How a job ended. Ranks' lines may come in any order, but each line is complete."""
 
     command: str
     returncode: int
@@ -69,7 +69,7 @@ class Result:
     elapsed_s: float
 
     def check(self) -> Result:
-        """This result, after asserting that the job ended with 0."""
+        """Assert that the job ended with exit code 0, and return this result."""
         assert self.returncode == 0, str(self)
         return self
 
@@ -100,12 +100,12 @@ def _kind_of(mpiexec: str) -> str:
 
 
 def mpiexec_path(python: str = sys.executable) -> str:
-    """The mpiexec that the tests use: $MPIEXEC, or the one beside that Python."""
+    """Return the mpiexec that the tests use: $MPIEXEC, or the one in that Python's environment."""
     return os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
 
 
 def mpi_name(demand: str | None = None, python: str = sys.executable) -> str:
-    """`openmpi` or `mpich`; an error where it is not what the caller or the environment demands."""
+    """Return `openmpi` or `mpich`; raise if the caller or the environment requires the other."""
     path = mpiexec_path(python)
     kind = _kind_of(path)
     for source, wanted in (
@@ -122,9 +122,9 @@ def mpi_name(demand: str | None = None, python: str = sys.executable) -> str:
 
 
 def that_leave_survivors() -> list[str]:
-    """The options with which the launcher leaves the others alone when a rank has died.
+    """Return the options with which the launcher does not kill the other ranks when one has died.
 
-    By itself either launcher kills them, sooner or later than they can say what they have seen.
+    By default either launcher kills them, possibly before they can report what they have seen.
     """
     return {
         "openmpi": ["--prtemca", "prte_state_base_recoverable", "1"],
@@ -133,9 +133,9 @@ def that_leave_survivors() -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment that a job's processes get, free of what an outer launcher left."""
+    """Return the environment for a job's processes, without variables of an outer launcher."""
     env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
-    # Unbuffered, print() writes text and newline apart, and two ranks' lines are mixed.
+    # Unbuffered, print() writes text and newline separately, and lines of two ranks are mixed.
     env.pop("PYTHONUNBUFFERED", None)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUPPORT), env.get("PYTHONPATH", "")]))
     env["PYTHONFAULTHANDLER"] = "1"
@@ -154,7 +154,8 @@ class Job:
         self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
         self._began = time.monotonic()
-        # Files and not pipes: a process left behind would hold a pipe open, and reading it hangs.
+        # Files instead of pipes: a process left behind would hold a pipe open, and reading would
+        # hang.
         self.launcher = subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,
@@ -166,13 +167,13 @@ class Job:
         )
 
     def close(self) -> None:
-        """Nothing of the job is left, its output neither."""
+        """Kill the job's processes and remove its output."""
         self.kill()
         self._out.close()
         self._err.close()
 
     def processes(self) -> dict[int, Mapping[str, str]]:
-        """Every living process of the job with its environment, the launcher's among them."""
+        """Return the environment of every living process of the job, launcher included, by pid."""
         found: dict[int, Mapping[str, str]] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -187,7 +188,7 @@ class Job:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """The process id of each rank that has started and still lives (forks not counted)."""
+        """Return the process ID of each rank that has started and still lives, without forks."""
         of_rank: dict[int, int] = {}
         for pid, env in sorted(self.processes().items()):
             rank = env.get("OMPI_COMM_WORLD_RANK") or env.get("PMI_RANK")
@@ -196,9 +197,9 @@ class Job:
         return of_rank
 
     def kill(self) -> None:
-        """No process of this job lives any more, wherever the launcher put its ranks."""
+        """Kill all processes of this job, wherever the launcher put its ranks."""
         if self.launcher.poll() is None:
-            # The launcher first, politely: it then removes its session directory.
+            # First the launcher, by SIGTERM: it then removes its session directory.
             self.launcher.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.launcher.wait(2)
@@ -214,11 +215,11 @@ class Job:
         self.launcher.wait(10)
 
     def stdout(self) -> str:
-        """What the ranks have printed up to now."""
+        """Return what the ranks have printed to stdout so far."""
         return self._read(self._out)
 
     def stderr(self) -> str:
-        """What the ranks and the launcher have complained about up to now."""
+        """Return what the ranks and the launcher have printed to stderr so far."""
         return self._read(self._err)
 
     @staticmethod
@@ -230,7 +231,7 @@ class Job:
     def wait_for(
         self, text: str, *, count: int = 1, timeout_s: float = 30, on_stderr: bool = False
     ) -> None:
-        """`text` stands `count` times on stdout. LaunchTimeoutError where it does not come."""
+        """Return once `text` is `count` times on stdout; LaunchTimeoutError after the limit."""
         until = time.monotonic() + PATIENCE * timeout_s
         stream = self.stderr if on_stderr else self.stdout
         while stream().count(text) < count:
@@ -239,7 +240,7 @@ class Job:
             time.sleep(0.01)
 
     def wait(self, timeout_s: float = 30) -> Result:
-        """How the job ended. LaunchTimeoutError, with both streams, where it has not by then."""
+        """Return how the job ended; LaunchTimeoutError, with both streams, after the time limit."""
         try:
             self.wait_for_launcher(PATIENCE * timeout_s)
         except subprocess.TimeoutExpired:
@@ -251,16 +252,16 @@ class Job:
         return self.result()
 
     def wait_for_launcher(self, timeout_s: float) -> None:
-        """Return when the launcher has ended; subprocess.TimeoutExpired where it does not.
+        """Return when the launcher has ended; subprocess.TimeoutExpired after the time limit.
 
-        Open MPI 5.0.11's can block itself in its PMIx library when a rank has ended early. Nothing
-        of the package runs any more then: it is killed, and its exit code is not 0.
+        Open MPI 5.0.11's can deadlock in its PMIx library when a rank has ended early. Nothing of
+        the package runs any more then: it is killed, and its exit code is not 0.
         """
         if self.launcher.poll() is not None:
             return
         until = time.monotonic() + timeout_s
         watch = LauncherWatch(self.launcher.pid)
-        ended = os.pidfd_open(self.launcher.pid)  # Popen.wait() would look 20 times a second
+        ended = os.pidfd_open(self.launcher.pid)  # Popen.wait() would poll 20 times a second
         try:
             while not select.select([ended], [], [], 0.5)[0]:
                 if time.monotonic() > until:
@@ -273,10 +274,10 @@ class Job:
         self.launcher.wait()
 
     def show_stacks(self) -> None:
-        """On stderr stands where every process is; the ranks die of it.
+        """Print to stderr where every process is; this kills the ranks.
 
-        Of all threads what they wait for in the kernel, and where there is gdb their C stacks;
-        of the ranks' also those in Python, which faulthandler prints when it gets SIGABRT.
+        For all threads, what they wait for in the kernel and, if there is gdb, their C stacks; for
+        the ranks also the Python stacks, which faulthandler prints on SIGABRT.
         """
         for pid in sorted(self.processes()):
             self._say(f"\nprocess {pid}: {_look_of(pid)}\n")
@@ -297,14 +298,14 @@ class Job:
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGABRT)
         if ranks:
-            time.sleep(2)  # until the launcher has passed on what they print
+            time.sleep(2)  # until the launcher has forwarded what they print
 
     def _say(self, text: str) -> None:
-        # The job's processes have the same file, with the same place where writing goes on.
+        # The job's processes share this file, including its write position.
         os.write(self._err.fileno(), text.encode(errors="backslashreplace"))
 
     def result(self) -> Result:
-        """How the job stands, or has ended; -999 is the exit code of one that still runs."""
+        """Return the state of the job; the exit code is -999 if it still runs."""
         code = self.launcher.poll()
         return Result(
             self.command,
@@ -316,7 +317,7 @@ class Job:
 
 
 def _look_of(pid: int) -> str:
-    """What a process runs, and how many of its threads wait for what in the kernel."""
+    """Return what a process runs, and how many of its threads wait for what in the kernel."""
     threads: Counter[str] = Counter()
     words = "gone"
     with contextlib.suppress(OSError):
@@ -345,9 +346,9 @@ def start_ranks(
     options: Sequence[str] = (),
     python: str = sys.executable,
 ) -> Iterator[Job]:
-    """A job that runs while the block does. Arguments as for `run_ranks`.
+    """Yield a job that runs during the block. Arguments as for `run_ranks`.
 
-    `prefix` goes before the whole command, as `unshare …` or `taskset …` would; `options` are more
+    `prefix` goes before the whole command, such as `unshare …` or `taskset …`; `options` are more
     arguments of mpiexec; `python` is that of another environment, whose mpiexec is then used.
     """
     if not launcher and np != 1:
@@ -364,8 +365,8 @@ def start_ranks(
             if mpi_name(mpi, python) == "openmpi":
                 start.insert(1, "--oversubscribe")
             command = start + command
-        # Open MPI names its session's directory by the launcher's pid, and stumbles over one that a
-        # launcher of the same pid left when it was killed.
+        # Open MPI names its session directory by the launcher's pid, and fails if a killed launcher
+        # of the same pid has left one.
         own = {**environment(env), "PRTE_MCA_prte_local_tmpdir_base": folder}
         job = Job([*prefix, *command], own, Path(folder))
         try:
@@ -386,14 +387,13 @@ def run_ranks(
     prefix: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> Result:
-    """How `mpiexec -n np python script args…` ended; nothing of it lives any more.
+    """Return how `mpiexec -n np python script args…` ended; none of its processes lives afterwards.
 
     `code_or_path` is the path of a script, or the script's text itself (dedented). The ranks find
     the modules of this folder (`oracle`, `launch`) on their path and run in an empty directory.
-    `mpi` demands a launcher (`openmpi` or `mpich`); `launcher=False` starts one plain process.
-    A job that outlives PATIENCE times `timeout_s` is killed and raises LaunchTimeoutError with both
-    streams.
-    The exit code is the caller's to look at: `.check()` asserts that it is 0.
+    `mpi` requires a launcher (`openmpi` or `mpich`); `launcher=False` starts one plain process. A
+    job that runs longer than PATIENCE times `timeout_s` is killed and raises LaunchTimeoutError
+    with both streams. The caller must check the exit code: `.check()` asserts that it is 0.
     """
     with start_ranks(
         code_or_path,
@@ -415,12 +415,12 @@ def run_threads(
     timeout_s: float = 20,
     detectors: Sequence[StallDetector] | None = None,
 ) -> list[T]:
-    """What `fn(group)` returned on each of n ranks that are threads of this process.
+    """Return the results of `fn(group)` on each of n ranks that are threads of this process.
 
-    Where one raises, the others are told (they raise PeerLostError), and RanksFailedError holds
-    everything that was raised. Ranks that do not end by themselves are given up after PATIENCE
-    times `timeout_s`, with their stacks in the message. `detectors`, one a rank, see who waits for
-    whom.
+    If one raises, the others are notified (they raise PeerLostError), and RanksFailedError holds
+    everything that was raised. Ranks that have not ended after PATIENCE times `timeout_s` are
+    abandoned, with their stacks in the message. `detectors`, one per rank, see which ranks wait for
+    which.
     """
     from horo_lite._native import thread_group
     from horo_lite.collectives.group import Group
@@ -471,7 +471,7 @@ def run_threads(
             transport.abandon("the test's time is over")
         for thread in stuck:
             thread.join(2)
-    for rank, error in errors.items():  # in the order in which they happened
+    for rank, error in errors.items():  # in the order in which they occurred
         said.append(f"rank {rank} raised {error!r}\n{''.join(traceback.format_exception(error))}")
     if said:
         raise RanksFailedError("\n".join(said), errors)

@@ -1,4 +1,4 @@
-"""What single ranks do in test_nccl_group.py: one function a job."""
+"""The programs of single ranks for test_nccl_group.py: one function per job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") 
 
 
 def start(**settings: str) -> Group:
-    """A new world, after the former one; the settings hold from now on."""
+    """Start a new world after the previous one; the settings hold from now on."""
     hvd.shutdown()
     os.environ["HORO_LITE_TEST_GPUS"] = f"{RANK}a"
     os.environ.update({f"HORO_LITE_{name}": value for name, value in settings.items()})
@@ -47,7 +47,7 @@ def on_gpu(values: Any, dtype: Any = np.float32) -> fake_device.FakeGpuArray:
 
 
 def usable(group: Group) -> None:
-    """Direct and asynchronous calls, the GPU's and the host's."""
+    """Assert that direct and asynchronous calls work, on the GPU and on the host."""
     total = sum(range(1, group.size + 1))
     handle = ops.allreduce_async(on_gpu(np.full(10, RANK + 1)), Sum, group=group)
     assert np.all(ops.allreduce(on_gpu(np.full(10, RANK + 1)), Sum, group=group).numpy() == total)
@@ -57,7 +57,7 @@ def usable(group: Group) -> None:
 
 
 def fails(call: Callable[[], Any], error: type[Exception], *words: str) -> str:
-    """The call raises; the text."""
+    """Assert that the call raises; return the text."""
     with pytest.raises(error) as found:
         call()
     for word in words:
@@ -66,10 +66,10 @@ def fails(call: Callable[[], Any], error: type[Exception], *words: str) -> str:
 
 
 def settles(call: Callable[[], Any], error: type[Exception], *words: str) -> str:
-    """Calls until the comparison beside the step has come to its end."""
+    """Call until the asynchronous comparison of ranks has ended; return the text of the error."""
 
     def until() -> None:
-        end = time.monotonic() + 20  # ends what nobody notices
+        end = time.monotonic() + 20  # if no error is reported
         while time.monotonic() < end:
             call()
             time.sleep(0.005)
@@ -117,7 +117,7 @@ def life() -> None:
             for call in since(n_calls, "AllReduce")
         ]
 
-    # One operation a bucket, in plan order; every tensor begins at a multiple of 64 bytes.
+    # One operation per bucket, in plan order; every tensor begins at a multiple of 64 bytes.
     assert reduced([10, 20], ["f4", "f4"]) == [(16 + 32, "float32", "sum", True)]
     assert reduced([900, 100, 100, 50], ["f4"] * 4) == [
         (912 + 112, "float32", "sum", True),
@@ -128,14 +128,14 @@ def life() -> None:
         (10, "int32", "sum", False),
         (10, "float64", "sum", False),
     ]
-    # A tensor alone stays where it is, and one that is too large for a bucket is cut.
+    # A single tensor is sent in place, and one that is too large for a bucket is split.
     assert reduced([700], ["f4"]) == [(700, "float32", "sum", False)]
     assert reduced([2500], ["f4"]) == [
         (1024, "float32", "sum", False),
         (1024, "float32", "sum", False),
         (452, "float32", "sum", False),
     ]
-    # The scales come first, of all tensors at once.
+    # The scales come first, for all tensors at once.
     fp16 = {"compression": hvd.Compression.fp16}
     assert reduced([1500, 100, 1500], ["f4"] * 3, **fp16) == [
         (3, "int32", "max", False),
@@ -153,7 +153,7 @@ def life() -> None:
         (20, "uint8", "1"),
     ]
 
-    # A world ends cleanly, and another one may begin.
+    # A world ends cleanly, and another one can begin.
     for _ in range(2):
         n_calls = len(log())
         usable(group)
@@ -171,7 +171,7 @@ def life() -> None:
 
 
 def splits() -> None:
-    """The native group by itself: colors, a rank outside, all in stream order."""
+    """The native group alone: colors, a rank outside, all in stream order."""
     world = start()
     queue = _native.DeviceQueue(0)
     if world.rank == 0:
@@ -221,7 +221,7 @@ def splits() -> None:
 
 
 def registration() -> None:
-    """Windows where every rank can, else registration, else nothing: results are the same."""
+    """Windows if every rank can, else registration, else nothing: results are the same."""
     n_calls = 0
     for failure, done in (("", "window"), ("1", "no"), ("null", "no")):
         group = start(FAKE_NCCL_REGISTER_FAILS=failure, BUCKET_BYTES="4096")
@@ -265,14 +265,14 @@ def connecting_fails() -> None:
 
 
 def fails_soon(n: int, group: Group) -> None:
-    """Rank 1 fails in its n-th operation from here."""
+    """Make rank 1 fail in its n-th operation from here."""
     ops.barrier(group=group)
     where = f"1:{n_operations() + n}"
     os.environ["HORO_LITE_FAKE_NCCL_FAILS_AT"] = where if RANK == 1 else ""
 
 
 def operations_fail() -> None:
-    """On rank 1, in different situations: everybody is told, and nobody hangs."""
+    """Operations fail on rank 1 in different situations: all ranks are notified, and none hangs."""
 
     def soon(n: int) -> None:
         fails_soon(n, group)
@@ -287,7 +287,7 @@ def operations_fail() -> None:
     settles(step, DeviceError, *words)
     usable(group)
 
-    # One rank has gone on and queued more when another one waits for its GPU.
+    # One rank has continued and queued more when another one waits for its GPU.
     soon(2)
     step()
 
@@ -300,12 +300,12 @@ def operations_fail() -> None:
     settles(queue_only, DeviceError, "on rank 1, NCCL could not")
     usable(group)
 
-    # A peer is in a call of the host's, which comes to its end.
+    # A peer is in a call of the host, which ends.
     soon(1)
     met = False
     try:
         x = ops.allreduce(on_gpu(np.ones(5)), Sum, group=group)
-    except DeviceError:  # mostly it is met later, by whoever waits for the result
+    except DeviceError:  # usually it is raised later, by whatever waits for the result
         if RANK != 1:
             raise
         met = True
@@ -317,7 +317,7 @@ def operations_fail() -> None:
         settles(step, DeviceError, *words)
     usable(group)
 
-    # Nothing but asynchronous calls.
+    # Only asynchronous calls.
     soon(2)
     settles(
         lambda: group.synchronize(
@@ -328,7 +328,7 @@ def operations_fail() -> None:
     )
     usable(group)
 
-    # Unheard until the end.
+    # Not noticed until the end.
     soon(1)
     ops.allreduce(on_gpu(np.ones(5)), Sum, group=group).numpy()
     fails(hvd.shutdown, DeviceError, *words)
@@ -337,7 +337,7 @@ def operations_fail() -> None:
 
 
 def learns_late() -> None:
-    """Rank 1, whose GPU fails, has submitted more by the time its own program learns about it."""
+    """Rank 1, whose GPU fails, has submitted more by the time its program learns about it."""
     abort = watchdog.Watchdog._abort
 
     def slowly(self: watchdog.Watchdog, error: Exception) -> None:
@@ -347,7 +347,7 @@ def learns_late() -> None:
 
     watchdog.Watchdog._abort = slowly  # type: ignore[method-assign]
     group = start()
-    for name in "x", None:  # unnamed operations are numbered, and the ranks have counted further
+    for name in "x", None:  # unnamed operations are numbered, and the ranks' counts differ by now
         usable(group)
         fails_soon(2, group)
         settles(
@@ -361,7 +361,7 @@ def learns_late() -> None:
 
 
 def ahead() -> None:
-    """A rank whose host is ahead keeps nothing of past steps, and is ahead by a limited number."""
+    """A rank whose host runs ahead keeps nothing of past steps, and its lead is bounded."""
     watchdog.MAX_AHEAD = 20
     go = Path(os.environ["HORO_LITE_FAKE_NCCL_LOG"]).with_name("go")
     group = start()
@@ -376,7 +376,7 @@ def ahead() -> None:
 
     if RANK == 0:
 
-        def let_go() -> None:  # once this rank can go no further, or all is queued
+        def let_go() -> None:  # once this rank cannot continue, or all is queued
             assert group._watchdog is not None
             while group._watchdog._notices.qsize() < 15:
                 time.sleep(0.001)
@@ -388,7 +388,7 @@ def ahead() -> None:
             step(i)
         gc.collect()
         n_kept = sum(array() is not None for array in arrays)
-        assert n_kept <= 1, n_kept  # the latest, perhaps
+        assert n_kept <= 1, n_kept  # perhaps the latest
         helper = threading.Thread(target=let_go)
         helper.start()
         for i in range(15, n_calls):
@@ -404,7 +404,7 @@ def ahead() -> None:
 
 
 def without_nccl() -> None:
-    """Arrays pass through the host, and rank 0 says why, once."""
+    """Arrays are staged through host memory, and rank 0 says why, once."""
 
     def travels(words: list[str], **settings: str) -> None:
         group = start(**settings)
@@ -462,7 +462,7 @@ def mismatches() -> None:
             ops.barrier(group=group)
             usable(group)
 
-    # Both meet on the host: as without a GPU.
+    # Both use the host, as without a GPU.
     fails(
         partial(ops.barrier, group=group) if odd else others["allgather"],
         hvd.MismatchError,
@@ -473,7 +473,7 @@ def mismatches() -> None:
 
 
 def joined() -> None:
-    """While a rank has joined, the others' GPUs cannot go on; nobody hangs, and all can later."""
+    """While a rank has joined, the others' GPU operations fail; none hangs, all work later."""
     group = start()
 
     def others() -> None:
@@ -532,7 +532,7 @@ def optimizers() -> None:
 
         return step
 
-    # Differences that are there from the first step on are found in it.
+    # Differences that exist from the first step on are found in it.
     compression = hvd.Compression.fp16 if odd else hvd.Compression.bf16
     wrong = hvd.DistributedOptimizer(Descent(), group=group, compression=compression)
     fails(steps(wrong), hvd.MismatchError, "fp16", "bf16")
@@ -540,14 +540,14 @@ def optimizers() -> None:
     wrong = hvd.DistributedOptimizer(Descent(), group=group, bucket_bytes=8000 if odd else 4000)
     fails(steps(wrong), hvd.MismatchError, "bucket")
     usable(group)
-    # Two optimizers that are known change places on one rank.
+    # Two known optimizers are exchanged on one rank.
     a, b = (hvd.DistributedOptimizer(Descent(), group=group) for _ in range(2))
     for _ in range(2):
         steps(a, b)()
     settles(steps(b, a) if odd else steps(a, b), hvd.MismatchError, "optimizer")
     usable(group)
 
-    # Streaming, with buckets under way when something changes.
+    # Streaming, with buckets in flight when something changes.
     def reducer() -> tuple[Reducer, list[Slot]]:
         slots = [Slot(on_gpu(np.zeros(900))) for _ in range(6)]
         named = [(f"p{i}", slot) for i, slot in enumerate(slots)]
@@ -577,14 +577,14 @@ def optimizers() -> None:
             holds(slots)
         other = [*usual]
         other[changed] = 450
-        # All alike: a step without overlap, and then as before.
+        # The same on all ranks: a step without overlap, and then as before.
         for _ in range(2):
             stream(one, slots, other)
             holds(slots)
         for _ in range(2):
             stream(one, slots, usual)
             holds(slots)
-        # On one rank only, and so often that the comparison has come to its end.
+        # On one rank only, and so often that the comparison has ended.
         settles(
             lambda r=one, s=slots, o=other: stream(r, s, o if odd else usual),
             hvd.MismatchError,
@@ -593,7 +593,7 @@ def optimizers() -> None:
         one, slots = reducer()
         for _ in range(2):
             stream(one, slots, usual)
-        # A gradient that one rank does not announce, or has not at all.
+        # A gradient that one rank does not announce, or does not have.
         for _ in range(2):
             stream(one, slots, usual, [i for i in range(6) if not (odd and i == changed)])
             holds(slots)
@@ -621,7 +621,7 @@ def one_call_ahead() -> None:
 
 
 def stalled() -> None:
-    """One rank is late, and the other waits for its GPU, in a call that is none of ours."""
+    """One rank is late, and the other waits for its GPU, in a call outside this package."""
     group = start(STALL_WARN_S="0.5", STALL_ABORT_S="1.5")
     usable(group)
 
@@ -641,7 +641,7 @@ def stalled() -> None:
         "allreduce 'x'",
     )
     print("told", flush=True)
-    time.sleep(3 if RANK == 0 else 0)  # uncaught, it would end the job
+    time.sleep(3 if RANK == 0 else 0)  # if uncaught, the error would end the job
 
 
 def killed() -> None:
@@ -660,14 +660,14 @@ def killed() -> None:
     print("came through", flush=True)
 
 
-# All kinds of calls in a random order.
+# All kinds of calls in random order.
 
 KINDS = ["direct", "direct_", "grouped", "compressed", "async", "async", "async_", "gather"]
 KINDS += ["broadcast", "scatter", "alltoall", "host", "host_async", "wait", "look"]
 
 
 def results_are_kept_for_late_readers(group: Group) -> None:
-    """What an asynchronous call allocated is its own stream's again only when it was read."""
+    """Memory that an asynchronous call allocated returns to its stream only after being read."""
     parts = [np.full((5, 3), r + 1.0) for r in range(group.size)]
     handles = [ops.allgather_async(on_gpu(parts[group.rank]), group=group) for _ in range(3)]
     time.sleep(0.05)
@@ -675,7 +675,7 @@ def results_are_kept_for_late_readers(group: Group) -> None:
     results = []
     while handles:
         results.append(group.synchronize(handles.pop()))
-        time.sleep(0.02)  # all that is not kept goes now
+        time.sleep(0.02)  # everything that is not kept is freed now
     for result in results:
         assert np.array_equal(result.numpy(), np.concatenate(parts))
 

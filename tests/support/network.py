@@ -1,10 +1,9 @@
 """Several hosts on one machine: namespaces joined by links of a given rate.
 
-A host is a set of namespaces (network, processes, hostname, mounts, System V memory) with an
-address of its own, as a container is: its ranks can reach those of other hosts only by TCP. Every
-host has one link to a switch, which limits what it sends and what it receives. The launcher runs at
-the switch, beside the hosts, as on a login node, and starts its daemons through a script that takes
-the place of ssh.
+A host is a set of namespaces (network, processes, hostname, mounts, System V memory) with its own
+address, like a container: its ranks can reach those of other hosts only by TCP. Every host has one
+link to a switch, which limits what it sends and what it receives. The launcher runs at the switch,
+beside the hosts, as on a login node, and starts its daemons through a script that replaces ssh.
 
     with Network(2, rate_mbit=1000) as network:
         subprocess.run(network.launch("mpich", mpiexec, 2) + [python, "train.py"], env=…)
@@ -26,12 +25,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 INTERFACE = "eth0"
-"""Of every host, and of the switch."""
+"""The interface of every host, and of the switch."""
 _SUBNET = "10.77.0"
 _SWITCH_ADDRESS = f"{_SUBNET}.254"
 _SWITCH_MAC = "02:00:00:00:00:fe"
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
-# A first process collects its orphans, which `trap ''` leaves to the kernel. The mounts show what
+# A first process reaps its orphans, which `trap ''` leaves to the kernel. The mounts show what
 # belongs to these namespaces: MPI looks for interfaces in /sys, and for memory in /dev/shm.
 _FIRST_PROCESS = """
 trap '' CHLD
@@ -42,8 +41,8 @@ fi
 echo ready
 exec cat
 """
-# What ssh would be: ignores options, takes a host and a command for that host's shell, and returns
-# 255 where the connection is lost.
+# Replaces ssh: ignores options, takes a host and a command for that host's shell, and returns 255
+# if the connection is lost.
 _REMOTE_SHELL = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 host=$1
@@ -57,7 +56,7 @@ status=$?
 [ $status -lt 128 ] || { echo "Connection to $host closed by remote host." >&2; status=255; }
 exit $status
 """
-# Classes of HTB, one for each flow: more than there are flows, so that two rarely share one.
+# Classes of HTB, one per flow: more than there are flows, so that two rarely share one.
 _N_FLOW_CLASSES_BITS = 10
 _RELAY = str(Path(__file__).with_name("relay.py"))
 _FIRST_FLOW_CLASS = 0x10
@@ -68,8 +67,8 @@ class Host:
 
     Attributes:
         name: Its hostname.
-        address: Its address; launchers know it by that.
-        pid: Of its first process, as the test sees it.
+        address: Its address, by which launchers know it.
+        pid: The pid of its first process, as seen by the test.
         link: The switch's port for it.
     """
 
@@ -81,11 +80,11 @@ class Host:
         self.pid = self._namespaces.pid
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command that runs that command on this host."""
+        """Return the command that runs `command` on this host."""
         return [*_enter(self.pid, "mount", "uts", "ipc", "net", "pid"), *command]
 
     def vanish(self) -> None:
-        """Kill every process on this host at once; its link goes with it."""
+        """Kill every process on this host at once; its link is removed with it."""
         self._namespaces.close()
 
 
@@ -93,20 +92,20 @@ class Network:
     """Hosts joined by a switch.
 
     Args:
-        n_hosts: How many.
-        rate_mbit: Of each link, in each direction, in 10^6 bits a second; None for no limit.
-        flow_mbit: Of each TCP connection; None for no limit.
-        delay_ms: Of a message from a host to another.
-        loss: The share of packets that are lost. Where there is any, a packet is one frame, as on
+        n_hosts: The number of hosts.
+        rate_mbit: Rate of each link and direction, in 10^6 bits per second; None for no limit.
+        flow_mbit: Rate of each TCP connection; None for no limit.
+        delay_ms: Delay of a message between two hosts.
+        loss: The fraction of packets that are lost. With losses, a packet is one frame, as on
             a real link. In the simulation a process moves every packet: it needs a core at 1 Gbit/s
             (with a loss, at 200 Mbit/s).
 
     Attributes:
         hosts: The hosts.
-        switch_pid: Of the first process of the switch's namespace.
+        switch_pid: The pid of the first process of the switch's namespace.
 
     Raises:
-        OSError: The kernel lacks what is asked for: see `unavailable` and `no_flow_limits`.
+        OSError: The kernel lacks a feature: see `unavailable` and `no_flow_limits`.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Network:
                     pairs.append(f"{leaves}:{end}")
                 self._in_switch(f"link set {host.link} master {INTERFACE}")
                 _batch([*inside, "tc"], *_limits(INTERFACE, rate_mbit, flow_mbit))
-                # Of two hosts, what one receives the other has sent, and that is limited already.
+                # Between two hosts, what one receives the other has sent, which is limited already.
                 arriving = _limits(end, rate_mbit if n_hosts > 2 else None, None)
                 _batch([*_enter(self.switch_pid, "net"), "tc"], *arriving)
             if is_relayed:
@@ -178,7 +177,7 @@ class Network:
         self._stack.close()
 
     def launch(self, mpi: str, mpiexec: str, ranks: int | Sequence[int]) -> list[str]:
-        """The beginning of a command that starts ranks on the hosts; what they run follows.
+        """Return the beginning of a command that starts ranks on the hosts; their program follows.
 
         Args:
             mpi: `openmpi` or `mpich`.
@@ -190,9 +189,9 @@ class Network:
         command = [*_enter(self.switch_pid, "net"), mpiexec]
         if mpi == "openmpi":
             command += ["--host", slots, "--prtemca", "plm_ssh_agent", self._remote_shell]
-            # Daemons look for that script, too, unless they have none to start themselves.
+            # Daemons look for that script, too, unless they do not start any others themselves.
             command += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
-            # Without a binding: every host is on the same cores, and would use the first of them.
+            # Without binding: all hosts have the same cores, and each would use the first of them.
             command += ["--map-by", "slot:nooversubscribe", "--bind-to", "none"]
         else:
             command += ["-launcher", "ssh", "-launcher-exec", self._remote_shell]
@@ -200,14 +199,14 @@ class Network:
         return [*command, "-n", str(sum(counts))]
 
     def cut(self, host: Host) -> None:
-        """Cut a host's link: nothing arrives on either side, and nobody is told."""
+        """Cut a host's link: nothing arrives on either side, and neither is notified."""
         # The ends stay up, or the kernel would report that the network is unreachable. Without its
-        # own MAC the bridge would have that of one link, and the launcher would go on hearing that
-        # host; with ARP it would answer there, too.
+        # own MAC address the bridge would have that of one link, and the launcher would still
+        # receive from that host; with ARP it would answer there, too.
         self._in_switch(f"link set {host.link} nomaster arp off")
 
     def mend(self, host: Host) -> None:
-        """Join a link that was cut."""
+        """Restore a link that was cut."""
         self._in_switch(f"link set {host.link} master {INTERFACE} arp on")
 
     @contextlib.contextmanager
@@ -241,7 +240,7 @@ class Network:
 
 
 def environment(mpi: str) -> dict[str, str]:
-    """The variables with which ranks use TCP across hosts, and nothing else."""
+    """Return the variables with which ranks use TCP between hosts, and nothing else."""
     if mpi == "mpich":
         own = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
     else:
@@ -251,9 +250,9 @@ def environment(mpi: str) -> dict[str, str]:
             "OMPI_MCA_btl_tcp_if_include": INTERFACE,
             "PRTE_MCA_oob_tcp_if_include": INTERFACE,
             "PMIX_MCA_ptl_tcp_if_include": INTERFACE,
-            # All hosts share the cores of one machine, which a rank that waits must give away.
+            # All hosts share the cores of one machine, so a waiting rank must yield them.
             "OMPI_MCA_mpi_yield_when_idle": "1",
-            # Processes of different hosts have the same numbers: files named by them must not meet.
+            # Processes of different hosts have the same pids: files named by them must not collide.
             "PRTE_MCA_prte_remote_tmpdir_base": "/dev/shm",
         }
     return own | {"GLOO_SOCKET_IFNAME": INTERFACE}
@@ -261,7 +260,7 @@ def environment(mpi: str) -> dict[str, str]:
 
 @functools.cache
 def unavailable() -> str:
-    """Why there can be no hosts on this machine, with the remedy; "" where there can."""
+    """Return why there can be no hosts on this machine, with the remedy; "" if there can."""
     if absent := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(absent)} not found: install iproute2 and util-linux"
     try:
@@ -276,7 +275,7 @@ def unavailable() -> str:
 
 @functools.cache
 def no_flow_limits() -> str:
-    """Why the kernel cannot limit each connection on a link; "" where it can."""
+    """Return why the kernel cannot limit each connection on a link; "" if it can."""
     try:
         Network(1, rate_mbit=1000.0, flow_mbit=250.0).close()
     except OSError as error:
@@ -288,7 +287,7 @@ class _Namespaces:
     """Namespaces that live as long as this object, or this process.
 
     With a name they are a host's; without one there is only a network. The first process keeps
-    `file` open, if it is one.
+    `file` open, if there is one.
     """
 
     def __init__(self, name: str, file: int | None = None) -> None:
@@ -301,7 +300,7 @@ class _Namespaces:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the job
+            start_new_session=True,  # Ctrl-C goes to the job only
             pass_fds=() if file is None else (file,),
         )
         assert self._process.stdout is not None
@@ -320,11 +319,11 @@ class _Namespaces:
 
 
 def _file_without_name(text: str) -> int:
-    """Return the descriptor of a file that can be run, and ends with the last that has it open."""
+    """Return the descriptor of an executable file, which is removed with its last descriptor."""
     file = os.memfd_create("remote-shell", 0)
     try:
         os.write(file, text.encode())
-        # What is open for writing cannot be run.
+        # A file that is open for writing cannot be executed.
         return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(file)
@@ -351,13 +350,13 @@ def _batch(command: Sequence[str], *lines: str) -> None:
 
 
 def _limits(device: str, rate_mbit: float | None, flow_mbit: float | None) -> list[str]:
-    """The lines of `tc` that limit what a device sends, altogether and by flow."""
+    """Return the lines of `tc` that limit what a device sends, in total and per flow."""
     if rate_mbit is None:
         assert flow_mbit is None, "a limit for flows needs one for the link"
         return []
-    # At once at most 0.2 ms of the rate, and no less than a packet as the kernel hands it down.
+    # Bursts of at most 0.2 ms of the rate, and no less than a packet as the kernel passes it on.
     burst = max(1 << 17, int(rate_mbit * 1e6 / 8 * 0.2e-3))
-    # Room for 0.1 s: TCP holds back its own packets, and those of many connections fit.
+    # A queue of 0.1 s: TCP holds back its own packets, and those of many connections fit.
     queue = max(1 << 22, int(rate_mbit * 1e6 / 8 * 0.1))
     if flow_mbit is None:
         return [
@@ -381,7 +380,7 @@ def _limits(device: str, rate_mbit: float | None, flow_mbit: float | None) -> li
 
 
 def _class_of_flow() -> str:
-    """A program of classic BPF that returns the class of a TCP packet, by both of its ports."""
+    """Return a program of classic BPF that maps a TCP packet to its class, by both of its ports."""
     load_half, load_byte, load_word = 0x28, 0x30, 0x20  # at an offset in the frame
     unless_equal, multiply, shift_right, add, return_a, return_k = 0x15, 0x24, 0x74, 4, 0x16, 6
     program = [

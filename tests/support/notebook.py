@@ -1,4 +1,4 @@
-"""The code of a notebook as a script, without Jupyter: `python notebook.py example.ipynb`."""
+"""Run the code of a notebook as a script, without Jupyter: `python notebook.py example.ipynb`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def code_of(notebook: Path) -> str:
-    """All cells of code, one after the other."""
+    """Return all code cells, in order."""
     cells = json.loads(notebook.read_text())["cells"]
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 

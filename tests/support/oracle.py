@@ -1,10 +1,10 @@
-"""What every collective must give, in NumPy, for all ranks at once.
+"""The expected result of every collective, in NumPy, for all ranks at once.
 
 Each `…_reference` takes the inputs of all ranks in rank order. Reductions come in two kinds:
-`allreduce_reference` is the mathematical answer (float64, or exact integers), and
-`rank_order_reference` is the promised rounding of it: accumulated in float32 or wider in rank
-order, then divided, then rounded once to the dtype. `wire_bound` says how far an answer may lie
-from the first kind when it travelled in fewer bits.
+`allreduce_reference` is the mathematical result (float64, or exact integers), and
+`rank_order_reference` is its specified rounding: accumulated in float32 or wider in rank order,
+then divided, then rounded once to the dtype. `wire_bound` is the largest allowed error of a result
+that was transferred in fewer bits, against the first kind.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ OPS = ("average", "sum", "min", "max", "product")
 
 
 def is_float(dtype: npt.DTypeLike) -> bool:
-    """Whether reductions of this dtype are rounded and not exact."""
+    """Return whether reductions of this dtype are rounded instead of exact."""
     return np.dtype(dtype) in FLOATS
 
 
 def sample(rank: int, shape: Sequence[int], dtype: npt.DTypeLike, *, seed: int = 0) -> Array:
-    """Numbers that differ from rank to rank and from seed to seed, small enough to multiply."""
+    """Return numbers that differ by rank and seed, small enough to multiply."""
     dtype = np.dtype(dtype)
     random = np.random.default_rng([seed, rank, *shape])
     if dtype == np.bool_:
@@ -43,7 +43,7 @@ def sample(rank: int, shape: Sequence[int], dtype: npt.DTypeLike, *, seed: int =
 
 
 def whole_sample(rank: int, shape: Sequence[int], dtype: npt.DTypeLike, *, seed: int = 0) -> Array:
-    """Small whole numbers (0 … 15, so exact in any dtype) that differ from rank to rank."""
+    """Return small whole numbers (0 … 15, so exact in any dtype) that differ by rank and seed."""
     random = np.random.default_rng([seed, rank, *shape])
     return np.asarray(random.integers(0, 12, shape) + rank % 4).astype(dtype)
 
@@ -55,9 +55,9 @@ def _stack(inputs: Sequence[Array], dtype: npt.DTypeLike) -> Array:
 def allreduce_reference(
     inputs: Sequence[Array], op: str, *, weights: Sequence[float] | None = None
 ) -> Array:
-    """The reduction as float64, or exactly in the input's own dtype for integers and bool.
+    """Return the reduction as float64, or exactly in the input's own dtype for integers and bool.
 
-    Sums and products of integers wrap around as NumPy's do; their average is the exact sum over N
+    Sums and products of integers wrap around as in NumPy; their average is the exact sum over N
     truncated toward zero. Weighted: sum(w * x) / sum(w).
     """
     dtype = inputs[0].dtype
@@ -109,7 +109,7 @@ def rank_order_reference(
     postscale: float = 1.0,
     hosts: Sequence[int] | None = None,
 ) -> Array:
-    """The floats that must come out bit for bit where nothing is compressed.
+    """Return the floats that must be reproduced bit for bit without compression.
 
     Accumulated in float32 (float64 for float64 inputs) in rank order, divided by N for an average,
     then rounded once to the input's dtype. With `hosts` (the host of each rank) every host first
@@ -143,7 +143,7 @@ def rank_order_reference(
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Whether shape, dtype and every bit agree; any nan equals any other."""
+    """Return whether shape, dtype and every bit agree; any nan equals any other."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not is_float(a.dtype):
@@ -155,7 +155,7 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def block_maximum(inputs: Sequence[Array], block: int = BLOCK) -> Array:
-    """For each element (C order) the largest finite magnitude of its block over all ranks."""
+    """Return for each element (C order) its block's largest finite magnitude over all ranks."""
     magnitude = np.abs(_stack(inputs, np.float64)).reshape(len(inputs), -1)
     magnitude[~np.isfinite(magnitude)] = 0
     largest = magnitude.max(axis=0, initial=0)
@@ -165,14 +165,14 @@ def block_maximum(inputs: Sequence[Array], block: int = BLOCK) -> Array:
 
 
 def wire_bound(inputs: Sequence[Array], wire: str, *, hosts: int = 1) -> Array:
-    """How far, elementwise, an average over ranks may lie from the exact mean. Finite inputs only.
+    """Return, elementwise, the largest allowed error of an average over ranks. Finite inputs only.
 
-    Each rank rounds its contribution to the wire's precision u once, and the result is rounded
-    once more: u * (mean |x_r| + |mean|), with (1 + 4u) for rounding what was rounded. Adding N
-    numbers in float32 costs N * 2^-24 * mean |x_r|. Between hosts a host's sum is rounded too.
-    For fp16 (u = 2^-11), what lies far below the largest magnitude m of its block is subnormal
-    on the wire and keeps an absolute 2^-37 * m; a block holds 1,024 elements and no tensor's
-    neighbours. For bf16 u is 2^-8, and subnormal numbers of bf16 keep an absolute 2^-133.
+    Each rank rounds its contribution to the wire's precision u once, and the result is rounded once
+    more: u * (mean |x_r| + |mean|), with (1 + 4u) for rounding rounded values. Adding N numbers in
+    float32 costs N * 2^-24 * mean |x_r|. Between hosts a host's sum is rounded too. For fp16 (u =
+    2^-11), values far below the largest magnitude m of their block are subnormal on the wire and
+    have an absolute error of 2^-37 * m; a block has 1,024 elements of one tensor. For bf16 u is
+    2^-8, and subnormal numbers of bf16 have an absolute error of 2^-133.
     """
     x = _stack(inputs, np.float64)
     n = len(inputs)
@@ -191,9 +191,9 @@ def wire_bound(inputs: Sequence[Array], wire: str, *, hosts: int = 1) -> Array:
 
 
 def fp16_wire_reference(inputs: Sequence[Array], *, scaled: bool = True) -> Array:
-    """A model in NumPy of an average over the fp16 wire of one host; unscaled to see it fail.
+    """Model in NumPy an average over the fp16 wire of one host; unscaled to see it fail.
 
-    It is one way to keep `wire_bound`, not the promised bits.
+    It is one way to satisfy `wire_bound`, not the specified bits.
     """
     flat = [np.asarray(x, np.float32).ravel() for x in inputs]
     out = np.empty_like(flat[0])
@@ -219,7 +219,7 @@ def _largest_finite(x: Array) -> float:
 
 
 def _exponent(largest: float) -> int:
-    """The power of two that brings the largest magnitude to just under 2^15."""
+    """Return the power of two that scales the largest magnitude to just under 2^15."""
     return 15 - int(np.frexp(largest)[1]) if largest else 0
 
 
@@ -238,17 +238,17 @@ def _adasum(a: Array, b: Array) -> Array:
 
 
 def allgather_reference(inputs: Sequence[Array]) -> Array:
-    """All ranks' rows, one rank's after the other's."""
+    """Return all ranks' rows, concatenated in rank order."""
     return np.concatenate(list(inputs), axis=0)
 
 
 def broadcast_reference(inputs: Sequence[Array], root: int) -> Array:
-    """The root's array."""
+    """Return the root's array."""
     return inputs[root]
 
 
 def share_of(n: int, size: int, rank: int) -> slice:
-    """The rows of n that a rank keeps of a reducescatter: the first n % size get one more."""
+    """Return the rows of n that a rank gets in a reducescatter: the first n % size get one more."""
     each, more = divmod(n, size)
     start = rank * each + min(rank, more)
     return slice(start, start + each + (rank < more))
@@ -257,7 +257,7 @@ def share_of(n: int, size: int, rank: int) -> slice:
 def alltoall_reference(
     inputs: Sequence[Array], splits: Sequence[Sequence[int]], rank: int
 ) -> Array:
-    """What `rank` receives when rank r sends splits[r][i] rows to rank i, in rank order."""
+    """Return what `rank` receives when rank r sends splits[r][i] rows to rank i, in rank order."""
     parts = []
     for x, counts in zip(inputs, splits, strict=True):
         start = sum(counts[:rank])

@@ -1,4 +1,4 @@
-"""A group that remembers what left through it, in order."""
+"""A group that records what is sent through it, in order."""
 
 from __future__ import annotations
 

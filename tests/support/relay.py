@@ -1,10 +1,10 @@
-"""Hands packets from one interface to another, some time later, and loses some.
+"""Forward packets from one interface to another, with a delay and losses.
 
-Tc's netem does that in the kernel, where the kernel has it. `python relay.py DELAY_MS LOSS A:B …`
+Tc's netem does this in the kernel, if the kernel has it. `python relay.py DELAY_MS LOSS A:B …`
 joins each pair of interfaces of its network namespace: what arrives at A leaves by B after the
-delay, unless it is lost, and what arrives at B leaves by A at once. It prints `ready`, and ends
-when its standard input does. A packet is what the kernel hands down: up to 64 KiB of a TCP stream,
-which network cards would cut into frames, unless the sender is told not to (`gso_max_segs 1`).
+delay, unless it is lost, and what arrives at B leaves by A immediately. It prints `ready`, and ends
+when its standard input does. A packet is what the kernel passes on: up to 64 KiB of a TCP stream,
+which network cards would split into frames, unless the sender is told not to (`gso_max_segs 1`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LARGEST = 1 << 17
 
 
 def _interface(name: str) -> socket.socket:
-    """What arrives at an interface, with what the kernel has left to do: checksums and frames."""
+    """Return a socket for an interface's packets, with what the kernel left to offloading."""
     packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)  # receives nothing until bound
     packets.setsockopt(_SOL_PACKET, _VNET_HEADER, 1)
     packets.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
     packets.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER_BYTES)
-    # What waits in the link's queue counts as the sender's: with the default of 208 KiB a packet
-    # would be lost where the queue is nearly empty.
+    # Packets in the link's queue count as the sender's: with the default of 208 KiB a packet would
+    # be lost when the queue is nearly empty.
     packets.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER_BYTES)
     packets.setblocking(False)
     packets.bind((name, _ALL_PROTOCOLS))
@@ -39,7 +39,7 @@ def _interface(name: str) -> socket.socket:
 
 
 def _send(to: socket.socket, packet: bytes) -> None:
-    with contextlib.suppress(OSError):  # no room in the queue: lost, as on any link
+    with contextlib.suppress(OSError):  # the queue is full: the packet is lost, as on any link
         to.send(packet)
 
 

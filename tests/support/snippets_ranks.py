@@ -1,4 +1,4 @@
-"""Train with every snippet of the docs: on shares, or on one process; print what was learned.
+"""Train with every snippet of the docs, on shards or in one process; print the learned weights.
 
 python snippets_ranks.py whole|half|shares folder name...
 """
@@ -18,14 +18,14 @@ sys.path.insert(0, folder)
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 
-# Rows whose targets differ so much that no rank learns from its share what all of them teach.
+# Rows whose targets differ so much that no rank can learn from its shard alone the result of all.
 rng = np.random.default_rng(0)
 inputs = rng.standard_normal((4, 6, 3)).astype("f4")
 targets = (inputs @ [[1.0], [2.0], [3.0]] + 8 * np.arange(6)[:, None] % 13).astype("f4")
 
 
 def batches_for(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """This process' rows of every batch: shares differ by one row where that is the subject."""
+    """Return this process's rows of every batch; shard sizes differ by one where that is tested."""
     n = 5 if name in ("uneven", "any_framework") else 6
     rows = slice(rank, n, size) if which == "shares" else slice(0, n, 1 if which == "whole" else 2)
     return [(x[rows], y[rows]) for x, y in zip(inputs, targets, strict=True)]

@@ -1,4 +1,4 @@
-"""Jobs whose ranks MPI does not start: with the variables that torchrun and schedulers set."""
+"""Jobs whose ranks are not started by MPI: with the variables that torchrun and schedulers set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch import Job, Result, environment
 
-# Starts ranks as a scheduler would, and ends as they do: with 0 only if all have.
+# Starts ranks as a scheduler would, and returns 0 only if all have.
 START = """
 import os, subprocess, sys
 size, port, *command = sys.argv[1:]
@@ -24,7 +24,7 @@ sys.exit(max(rank.wait() != 0 for rank in ranks))
 
 
 def free_port() -> int:
-    """Below those that the kernel gives to outgoing connections, which may take it meanwhile."""
+    """Return a port below those that the kernel assigns to outgoing connections."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with suppress(OSError), socket.create_server(("", port)):
@@ -40,7 +40,7 @@ def started(
     env: Mapping[str, str] = {},
     args: Sequence[str] = (),
 ) -> Iterator[Job]:
-    """A job of ranks that run a script, or its text, started by START, or by `command`."""
+    """Yield a job of ranks that run a script, or its text, started by START, or by `command`."""
     script = code_or_path
     if isinstance(code_or_path, str):
         script = folder / "script.py"
@@ -60,6 +60,6 @@ def ended(
     command: Sequence[str] = (),
     env: Mapping[str, str] = {},
 ) -> Result:
-    """How such a job has ended."""
+    """Return how such a job has ended."""
     with started(code_or_path, size, folder, command, env) as job:
         return job.wait(60)

@@ -1,4 +1,4 @@
-"""What an adapter may say beside where gradients are, each with a framework of one's own."""
+"""What adapters can define besides access to gradients, each with a home-made framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horo_lite.collectives.group import Group
 
 
 class Later:
-    """An array that is computed when it is needed; nothing but its own methods can read it."""
+    """An array that is computed when it is needed; only its own methods can read it."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make, self.array = make, None
@@ -37,7 +37,7 @@ class Weight:
 
 
 class Descent:
-    """Keeps what it has moved by, and calls a hook when it has stepped: no closure."""
+    """Keeps its last update, and calls a hook after a step: it takes no closure."""
 
     def __init__(self, weights: list[Weight]) -> None:
         self.params = weights
@@ -57,7 +57,7 @@ class Descent:
 
 
 class Frozen:
-    """A model that is never changed."""
+    """A model that is immutable."""
 
     def __init__(self, *rows: Any) -> None:
         self.rows = [np.array(row, np.float32) for row in rows]
@@ -70,7 +70,7 @@ class LaterAdapter(Adapter):
     array_types = (Later,)
 
     def __init__(self) -> None:
-        self.computed: list[int] = []  # how many gradients, each time
+        self.computed: list[int] = []  # the number of gradients, each time
 
     def matches(self, obj: object) -> bool:
         return isinstance(obj, (Later, Weight, Descent, Frozen))
@@ -125,13 +125,14 @@ def test_a_lazy_framework() -> None:
         for step in range(2):
             for i, weight in enumerate(weights):
                 weight.grad = Later(lambda i=i: np.full(3 - i, 4.0 * group.rank + i))
-            # What a step is given is no closure: it is called as it is, once, and not averaged.
+            # The argument of this step is not a closure: it is called unchanged, once, without
+            # averaging.
             assert optimizer.step(lambda step=step: f"after {step}") == "stepped"
         assert optimizer.marks == ["after 0", "after 1"]
         assert weights[0].value.compute().tolist() == [-4] * 3
         assert weights[1].value.compute().tolist() == [-5] * 2
 
-        # Its arrays are state, and a function's gradients.
+        # Its arrays can be state, and a function's gradients.
         optimizer.moved = Later(lambda: 7.0 + group.rank)
         hvd.broadcast_optimizer_state(optimizer, 1, group=group)
         assert type(optimizer.moved) is Later
@@ -167,7 +168,7 @@ def test_a_model_that_cannot_be_changed_is_made_anew() -> None:
 
 def test_a_framework_with_a_face_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Rule:
-        """Nothing that has a step()."""
+        """An object without a step()."""
 
     class RuleAdapter(Adapter):
         face = "a_framework_of_ones_own"
@@ -195,4 +196,4 @@ def test_a_framework_that_is_not_what_it_was_harms_no_other(
     monkeypatch.delitem(sys.modules, "horo_lite.adapters.tinygrad", raising=False)
     with pytest.warns(RuntimeWarning, match=r"tinygrad 99\.1.*ImportError.*not affected"):
         assert type(adapters.adapter_of(Weight(0))) is Adapter
-    assert type(adapters.adapter_of(Weight(0))) is Adapter  # told once
+    assert type(adapters.adapter_of(Weight(0))) is Adapter  # registered once

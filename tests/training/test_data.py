@@ -1,4 +1,4 @@
-"""Laws of the data shares: together the ranks see exactly what one process would."""
+"""Properties of the data shards: together the ranks see exactly what one process would."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = st.integers(1, 9)
 
 
 def visits(n: int, size: int, epoch: int = 0, **options: Any) -> list[list[int]]:
-    """What the sampler of each rank gives."""
+    """Return the indices that each rank's sampler yields."""
     lists = []
     for rank in range(size):
         sampler = DistributedSampler(n, rank=rank, size=size, **options)
@@ -34,7 +34,7 @@ def test_padded_sampler_visits_everything_equally_often(n, size, seed, epoch, sh
     assert {len(own) for own in lists} == {-(-n // size)}
     counts = np.bincount([i for own in lists for i in own], minlength=n)
     assert len(counts) == n
-    # Wrapped round: nobody is visited a second time more often than anybody else is once.
+    # Wrapped around: no sample is visited more than once more often than another.
     assert counts.min() >= 1
     assert counts.max() - counts.min() <= 1
     assert counts.sum() - n < size
@@ -228,7 +228,7 @@ def test_every_kind_of_dataset(dataset, expected):
     first, last = loader
     assert_same(first, expected)
 
-    # The last batch is sample 4 alone, and falls to this rank; the other one's share is empty.
+    # The last batch is sample 4 alone, which this rank gets; the other one's shard is empty.
     empty = list(partition_dataset(dataset, 4, rank=0, size=2, shuffle=False, drop_last=False)[0])
     for mine, others, full in zip(fields(last), fields(empty[1]), fields(expected), strict=True):
         assert mine.shape == (1, *full.shape[1:])
@@ -237,7 +237,7 @@ def test_every_kind_of_dataset(dataset, expected):
 
 
 class Labelled:
-    """What pandas' Series are: brackets take labels."""
+    """Like pandas' Series: brackets take labels."""
 
     def __init__(self, values: Any, labels: list[int]) -> None:
         self.iloc = values

@@ -1,4 +1,4 @@
-"""average_gradients and grad_and_average: laws on threads, with NumPy, and torch where it is."""
+"""average_gradients and grad_and_average: properties on threads, with NumPy and perhaps torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def is_shape(tree: Any) -> bool:
 
 
 def grown(tree: Any, rank: int, dtype: Any = np.float32, path: str = "") -> Any:
-    """The tree with arrays in place of shapes, which differ from rank to rank and leaf to leaf."""
+    """Return the tree with arrays in place of shapes, which differ by rank and leaf."""
     if tree is None:
         return None
     if is_shape(tree):
@@ -70,7 +70,7 @@ def grown(tree: Any, rank: int, dtype: Any = np.float32, path: str = "") -> Any:
 
 
 def skeleton(tree: Any) -> Any:
-    """Everything of a tree but the numbers in it."""
+    """Return everything of a tree except the numbers in it."""
     if isinstance(tree, np.ndarray):
         return tree.shape, tree.dtype.name
     if isinstance(tree, Layer):
@@ -123,7 +123,7 @@ def test_every_leaf_is_the_oracles_in_a_tree_of_the_same_shape(
 @law
 @given(st.integers(1, 4), st.integers(-8, 8), st.integers(-8, 8))
 def test_it_is_linear(size: int, a: int, b: int) -> None:
-    """Of whole numbers, which float32 adds exactly, to the bit."""
+    """For whole numbers, which float32 adds exactly, bit for bit."""
 
     def rank(group: Group) -> None:
         x = {"w": oracle.whole_sample(group.rank, (5, 3), np.float32)}
@@ -171,7 +171,7 @@ def test_containers_and_leaves_of_many_kinds() -> None:
         assert out["proxy"]["w"] == 2
         assert (out["number"], out["integer"]) == (0.5, 1.0)
         assert type(out["number"]) is type(out["integer"]) is float
-        assert out["whole"].tolist() == [0, 0, 1]  # 0, 1/2 and 1, cut
+        assert out["whole"].tolist() == [0, 0, 1]  # 0, 1/2 and 1, truncated
         assert out["named"][0][0] == "x.y"
         assert out["named"][0][1].tolist() == [3]
         assert out["strided"].tolist() == (np.arange(12.0).reshape(3, 4).T[::2] / 2).tolist()
@@ -302,7 +302,7 @@ def test_a_tree_seen_before_costs_two_meetings_and_no_plan() -> None:
         assert arrays_module.bytes_copied == copied
         (after,) = group.kept["average_gradients"].values()
         assert after is before
-        for i in range(30):  # and those of all others are not kept for ever
+        for i in range(30):  # and those of all others are not kept forever
             assert average([1.0 * group.rank] * i, group=group) == [0.5] * i
         assert len(group.kept["average_gradients"]) <= 8
 

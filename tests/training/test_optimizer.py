@@ -1,4 +1,4 @@
-"""DistributedOptimizer around home-made optimizers and torch's, and the adapters beneath it."""
+"""DistributedOptimizer around home-made optimizers and torch's, and the adapters for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Parameter:
 
 
 class Momentum:
-    """What people write themselves."""
+    """A typical home-made optimizer."""
 
     def __init__(self, params: Any, lr: float = 0.5) -> None:
         self.params = params
@@ -65,7 +65,7 @@ def network(seed: int = 0) -> dict[str, Parameter]:
 
 
 def backward(net: dict[str, Parameter], x: Any, y: Any, *, mean: bool = True) -> float:
-    """Gradients, added to what is there, of the squared error averaged over the samples."""
+    """Add the gradients of the squared error, averaged over the samples; return the error."""
     error = x @ net["w"].data + net["b"].data - y
     n = len(x) if mean else 1
     for name, gradient in (("w", 2 * x.T @ error / n), ("b", 2 * error.sum(0) / n)):
@@ -80,7 +80,7 @@ def samples(n: int, seed: int = 1) -> tuple[Any, Any]:
 
 
 def alone(n_steps: int, n: int = 12, **options: Any) -> dict[str, Any]:
-    """What one process gets on the whole batches."""
+    """Return the result of one process with the whole batches."""
     net = network()
     optimizer = Momentum(net, **options)
     for step in range(n_steps):
@@ -113,7 +113,7 @@ def test_shards_give_what_one_process_gives_on_the_whole(size: int) -> None:
 
 
 def test_uneven_shards_with_weights() -> None:
-    bounds = [0, 1, 8, 8, 12]  # one rank has none
+    bounds = [0, 1, 8, 8, 12]  # one rank has no samples
 
     def rank(group: Group) -> None:
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
@@ -209,7 +209,7 @@ def test_a_patched_step_does_not_recurse() -> None:
 
 
 class Updating:
-    """The same under other names; parameters behind a method."""
+    """The same with other names; parameters are returned by a method."""
 
     def __init__(self, params: list[Parameter]) -> None:
         self._held = params
@@ -294,7 +294,7 @@ def test_ranks_whose_learning_rates_differ_do_not_step_apart() -> None:
         differ = r"learning rates differ: ranks 0 and 2 have 0\.5, rank 1 has 0\.05\. .*allreduce"
         with pytest.raises(MismatchError, match=differ):
             step(0.05 if group.rank == 1 else 0.5)
-        # The last digits may be another library's, also where that shows.
+        # The last digits may differ by library, even if this changes the printed text.
         rate = 0.1234565
         other = np.nextafter(rate, 1)
         assert f"{rate:.6g}" != f"{other:.6g}"
@@ -302,7 +302,7 @@ def test_ranks_whose_learning_rates_differ_do_not_step_apart() -> None:
         assert close({"w": inner.weight}, {"w": [-1 - 2 * rate]})
         with pytest.raises(MismatchError, match=r"ranks 0 and 2 have nan, rank 1 has 0\.05"):
             step(0.05 if group.rank == 1 else np.nan)
-        step(np.nan, has_gradient=group.rank != 1)  # alike, also where plans are compared
+        step(np.nan, has_gradient=group.rank != 1)  # the same, also when plans are compared
         assert np.isnan(inner.weight.data).all()
 
     run_threads(3, rank)
@@ -310,7 +310,7 @@ def test_ranks_whose_learning_rates_differ_do_not_step_apart() -> None:
 
 @pytest.mark.parametrize("kind", [list, dict])
 def test_a_list_or_dict_of_parameters_may_change(kind: type) -> None:
-    """In an optimizer that makes its parameters anew, and one that gets another meanwhile."""
+    """With an optimizer that recreates its parameters, and one that gets another one later."""
 
     def rank(group: Group) -> None:
         holder: Any = dict(enumerate([Parameter([0.0]), Parameter([0.0])]))
@@ -413,7 +413,7 @@ def test_synchronize_clip_and_step() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
         assert np.array_equal(net["b"].data, before - 0.5)
-        optimizer.step()  # an ordinary one again
+        optimizer.step()  # an ordinary step again
 
     run_threads(2, rank)
 
@@ -437,13 +437,13 @@ def test_nothing_is_averaged_twice_or_never_by_accident() -> None:
             optimizer.step()
         assert optimizer.inner.n_steps == 0
         assert is_summed_once()
-        optimizer.zero_grad()  # these gradients were given up
+        optimizer.zero_grad()  # these gradients were abandoned
         backward(net, *mine, mean=False)
         optimizer.step()
         assert is_summed_once()
         optimizer.synchronize()
         with optimizer.skip_synchronize():
-            pass  # as a loss scaler does that saw an inf
+            pass  # like a loss scaler that found an inf
         optimizer.step()
         assert optimizer.inner.n_steps == 2
         optimizer.synchronize()
@@ -454,7 +454,7 @@ def test_nothing_is_averaged_twice_or_never_by_accident() -> None:
 
 
 class Clipping(Momentum):
-    """Clips by a method of its own, gets its parameters late, and hands its state over itself."""
+    """Clips with its own method, gets its parameters late, and defines its own state."""
 
     def __init__(self) -> None:
         super().__init__({}, lr=1.0)
@@ -504,7 +504,7 @@ def test_methods_that_look_at_gradients_find_those_of_all_ranks() -> None:
         assert np.array_equal(net["b"].data, start - 1)
         give()
         optimizer.clip(1)
-        give()  # the clipped ones were given up
+        give()  # the clipped ones were abandoned
         optimizer.step()
         assert np.array_equal(net["b"].data, start - 1 - 2.5)
         give()
@@ -609,7 +609,7 @@ def test_gradients_missing_on_one_rank_are_created() -> None:
         assert (net["b"].grad == 2).all()
         assert net["w"].grad is None
         optimizer.zero_grad()
-        optimizer.step()  # no gradients anywhere
+        optimizer.step()  # no gradients on any rank
         assert net["b"].grad is None
 
     run_threads(2, rank)
@@ -732,7 +732,7 @@ def test_gradients_wrapped_in_objects() -> None:
 
 
 def test_the_example_of_register_adapter() -> None:
-    """Word for word as it stands in the docstring."""
+    """Exactly as in the docstring."""
     code = re.search(
         r"class TinyAdapter.*?register_adapter\(TinyAdapter\(\)\)",
         inspect.getdoc(register_adapter) or "",

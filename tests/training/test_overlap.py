@@ -1,4 +1,4 @@
-"""When gradients leave beside backward(): where that leaves cores free."""
+"""When gradients are sent during backward(): if that leaves cores free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def group(one_host: bool = True) -> Any:
 
 
 class Clocks:
-    """Time that passes when it is told to."""
+    """Simulated clocks."""
 
     def __init__(self) -> None:
         self.used = self.now = 100.0
@@ -36,7 +36,7 @@ class Clocks:
         return self.now
 
     def step(self, of: Overlap, seconds: float, cores: float) -> bool:
-        """A step whose gradients come in these seconds, beside so many busy cores."""
+        """Simulate a step whose gradients take `seconds`, with that many busy cores."""
         for _ in range(3):
             of.begin()
             self.now += seconds / 3
@@ -62,9 +62,9 @@ def test_it_pays_where_half_a_core_is_free(clocks: Clocks) -> None:
 
 def test_what_the_exchange_itself_computes_does_not_count(clocks: Clocks) -> None:
     one = Overlap(1, exchanging_s=lambda: 0.7 * clocks.now)
-    assert clocks.step(one, 0.1, 0.9)  # of which backward() is a fifth of a core
+    assert clocks.step(one, 0.1, 0.9)  # of which backward() uses a fifth of a core
     assert not clocks.step(one, 1.0, 1.3)
-    # Two clocks, read one after the other: the difference may be less than nothing.
+    # Two clocks, read one after the other: the difference may be negative.
     assert not clocks.step(Overlap(0, exchanging_s=lambda: 2 * clocks.used), 0.1, 1.0)
 
 
@@ -78,20 +78,20 @@ def test_an_engine_knows_how_long_it_had_a_core() -> None:
         began, before = time.monotonic(), group.busy_s()
         while time.monotonic() < began + 0.3:
             pass
-        assert group.busy_s() - before < 0.3  # it was not the engine that computed
+        assert group.busy_s() - before < 0.3  # the engine did not compute
 
     run_threads(2, rank)
 
 
 def test_it_follows_what_the_program_does(clocks: Clocks) -> None:
     one = Overlap(1)
-    assert one.pays  # until something is known
+    assert one.pays  # until something is measured
     assert [clocks.step(one, 0.1, 1.0) for _ in range(3)] == [False] * 3
-    assert clocks.step(one, 1e-5, 0.0) is False  # a step that is over at once says little
+    assert clocks.step(one, 1e-5, 0.0) is False  # a very short step has little weight
     assert [clocks.step(one, 0.1, 0.0) for _ in range(3)][-1] is True
     one.begin()
     clocks.now += 1000
-    one.forget()  # a step that was given up says nothing
+    one.forget()  # an abandoned step does not count
     one.end()
     assert one.pays
     assert clocks.step(one, 0.1, 1.0) is False
@@ -138,7 +138,7 @@ def test_a_reducer_measures_from_the_first_gradient_to_the_last(clocks: Clocks) 
 
 @pytest.mark.mpi
 def test_gradients_are_the_same_bits_whenever_they_leave(tmp_path: Any) -> None:
-    """Each rank may have its own setting; the trace tells when they left."""
+    """Each rank may have its own setting; the trace shows when they were sent."""
     pytest.importorskip("torch")
     code = """
     import os, sys
@@ -172,6 +172,6 @@ def test_gradients_are_the_same_bits_whenever_they_leave(tmp_path: Any) -> None:
         env = {"HORO_LITE_TIMELINE": str(path)}
         done = run_ranks(code, 2, args=[setting], env=env).check()
         (found[setting],) = {line for line in done.stdout.splitlines() if "bits" in line}
-        if setting != "auto":  # that depends on how busy the machine is
+        if setting != "auto":  # this one depends on how busy the machine is
             assert ("bucket 1 of" in path.read_text()) == (setting != "never")
     assert len(set(found.values())) == 1

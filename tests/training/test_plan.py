@@ -1,4 +1,4 @@
-"""Plans: buckets, digests, and what ranks are told when theirs differ."""
+"""Plans: buckets, digests, and the messages if ranks' plans differ."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SHAPES = [(3, 2), (), (5,), (0, 4), (7,), (2, 2, 2), (1,)]
 
 
 def integers(rank: int, i: int, step: int = 0, shape: tuple[int, ...] | None = None) -> Any:
-    """Different on every rank, in every step and element; their sums are exact in float16."""
+    """Return values that differ by rank, step and element, with exact sums in float16."""
     shape = SHAPES[i % len(SHAPES)] if shape is None else shape
     n = int(np.prod(shape))
     values = (np.arange(n) * (i + 1) + 4 * rank + step) % 13 * (rank + 1) * 12
@@ -58,7 +58,7 @@ def make(
 def fails_alike(
     n: int, fn: Callable[[Group], Any], kind: type[BaseException] = MismatchError
 ) -> str:
-    """The message with which every rank failed."""
+    """Assert that every rank fails with the same message, and return it."""
     with pytest.raises(RanksFailedError) as caught:
         run_threads(n, fn)
     assert sorted(caught.value.errors) == list(range(n))
@@ -121,7 +121,7 @@ def test_any_order_of_readiness_gives_the_averages(
 
     traces = run_threads(size, rank)
     assert all(trace == traces[0] for trace in traces)
-    # All the same plan: in reverse order of the parameters.
+    # All ranks have the same plan: in reverse order of the parameters.
     for step in traces[0]:
         assert [name for _, names in step for name in names] == [
             f"p{i}" for i in reversed(range(n))
@@ -141,7 +141,7 @@ def test_the_first_bucket_leaves_before_the_last_gradient_is_ready() -> None:
                 reducer.ready(i)
                 seen.append([names[0] for _, names in recording.left])
             reducer.finish()
-            # The first step's finish() is where the ranks agree on the plan.
+            # In the first step's finish() the ranks agree on the plan.
             if step == 0:
                 assert recording.left == [("at the end", [f"p{i}" for i in (5, 4, 3, 2, 1, 0)])]
                 continue
@@ -164,7 +164,7 @@ def test_the_first_bucket_leaves_before_the_last_gradient_is_ready() -> None:
 
 @pytest.mark.parametrize("cores", [[0, 0], [0, math.inf], [math.inf, 0]])
 def test_nothing_leaves_early_on_a_rank_where_that_does_not_pay(cores: Sequence[float]) -> None:
-    """Another that thinks it does may: its buckets wait for this one's."""
+    """A rank on which it seems to pay may send: its buckets wait for this one's."""
 
     def rank(group: Group) -> None:
         recording = Recording(group)
@@ -190,7 +190,7 @@ def test_missing_gradients_count_as_zeros(streaming: bool) -> None:
         reducer, parameters = make(recording, 6, bucket_bytes=16)
         for step in range(5):
             here = {i for i in range(6) if (i + group.rank + step) % 3}
-            here -= {2, step}  # nobody has these
+            here -= {2, step}  # no rank has these
             for i, parameter in enumerate(parameters):
                 parameter.grad = integers(group.rank, i, step) if i in here else None
                 if streaming and i in here:
@@ -299,7 +299,7 @@ def test_a_change_on_one_rank_is_a_mismatch_on_all_and_the_world_goes_on(
                 assert (parameters[i].grad == average(3, i, step, (2,))).all() or step == 3
         return message
 
-    # Ranks 0 and 2 have average(3, …) in thirds: compare on integers that 3 divides.
+    # Ranks 0 and 2 have average(3, …) in thirds: compare on integers that are divisible by 3.
     messages = run_threads(3, rank)
     assert len(set(messages)) == 1
     assert (
@@ -436,7 +436,7 @@ def test_shared_memory_travels_once(streaming: bool) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_gradients_that_overlap_in_part_are_an_error(streaming: bool) -> None:
-    """Wherever they begin, in whichever buckets; views that lie between each other are none."""
+    """Wherever they begin, in any buckets; interleaved views do not overlap."""
 
     def rank(group: Group) -> None:
         reducer, parameters = make(group, 3, bucket_bytes=8)
@@ -461,7 +461,7 @@ def test_gradients_that_overlap_in_part_are_an_error(streaming: bool) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_gradient_whose_elements_share_memory_gets_some_of_its_own(streaming: bool) -> None:
-    """An expanded one on some ranks, while others have one of which each element differs."""
+    """An expanded one on some ranks, while on others all elements are distinct."""
 
     def rank(group: Group) -> None:
         reducer, parameters = make(group, 2)
@@ -634,11 +634,11 @@ def test_results_do_not_depend_on_buckets_or_neighbours() -> None:
     ]
 
 
-# Steps that are given up.
+# Abandoned steps.
 
 
 def attempt_of(rank: int, i: int, step: int, attempt: int, scale: int = 1) -> Any:
-    """What a rank's gradient i is in one attempt of one step: no two are alike."""
+    """Return a rank's gradient i in one attempt of one step: no two are equal."""
     return scale * np.array([1.0, 1000.0]) * (i + 1 + 10 * rank + 100 * attempt + 1000 * step)
 
 
@@ -647,9 +647,9 @@ def attempt_of(rank: int, i: int, step: int, attempt: int, scale: int = 1) -> An
 def test_a_step_has_the_gradients_of_one_attempt_of_each_rank(
     data: st.DataObject, size: int, n: int, passes: int
 ) -> None:
-    """Wherever attempts fail, and on whichever ranks: right gradients, or the same error on all.
+    """Wherever attempts fail, on any ranks: correct gradients, or the same error on all.
 
-    A step in which the same number of attempts have failed on every rank is right, as is every
+    A step in which the same number of attempts have failed on every rank is correct, as is every
     step in which none has, whatever came before. The arrays are the same in every attempt.
     """
     n_calls = n * passes
@@ -715,7 +715,7 @@ def test_what_was_given_up_waits_for_nobody_and_is_written_to_no_more() -> None:
                 for i in (1, 0):
                     reducer.ready(i)
                 submitted.set()
-            reducer.finish()  # no rank's gradients have been changed: they go on
+            reducer.finish()  # no rank's gradients have changed: training continues
             for i in range(2):
                 assert (parameters[i].grad == average(2, i, step, (2,))).all()
 

@@ -1,4 +1,4 @@
-"""What threads ask of the one that may call MPI."""
+"""Calls that threads hand over to the main-thread MPI executor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from horo_lite.transports.mpi.executor import MainThreadExecutor
 
 
 class Resource:
-    """Something that a call has when it fails."""
+    """A local variable of a call that fails."""
 
 
 def test_what_a_failed_call_had_is_freed_with_its_error() -> None:
-    """Not whenever the garbage collector runs: its end may wait for a GPU."""
+    """Not only when the garbage collector runs: its finalizer may wait for a GPU."""
     executor = MainThreadExecutor()
     kept: list[weakref.ref[Resource]] = []
 

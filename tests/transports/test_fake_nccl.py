@@ -1,4 +1,4 @@
-"""The stand-in for NCCL, by itself: what the tests of the GPU transport stand on."""
+"""The stand-in for NCCL itself, on which the tests of the GPU transport rely."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKS = Path(fake_nccl.__file__).with_name("checks.py")
 
 
 def launch(size: int, folder: Path, *checks: str, **environment: str) -> None:
-    """All ranks have done what `checks` say; `environment` without HORO_LITE_FAKE_NCCL_."""
+    """Run `checks` on all ranks; `environment` without the prefix HORO_LITE_FAKE_NCCL_."""
     settings = {f"HORO_LITE_FAKE_NCCL_{name}": value for name, value in environment.items()}
     env = {**os.environ, "HORO_LITE_NCCL_LIB": fake_nccl.compiled(), **settings}
     ranks = [

@@ -18,7 +18,7 @@ def environment(ranks: int, hosts: str = "", gpus: str = "own") -> dict[str, str
     }
 
 
-# What a launcher or its library could make different runs under both.
+# Cases that the launcher or its MPI library could affect run with both MPIs.
 @pytest.mark.parametrize(
     ("ranks", "hosts", "gpus", "transport"),
     [
@@ -44,7 +44,7 @@ def test_processes(ranks: int, hosts: str, gpus: str, transport: str) -> None:
 
 @pytest.mark.mpi
 def test_mpi_that_takes_calls_from_one_thread_only() -> None:
-    """The comparison beside the step then speaks whenever the training thread calls."""
+    """The asynchronous comparison then makes progress whenever the training thread calls."""
     result = run_ranks(
         """
         import mpi4py

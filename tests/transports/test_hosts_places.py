@@ -1,4 +1,4 @@
-"""Between hosts, what a rank gathers travels to each host once: who gets what of whom."""
+"""Between hosts, gathered data is sent to each host once: which rank receives what from which."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_every_host_gets_every_rank_once(hosts: list[list[int]]) -> None:
             own, *fetched = has
             assert own == rank
             assert len(fetched) <= places[rank].most_peers
-            # Whom it expects something of sends it there, and nobody else does.
+            # The peers from which it expects data send it there, and no others do.
             senders = [peer for peer, where in places.items() if rank in where.counterparts]
             assert sorted(senders) == sorted(fetched)
-            # The next host's first: not all send to the same host at once.
+            # Starting with the next host: not all send to the same host at once.
             after = [(host_of[peer] - h) % len(hosts) for peer in places[rank].counterparts]
             assert after == list(range(1, len(hosts)))
     assert len({each.most_peers for each in places.values()}) == 1
@@ -41,7 +41,7 @@ def test_every_host_gets_every_rank_once(hosts: list[list[int]]) -> None:
 
 @pytest.mark.mpi
 def test_operations_of_one_transport_may_have_windows_of_different_sizes() -> None:
-    """As in a world of many ranks: an all-to-all has more peers than an all-gather."""
+    """As in a world of many ranks, where an all-to-all has more peers than an all-gather."""
     script = """
     import numpy as np
     import horo_lite as hvd
@@ -69,7 +69,7 @@ def test_an_all_to_all_sends_through_mpi_what_goes_to_other_hosts() -> None:
         for peer, _, memory in send:
             sent[peer] += memory.nbytes
         return real(carrier, receive, send)
-    MpiCarrier.exchange = counting  # ranks also tell each other how many rows they send
+    MpiCarrier.exchange = counting  # ranks also exchange the numbers of rows
     world = hvd.init()
     rank, size = world.rank, world.size
     rows = lambda source, to: (5 * source + to) % 7 * 70_001

@@ -1,6 +1,6 @@
-"""NCCL where not all is well: life-cycles, failures, mismatches; real ranks over the stand-in.
+"""Irregular cases of NCCL: life cycles, failures, mismatches; real ranks over the stand-in.
 
-The normal case is in test_gpu.py. What ranks do is in nccl_checks.py, several cases a job.
+The normal case is in test_gpu.py. The ranks' programs are in nccl_checks.py, several cases per job.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def test_the_same_across_hosts(job: str, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_one_call_ahead_at_the_end() -> None:
-    """The rank that wanted more is told, and nobody waits for ever."""
+    """The rank with one more call gets an error, and none waits forever."""
     result = run_ranks(program("one_call_ahead"), 2, env=environment(), timeout_s=20)
     assert result.returncode != 0, str(result)
     assert re.search(r"PeerLostError: rank 1 has left.*rank 0 waited in allreduce", result.stderr)
 
 
 def test_a_rank_is_late() -> None:
-    """The other has queued something, and waits where only the GPU can tell it to go on."""
+    """The other has queued an operation, and waits in a call that only the GPU can complete."""
     result = run_ranks(program("stalled"), 2, env=environment(), timeout_s=30)
     assert result.stdout.count("told") == 2, str(result)
     assert re.search(r"rank 0 has waited \d+\.", result.stderr), str(result)
@@ -73,11 +73,11 @@ def test_a_rank_is_late() -> None:
 
 @pytest.mark.mpi
 def test_a_rank_is_killed() -> None:
-    """Those that wait for their GPUs hear of it: the job ends soon, and says who it was."""
+    """Ranks that wait for their GPUs are notified: the job ends soon, and names the rank."""
     with start_ranks(program("killed"), 3, env=environment()) as job:
         job.wait_for("FAULT")
         result = job.wait(5)
     assert result.returncode != 0, str(result)
     assert "came through" not in result.stdout
-    if mpi_name() == "openmpi":  # MPICH's launcher kills the others before they can say anything
+    if mpi_name() == "openmpi":  # MPICH's launcher kills the others before they can report it
         assert re.search(r"\brank 1\b", result.stderr), str(result)

@@ -1,6 +1,6 @@
-"""The reduce-scatter of one host's shared memory, on ranks that are threads: an all-reduce's bits.
+"""The reduce-scatter in one host's shared memory, on ranks as threads, gives an all-reduce's bits.
 
-Bits depend on the order in which ranks are added, and on what is rounded: the values show both.
+Bits depend on the order in which ranks are added, and on rounding: the values show both.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Arrays = list[NDArray[np.generic]]
 def reduced(
     inputs: Sequence[Sequence[Arrays]], reduction: Reduction, in_place: bool = False
 ) -> tuple[list[Arrays], list[Arrays]]:
-    """Of inputs[rank][part], all arrays: each rank's result, and its part of an all-reduce."""
+    """Return each rank's result for inputs[rank][part], and its part of an all-reduce."""
     n = len(inputs)
     groups = _native.thread_group(n)
 
     def body(rank: int) -> tuple[Arrays, Arrays]:
         group, parts = groups[rank], [[x.copy() for x in part] for part in inputs[rank]]
         result = parts[rank] if in_place else [np.zeros_like(x) for x in parts[rank]]
-        for _ in range(2):  # what one leaves in the memory between the ranks must not show
+        for _ in range(2):  # data that one leaves in shared memory must have no effect
             if in_place:
                 for x, given in zip(result, inputs[rank][rank], strict=True):
                     x[...] = given
@@ -49,7 +49,7 @@ def reduced(
 
 
 def values(n: int, sizes: Sequence[Sequence[int]], dtype: str) -> list[list[Arrays]]:
-    """For each rank, what it has for each: `sizes` are those of every part's arrays."""
+    """Return each rank's arrays for each part: `sizes` are those of every part's arrays."""
 
     def array(rng: np.random.Generator, size: int) -> NDArray[np.generic]:
         scaled = rng.standard_normal(size) * 2.0 ** rng.integers(-6, 7, size)
@@ -72,7 +72,7 @@ def test_the_bits_of_an_all_reduce(op: str, dtype: str, n: int, in_place: bool) 
     for rank in range(n):
         for x, wanted in zip(found[rank], expected[rank], strict=True):
             assert x.tobytes() == wanted.tobytes(), rank
-    # Neither this rank's own part nor everyone's sum by chance.
+    # Neither this rank's own part nor the total sum by chance.
     assert not np.array_equal(found[0][0], values(n, sizes, dtype)[0][0][0])
 
 
@@ -95,7 +95,7 @@ def test_results_that_do_not_fit_are_refused() -> None:
 
 
 def test_more_ranks_than_a_slot_has_blocks() -> None:
-    """With the widest elements on the wire: as a block of each does not fit, they take turns."""
+    """With the widest elements on the wire: a block of each does not fit, so they take turns."""
     n = 20
     inputs = values(n, [[2500 + rank] for rank in range(n)], "int64")
     found, expected = reduced(inputs, Reduction.of("average", "none", 1.0, 1.0, [1.0] * n))

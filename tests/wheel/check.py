@@ -1,11 +1,11 @@
 """What a user gets from dist/: `make wheel-check`, and from one wheel `make wheel-here`.
 
-A wheel has every file of the package that the checkout has. Then, in an empty environment for each
-Python, with a PATH of that environment alone (no compiler, nvcc or mpiexec) and in a folder from
-which the sources cannot be imported: which wheel pip chooses and what it installs beside it, where
+A wheel has every file of the package in the checkout. Then, in an empty environment for each
+Python, with a PATH of that environment only (no compiler, nvcc or mpiexec) and in a folder from
+which the sources cannot be imported: which wheel pip chooses and what it installs with it, where
 its files are loaded from, the doctor, the digits example on one process, and on two ranks with the
-MPI of a wheel. Nothing may be compiled: pip takes wheels only. At last the sdist, if there is one,
-is built for this machine's CPU only, and what comes out is compared with the wheels.
+MPI of a wheel. Nothing may be compiled: pip only takes wheels. Finally the sdist, if there is one,
+is built for this machine's CPU only, and the result is compared with the wheels.
 
     usage: check.py DIST PYTHON...
 """
@@ -28,7 +28,7 @@ NEEDED = {"horo_lite", "mpi4py", "numpy", "threadpoolctl"}
 DEVELOPMENT_ONLY = {"horo_lite/_testing.pyi"}
 LIMIT_S = 300
 
-# What a process has loaded that uses every public name, and where it would look for more.
+# Prints the files loaded by a process that uses every public name, and its search path.
 LOADED = """
 import sys
 import horo_lite
@@ -47,14 +47,14 @@ class EmptyEnvironment:
         subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
         self.bin = folder / "venv" / "bin"
         self.env = {"PATH": str(self.bin), "HOME": str(folder)}
-        # How packages are reached from here, and those that were downloaded before.
+        # How packages are downloaded here, and the cache of earlier downloads.
         self.env["PIP_CACHE_DIR"] = str(Path.home() / ".cache" / "pip")
         self.env |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         for name in ("digits.py", "digits_numpy.py", "report.py"):
             shutil.copy(CHECKOUT / "examples" / name, folder)
 
     def run(self, command: str, *arguments: str, code: int = 0) -> str:
-        """What a command of the environment prints; any other exit code is the end."""
+        """Return the output of a command of the environment; exit after any other exit code."""
         done = subprocess.run(
             [str(self.bin / command), *arguments],
             cwd=self.folder,
@@ -70,7 +70,7 @@ class EmptyEnvironment:
         return done.stdout
 
     def install(self, *arguments: str) -> None:
-        # Not compiled ahead: most of scikit-learn is never imported.
+        # Without compiling to bytecode: most of scikit-learn is never imported.
         options = ["--only-binary=:all:", "--no-compile"]
         self.run("python", "-m", "pip", "-qq", "install", *options, *arguments)
 
@@ -98,10 +98,10 @@ def accuracy(said: str) -> float:
 
 
 def check(dist: Path, python: str) -> str:
-    """Check what `python` gets; returns what it was."""
+    """Check what pip installs for `python`; return a summary."""
     with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
         here = EmptyEnvironment(Path(folder), python)
-        # First by itself, since pip may know another horo_lite elsewhere.
+        # First without an index, since pip may find another horo_lite elsewhere.
         here.install("--no-index", "--no-deps", "--find-links", str(dist), "horo_lite")
         here.install("horo_lite")
         assert here.packages() == NEEDED, here.packages()
@@ -125,7 +125,7 @@ def check(dist: Path, python: str) -> str:
 
 
 def modules(wheel: Path) -> set[str]:
-    """The files of a wheel's package, without folders and the compiled ones, whose names differ."""
+    """Return the files of a wheel's package, without folders and extensions, whose names differ."""
     names = zipfile.ZipFile(wheel).namelist()
     return {
         name for name in names if name.startswith("horo_lite/") and not name.endswith((".so", "/"))
@@ -134,7 +134,7 @@ def modules(wheel: Path) -> set[str]:
 
 def check_files(wheel: Path) -> None:
     """Compare the files of a wheel with those of the package in the checkout."""
-    # What git would add counts as well: it is there to be part of the next commit.
+    # Files that git would add count as well: they are to be part of the next commit.
     ask = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "horo_lite"]
     said = subprocess.run(ask, cwd=CHECKOUT, check=True, capture_output=True, text=True).stdout
     expected = {name for name in said.split() if (CHECKOUT / name).exists()} - DEVELOPMENT_ONLY
@@ -146,7 +146,7 @@ def check_files(wheel: Path) -> None:
 
 
 def check_sdist(dist: Path, python: str) -> str:
-    """Build a wheel from the sdist, as pip does where no wheel fits."""
+    """Build a wheel from the sdist, as pip does if no wheel fits."""
     (sdist,) = dist.glob("*.tar.gz")
     with tempfile.TemporaryDirectory(prefix="sdist-") as folder:
         pip = [python, "-m", "pip", "-qq", "wheel", "--no-deps", "-w", folder, str(sdist)]

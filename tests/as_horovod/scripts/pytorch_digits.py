@@ -1,4 +1,4 @@
-"""Training as Horovod's documentation shows it for PyTorch; nothing in it knows horo_lite."""
+"""Training as Horovod's documentation shows it for PyTorch; it does not mention horo_lite."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A benchmark on random images as Horovod's users write them; its figures are not looked at."""
+"""A benchmark on random images as Horovod's users write them; its figures are not checked."""
 
 import argparse
 import timeit

@@ -1,4 +1,4 @@
-"""A loop of one's own as Horovod's documentation shows it for TensorFlow 2."""
+"""A custom training loop as Horovod's documentation shows it for TensorFlow 2."""
 
 import argparse
 

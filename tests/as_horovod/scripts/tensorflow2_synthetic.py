@@ -1,4 +1,4 @@
-"""A benchmark on made-up images as Horovod's documentation shows it for TensorFlow 2."""
+"""A benchmark on synthetic images as Horovod's documentation shows it for TensorFlow 2."""
 
 import argparse
 import timeit

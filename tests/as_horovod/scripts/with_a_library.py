@@ -1,4 +1,4 @@
-"""A script that says nothing of Horovod: the library that it uses does."""
+"""A script that does not mention Horovod: the library that it uses does."""
 
 import fixed_library
 import torch

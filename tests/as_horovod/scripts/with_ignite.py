@@ -1,4 +1,4 @@
-"""Training with PyTorch Ignite, whose `ignite.distributed` imports Horovod by itself."""
+"""Training with PyTorch Ignite, whose `ignite.distributed` imports Horovod itself."""
 
 import argparse
 

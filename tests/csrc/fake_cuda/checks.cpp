@@ -1,4 +1,4 @@
-// csrc/gpu/device_cuda.cpp, device_queue.cpp and nccl_group.cpp against a CUDA and an NCCL that look closely.
+// csrc/gpu/device_cuda.cpp, device_queue.cpp and nccl_group.cpp against strict stand-ins for CUDA and NCCL.
 //
 //   checks contexts   every call, each in a thread that never chose a GPU, leaves the first GPU alone
 //   checks current    a thread that works on the first GPU is still there after every call
@@ -15,7 +15,7 @@
 #include "gpu/device_queue.h"
 #include "gpu/nccl_group.h"
 
-// The kernels, which are another file's business.
+// The kernels, which are defined in another file.
 namespace horo {
 void launch_kernels(const KernelCall&, void*) { fake_use_current(); }
 void load_kernels() { fake_use_current(); }
@@ -35,12 +35,12 @@ void expect(bool fact, const char* what) {
 
 std::mutex mutex;
 std::condition_variable changed;
-bool stuck = false;    // a reduction is to hang
-bool inside = false;   // it does
-bool aborted = false;  // until that
+bool stuck = false;    // a reduction shall hang
+bool inside = false;   // a reduction hangs
+bool aborted = false;  // until this is set
 int n_aborts = 0;
 
-// Any call of NCCL's that may use the GPU.
+// Called by any NCCL call that may use the GPU.
 NcclResult on_my_gpu() {
   int current = -1;
   cudaGetDevice(&current);
@@ -115,7 +115,7 @@ NcclLibrary library() {
   return nccl;
 }
 
-// Each call in a thread of its own, which is on the first GPU, as threads are that never chose one.
+// Each call in its own thread, which is on the first GPU, as threads are that never chose one.
 struct Threads {
   void operator()(const char* what, const std::function<void()>& call) const {
     std::thread([&] {
@@ -210,7 +210,7 @@ void abort_reaches_a_call_that_does_not_return() {
     std::unique_lock lock(mutex);
     changed.wait(lock, [] { return inside; });
   }
-  group.fail("a peer is gone");  // would wait for ever for the mutex that the other thread has
+  group.fail("a peer is gone");  // would wait forever for the mutex that the other thread holds
   trainer.join();
   expect(error == "a peer is gone", "the call ends with the reason");
   expect(n_aborts == 1, "the communicator is aborted once");

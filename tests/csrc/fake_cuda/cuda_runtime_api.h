@@ -1,4 +1,4 @@
-// As much of the CUDA runtime's interface as csrc/gpu/device_cuda.cpp uses, for fake_cuda.cpp.
+// The part of the CUDA runtime's interface that csrc/gpu/device_cuda.cpp uses, for fake_cuda.cpp.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n_bytes, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* memory, int byte, size_t n_bytes, cudaStream_t stream);
 
-// What a test asks: whether anything has made a context on that GPU, and that something needs the current one's.
+// For tests: whether anything has made a context on that GPU, and that something needs the current one's.
 bool fake_has_context(int device);
 void fake_use_current();
 }

@@ -1,9 +1,9 @@
-// A stand-in for the CUDA runtime and driver that knows on which of two GPUs each thread is, and which have a context.
+// A stand-in for the CUDA runtime and driver that tracks each thread's current GPU, of two, and which have a context.
 //
-// As in CUDA 12 and later, cudaSetDevice makes a context, and so does every call but the few that only ask: on the
-// calling thread's current device, which is 0 in a thread that never chose one. All work is done at once.
+// As in CUDA 12 and later, cudaSetDevice creates a context, and so does every call except the few that only query: on
+// the calling thread's current device, which is 0 in a thread that never chose one. All work is done immediately.
 //
-// Built as libcuda.so.1, which csrc/gpu/device_cuda.cpp looks for by that name.
+// Built as libcuda.so.1, the name that csrc/gpu/device_cuda.cpp looks for.
 #include <cstdlib>
 #include <cstring>
 

@@ -1,7 +1,7 @@
-"""What the adapter and an optimizer of one's own call of CuPy, on the fake device.
+"""The part of CuPy that the adapter and a home-made optimizer use, on the fake device.
 
-Names and arguments are CuPy 14's; what they do is fake_device.py's: whoever reads or writes an
-array without an order to the current stream gets garbage.
+Names and arguments are CuPy 14's; behaviour is fake_device.py's: reads and writes of an array that
+are not ordered with the current stream get garbage.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 
 from horo_lite import adapters, world
 
-# The adapter for CuPy is meant, not the fake device's own.
+# The adapter for CuPy is to be used, not the fake device's own.
 adapters._registered[:] = [
     a for a in adapters._registered if type(a) is not fake_device.FakeGpuAdapter
 ]
 
 
 class Device(int):
-    """A number for the fake device, what CuPy has for others; inside `with` the current one."""
+    """CuPy's device objects, for the fake device: a number; inside `with` it is the current one."""
 
     @property
     def id(self) -> int:
@@ -42,7 +42,7 @@ _local = threading.local()
 
 
 def _current() -> Device:
-    """As with CUDA: the first in a thread that has chosen none; init() has for the main thread."""
+    """Return this thread's device: as with CUDA the first by default; init() sets the main's."""
     is_main = threading.current_thread() is threading.main_thread()
     chosen = getattr(_local, "current", None)
     return Device(world().device.index if is_main else 0) if chosen is None else chosen
@@ -50,7 +50,7 @@ def _current() -> Device:
 
 class ndarray(fake_device.FakeGpuArray):  # noqa: N801 (CuPy's name)
     def get(self) -> np.ndarray:
-        """In the host's memory."""
+        """Return the array in host memory."""
         return self.numpy()
 
     def copy(self) -> ndarray:

@@ -1,4 +1,4 @@
-"""A small network in SINGA, and what one process makes of it on whole batches."""
+"""A small network in SINGA, and the result of one process on whole batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def samples(step: int, n: int = 12) -> tuple[Any, Any]:
 
 
 def mean_loss(net: Net, x: Any, y: Any) -> tensor.Tensor:
-    """Of the samples; the gradient of w2, used transposed, is a transposed tensor."""
+    """Return the loss of the samples; the gradient of w2, used transposed, is transposed."""
     autograd.training = True
     out = tensor.Tensor(data=x, requires_grad=False)
     out = autograd.relu(autograd.add_bias(autograd.matmul(out, net["w0"]), net["b0"]))

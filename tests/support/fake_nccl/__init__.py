@@ -1,4 +1,4 @@
-"""A stand-in for NCCL over host memory: see fake_nccl.cpp for what it does and what steers it."""
+"""A stand-in for NCCL over host memory: see fake_nccl.cpp for its behaviour and settings."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SOURCE = Path(__file__).with_name("fake_nccl.cpp")
 PROJECT = Path(__file__).resolve().parents[3]
 HEADERS = [PROJECT / "csrc" / "gpu" / "nccl_dl.h", PROJECT / "csrc" / "pack" / "dtype.h"]
 
-# What came with which version: to be left out together with an older HORO_LITE_FAKE_NCCL_VERSION.
+# Symbols by the version that added them: to omit with an older HORO_LITE_FAKE_NCCL_VERSION.
 SINCE_2_27 = ("ncclCommWindowRegister", "ncclCommWindowDeregister")
 SINCE_2_19 = ("ncclMemAlloc", "ncclMemFree", "ncclCommRegister", "ncclCommDeregister")
 
 
 def compiled(without: Sequence[str] = ()) -> str:
-    """The path of a libnccl.so.2 for HORO_LITE_NCCL_LIB, without those symbols; compiled once.
+    """Compile a libnccl.so.2 for HORO_LITE_NCCL_LIB without those symbols, once; return its path.
 
-    It lies in the project's build directory, in a folder named by all that went into it.
+    It is in the project's build directory, in a folder named by a hash of everything it depends on.
     """
     compiler = shlex.split(os.environ.get("CXX", ""))
     if not compiler:
@@ -56,19 +56,19 @@ def compiled(without: Sequence[str] = ()) -> str:
 
 
 class Call(NamedTuple):
-    """One line of the log: a call as one process made it."""
+    """One line of the log: a call by one process."""
 
-    rank: int  # in the communicator of the call; -1 where there is none
+    rank: int  # in the communicator of the call; -1 if there is none
     name: str
     count: int
     dtype: str
-    op: str  # of a broadcast the root, of send and recv the peer, of a split color/key
+    op: str  # the root of a broadcast, the peer of send and recv, color/key of a split
     stream: int
     address: int
 
 
 def read_log(prefix: str | Path) -> dict[int, list[Call]]:
-    """The calls of each process that ran with HORO_LITE_FAKE_NCCL_LOG=prefix, by its pid."""
+    """Return the calls of each process that ran with HORO_LITE_FAKE_NCCL_LOG=prefix, by pid."""
     calls = {}
     for path in glob.glob(glob.escape(str(prefix)) + ".*"):
         pid = re.fullmatch(r".*\.(\d+)", path)

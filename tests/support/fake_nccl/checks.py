@@ -1,6 +1,7 @@
-"""What one rank does to test the stand-in: `checks.py RANK SIZE FOLDER NAME…`, by ctypes alone.
+"""One rank's program to test the stand-in: `checks.py RANK SIZE FOLDER NAME…`, with ctypes only.
 
-Ranks meet by a unique id in a file of FOLDER. A failed assertion ends the rank with a traceback.
+Ranks exchange a unique id through a file in FOLDER. A failed assertion ends the rank with a
+traceback.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Config(c.Structure):
 
 
 class Stream:
-    """A FakeStreamHead, and the thread that does what is queued on it."""
+    """A FakeStreamHead, and the thread that executes the work queued on it."""
 
     def __init__(self) -> None:
         self.works: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -71,20 +72,20 @@ class Stream:
             self.works.get()()
 
     def record(self) -> threading.Event:
-        """An event that is set once all that was queued so far is done."""
+        """Return an event that is set once all work queued so far is done."""
         event = threading.Event()
         self.works.put(event.set)
         return event
 
     def hold(self) -> threading.Event:
-        """An event that later work waits for."""
+        """Return an event that later work waits for."""
         event = threading.Event()
         self.works.put(lambda: finish(event))
         return event
 
 
 def finish(event: threading.Event) -> None:
-    assert event.wait(10), "what should have ended did not"
+    assert event.wait(10), "what should have ended has not"
 
 
 lib = c.CDLL(os.environ["HORO_LITE_NCCL_LIB"])
@@ -99,7 +100,7 @@ lib.ncclGetLastError.restype = c.c_char_p
 
 
 class Comm:
-    """One rank's communicator. Methods return the library's own results."""
+    """One rank's communicator. Methods return the library's results."""
 
     def __init__(self, handle: c.c_void_p) -> None:
         self.handle = handle
@@ -150,25 +151,25 @@ class Rank:
         self.n_ids = 0
 
     def data(self, n: int, dtype: np.dtype, seed: int = 0) -> list[Array]:
-        """What each rank contributes; the products of small integers stay small."""
+        """Return the contributions of all ranks; products of small integers stay small."""
         rng = np.random.default_rng(seed)
         if dtype.kind in "iu":
             return [rng.integers(1, 4, n).astype(dtype) for _ in range(self.size)]
         return [rng.standard_normal(n).astype(dtype) for _ in range(self.size)]
 
     def meet(self, name: str) -> None:
-        """All ranks are here, with no help from the library."""
+        """Wait for all ranks, without the library."""
         (self.folder / f"{name}.{self.rank}").touch()
         self.wait_for(lambda: all((self.folder / f"{name}.{r}").exists() for r in range(self.size)))
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + 30
         while not done():
-            assert time.monotonic() < end, "a peer did not come"
+            assert time.monotonic() < end, "a peer is missing"
             time.sleep(0.005)
 
     def start(self, blocking: int) -> tuple[int, Comm]:
-        """Result and handle of a communicator of all ranks, with an id of its own."""
+        """Return result and handle of a communicator of all ranks, with its own id."""
         self.n_ids += 1
         path = self.folder / f"id{self.n_ids}"
         unique = Id()
@@ -225,7 +226,7 @@ def broadcasts(me: Rank) -> None:
 
 
 def messages(me: Rank) -> None:
-    """Everybody sends to everybody, itself included, twice, in one group: sizes differ."""
+    """All send to all, including themselves, twice, in one group, with different sizes."""
     comm, stream = me.comm(), Stream()
 
     def message(source: int, to: int, turn: int) -> Array:
@@ -259,7 +260,7 @@ def messages(me: Rank) -> None:
 
 
 def order(me: Rank) -> None:
-    """Data is read when the stream gets there; calls keep their order across streams."""
+    """Data is read when the stream reaches the call; calls keep their order across streams."""
     comm, first, second = me.comm(), Stream(), Stream()
     x, y = np.full(5, 1.0), np.full(5, 1.0)
     gate = first.hold()
@@ -275,7 +276,7 @@ def order(me: Rank) -> None:
     assert np.all(x == sum(1 + r for r in range(me.size)))
     assert np.all(y == me.size)
 
-    # What is between GroupStart and GroupEnd is queued at the end, or not at all.
+    # Calls between GroupStart and GroupEnd are queued at the end, or not at all.
     assert lib.ncclGroupStart() == SUCCESS
     assert comm.all_reduce(x, first) == SUCCESS
     finish(first.record())
@@ -303,7 +304,7 @@ def splits(me: Rank, blocking: int) -> None:
     if blocking:
         assert result == SUCCESS
     else:
-        assert result == SUCCESS, "though it has only begun"
+        assert result == SUCCESS, "although it has only begun"
         if me.rank == 1:
             assert child.value is None
             assert parent.state == IN_PROGRESS
@@ -320,7 +321,7 @@ def splits(me: Rank, blocking: int) -> None:
         comm.broadcast(x, 0, stream)
         assert comm.settle() == SUCCESS
         finish(stream.record())
-        assert x[0] == members[0], "the key orders"
+        assert x[0] == members[0], "the key determines the order"
         comm.all_reduce(x, stream)
         assert comm.settle() == SUCCESS
         finish(stream.record())
@@ -330,7 +331,7 @@ def splits(me: Rank, blocking: int) -> None:
     parent.all_reduce(y, stream)
     assert parent.settle() == SUCCESS
     finish(stream.record())
-    assert np.all(y == me.size), "the parent goes on"
+    assert np.all(y == me.size), "the parent continues"
 
 
 def splits_blocking(me: Rank) -> None:
@@ -373,7 +374,7 @@ def late_peer(me: Rank) -> None:
 
 
 def abort(me: Rank) -> None:
-    """An abort frees whoever waits for a peer that does not come, and nothing is written."""
+    """An abort releases ranks that wait for a missing peer, and nothing is written."""
     comm, stream = me.comm(), Stream()
     x = np.full(3, 5.0)
     if me.rank == 0:
@@ -388,7 +389,7 @@ def abort(me: Rank) -> None:
     if me.rank != 0:
         assert comm.abort() == SUCCESS
 
-    # While it is being made.
+    # During its creation.
     if me.rank == 0:
         result, half = me.start(blocking=0)
         assert result == IN_PROGRESS
@@ -399,7 +400,7 @@ def abort(me: Rank) -> None:
 
 
 def mismatch(me: Rank) -> None:
-    """Ranks that ask for different things hang until they are aborted."""
+    """Ranks with different calls hang until they are aborted."""
     big, ints, stream = np.ones(8), np.ones(8, "i8"), Stream()
     calls: list[Callable[[Comm], int]] = [
         lambda comm: comm.all_reduce(big[: 4 + me.rank], stream),
@@ -489,7 +490,7 @@ def registers(me: Rank) -> None:
 
 
 def leaves_nothing(me: Rank) -> None:
-    """Neither descriptors nor mappings stay when a communicator and its split are gone."""
+    """No descriptors or mappings remain after a communicator and its split are destroyed."""
     comm, child = me.comm(), c.c_void_p()
     assert lib.ncclCommSplit(comm.handle, 0, 0, c.byref(child), None) == SUCCESS
     assert "fake_nccl (deleted)" in Path("/proc/self/maps").read_text()
@@ -502,8 +503,8 @@ def leaves_nothing(me: Rank) -> None:
 
 if __name__ == "__main__":
     _, rank, size, folder, *checks = sys.argv
-    faulthandler.dump_traceback_later(30, exit=True)  # where it hangs
+    faulthandler.dump_traceback_later(30, exit=True)  # if it hangs
     me = Rank(int(rank), int(size), Path(folder))
     for check in checks:
         globals()[check](me)
-    os._exit(0)  # the streams' threads are still there
+    os._exit(0)  # the streams' threads still exist

@@ -2,28 +2,28 @@
 //
 // Streams are the fake device's (csrc/gpu/device.h): operations are queued on them and read their data when the stream
 // gets to them. Ranks meet in anonymous shared memory (memfd) that the process which made the unique id holds open, so
-// that nothing can be left behind. Where the real library has a hard edge, this one has it too:
+// that nothing can be left behind. It reproduces pitfalls of the real library:
 // - A communicator that is not ready answers ncclInvalidArgument.
 // - With `blocking = 0` every operation among several ranks returns ncclInProgress (from 2.22 on) and is queued on its
-//   stream by a thread of this library a little later: what is to come after it on the stream must wait until
-//   ncclCommGetAsyncError no longer says ncclInProgress.
-// - ncclCommSplit makes the *parent* be in progress; the new communicator is there when the parent is ready again. It
-//   returns ncclSuccess all the same, and so does ncclCommWindowRegister.
-// - Ranks that do not ask for the same thing hang, until somebody aborts them.
-// - ncclCommAbort returns before work that is queued on streams has come to its (then immediate) end.
+//   stream by a thread of this library a little later: work to be ordered after it on the stream must wait until
+//   ncclCommGetAsyncError no longer returns ncclInProgress.
+// - ncclCommSplit puts the *parent* in progress; the new communicator exists when the parent is ready again. It
+//   returns ncclSuccess nevertheless, and so does ncclCommWindowRegister.
+// - Ranks whose calls do not match hang, until they are aborted.
+// - ncclCommAbort returns before work that is queued on streams has ended, which it then does immediately.
 //
 // Environment:
-//   HORO_LITE_FAKE_NCCL_VERSION=22707     what ncclGetVersion answers
-//   HORO_LITE_FAKE_NCCL_LOG=prefix        a line a call in prefix.PID: `rank name count dtype op stream address`;
+//   HORO_LITE_FAKE_NCCL_VERSION=22707     the result of ncclGetVersion
+//   HORO_LITE_FAKE_NCCL_LOG=prefix        one line per call in prefix.PID: `rank name count dtype op stream address`;
 //                                         op is the root of a broadcast and the peer of send and recv
 //   HORO_LITE_FAKE_NCCL_INIT_HANGS=r[:k]  rank r's (k-th) ncclCommInitRankConfig never completes
 //   HORO_LITE_FAKE_NCCL_INIT_FAILS=r[:k]  ... gives the asynchronous error ncclSystemError
 //   HORO_LITE_FAKE_NCCL_FAILS_AT=r:n      the n-th operation (from 1) of rank r gives the asynchronous error
 //                                         ncclRemoteError and never completes
-//   HORO_LITE_FAKE_NCCL_REGISTER_FAILS=1  registering gives ncclSystemError; =null: success and a null handle, as where
-//                                         the hardware cannot
-// Ranks are those of the communicator that came from ncclCommInitRankConfig, in its splits too; k and n are counted by
-// process and rank, so that a communicator made anew after a failure works.
+//   HORO_LITE_FAKE_NCCL_REGISTER_FAILS=1  registering gives ncclSystemError; =null: success and a null handle, as if
+//                                         the hardware does not support it
+// Ranks are those of the communicator made by ncclCommInitRankConfig, in its splits too; k and n are counted per
+// process and rank, so that a new communicator after a failure works.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -51,14 +51,14 @@ using namespace horo;
 
 namespace {
 
-// The beginning of every stream of the fake device, as csrc/gpu/device.h has it.
+// The beginning of every stream of the fake device, as defined in csrc/gpu/device.h.
 struct FakeStreamHead {
   void (*enqueue)(FakeStreamHead* stream, void (*work)(void*), void* argument);
 };
 
 constexpr int kMaxRanks = 16;
-constexpr size_t kSlotBytes = size_t{1} << 20;     // a rank's part of a collective, a piece at a time
-constexpr size_t kChannelBytes = size_t{1} << 16;  // of a message from one rank to another
+constexpr size_t kSlotBytes = size_t{1} << 20;     // a rank's buffer for one piece of a collective
+constexpr size_t kChannelBytes = size_t{1} << 16;  // the same for a message between two ranks
 
 const char* setting(const char* name) {
   const char* value = std::getenv((std::string("HORO_LITE_FAKE_NCCL_") + name).c_str());
@@ -70,7 +70,7 @@ int library_version() {
   return value == nullptr ? 22707 : std::atoi(value);
 }
 
-// Never destroyed, like all that is shared here: threads of this library may outlive main().
+// Never destroyed, like all shared state here: threads of this library may outlive main().
 std::mutex& shared_mutex = *new std::mutex;
 char last_error[256];
 
@@ -80,15 +80,15 @@ NcclResult refuse(NcclResult result, const std::string& why) {
   return result;
 }
 
-// --- What the ranks share -----------------------------------------------------------------------------------------
+// --- State shared by the ranks ------------------------------------------------------------------------------------
 
-// Operations on streams and operations of the host (init, split, finalize) come in two orders of their own.
+// Operations on streams and operations of the host (init, split, finalize) are ordered separately.
 enum LaneIndex { kOnStream, kOnHost, kLanes };
 
 struct alignas(64) LaneRank {
   std::atomic<uint64_t> step;
-  uint64_t what;      // a hash of the operation that this rank is at
-  int64_t values[3];  // what a split tells the others
+  uint64_t what;      // a hash of this rank's current operation
+  int64_t values[3];  // the arguments of a split, for the others
 };
 
 struct alignas(64) Channel {
@@ -106,7 +106,7 @@ struct Shared {
   alignas(4096) uint8_t slots[kMaxRanks][kSlotBytes];
 };
 
-// How a process finds it: in the unique id, or told by a split's leader.
+// How a process finds it: in the unique id, or from a split's leader.
 struct Address {
   int64_t pid;
   int64_t fd;
@@ -145,7 +145,7 @@ Shared* open_shared(const Address& address) {
   return shared;
 }
 
-// Once all have opened it.
+// Called once all have opened it.
 void close_if_mine(const Address& address) {
   const std::lock_guard lock(shared_mutex);
   const auto found = descriptors.find(address.fd);
@@ -170,10 +170,10 @@ struct Comm {
   Shared* shared = nullptr;
   std::atomic<int> state{kNcclSuccess};
   std::atomic<bool> aborted{false};
-  std::shared_ptr<Comm> parent;  // while it is being split off: whoever aborts the parent ends this, too
+  std::shared_ptr<Comm> parent;  // during the split: aborting the parent ends this, too
   std::atomic<bool> finalized{false};
   std::atomic<int> n_threads{0};
-  // Streams run at the same time; a communicator's operations come one after the other, in the order of the calls.
+  // Streams run concurrently; a communicator's operations run one after the other, in the order of the calls.
   std::atomic<uint64_t> n_queued{0};
   std::atomic<uint64_t> n_done{0};
   uint64_t steps[kLanes] = {0, 0};
@@ -236,7 +236,7 @@ void log_call(const Comm* comm, const char* name, size_t n = 0, const char* type
   if (fd >= 0) close(fd);
 }
 
-// Sleeps, until `done` (true) or until this communicator is aborted (false).
+// Sleeps until `done` (returns true) or until this communicator is aborted (false).
 template <class Done>
 bool wait_until(const Comm& comm, Done done) {
   const auto is_aborted = [&] { return comm.aborted || (comm.parent != nullptr && comm.parent->aborted); };
@@ -251,7 +251,7 @@ bool hang(const Comm& comm) {
   return wait_until(comm, [] { return false; });
 }
 
-// All ranks have come to their next step of this lane.
+// Waits until all ranks have reached their next step of this lane.
 bool barrier(Comm& comm, LaneIndex lane) {
   const uint64_t step = ++comm.steps[lane];
   LaneRank* ranks = comm.shared->lanes[lane];
@@ -261,7 +261,7 @@ bool barrier(Comm& comm, LaneIndex lane) {
   });
 }
 
-// All ranks are about to do the same thing; else they hang. Another barrier of the lane must follow.
+// Waits until all ranks are about to do the same operation; else they hang. Another barrier of the lane must follow.
 bool meet(Comm& comm, LaneIndex lane, uint64_t what) {
   LaneRank* ranks = comm.shared->lanes[lane];
   ranks[comm.rank].what = what;
@@ -270,7 +270,7 @@ bool meet(Comm& comm, LaneIndex lane, uint64_t what) {
   return same || hang(comm);
 }
 
-// The first meeting of a communicator. A rank that is there twice hangs, as does one that expects another size.
+// The first barrier of a communicator. A rank that occurs twice hangs, as does one that expects another size.
 bool join(Comm& comm) {
   int nobody = 0;
   if (!comm.shared->size.compare_exchange_strong(nobody, comm.size) && nobody != comm.size) return hang(comm);
@@ -280,7 +280,7 @@ bool join(Comm& comm) {
   return barrier(comm, kOnHost);
 }
 
-// Runs `work` here, or in a thread of its own while the communicator is in progress: then what it returns is the state
+// Runs `work` here, or in its own thread while the communicator is in progress: then its result is the state
 // afterwards.
 NcclResult run_or_start(const CommPtr& comm, bool in_thread, std::function<NcclResult()> work) {
   if (!in_thread) return work();
@@ -295,7 +295,7 @@ NcclResult run_or_start(const CommPtr& comm, bool in_thread, std::function<NcclR
   return kNcclInProgress;
 }
 
-// Some calls do not say that they have only begun.
+// Some calls do not report that they have only begun.
 NcclResult unsaid(NcclResult result) { return result == kNcclInProgress ? kNcclSuccess : result; }
 
 NcclResult ready(const CommPtr& comm) {
@@ -308,7 +308,7 @@ NcclResult ready(const CommPtr& comm) {
   return state;
 }
 
-// The result is the value of `blocking`, or -1 for a configuration that the library would not take.
+// Returns the value of `blocking`, or -1 for a configuration that the library would reject.
 int blocking_of(const NcclConfig* config, int inherited) {
   if (config == nullptr) return inherited;
   if (config->magic != NcclConfig{}.magic || config->size < sizeof(NcclConfig)) return -1;
@@ -434,7 +434,7 @@ bool run_collective(Comm& comm, const Op& op) {
   return true;
 }
 
-// One message on its way. A sender is done when all of it was read, so that a message nobody takes hangs.
+// One message in flight. A sender is done when all of it was read, so that a message without a receiver hangs.
 struct Transfer {
   const Op* op;
   Channel* channel;
@@ -444,7 +444,7 @@ struct Transfer {
   size_t n_bytes() const { return op->n * item_bytes_of(op->type); }
   uint64_t what() const { return hash_of({op->n, static_cast<uint64_t>(op->type)}); }
 
-  // Returns whether it is finished; never waits.
+  // Returns whether it is finished; never blocks.
   bool advance() {
     const uint64_t written = channel->n_written.load();
     const bool is_empty = channel->n_read.load() == written;
@@ -494,7 +494,7 @@ bool run_transfers(Comm& comm, const std::vector<Op>& ops) {
   });
 }
 
-// What one call, or one group, queues on one stream for one communicator.
+// The operations that one call, or one group, queues on one stream for one communicator.
 struct Work {
   CommPtr comm;
   FakeStreamHead* stream;

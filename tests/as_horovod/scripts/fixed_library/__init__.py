@@ -1,4 +1,4 @@
-"""A library that nobody here can edit: it looks for Horovod itself, late, and in several ways."""
+"""A third-party library that looks for Horovod itself, late, and in several ways."""
 
 import contextlib
 import importlib
@@ -8,7 +8,7 @@ import torch
 
 
 def is_distributed():
-    """As libraries look for what they can do without: by name, and by a failing import."""
+    """As libraries look for optional packages: by name, and by a failing import."""
     if importlib.util.find_spec("horovod") is None:
         return False
     with contextlib.suppress(ImportError):

@@ -1,8 +1,8 @@
 """A stand-in for Needle, the framework that students of CMU 10-414/714 write.
 
-There is no package of it. This one keeps to what the course prescribes and its own tests look at:
-names, arguments, and how values, gradients and parameters are held. What is inside is ours, and
-only as much of it as training a small network takes. It knows nothing of horo_lite.
+There is no package of it. This one follows what the course specifies and its tests check: names,
+arguments, and how values, gradients and parameters are stored. The implementation is ours, limited
+to what training a small network needs. It does not know horo_lite.
 """
 
 from . import data, nn, ops, optim

@@ -1,4 +1,4 @@
-"""Tensors, and the graph that remembers where they come from."""
+"""Tensors, and the graph that records how they were computed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Tensor:
 
     @property
     def data(self) -> Tensor:
-        """Another tensor each time."""
+        """Return a new tensor each time."""
         return self.detach()
 
     @data.setter
@@ -130,7 +130,7 @@ class Tensor:
 
 
 def _sorted(output: Tensor) -> list[Tensor]:
-    """The tensors that the output is made from, each after all it is made from itself."""
+    """Return the tensors that the output is computed from, each after its inputs."""
     done: list[Tensor] = []
     seen: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""NDArray: a flat buffer of a device, and a shape, strides and an offset to read it by."""
+"""NDArray: a flat buffer of a device, with a shape, strides and an offset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Array:
 
 
 class BackendDevice:
-    """`copies`: numpy() gives memory of its own, as pybind11 does, and not a view of the buffer."""
+    """`copies`: numpy() returns a copy, as pybind11 does, and not a view of the buffer."""
 
     def __init__(self, name: str, *, copies: bool = True, enabled: bool = True) -> None:
         self.name, self.copies, self._enabled = name, copies, enabled
@@ -55,7 +55,7 @@ def all_devices() -> list[BackendDevice]:
 
 
 class NDArray:
-    """Float32 only. Neither the buffer protocol nor DLPack, and NumPy does not understand it."""
+    """Float32 only. It has neither the buffer protocol nor DLPack, and NumPy cannot convert it."""
 
     __array_ufunc__ = None
 
@@ -67,13 +67,13 @@ class NDArray:
         self._handle.array[:] = source.reshape(-1)
 
     def _set(self, shape: Any, strides: Any, device: Any, handle: Array, offset: int) -> None:
-        assert device.enabled(), f"{device} is not there"
+        assert device.enabled(), f"{device} is not available"
         self._shape = tuple(shape)
         self._strides = compact_strides(shape) if strides is None else tuple(strides)
         self._device, self._handle, self._offset = device, handle, offset
 
     def _same(self, shape: Any, strides: Any) -> NDArray:
-        """Another look at the same buffer."""
+        """Return another view of the same buffer."""
         array = NDArray.__new__(NDArray)
         array._set(shape, strides, self._device, self._handle, self._offset)
         return array
@@ -86,7 +86,7 @@ class NDArray:
     size = property(lambda self: prod(self._shape))
 
     def view(self) -> np.ndarray[Any, Any]:
-        """The backend's own way to its buffer; not for users."""
+        """Return the backend's view of its buffer; not for users."""
         strides = [4 * stride for stride in self._strides]
         flat = self._handle.array[self._offset :]
         return np.lib.stride_tricks.as_strided(flat, self._shape, strides)
@@ -122,8 +122,8 @@ class NDArray:
 
     def _with(self, other: Any, result: Any) -> NDArray:
         if isinstance(other, NDArray):
-            assert other.shape == self.shape, "NDArrays are not broadcast by themselves"
-            assert other.device == self.device, f"{self.device} meets {other.device}"
+            assert other.shape == self.shape, "NDArrays are not broadcast automatically"
+            assert other.device == self.device, f"{self.device} and {other.device} differ"
             other = other.view()
         return NDArray(result(self.view(), other), self._device)
 
@@ -143,7 +143,7 @@ class NDArray:
         return self._with(power, np.power)
 
     def __matmul__(self, other: NDArray) -> NDArray:
-        assert other.device == self.device, f"{self.device} meets {other.device}"
+        assert other.device == self.device, f"{self.device} and {other.device} differ"
         return NDArray(self.view() @ other.view(), self._device)
 
     def sum(self, axes: Any) -> NDArray:

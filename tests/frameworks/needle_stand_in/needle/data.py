@@ -34,7 +34,7 @@ class NDArrayDataset(Dataset):
 
 
 class DataLoader:
-    """Shuffles with NumPy's global state, anew each epoch."""
+    """Shuffles with NumPy's global state, again for each epoch."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from .autograd import Tensor
 
 
 class Parameter(Tensor):
-    """A tensor to be learned."""
+    """A trainable tensor."""
 
 
 def _parameters(value: object) -> list[Parameter]:
@@ -31,7 +31,7 @@ class Module:
         self.training = True
 
     def parameters(self) -> list[Parameter]:
-        """Without names."""
+        """Return the parameters, without names."""
         return _parameters(self)
 
     def forward(self, *args: Any) -> Tensor:
@@ -60,7 +60,7 @@ class Linear(Module):
 
 
 class Conv(Module):
-    """Of NCHW images, with odd kernels and as much padding as keeps their size."""
+    """For NCHW images, with odd kernels and padding that preserves their size."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, device: Any = None

@@ -1,4 +1,4 @@
-"""As many operators as a small network needs."""
+"""The operators that a small network needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EWiseAdd(TensorOp):
         return a + b
 
     def gradient(self, out_grad: Tensor, node: Tensor) -> Any:
-        return out_grad, out_grad  # one tensor twice: a.grad is b.grad
+        return out_grad, out_grad  # the same tensor twice: a.grad is b.grad
 
 
 class AddScalar(TensorOp):
@@ -85,7 +85,7 @@ class Reshape(TensorOp):
 
 
 class BroadcastTo(Reshape):
-    """From as many dimensions, of which some are 1."""
+    """From the same number of dimensions, some of which are 1."""
 
     def compute(self, a: Any) -> Any:
         return a.broadcast_to(self.shape)

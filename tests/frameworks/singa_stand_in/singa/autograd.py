@@ -1,8 +1,8 @@
-"""Operators that remember what they were made of, and `backward`, which yields gradients.
+"""Operators that record their inputs, and `backward`, which yields gradients.
 
-As in SINGA, `backward` is a generator: a parameter (a tensor that stores its gradient) comes, with
-its gradient, as soon as everything that uses it has been passed; and one raw tensor may be the
-gradient of several.
+As in SINGA, `backward` is a generator: it yields a parameter (a tensor that stores its gradient)
+and its gradient as soon as everything that uses it has been processed; and one raw tensor may be
+the gradient of several.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def matmul(x: Tensor, w: Tensor) -> Tensor:
 
 def add_bias(x: Tensor, b: Tensor, axis: int = 0) -> Tensor:
     assert axis == 0
-    singa.AddRow(b.data, x.data)  # in place, as SINGA does
+    singa.AddRow(b.data, x.data)  # in place, as in SINGA
     return _apply(x.data, lambda dy: (dy, singa.Sum(dy, 0)), x, b)
 
 
@@ -62,11 +62,11 @@ def relu(x: Tensor) -> Tensor:
 
 def clip(x: Tensor, low: float, high: float) -> Tensor:
     raw = singa.Clip(x.data, low, high)
-    return _apply(raw, lambda dy: (None,), x)  # of gradients, which have none
+    return _apply(raw, lambda dy: (None,), x)  # for gradients, which have none
 
 
 def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
-    """The mean over the batch; `t` has the number of the class of each sample."""
+    """Return the mean over the batch; `t` has the class number of each sample."""
     p = singa.SoftMax(x.data)
     loss = singa.SumAll(singa.CrossEntropyFwd(p, t.data))
     loss /= x.shape[0]
@@ -81,7 +81,7 @@ def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
 
 def backward(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     assert y.size() == 1, "y must be a Tensor with a single value"
-    n_uses = Counter[int]()  # of each tensor that is yet to hear of its gradient
+    n_uses = Counter[int]()  # pending uses of each tensor
     seen, todo = set(), [y]
     while todo:
         for x in getattr(todo.pop().creator, "inputs", ()):

@@ -1,4 +1,4 @@
-"""Where tensors live."""
+"""Devices of tensors."""
 
 from __future__ import annotations
 

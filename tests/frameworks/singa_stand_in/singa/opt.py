@@ -13,7 +13,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Optimizer:
-    """What it knows of a parameter is its name, its value and its gradient, when `apply` comes."""
+    """It knows a parameter's name, value and gradient only from calls of `apply`."""
 
     def __init__(self, lr: float) -> None:
         self.lr_value = Tensor((1,)).set_value(lr)
@@ -48,7 +48,7 @@ class SGD(Optimizer):
 
     def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
         assert param_value.shape == param_grad.shape
-        if self.weight_decay:  # into the gradient, which is the optimizer's to change
+        if self.weight_decay:  # in place: the optimizer may change the gradient
             singa.Axpy(self.weight_decay, param_value.data, param_grad.data)
         if self.momentum:
             if param_name not in self.moments:
@@ -70,7 +70,7 @@ class SGD(Optimizer):
 
 
 class DistOpt:
-    """Each process computes gradients of its own batches; the sum over processes is applied."""
+    """Each process computes gradients of its own batches; their sum over processes is applied."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class DistOpt:
         self._plain(loss, threshold, self.all_reduce_half, self.fused_all_reduce_half, clip)
 
     def _parts(self, pairs: Iterator[tuple[Tensor, Tensor]], threshold: int) -> Iterator[Pairs]:
-        """What travels together: a large tensor alone, small ones until there are enough."""
+        """Yield groups of gradients: a large tensor alone, small ones until there are enough."""
         small: Pairs = []
         for pair in pairs:
             if pair[0].size() > threshold:
@@ -169,7 +169,7 @@ class DistOpt:
             yield small
 
     def backward_and_partial_update(self, loss: Tensor, threshold: int = 2097152) -> None:
-        """Every parameter takes its own gradient; then one part of them is averaged."""
+        """Apply each parameter's own gradient; then average one part of the parameters."""
 
         def updated() -> Iterator[tuple[Tensor, Tensor]]:
             for p, g in autograd.backward(loss):
@@ -202,7 +202,7 @@ class DistOpt:
         topK: bool = False,
         corr: bool = True,
     ) -> None:
-        """Only the largest elements travel; with `corr`, the others are added next time."""
+        """Exchange only the largest elements; with `corr`, the others are added next time."""
         first = not hasattr(self, "gradAccumulation")
         if first:
             self.gradAccumulation: list[Tensor] = []

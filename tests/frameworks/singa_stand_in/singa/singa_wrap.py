@@ -1,8 +1,8 @@
 """SINGA's extension module, over NumPy: raw tensors, which SINGA's Python files call `.data`.
 
-As in the extension, a tensor's values are seen only as copies; a tensor in a GPU's memory is copied
-to the host first; a transposed one is read in the order of its shape and written in the order of
-its memory; and reading what was never written ends the process, here with `Fatal`.
+As in the extension, a tensor's values can only be read as copies; a tensor on a GPU is copied to
+the host first; a transposed one is read in the order of its shape and written in the order of its
+memory; and reading uninitialized values ends the process, here with `Fatal`.
 """
 
 # ruff: noqa: N802 (the names are SINGA's)
@@ -18,7 +18,7 @@ _DTYPES = {kFloat32: np.float32, kFloat16: np.float16, kInt: np.int32}
 
 
 class Fatal(BaseException):
-    """What SINGA's logging library does: the process is at its end."""
+    """As SINGA's logging library does: the process ends."""
 
 
 class Device:
@@ -66,7 +66,7 @@ class Tensor:
 
     @property
     def values(self) -> np.ndarray:
-        """For the functions below only."""
+        """Return the values, for the functions below only."""
         if not self._block["is_initialized"]:
             raise Fatal("Must initialize data before reading it")
         return self._view
@@ -78,7 +78,7 @@ class Tensor:
 
     @property
     def in_memory(self) -> np.ndarray:
-        """The block in the order of its memory, however the tensor is transposed."""
+        """Return the block in the order of its memory, however the tensor is transposed."""
         return self._view.transpose(np.argsort(self._view.strides, kind="stable")[::-1])
 
     def device(self) -> Device:
@@ -155,7 +155,7 @@ class Tensor:
 
 
 class VecTensor(list):
-    """A std::vector of tensors: it holds copies of the views, and no copies of the memory."""
+    """A std::vector of tensors: it has copies of the views, not of the memory."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         super().__init__(Tensor(t) for t in tensors)
@@ -216,7 +216,7 @@ def Clip(a: Tensor, low: float, high: float) -> Tensor:
 
 
 def Axpy(alpha: Any, x: Tensor, y: Tensor) -> None:
-    """Adds alpha * x to y; to a transposed y in the order of its memory, as 3.0.0.dev1 does."""
+    """Add alpha * x to y; to a transposed y in the order of its memory, as in 3.0.0.dev1."""
     more = (alpha.values if isinstance(alpha, Tensor) else np.float32(alpha)) * x.values
     y.in_memory[...] += more.reshape(y.in_memory.shape) if y.transpose() else more
 

@@ -1,4 +1,4 @@
-"""SINGA's tensor: a raw one (`data`) with a name, and what autograd wants to know of it."""
+"""SINGA's tensor: a raw one (`data`) with a name, and what autograd needs to know of it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Tensor:
         self.device = device
 
     def __eq__(self, other: object) -> Any:
-        # Element by element, as SINGA's since version 3; a tensor is then no key of a dict.
+        # Element by element, as in SINGA since version 3; so a tensor cannot be a key of a dict.
         return other is not None and to_numpy(self) == to_numpy(other)
 
     def __imul__(self, x: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""What horo_lite.horovod.ray uses of Ray: actors are processes, resources and nodes are made up.
+"""The part of Ray that horo_lite.horovod.ray uses: processes as actors, simulated resources.
 
-Four CPUs and two GPUs on each of two nodes. Nothing of Ray's is here but names and meaning; the
-real one is in tests/clusters.
+Four CPUs and two GPUs on each of two simulated nodes. Only names and semantics are Ray's; the real
+Ray is used in tests/clusters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N_NODES = 2
 _spawn = multiprocessing.get_context("spawn")
 _is_connected = False
 node, gpu_ids = "", []  # of the actor that this process is
-started: list[Any] = []  # all processes that were
+started: list[Any] = []  # all processes that were started
 
 
 def init() -> None:
@@ -64,7 +64,7 @@ class exceptions:  # noqa: N801 (a module of Ray's)
 
 def get(references: Any, timeout: float | None = None) -> Any:
     if isinstance(references, list):
-        # As Ray does it: what fails first is raised, while others may still be waiting.
+        # As in Ray: the first failure is raised, while others may still be waiting.
         from concurrent.futures import FIRST_COMPLETED, wait
 
         waiting = {reference.future for reference in references}
@@ -118,7 +118,7 @@ class _Actor:
         self.process.start()
         theirs.close()
         started.append(self.process)
-        self._thread = ThreadPoolExecutor(1)  # calls of an actor are made one after the other
+        self._thread = ThreadPoolExecutor(1)  # calls of an actor run one after the other
         self._call("", (cls,))
 
     def __getattr__(self, name: str) -> Any:
@@ -139,7 +139,7 @@ class _Method:
 
 
 def _serve(pipe: Any, where: str, gpus: list[int]) -> None:
-    """Be an actor, in a process that has begun with nothing."""
+    """Run an actor, in a process that has started with nothing."""
     global node, gpu_ids
     node, gpu_ids = where, gpus
     actor = None

@@ -21,7 +21,7 @@ class PlacementGroup:
         self.nodes: list[str] = []
         self.left = [dict(bundle) for bundle in bundles]
         for i, bundle in enumerate(bundles):
-            for node in names[i % len(names) :] + names[: i % len(names)]:  # in turn
+            for node in names[i % len(names) :] + names[: i % len(names)]:  # round-robin
                 is_taken = strategy == "STRICT_SPREAD" and node in self.nodes
                 if not is_taken and all(free[node].get(kind, 0) >= n for kind, n in bundle.items()):
                     for kind, n in bundle.items():
@@ -33,7 +33,7 @@ class PlacementGroup:
         return len(self.nodes) == len(self.bundles)
 
     def place(self, bundle: int, needs: dict[str, float]) -> tuple[str, list[int]]:
-        """Return the node and the GPUs of what runs in that bundle."""
+        """Return the node and the GPUs for an actor or task in that bundle."""
         for kind, n in needs.items():
             if n:
                 self.left[bundle][kind] -= n
