@@ -44,6 +44,9 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# pip compiles nothing here (see PIP): without bytecode files, every rank would compile what it imports,
+# which takes longer than most tests.
+unexport PYTHONDONTWRITEBYTECODE
 # Both environments share one build tree, so the build tools are those of the first one.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
