@@ -188,7 +188,7 @@ def test_run_says_how_it_is_called() -> None:
         wrong(print, 2)
     with pytest.raises(ValueError, match=r"np must be the number of ranks.*hvd.run\(fn, np=2\)"):
         wrong(print)
-    with pytest.raises(TypeError, match=r"run\(\) calls a function on every rank, not 3"):
+    with pytest.raises(TypeError, match=r"run\(\) needs a function to call on every rank, not 3"):
         wrong(3, np=2)
     with pytest.raises(TypeError, match="the result on rank 0, a lock, cannot be sent"):
         wrong(threading.Lock, np=1)

@@ -136,8 +136,8 @@ class OnGpu:
         return 2, 0
 
 
-fails(lambda: hvd.send(OnGpu(), left), ValueError, "the array lies on cuda:0", "x.cpu()")
-fails(lambda: hvd.recv(OnGpu(), left), ValueError, "the array lies on cuda:0")
+fails(lambda: hvd.send(OnGpu(), left), ValueError, "the array is on cuda:0", "x.cpu()")
+fails(lambda: hvd.recv(OnGpu(), left), ValueError, "the array is on cuda:0")
 frozen = np.ones(3)
 frozen.flags.writeable = False
 fails(lambda: hvd.recv(frozen, left), ValueError, "read-only")

@@ -32,7 +32,7 @@ def test_alone_there_is_nobody_to_write_to() -> None:
             try:
                 call(np.ones(1))
             except ValueError as error:
-                assert "this world has one rank" in str(error)
+                assert "this world has only one rank" in str(error)
             else:
                 raise AssertionError(call)
         for call in (hvd.send, hvd.recv, hvd.isend, hvd.irecv):

@@ -483,7 +483,7 @@ def test_integers_have_no_factors(dtype: str) -> None:
         ("scale", {"divisor": 3.0}),
         ("measure", {"exponents": exponents}),
     ]:
-        with pytest.raises(ValueError, match=f"no GPU kernel to {step} {dtype}"):
+        with pytest.raises(ValueError, match=f"no GPU kernel can {step} {dtype}"):
             run(step, tensors, **options)
 
 
@@ -501,7 +501,7 @@ def test_integers_have_no_factors(dtype: str) -> None:
     ],
 )
 def test_pairs_without_a_kernel(step: str, grad: str, wire: str) -> None:
-    with pytest.raises(ValueError, match=f"no GPU kernel to {step} {grad} as {wire}"):
+    with pytest.raises(ValueError, match=f"no GPU kernel can {step} {grad} as {wire}"):
         _testing.run_kernel(None, step, grad, wire, [])
 
 

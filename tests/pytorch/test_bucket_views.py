@@ -446,7 +446,7 @@ def test_the_core_adds_up_in_place_and_touches_nothing_else() -> None:
         assert np.all(everything[~taken] == 99)
         # Integers are averaged in a wider type, so not in place.
         counts = _native.Tensors([memory.array(0, 400).view(np.int32)])
-        with pytest.raises(ValueError, match="int32 do not travel as they are"):
+        with pytest.raises(ValueError, match="int32 are converted on the wire"):
             group.transport.reduce_in_place(counts, memory, Reduction("average"))
 
     for size in (2, 3, 4):

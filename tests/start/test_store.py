@@ -675,8 +675,8 @@ EXPLICIT = {"rank": 3, "size": 8, "address": "[fe80::1]:7"}
             "size must be a number, and at least 1, not 'many'",
         ),
         ({"rank": 1, "size": 1}, {}, "rank is 1, but size is 1"),
-        (EXPLICIT | {"address": "node7"}, {}, "the host of rank 0 and a port, not 'node7'"),
-        (EXPLICIT | {"address": "node7:x"}, {}, "the host of rank 0 and a port, not 'node7:x'"),
+        (EXPLICIT | {"address": "node7"}, {}, "rank 0's host and a port, not 'node7'"),
+        (EXPLICIT | {"address": "node7:x"}, {}, "rank 0's host and a port, not 'node7:x'"),
         # The launcher's variables take precedence if only the address is given.
         (ADDRESS, MPIEXEC | STANDARD, RendezvousSpec(0, 2, "node9", 8, False, "0")),
         (ADDRESS, SRUN, RendezvousSpec(2, 4, "node9", 8, False, "0")),

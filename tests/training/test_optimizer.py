@@ -291,7 +291,7 @@ def test_ranks_whose_learning_rates_differ_do_not_step_apart() -> None:
             optimizer.step()
 
         step(0.5)
-        differ = r"learning rates differ: ranks 0 and 2 have 0\.5, rank 1 has 0\.05\. .*allreduce"
+        differ = r"learning rates differ: ranks 0 and 2 have 0\.5, rank 1 has 0\.05, .*allreduce"
         with pytest.raises(MismatchError, match=differ):
             step(0.05 if group.rank == 1 else 0.5)
         # The last digits may differ by library, even if this changes the printed text.
