@@ -305,7 +305,7 @@ weighted = jax.jit(lambda x, w: hvd.average_gradients(x, weight=w))
 mean = sum(r * whole[r] for r in range(size)) / sum(range(size))
 nothing = rows * (jnp.nan if rank == 0 else 1)  # its weight is 0, so the values do not matter
 np.testing.assert_allclose(weighted(nothing, float(rank)), mean, rtol=1e-6)
-assert "0 or more, not -1" in str(raised(lambda: weighted(rows, -1.0)))
+assert "(0 or more), not -1" in str(raised(lambda: weighted(rows, -1.0)))
 assert "op=Average" in str(raised(lambda: hvd.average_gradients(rows, op=hvd.Sum, weight=1)))
 
 # Loops, branches and batches.
@@ -408,7 +408,7 @@ error = raised(lambda: jax.jit(hvd.alltoall)(rows))
 assert isinstance(hvd.cause_of(error), hvd.MismatchError) and "rows of each rank" in str(error)
 unequal = jnp.ones((1 + rank, 2))
 error = raised(lambda: jax.grad(lambda x: hvd.allgather(x).sum())(unequal))
-assert "as many rows" in str(error)
+assert "same number of rows" in str(error)
 small = x.astype(jnp.float8_e5m2)
 assert "allreduce: dtype float8_e5m2" in str(raised(lambda: jax.jit(hvd.allreduce)(small)))
 assert hvd.allreduce(1.0 + rank) == 1.5
@@ -438,7 +438,7 @@ hvd.shutdown()
 assert hvd.init(comm=MPI.COMM_WORLD.Split(0, -rank)).rank == size - 1 - rank
 assert (ahead.pop("anywhere")(x) == size * x).all()
 for name, function in ahead.items():
-    text = f"compiled for rank {rank} of {size}, and this is rank {hvd.rank()} of {size}"
+    text = f"compiled for rank {rank} of {size}, but this is rank {hvd.rank()} of {size}"
     error = raised(lambda: function(x))
     assert isinstance(hvd.cause_of(error), ValueError) and text in str(error), error
 assert (jax.jit(functions["broadcast"])(x) == size * (hvd.rank() == 0)).all()

@@ -610,7 +610,7 @@ def test_a_script_for_nnablas_communicator_runs_unchanged(context: str, tmp_path
     result = run_ranks(module, 2, timeout_s=LIMIT_S).check()
     for rank in range(2):
         assert f"rank {rank} of 2 trained __main__ 2" in result.stdout
-    line = "[horo_lite] there is no NNabla extension 'cudnn' here"
+    line = "[horo_lite] NNabla's extension 'cudnn' (nnabla-ext-cuda) is not installed"
     assert result.stderr.count(line) == (context == "cudnn"), str(result)
 
 
