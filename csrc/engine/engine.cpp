@@ -640,22 +640,17 @@ void Engine::fail_unmatched() {
   }
   ++n_failed_;
   const std::vector<std::string> calls = exchange(waits_in());
-  const auto list = [](const std::vector<int>& numbers) {
-    std::string text;
-    for (const int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
-    return text;
-  };
   std::vector<std::pair<std::shared_ptr<Job>, std::string>> failed;
   for (const auto& [name, known] : unmatched) {
     if (!known.has[channel_->rank()]) continue;
-    const std::string have = list(numbers([&](int r) { return known.has[r]; }));
+    const std::string have = ranks_text(numbers([&](int r) { return known.has[r]; }));
     const auto lacks = [&](int r) { return !known.has[r] && !has_joined(r); };
     std::string elsewhere;
     for (int r = 0; r < channel_->size(); ++r) {
       if (lacks(r) && !calls[r].empty()) elsewhere += ", rank " + std::to_string(ranks_[r]) + " in " + calls[r];
     }
-    failed.emplace_back(take(name), name + " was submitted by rank " + have + " but not by rank " +
-                                        list(numbers(lacks)) + ", and every rank is waiting" + elsewhere +
+    failed.emplace_back(take(name), name + " was submitted by " + have + " but not by " + ranks_text(numbers(lacks)) +
+                                        ", and every rank is waiting" + elsewhere +
                                         ": none can continue. Look for a call that some ranks do not make, such as "
                                         "one inside `if rank == 0`, or make in another order. Asynchronous operations "
                                         "are matched by name.");

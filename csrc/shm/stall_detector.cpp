@@ -53,22 +53,6 @@ std::string duration(int64_t ns) {
   return text;
 }
 
-// "rank 2", "ranks 0-3, 5"
-std::string ranks_text(std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size();) {
-    size_t last = i;
-    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
-    if (i != 0) text += ", ";
-    text += std::to_string(ranks[i]);
-    if (last > i) text += (last > i + 1 ? "-" : ", ") + std::to_string(ranks[last]);
-    i = last + 1;
-  }
-  return text;
-}
-
 std::string file_text(const std::string& path) {
   std::ifstream file(path);
   std::ostringstream text;
@@ -121,6 +105,21 @@ void print(const std::string& text) {
 }
 
 }  // namespace
+
+std::string ranks_text(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    if (i != 0) text += ", ";
+    text += std::to_string(ranks[i]);
+    if (last > i) text += (last > i + 1 ? "-" : ", ") + std::to_string(ranks[last]);
+    i = last + 1;
+  }
+  return text;
+}
 
 struct alignas(64) StallDetector::Board {
   std::atomic<int64_t> reported_ns;  // when the last report was made

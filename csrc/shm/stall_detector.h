@@ -19,6 +19,9 @@
 
 namespace horo {
 
+// "rank 2", "ranks 0-3, 5"
+std::string ranks_text(std::vector<int> ranks);
+
 // How long the others have waited for one rank.
 struct Lateness {
   int64_t n_last = 0;     // how often it was last
