@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from network import Host, Network, no_flow_limits, unavailable
+from network import INTERFACE, Host, Network, no_flow_limits, unavailable
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
@@ -65,8 +65,8 @@ def seconds_to_send(hosts: Sequence[Host], n_flows: int = 1, n_bytes: int = N_BY
     assert receiver.stdout is not None
     assert receiver.stdout.readline() == "listens\n"
     sender = python(hosts[0], SEND, hosts[1].address, n_flows, n_bytes)
-    out, _ = receiver.communicate(timeout=60)
-    assert sender.wait(10) == 0
+    assert sender.wait(60) == 0  # first: without it, the receiver would wait for ever
+    out, _ = receiver.communicate(timeout=10)
     total, seconds = out.split()
     assert int(total) == n_flows * n_bytes
     return float(seconds)
@@ -201,6 +201,16 @@ def test_what_is_lost_is_sent_again() -> None:
         sent_again = packets_sent_again(network.hosts[0])
     n_frames = N_BYTES / 1448
     assert 0.05 * n_frames < sent_again < 0.3 * n_frames
+
+
+def test_a_host_finds_another_however_much_is_lost() -> None:
+    """Otherwise there would be no route to it now and then, which no real loss brings about."""
+    connect = "import socket; socket.create_connection((%r, 5000), timeout=1)"
+    with Network(2, loss=1.0) as network:
+        lost = python(network.hosts[0], connect % network.hosts[1].address)
+        assert lost.wait(30) != 0
+        found = subprocess.check_output(network.hosts[0].command(["ip", "neigh"]), text=True)
+    assert f"{network.hosts[1].address} dev {INTERFACE} lladdr" in found
 
 
 def test_a_link_with_a_delay_loses_nothing_where_two_hosts_send_to_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import struct
@@ -476,12 +477,16 @@ def test_a_port_of_another_program_is_named() -> None:
         port = server.getsockname()[1]
 
         def refuse() -> None:
-            for _ in range(8):
-                server.accept()[0].close()
+            with contextlib.suppress(OSError):  # after shutdown()
+                while True:
+                    server.accept()[0].close()
 
-        threading.Thread(target=refuse, daemon=True).start()
+        refusing = threading.Thread(target=refuse, daemon=True)
+        refusing.start()
         with pytest.raises(hvd.LauncherError, match="is not a PyTorch store"):
             Rendezvous(RendezvousSpec(1, 2, "localhost", port, False, "0"), 1)
+        server.shutdown(socket.SHUT_RDWR)
+        refusing.join(10)
 
 
 def test_a_store_that_is_gone_when_a_rank_connects_to_it_is_no_other_program() -> None:

@@ -5,6 +5,8 @@ joins each pair of interfaces of its network namespace: what arrives at A leaves
 delay, unless it is lost, and what arrives at B leaves by A immediately. It prints `ready`, and ends
 when its standard input does. A packet is what the kernel passes on: up to 64 KiB of a TCP stream,
 which network cards would split into frames, unless the sender is told not to (`gso_max_segs 1`).
+Only IPv4 packets are lost: TCP sends them again, but a host without an answer to three ARP requests
+reports that there is no route.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ _SOL_PACKET, _VNET_HEADER, _IGNORE_OUTGOING = 263, 15, 23
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
 _BUFFER_BYTES = 1 << 26
 _LARGEST = 1 << 17
+_IPV4 = b"\x08\x00"
+# In a packet: behind the header of virtio-net and the two MAC addresses.
+_PROTOCOL = slice(10 + 12, 10 + 14)
 
 
 def _interface(name: str) -> socket.socket:
@@ -64,7 +69,7 @@ def main() -> None:
                 while packet := source.recv(_LARGEST):
                     if source not in delayed:
                         _send(to, packet)
-                    elif random.random() >= loss:
+                    elif packet[_PROTOCOL] != _IPV4 or random.random() >= loss:
                         waiting.append((time.monotonic() + delay_s, to, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, to, packet = waiting.popleft()
