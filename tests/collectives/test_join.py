@@ -720,8 +720,8 @@ def test_nobody_is_late_while_the_others_move() -> None:
         import horo_lite as hvd
 
         rank, _ = hvd.init()
-        hvd.barrier()
         ends = [time.monotonic()]
+        hvd.barrier()
         for _ in range(3 * rank):
             time.sleep(0.8)
             hvd.synchronize(hvd.allreduce_async(np.ones(1)))

@@ -139,20 +139,21 @@ def test_a_reason_is_cut_between_characters(hosts: str) -> None:
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_what_interrupts_an_operation_is_told_to_the_others(hosts: str) -> None:
     body = """
-    import signal
+    import os, signal
 
     def ring(*_):
         raise TimeoutError("rang")
 
     signal.signal(signal.SIGALRM, ring)
     if rank == 1:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
-        if rank == 0:
-            time.sleep(1)
+        while rank == 0 and not os.access("rank 1 has raised", os.F_OK):
+            time.sleep(0.01)
         hvd.allreduce(np.ones(3))
     except TimeoutError:
         assert rank == 1
+        open("rank 1 has raised", "w").close()
     except hvd.PeerLostError as error:
         assert "rank 1" in str(error) and "was interrupted: TimeoutError: rang) " in str(error)
         print("told", flush=True)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import run_ranks
+from launch import run_ranks, start_ranks
 
 import horo_lite as hvd
 
@@ -265,25 +265,26 @@ def test_whoever_asks_learns_that_a_rank_has_left(hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_who_waits_for_a_message_says_so(hosts: str) -> None:
-    result = run_ranks(
-        """
-        import time
-        import numpy as np
-        import horo_lite as hvd
-        rank = hvd.init().rank
-        x = np.ones(3)
-        if rank == 0:
-            hvd.recv(x, 1, tag=4)
-        else:
-            time.sleep(1.5)
-            hvd.send(x, 0, tag=4)
-        """,
-        2,
-        env={"HORO_LITE_TEST_HOSTS": hosts, "HORO_LITE_STALL_WARN_S": "0.4"},
-    ).check()
-    assert "rank 0 has waited " in result.stderr
-    assert " in recv from rank 1 (tag 4) for rank 1" in result.stderr, str(result)
-    assert "time.sleep" in result.stderr or ", line " in result.stderr or hosts, str(result)
+    script = """
+    import os, time
+    import numpy as np
+    import horo_lite as hvd
+    rank = hvd.init().rank
+    x = np.ones(3)
+    if rank == 0:
+        hvd.recv(x, 1, tag=4)
+    else:
+        while not os.access("it was reported", os.F_OK):
+            time.sleep(0.01)
+        hvd.send(x, 0, tag=4)
+    """
+    env = {"HORO_LITE_TEST_HOSTS": hosts, "HORO_LITE_STALL_WARN_S": "0.4"}
+    with start_ranks(script, 2, env=env) as job:
+        job.wait_for(" in recv from rank 1 (tag 4) for rank 1", on_stderr=True)
+        if not hosts:  # the stacks of rank 1
+            job.wait_for(", line ", on_stderr=True)
+        job.folder.joinpath("it was reported").touch()
+        assert "rank 0 has waited " in job.wait().check().stderr
 
 
 def test_mistakes_of_two_ranks_are_an_end() -> None:
@@ -292,11 +293,12 @@ def test_mistakes_of_two_ranks_are_an_end() -> None:
         """
         import numpy as np
         import horo_lite as hvd
+        from stall_limits import limit_waits
         rank = hvd.init().rank
+        limit_waits(3)
         hvd.send(np.ones(5000), 1 - rank)
         """,
         2,
-        env={"HORO_LITE_STALL_WARN_S": "0.3", "HORO_LITE_STALL_ABORT_S": "0.8"},
     )
     assert result.returncode != 0
     assert "the ranks wait for each other" in result.stderr

@@ -396,8 +396,9 @@ TRAIN = """
 import os, signal, sys, threading, time
 import numpy as np
 import horo_lite as hvd
+from stall_limits import limit_waits
 
-hvd.init(stall_abort_s=STALL)
+hvd.init()
 me = hvd.rank()
 
 class SGD:
@@ -438,7 +439,6 @@ print(f"ENDS {answer} {state.sizes} {resets}", flush=True)
 def train(n: int, before: str = "pass", after: str = "pass", **options: object) -> Result:
     options.setdefault("options", FT)
     text = TRAIN.replace("MIN", str(options.pop("min_size", 1)))
-    text = text.replace("STALL", str(options.pop("stall_abort_s", 0)))
     text = text.replace("BEFORE", before).replace("AFTER", after)
     return run_ranks(text, n, timeout_s=40, **options)
 
@@ -954,10 +954,10 @@ def test_too_few_are_the_jobs_end_and_the_state_is_saved(tmp_path) -> None:
 def test_who_hangs_is_killed_and_who_is_slow_is_awaited() -> None:
     result = train(
         4,
-        "if state.step == 3 and me in (1, 2): time.sleep({1: 0.7, 2: 60}[me])\n"
+        "if state.step == 3: limit_waits(3)\n"
+        "        if state.step == 3 and me in (1, 2): time.sleep({1: 0.7, 2: 60}[me])\n"
         "        if (me, state.step) == (3, 8): os.kill(os.getpid(), 9)\n"
         "        if (me, state.step) == (1, 8): time.sleep(0.5)",
-        stall_abort_s=3,
     ).check()
     assert result.stdout == ends([4] * 3 + [3] * 5 + [2] * 4, [3, 2])
 

@@ -6,8 +6,8 @@ import os
 import re
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launch import PATIENCE, Job, Result, mpi_name, start_ranks, that_leave_survivors
 
@@ -78,7 +78,6 @@ class Fault:
     """Only the peers can report it, and MPICH's launcher kills them before they can."""
     by_exit: bool = False
     """Only the peers can report it, if options make the launcher let them, as here."""
-    env: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
     """A package that this needs."""
 
@@ -98,7 +97,7 @@ class Fault:
 def run(fault: Fault) -> Result:
     """Run the job of a fault, check what holds for all faults, and return how it ended."""
     before = named_segments()
-    env = {"HORO_LITE_TEST_HOSTS": fault.hosts, **fault.env}
+    env = {"HORO_LITE_TEST_HOSTS": fault.hosts}
     options = that_leave_survivors() if fault.by_exit else []
     with start_ranks(fault.script(), fault.ranks, env=env, options=options) as job:
         result = end_of(job)

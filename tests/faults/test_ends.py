@@ -31,7 +31,7 @@ KILLED = (f"{PEERS}was killed by signal 9 (Killed)",)
 
 IMPATIENT = "from horo_lite.start import mpi\nmpi._GRACE_S = 3.0"
 PART = "from horo_lite import new_group\npart = new_group([0, 1])"
-SOON = {"HORO_LITE_STALL_WARN_S": "0.5", "HORO_LITE_STALL_ABORT_S": "1"}
+SOON = f"from stall_limits import limit_waits\nlimit_waits(3)\n{ALLREDUCE}"
 TORCH = """
 import torch, horo_lite.torch as hvt
 layer = torch.nn.Linear(3, 1)
@@ -189,9 +189,9 @@ ENDS = [
     Fault("os._exit(3)", "os._exit(3)", (PEERS + "ended with os._exit(3)",), by_exit=True),
     Fault("SIGSTOP", "os.kill(os.getpid(), signal.SIGSTOP)",
           ("rank {rank} (pid {pid} on {host}) was last in allreduce", "is stopped (SIGSTOP",
-           "StallError: nothing has moved for 1"), env=SOON, messages=None),
+           "StallError: nothing has moved for 3"), others=SOON, messages=None),
     Fault("an endless loop, between hosts", "while True: time.sleep(0.01)", ("StallError: ",),
-          hosts="1,1,1", env=SOON, messages=None),
+          hosts="1,1,1", others=SOON, messages=None),
     # Before init(), MPI does not know this rank yet, and the others wait in init().
     Fault("an import that fails", "import no_such_module",
           ("ModuleNotFoundError: No module named 'no_such_module'",), before_init=True,

@@ -1,9 +1,9 @@
 """The ranks of test_hosts.py that take steps, with correct results, until a file exists.
 
-steps_ranks.py FOLDER [elastic]
+steps_ranks.py FOLDER [elastic] [abort_after=SECONDS]
 
-The file is FOLDER/enough. A rank's stderr is in FOLDER/rank-N: for a host that has been cut off,
-the launcher shows nothing.
+The file is FOLDER/enough. After the first steps, longer waits end the job. A rank's stderr is in
+FOLDER/rank-N: for a host that has been cut off, the launcher shows nothing.
 """
 
 import os
@@ -16,6 +16,7 @@ number = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
 os.dup2(os.open(folder / f"rank-{number}", os.O_WRONLY | os.O_CREAT), 2)
 
 import numpy as np  # noqa: E402
+from stall_limits import limit_waits  # noqa: E402
 
 import horo_lite as hvd  # noqa: E402
 
@@ -40,6 +41,8 @@ def steps() -> None:
         n_steps += 1
         longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
         if n_steps == 3:
+            for limit in (arg for arg in sys.argv if arg.startswith("abort_after=")):
+                limit_waits(float(limit.partition("=")[2]))
             print("begun", flush=True)
 
 

@@ -121,10 +121,10 @@ def test_a_job_goes_on_after_a_link_was_cut_for_2_seconds(tmp_path: Path) -> Non
 
 def test_a_link_that_is_cut_for_good_ends_the_ranks_on_both_sides(tmp_path: Path) -> None:
     """Every host's ranks name the lost ranks. Open MPI's launcher may wait much longer."""
-    env = {"HORO_LITE_STALL_WARN_S": "1", "HORO_LITE_STALL_ABORT_S": str(ABORT_S)}
+    args = [str(tmp_path), f"abort_after={ABORT_S}"]
     with (
         Network(2, rate_mbit=1000) as network,
-        start_on(network, [2, 2], STEPS, args=[str(tmp_path)], env=env) as job,
+        start_on(network, [2, 2], STEPS, args=args) as job,
     ):
         job.wait_for("begun", count=4)
         network.cut(network.hosts[1])
@@ -176,7 +176,7 @@ def test_the_ranks_of_a_host_vanish_and_the_others_go_on(tmp_path: Path) -> None
         until = time.monotonic() + PATIENCE * 15
         while {2, 3} & job.ranks().keys() and time.monotonic() < until:
             time.sleep(0.05)
-        time.sleep(0.5)  # until the daemons have notified each other
+        time.sleep(3)  # until the daemons have notified each other
         for rank in range(2):
             os.kill(pids[rank], signal.SIGCONT)
         while "2 ranks continue" not in (tmp_path / "rank-0").read_text():

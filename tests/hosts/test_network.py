@@ -78,16 +78,17 @@ def test_a_link_is_not_faster_than_its_rate() -> None:
     # Except for the initial burst.
     assert limited_s > 0.8 * 8 * N_BYTES / 10e6
     with Network(2, rate_mbit=1000) as network:
-        assert seconds_to_send(network.hosts) < limited_s
+        assert min(seconds_to_send(network.hosts) for _ in range(3)) < limited_s
 
 
 @pytest.mark.skipif(bool(no_flow_limits()), reason=f"no limits for a flow: {no_flow_limits()}")
 def test_flows_have_limits_of_their_own() -> None:
     with Network(2, rate_mbit=400, flow_mbit=20) as network:
-        one_s = seconds_to_send(network.hosts)
-        assert one_s > 0.8 * 8 * N_BYTES / 20e6
+        n_bytes = 4 * N_BYTES
+        one_s = seconds_to_send(network.hosts, 1, n_bytes)
+        assert one_s > 0.8 * 8 * n_bytes / 20e6
         # Of 8 flows two may fall into one class, but hardly all of them.
-        assert seconds_to_send(network.hosts, 8) < 4 * one_s
+        assert seconds_to_send(network.hosts, 8, n_bytes) < 4 * one_s
 
 
 def test_hosts_are_told_apart_and_see_nothing_of_each_other() -> None:
@@ -102,7 +103,7 @@ def test_hosts_are_told_apart_and_see_nothing_of_each_other() -> None:
 
 
 def test_a_link_is_cut_and_mended() -> None:
-    with Network(2, rate_mbit=40) as network:
+    with Network(2, rate_mbit=5) as network:
         mender = threading.Timer(1.5, network.mend, [network.hosts[1]])
         receiver = python(network.hosts[1], RECEIVE, 1)
         assert receiver.stdout is not None
@@ -116,7 +117,8 @@ def test_a_link_is_cut_and_mended() -> None:
         sender.wait(10)
         total, seconds = out.split()
         assert int(total) == 2 * N_BYTES
-        assert float(seconds) > 1.3
+        # Except for the initial burst.
+        assert float(seconds) > 1.3 + 0.8 * 8 * 2 * N_BYTES / 5e6
 
 
 def test_a_host_vanishes_alone() -> None:
@@ -229,7 +231,8 @@ def test_a_link_with_a_delay_loses_nothing_where_two_hosts_send_to_one() -> None
 def test_a_link_with_a_delay_is_cut_and_nothing_is_left() -> None:
     with Network(2, delay_ms=1) as network:
         network.cut(network.hosts[1])
-        connect = "import socket; socket.create_connection((%r, 5000), timeout=1)"
+        # Until there is no route: earlier, the next connection would share its ARP requests.
+        connect = "import socket; socket.create_connection((%r, 5000), timeout=10)"
         cut = python(network.hosts[0], connect % network.hosts[1].address)
         assert cut.wait(30) != 0
         network.mend(network.hosts[1])

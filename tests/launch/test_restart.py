@@ -13,6 +13,7 @@ import stat
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -313,7 +314,7 @@ def test_too_few_ranks_of_an_elastic_job_are_a_bad_end(tmp_path: Path) -> None:
     with contextlib.closing(Job([*command, "train.py"], env, tmp_path)) as job:
         result = job.wait(60).check()
     begun = re.findall(r"<(\d) ranks from step (\d)>", result.stdout)
-    assert begun == [("3", "0")] * 3 + [("2", "3")] * 2 + [("3", "7")] * 3, str(result)
+    assert Counter(begun) == {("3", "0"): 3, ("2", "3"): 2, ("3", "7"): 3}, str(result)
     assert result.stdout.count("<end 36.0 36.0 36.0 36.0 >") == 3
     assert re.search(r"failed \(.*TooFewRanks.*restart 1", result.stderr), str(result)
     assert os.listdir(tmp_path) == ["train.py"]

@@ -474,7 +474,7 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
 ) -> None:
     """As with Open MPI's, which can deadlock when a rank ends early; not while a rank runs."""
     monkeypatch.setattr(jobs, "LAUNCHER_S", 2.0)
-    script = f"{RANKS.format('0 1')}; sleep 4 & done; wait; echo ranks ended; exec sleep 600"
+    script = f"{RANKS.format('0 1')}; sleep 8 & done; wait; echo ranks ended; exec sleep 600"
     job = jobs.Job(["sh", "-c", script], os.environ)
     assert job.wait() == -signal.SIGTERM
     out, err = capfd.readouterr()
@@ -499,7 +499,7 @@ def test_a_launcher_in_place_of_the_command_is_guarded(
     fake.write_text(
         "#!/bin/sh\n"
         "[ $1 = --version ] && exec echo 'mpiexec (Open MPI) 5.0.11'\n"
-        f"{RANKS.format('0 1')}; sleep 2 & done; wait; echo ranks ended\n"
+        f"{RANKS.format('0 1')}; sleep 6 & done; wait; echo ranks ended\n"
         f"{'' if ends else 'exec sleep 600'}\n"
     )
     fake.chmod(0o755)
@@ -524,15 +524,15 @@ def test_a_launcher_in_place_of_the_command_is_guarded(
 @pytest.mark.parametrize(
     "script",
     [
-        "exec sleep 4",  # it has not started ranks yet
-        "sleep 2 & wait; exec sleep 3",  # a remote shell that ends once it has started the others
-        f"{RANKS.format('0')}; sleep 2 & done; wait; exec sleep 3",  # rank 1 is on another host
+        "exec sleep 5",  # it has not started ranks yet
+        "sleep 2 & wait; exec sleep 5",  # a remote shell that ends once it has started the others
+        f"{RANKS.format('0')}; sleep 2 & done; wait; exec sleep 5",  # rank 1 is on another host
         # The program of rank 1 has a different environment.
-        f"{RANKS.format('0 1')}; sh -c 'sleep 2; exec env -i sleep 4' & done; wait",
+        f"{RANKS.format('0 1')}; sh -c 'sleep 2; exec env -i sleep 5' & done; wait",
     ],
 )
 def test_a_launcher_may_take_its_time_where_ranks_may_run(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "LAUNCHER_S", 0.5)
+    monkeypatch.setattr(jobs, "LAUNCHER_S", 2.0)
     assert jobs.Job(["sh", "-c", script], os.environ).wait() == 0

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horo_lite.torch  # noqa: F401 (registers the backend)
 
-dist.init_process_group("horo_lite", timeout=timedelta(seconds=4))
+dist.init_process_group("horo_lite", timeout=timedelta(seconds=15))
 fault, rank = sys.argv[1], dist.get_rank()
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), bucket_cap_mb=1e-4)
 

@@ -161,13 +161,13 @@ hvd.init(device="cpu", stall_warn_s=0.5, stall_abort_s=2)
     hvd.init(device="cpu")
     if hvd.rank() == 1:
         command = [sys.executable, "-m", "horo_lite", "-n", "2", {str(inner)!r}]
-        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=40)
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
         print(ended.returncode, ended.stderr)
     hvd.barrier()
     """
     result = run_ranks(script, 3, timeout_s=60).check()
-    said = r"rank 0 has waited 2\.\d s in init\(\) for rank 1 \(pid \d+\), which has not called"
-    assert re.search(said, result.stdout), str(result)
+    said = r"rank 0 has waited (\S+) s in init\(\) for rank 1 \(pid \d+\), which has not called"
+    assert max(map(float, re.findall(said, result.stdout))) >= 2.0, str(result)
     assert result.stdout.startswith("1 "), str(result)
 
 
