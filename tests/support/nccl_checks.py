@@ -261,9 +261,10 @@ def connecting_fails() -> None:
     os.environ["HORO_LITE_FAKE_NCCL_INIT_HANGS"] = ""
     os.environ["HORO_LITE_NCCL_TIMEOUT_S"] = "60"
     usable(group)
-    group = start(FAKE_NCCL_INIT_FAILS="1", FAKE_NCCL_INIT_HANGS="")
+    group = start(NCCL_TIMEOUT_S="1", FAKE_NCCL_INIT_FAILS="1", FAKE_NCCL_INIT_HANGS="")
     fails(call, DeviceError, "rank 1", "INIT_FAILS", "NCCL_DEBUG")
     os.environ["HORO_LITE_FAKE_NCCL_INIT_FAILS"] = ""
+    os.environ["HORO_LITE_NCCL_TIMEOUT_S"] = "60"
     usable(group)
 
 
