@@ -211,7 +211,9 @@ def test_a_host_finds_another_however_much_is_lost() -> None:
     with Network(2, loss=1.0) as network:
         lost = python(network.hosts[0], connect % network.hosts[1].address)
         assert lost.wait(30) != 0
-        found = subprocess.check_output(network.hosts[0].command(["ip", "neigh"]), text=True)
+        until, found = time.monotonic() + 30, ""
+        while "lladdr" not in found and time.monotonic() < until:
+            found = subprocess.check_output(network.hosts[0].command(["ip", "neigh"]), text=True)
     assert f"{network.hosts[1].address} dev {INTERFACE} lladdr" in found
 
 

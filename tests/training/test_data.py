@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horo_lite.training.data import DistributedSampler, partition_dataset
@@ -28,6 +28,7 @@ def visits(n: int, size: int, epoch: int = 0, **options: Any) -> list[list[int]]
     return lists
 
 
+@settings(deadline=None)  # a busy machine may pause an example
 @given(n=st.integers(1, 200), size=SIZES, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
 def test_padded_sampler_visits_everything_equally_often(n, size, seed, epoch, shuffle):
     lists = visits(n, size, epoch, seed=seed, shuffle=shuffle)
@@ -40,6 +41,7 @@ def test_padded_sampler_visits_everything_equally_often(n, size, seed, epoch, sh
     assert counts.sum() - n < size
 
 
+@settings(deadline=None)  # a busy machine may pause an example
 @given(data=st.data(), size=SIZES, seed=SEEDS, epoch=EPOCHS, shuffle=st.booleans())
 def test_dropping_sampler_visits_nothing_twice(data, size, seed, epoch, shuffle):
     n = data.draw(st.integers(size, 200))
@@ -50,6 +52,7 @@ def test_dropping_sampler_visits_nothing_twice(data, size, seed, epoch, shuffle)
     assert set(together) <= set(range(n))
 
 
+@settings(deadline=None)  # a busy machine may pause an example
 @given(n=st.integers(1, 200), size=SIZES, seed=SEEDS, epoch=EPOCHS)
 def test_sampler_deals_one_permutation(n, size, seed, epoch):
     (whole,) = visits(n, 1, epoch, seed=seed)
@@ -146,6 +149,7 @@ def test_sampler_feeds_a_torch_data_loader():
     assert seen[0] != seen[1]
 
 
+@settings(deadline=None)  # a busy machine may pause an example
 @given(
     data=st.data(),
     n=st.integers(1, 150),
