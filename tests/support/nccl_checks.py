@@ -309,7 +309,8 @@ def operations_fail() -> None:
     met = False
     try:
         x = ops.allreduce(on_gpu(np.ones(5)), Sum, group=group)
-    except DeviceError:  # usually it is raised later, by whatever waits for the result
+    except DeviceError as error:  # usually it is raised later, by whatever waits for the result
+        assert words[0] in str(error)
         met = True
     if RANK == 1 and not met:
         time.sleep(0.6)
@@ -334,7 +335,8 @@ def operations_fail() -> None:
     soon(1)
     try:
         ops.allreduce(on_gpu(np.ones(5)), Sum, group=group).numpy()
-    except DeviceError:  # as above
+    except DeviceError as error:  # as above
+        assert words[0] in str(error)
         hvd.shutdown()
     else:
         fails(hvd.shutdown, DeviceError, *words)
