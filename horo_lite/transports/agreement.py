@@ -209,7 +209,11 @@ def explain(label: str, descriptions: Sequence[str], ranks: Sequence[int] = ()) 
     for rank, text in enumerate(texts):
         whose.setdefault(text, []).append(ranks[rank] if ranks else rank)
     who = "; ".join(f"{ranks_in_words(ranks)}: {text}" for text, ranks in whose.items())
-    return (
-        f"ranks disagree on {label}: first difference: {who}. "
-        "Every rank must make the same calls in the same order with the same options."
+    # Asynchronous operations are matched by name, in any order; the first line is the label.
+    is_matched_by_name = label.endswith("'") and i > 0
+    advice = (
+        "Operations of one name must have the same shapes, dtypes and options on every rank."
+        if is_matched_by_name
+        else "Every rank must make the same calls in the same order with the same options."
     )
+    return f"ranks disagree on {label}: first difference: {who}. {advice}"

@@ -56,6 +56,27 @@ def test_every_instruction_set_gives_the_same_bits(instruction_set: str) -> None
         assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "broadcast", "reducescatter"])
+def test_only_a_mismatch_of_unnamed_operations_advises_their_order(name: str) -> None:
+    """Named asynchronous operations are matched in any order."""
+
+    def rank(group: hvd.Group) -> list[str]:
+        x = np.ones((2, 3 + group.rank), np.float32)
+        root = (0,) if name == "broadcast" else ()
+        texts = []
+        for options in ({"name": "g"}, {}):
+            handle = getattr(ops, f"{name}_async")(x, *root, group=group, **options)
+            with pytest.raises(hvd.MismatchError) as error:
+                ops.synchronize(handle, group=group)
+            texts.append(str(error.value))
+        return texts
+
+    for named, unnamed in run_threads(2, rank):
+        assert "Operations of one name must have the same shapes" in named
+        assert "in the same order" not in named
+        assert "in the same order" in unnamed
+
+
 def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
