@@ -254,7 +254,13 @@ def _mpiexec() -> _Found:
                 f"{found} cannot start ranks of {_library()}: keep only one MPI in an environment, "
                 "or set MPIEXEC to the mpiexec that belongs to the library",
             )
-    return _Found(str(found))
+    hint = None
+    if found.name == "Open MPI" and "HOME" not in os.environ:
+        hint = (
+            "HOME is not set, without which Open MPI's mpiexec ends with `opal_init failed`: set "
+            "it, or start jobs with `horo-lite`, which does"
+        )
+    return _Found(str(found), hint=hint)
 
 
 def _mpi_packages() -> _Found:

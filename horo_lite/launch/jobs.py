@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn, TextIO
 
 from horo_lite import checkpoint as commits
 from horo_lite.errors import LauncherError
-from horo_lite.start import launcher
+from horo_lite.start import ending, launcher
 
 CHECKPOINT = "HORO_LITE_CHECKPOINT"
 RESTART = "HORO_LITE_RESTART"
@@ -121,7 +121,9 @@ def find_mpiexec() -> Mpiexec:
 @functools.cache
 def _asked(path: str) -> Mpiexec:
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60, env=environment()
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LauncherError(f"cannot run {path}: {error}") from error
     for name, pattern in _MAKES:
@@ -141,7 +143,7 @@ _OF_A_LAUNCHER = re.compile(
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a job: this process's plus `more`, without a launcher's variables.
 
-    It permits more ranks than cores, and root.
+    It permits more ranks than cores, and root; and has HOME, without which Open MPI 5 fails.
     """
     env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
     # Permits more ranks than cores in Open MPI 5 and 4; --map-by takes precedence.
@@ -149,6 +151,8 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
     if os.geteuid() == 0:  # usually in a container; Open MPI would refuse
         env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    home = os.path.expanduser("~")  # from the user database
+    env.setdefault("HOME", home if os.path.isabs(home) else os.sep)
     env.setdefault(launcher.JOB_TOKEN, secrets.token_hex(16))
     return env | dict(more or {})
 
@@ -287,6 +291,7 @@ class Job:
         self.tail = ""  # the end of its output
         self._printed = threading.Lock()
         self._mark = secrets.token_hex(16)
+        ending.open_standard_files()  # otherwise a pipe could get such a number
         out, err = os.pipe(), os.pipe()
         self._launcher = subprocess.Popen(
             [sys.executable, "-ISc", _BOUND, str(os.getpid()), *command],
@@ -308,7 +313,7 @@ class Job:
             os.close(pipe[1])
             reader.start()
 
-    def _pass_on(self, source: int, target: TextIO) -> None:
+    def _pass_on(self, source: int, target: TextIO | None) -> None:
         # A pipe is needed, since a notebook's stdout is not a file that the job could inherit.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with open(source, "rb", buffering=0) as file:
@@ -316,14 +321,14 @@ class Job:
                 text = decoder.decode(data)
                 with self._printed:
                     self.tail = (self.tail + text)[-(1 << 16) :]
-                with contextlib.suppress(OSError, ValueError):  # our output may have been closed
-                    target.write(text)
-                    target.flush()
+                # Our output may have been closed; the job's is read nevertheless.
+                with contextlib.suppress(OSError, ValueError):
+                    _write(target, data, text)
 
     def _print_error(self, text: str) -> None:
         with self._printed:
             self.tail += text
-        sys.stderr.write(text)
+        _write(sys.stderr, text.encode(), text)
 
     def wait(
         self, has_failed: Callable[[], bool] = lambda: False, grace_s: float | None = None
@@ -382,6 +387,27 @@ class Job:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(pid)
         return found
+
+
+def _write(target: TextIO | None, data: bytes, text: str) -> None:
+    """Write output of a job to a stream, which may not be able to encode its text.
+
+    Args:
+        target: The stream; None if Python was started without it.
+        data: The output.
+        text: The same, as far as it is complete, for streams of text only (in notebooks).
+    """
+    if target is None:
+        return
+    target.flush()
+    binary = getattr(target, "buffer", None)
+    if binary is None:
+        encoding = getattr(target, "encoding", None) or "utf-8"
+        target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        target.flush()
+    else:
+        binary.write(data)
+        binary.flush()
 
 
 # The last message of a rank; of Open MPI; and of MPICH, which names no rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -342,7 +343,10 @@ def test_wrong_arguments(
 
 
 @pytest.mark.mpi
-def test_check_tells_what_is_there_and_what_is_wrong(tmp_path: Path) -> None:
+def test_check_tells_what_is_there_and_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOME", raising=False)  # as in a systemd service; Open MPI 5 needs it
     with started("-m", "horo_lite", "--check") as job:
         result = job.wait(30).check()
     assert hvd.__version__ in result.stdout
@@ -353,6 +357,7 @@ def test_check_tells_what_is_there_and_what_is_wrong(tmp_path: Path) -> None:
     ):
         assert re.search(line, result.stdout), str(result)
     assert "PROBLEM: none" in result.stdout
+    assert ("HOME is not set" in result.stdout) == ("(Open MPI" in result.stdout)
     stranger = mpiexec(tmp_path, "HYDRA build details:\n    Version: 4.2.0\n")
     if "MPICH" in result.stdout:
         stranger = mpiexec(tmp_path, "mpiexec (Open MPI) 5.0.8")
@@ -461,6 +466,41 @@ def test_a_job_takes_no_outer_launchers_variables_for_its_own(
     assert not env.keys() & gone
     assert kept.items() <= env.items()
     assert env["MORE"] == "2"
+
+
+class TextOnly(io.StringIO):
+    """Stands in for a notebook's stdout, with an encoding that lacks characters."""
+
+    encoding = "latin-1"
+
+
+BYTES = b"epoch 1\nStra\xc3\x9fe \xe2\x88\x91 \xff\nepoch 2\n"  # UTF-8, and a byte that is not
+
+
+@pytest.mark.parametrize("kind", ["file", "text", "none"])
+def test_output_that_stdout_cannot_encode_is_passed_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.BytesIO()
+    streams = {"file": io.TextIOWrapper(file, encoding="latin-1"), "text": TextOnly(), "none": None}
+    monkeypatch.setattr(sys, "stdout", streams[kind])
+    say = f"import sys; sys.stdout.buffer.write({BYTES!r})"
+    job = jobs.Job([sys.executable, "-c", say], os.environ)
+    assert job.wait() == 0
+    assert job.tail == BYTES.decode(errors="replace")
+    if kind == "file":
+        assert file.getvalue() == BYTES
+    elif kind == "text":
+        assert streams[kind].getvalue() == "epoch 1\nStraße \\u2211 \\ufffd\nepoch 2\n"
+
+
+def test_a_closed_stdout_is_no_failure(tmp_path: Path) -> None:
+    """Not even if a job prints more than a pipe holds."""
+    script = tmp_path / "say.py"
+    script.write_text("for _ in range(2000): print('x' * 90)")
+    command = f"exec {sys.executable} -m horo_lite -n 1 --restarts 1 {script} >&-"
+    found = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60 * PATIENCE)
+    assert (found.returncode, found.stderr) == (0, b"")
 
 
 # A shell as the launcher; it becomes a program that continues.
