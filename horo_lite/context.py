@@ -211,7 +211,10 @@ def subgroups() -> list[Group]:
 
 
 def is_initialized() -> bool:
-    """Return whether there is a world: True between `init()` and `shutdown()`."""
+    """Return whether there is a world: True from `init()` until `shutdown()` or the exit.
+
+    What was registered with `atexit` before `init()` runs after the world has ended.
+    """
     return _current is not None
 
 

@@ -274,11 +274,14 @@ def _leave() -> None:
 
 def _at_exit() -> None:
     """Complete what all ranks have submitted, and notify ranks that wait for more from this one."""
+    global _session
     if _session is None or ending.in_forked_child():
         return
     ending.program_ends()
+    session, _session = _session, None
+    context.leave()
     try:
-        _session.close(ending.reason())
+        session.close(ending.reason())
     except BaseException as error:
         # An exception raised here is only printed, and the exit code stays 0.
         ending.report(error)

@@ -378,6 +378,14 @@ def test_all_hosts_have_the_time_of_rank_0(wrong_s: float) -> None:
     assert found - mine == pytest.approx(7e9, abs=1e9)
 
 
+def test_a_pause_while_the_clock_is_read_does_not_shift_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monotonic, pauses = time.monotonic_ns, iter([60e9, 0])
+    monkeypatch.setattr(time, "monotonic_ns", lambda: monotonic() + int(next(pauses, 0)))
+    on_one_host: Any = Clocks(0.0, 0.0)
+    found = clocks.epoch_ns(on_one_host, several_hosts=False)
+    assert found == pytest.approx(time.time_ns() - monotonic(), abs=1e9)
+
+
 TORCH = """
 import os
 import torch

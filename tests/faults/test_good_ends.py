@@ -228,6 +228,9 @@ print("clean", flush=True)
 
 def test_the_world_can_be_made_again() -> None:
     body = """
+    import atexit
+
+    atexit.register(lambda: print("left at exit:", not hvd.is_initialized(), flush=True))
     for turn in range(5):
         hvd.init()
         total = hvd.allreduce(np.full(1000, rank + turn), op=hvd.Sum)
@@ -239,11 +242,13 @@ def test_the_world_can_be_made_again() -> None:
             assert "init()" in str(error)
         else:
             raise AssertionError("used after shutdown()")
+    hvd.init()
     print("made", flush=True)
     """
     for hosts in ("", "2,1"):
         result = run_ranks(script(body), 3, env={"HORO_LITE_TEST_HOSTS": hosts}).check()
         assert result.stdout.count("made") == 3
+        assert result.stdout.count("left at exit: True") == 3, str(result)
 
 
 def test_forked_children_are_no_ranks() -> None:
