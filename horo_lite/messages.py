@@ -7,13 +7,13 @@ Envelopes arrive in the receiver's mailbox whatever the sender does next.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import pickle
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -152,7 +152,9 @@ class Messages:
         self._is_closed = False
         self._thread = threading.get_ident()  # the training thread
         self._in_other_threads = False
-        self._sends_on = False  # whether a thread sends records that found no room
+        self._n_waiting = 0  # threads in `wait`
+        self._beside: threading.Thread | None = None  # see `_proceed`
+        self._to_do = threading.Condition(self._lock)  # for that thread
         self._unexpected: list[_Envelope] = []  # arrived before a matching receive
         self._receiving: list[_Receiving] = []  # receives for which nothing has arrived yet
         self._sending: dict[int, _Sending] = {}  # large messages, not acknowledged yet
@@ -186,6 +188,18 @@ class Messages:
 
     def irecv(self, x: Array, src: int | None, tag: int, channel: int = 0) -> Message:
         """Begin to receive from a rank, or from any if `src` is None."""
+        message = self._receive(x, src, tag, channel)
+        with self._lock:
+            self._proceed()
+        return message
+
+    def recv(self, x: Array, src: int | None, tag: int) -> int:
+        """Receive from a rank, or from any if `src` is None; return the sender."""
+        source = self._receive(x, src, tag, channel=0).wait()
+        assert source is not None
+        return source
+
+    def _receive(self, x: Array, src: int | None, tag: int, channel: int) -> Message:
         tag = _tag(tag)
         if src is not None:
             src = self._peer("src", src)
@@ -219,6 +233,8 @@ class Messages:
         waiting = detector.wait()
         n_polls, checked = 0, time.monotonic()
         went_well = False
+        with self._lock:
+            self._n_waiting += 1
         try:
             while True:
                 gone = n_polls > 0 and self._have_left(awaited)
@@ -237,8 +253,8 @@ class Messages:
             went_well = True
         finally:
             waiting.close(went_well)
-            if not went_well:
-                with self._lock:  # from now on, nothing is received into its array
+            with self._lock:
+                if not went_well:  # from now on, nothing is received into its array
                     if not message.is_over and isinstance(message, _Receiving):
                         message.error = PeerLostError(f"{message.name} ended early, and is lost")
                         message.end()
@@ -246,6 +262,8 @@ class Messages:
                     for each in self._fetching:
                         if each.message is message:
                             each.fetch.discard()
+                self._n_waiting -= 1
+                self._proceed()
 
     def poll(self, message: Message) -> bool:
         """Do what is possible now, and return whether `wait` would return or raise at once."""
@@ -336,6 +354,11 @@ class Messages:
         """End all messages: those that have not arrived never will."""
         with self._lock:
             self._is_closed = True
+            self._to_do.notify()
+            beside = self._beside
+        if beside is not None:
+            beside.join(timeout=1.0)
+        with self._lock:
             self._mailbox.close()
         if self._sending or self._fetching:
             _kept.append(self)
@@ -407,22 +430,49 @@ class Messages:
         except OSError:  # raised to the caller; the record is not sent later
             self._outgoing[peer].pop()
             raise
-        if self._outgoing[peer] and not self._sends_on:
-            self._sends_on = True
-            threading.Thread(target=self._send_on, name="horo_lite messages", daemon=True).start()
+        if self._outgoing[peer]:
+            self._proceed()
 
-    def _send_on(self) -> None:
-        """Send records that found no room, without depending on this rank's next call."""
+    def _proceed(self) -> None:
+        """Let a thread go on with what was begun, whatever this rank does next.
+
+        So a receive completes also while its rank is in a collective. Under the lock; while a
+        thread waits for a message, that thread does it.
+        """
+        if self._is_closed or self._n_waiting or not self._is_under_way():
+            return
+        if self._beside is None:
+            run, name = self._run_beside, "horo_lite messages"
+            self._beside = threading.Thread(target=run, name=name, daemon=True)
+            self._beside.start()
+        self._to_do.notify()
+
+    def _is_under_way(self) -> bool:
+        return bool(self._receiving or self._fetching) or any(self._outgoing)
+
+    def _run_beside(self) -> None:
+        executor = self._transport.executor
+        progress = self._progress_beside
+        if executor is not None:
+            progress = partial(executor.call, progress)
         while True:
-            self._mailbox.wait_for_room(CHECK_S)
             with self._lock:
-                if not self._is_closed:
-                    for peer in range(self._size):
-                        with contextlib.suppress(OSError):  # short of descriptors: try again later
-                            self._flush(peer)
-                self._sends_on = not self._is_closed and any(self._outgoing)
-                if not self._sends_on:
+                while not self._is_closed and (self._n_waiting or not self._is_under_way()):
+                    self._to_do.wait()
+            try:
+                progress()
+            except OSError:  # short of descriptors: try again later
+                pass
+            except HoroLiteError:  # the world has ended, or is lost: `wait` raises it, too
+                with self._lock:
+                    self._beside = None
                     return
+            self._mailbox.wait_beside(CHECK_S)
+
+    def _progress_beside(self) -> None:
+        with self._lock:
+            if not self._n_waiting:
+                self.progress()
 
     def _flush(self, peer: int) -> None:
         waiting = self._outgoing[peer]

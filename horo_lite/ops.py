@@ -1184,9 +1184,7 @@ def recv(x: Array, src: int | None = None, *, tag: int = 0) -> int:
         PeerLostError: `src` has ended without sending it.
         ValueError: `x` is on a GPU or read-only, or `src` is not another rank.
     """
-    source = irecv(x, src, tag=tag).wait()
-    assert source is not None
-    return source
+    return context.messages().recv(x, src, tag)
 
 
 def isend(x: Array, dst: int, *, tag: int = 0) -> Message:

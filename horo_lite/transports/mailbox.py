@@ -18,7 +18,7 @@ class Fetch(Protocol):
 
 
 class Mailbox(Protocol):
-    """Sends and receives records and bytes. Only `wait` and `wait_for_room` block."""
+    """Sends and receives records and bytes. Only `wait` and `wait_beside` block."""
 
     def send(self, peer: int, record: bytes) -> bool:
         """Send the record; return False if there is no room for it at the moment."""
@@ -39,10 +39,10 @@ class Mailbox(Protocol):
         """Begin to move bytes that a peer has offered to `address`. OSError: it has ended."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something may have arrived, or after the time-out."""
+        """Return when something may have arrived or have room, or after the time-out."""
 
-    def wait_for_room(self, timeout_s: float) -> None:
-        """Return when there may be room for rejected records, or after the time-out."""
+    def wait_beside(self, timeout_s: float) -> None:
+        """Do the same in a thread that may not call MPI, and later if that costs less."""
 
     def close(self) -> None:
         """End sending and receiving."""

@@ -143,18 +143,13 @@ class Pipes:
         return self._token + number.to_bytes(_MARK_BYTES - len(self._token), "little")
 
     def wait(self, timeout_s: float) -> None:
-        self._wait(timeout_s, self.inbox)
-
-    def wait_for_room(self, timeout_s: float) -> None:
-        self._wait(timeout_s)
-
-    def _wait(self, timeout_s: float, *inbox: int) -> None:
         poll = select.poll()
-        for each in inbox:
-            poll.register(each, select.POLLIN)
+        poll.register(self.inbox, select.POLLIN)
         for outlet in list(self._full):
             poll.register(outlet, select.POLLOUT)
         poll.poll(timeout_s * 1000)
+
+    wait_beside = wait
 
     def close(self) -> None:
         # Messages that have not been fetched remain available until this process ends.

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 
 import horo_lite as hvd
+from horo_lite import context
 
 world = hvd.init()
 rank, size = world.rank, world.size
@@ -91,6 +92,54 @@ elif rank == 1:
 hvd.allreduce(np.ones(4))
 if rank == 0:
     handle.wait()
+
+# A receive that was begun completes while its rank waits for something else.
+y = [np.zeros(300_000) for _ in range(3)]
+if rank == 0:
+    handles = [hvd.irecv(each, 1, tag=tag) for tag, each in enumerate(y)]
+    hvd.barrier()
+    assert hvd.allreduce_async(x, name="meanwhile").wait()[0] == sum(range(size)) / size
+    hvd.recv(np.empty(3), 1, tag=9)
+    for tag, handle in enumerate(handles):
+        assert handle.wait() == 1 and (y[tag] == tag).all()
+else:
+    for tag, each in enumerate(y):
+        if rank == 1:
+            hvd.isend(each + tag, 0, tag=tag).wait()
+        if tag == 0:
+            hvd.barrier()
+        elif tag == 1:
+            hvd.allreduce_async(x, name="meanwhile").wait()
+        elif rank == 1:
+            hvd.send(np.ones(3), 0, tag=9)
+hvd.barrier()
+
+# Large messages in flight are not confused, however few tags there are between hosts.
+channel = getattr(context.messages()._mailbox, "channel", None)
+if rank == 0 and channel is not None:
+    largest_tag, channel.largest_tag = channel.largest_tag, 6
+    handles = []
+    try:
+        while True:
+            handles.append(hvd.isend(x - len(handles), 1, tag=len(handles)))
+    except hvd.HoroLiteError as error:
+        assert f"{len(handles)} large messages of this rank are in flight" in str(error), error
+    hvd.send(np.array(len(handles)), 1, tag=98)
+    handles[-1].wait()
+    for i in range(20):
+        hvd.send(x + i, 1, tag=99)
+    for handle in handles:
+        handle.wait()
+    channel.largest_tag = largest_tag
+elif rank == 1 and channel is not None:
+    hvd.recv(n := np.array(0), 0, tag=98)
+    assert n > 1
+    got = np.empty_like(x)
+    late = [(tag, -tag) for tag in range(int(n))]
+    for tag, expected in (late.pop(), *((99, i) for i in range(20)), *late):
+        hvd.recv(got, 0, tag=tag)
+        assert (got == expected).all(), (tag, got)
+hvd.barrier()
 
 # Two threads, each with its own messages.
 if world.thread_multiple:

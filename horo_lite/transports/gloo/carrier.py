@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from horo_lite.transports.gloo.connections import GlooConnections, Transfer
 from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
 
-# Gloo's tags: those of the world's channel, followed by a few for each other channel.
-_WORLD_TAGS = 1 << 15
+# Gloo's tags, of 31 bits: those of the world's channel, followed by a few for each other channel.
+_WORLD_TAGS = 1 << 30
 _TAGS = 1 << 4
 # The tag of short messages of an `allgather`.
 _GATHERED = 0
@@ -40,6 +40,7 @@ class GlooChannel(Channel):
         self.number = number
         self._is_world = is_world
         self._first_tag = 0 if is_world else _WORLD_TAGS + number * _TAGS
+        self.largest_tag = (_WORLD_TAGS if is_world else _TAGS) - 1
         self.rank = ranks.index(connections.rank)
         self.size = len(ranks)
         self._connections = connections

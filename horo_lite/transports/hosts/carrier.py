@@ -32,10 +32,11 @@ class Channel(ABC):
 
     rank: int
     size: int
+    largest_tag: int
 
     @abstractmethod
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        """Receive and send messages of sizes that both sides know. Tags are from 0 to 32,767."""
+        """Receive and send messages of sizes that both sides know, with tags from 0 on."""
 
     @abstractmethod
     def send(self, texts: Mapping[int, bytes], tag: int) -> None:

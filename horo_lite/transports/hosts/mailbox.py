@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horo_lite.errors import HoroLiteError
 from horo_lite.transports.hosts.carrier import Channel, Done, memory_at
 
 if TYPE_CHECKING:
@@ -17,8 +20,13 @@ if TYPE_CHECKING:
 PIECE_BYTES = 1 << 20
 """The size of the carrier's messages into which a large message is divided."""
 _RECORD = 1
-_N_TAGS = 30_000  # MPI guarantees only 32,767
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+_BESIDE_S = 5e-3  # like an idle engine
+
+# Each large message in flight from this process has a tag of its own, in whichever world it was
+# sent: messages that were never received keep theirs.
+_new_tags = itertools.count(_RECORD + 1)
+_free_tags: deque[int] = deque()
 
 
 class HostsMailbox:
@@ -43,39 +51,43 @@ class HostsMailbox:
             self._pause_s = _SHORTEST_PAUSE_S
         return records
 
-    def offer(self, peer: int, number: int, address: int, n_bytes: int) -> Done:
+    def offer(self, peer: int, number: int, address: int, n_bytes: int) -> tuple[int, Done]:
+        tag = _free_tags.popleft() if _free_tags else next(_new_tags)
+        if tag > self.channel.largest_tag:
+            raise HoroLiteError(
+                f"{self.channel.largest_tag - _RECORD} large messages of this rank are in flight, "
+                "as many as the library has tags for: wait() for some of them before sending more"
+            )
         pieces = [
             memory_at(address + at, min(PIECE_BYTES, n_bytes - at))
             for at in range(0, n_bytes, PIECE_BYTES)
         ]
-        return self.channel.exchange([], [(peer, _tag_of(number), piece) for piece in pieces])
+        return tag, self.channel.exchange([], [(peer, tag, piece) for piece in pieces])
 
-    def location(self, offered: Done) -> None:
-        """Return None: the message's number is enough."""
+    def location(self, offered: tuple[int, Done]) -> int:
+        return offered[0]
 
-    def release(self, offered: Done) -> None:
-        while not offered():
+    def release(self, offered: tuple[int, Done]) -> None:
+        tag, is_sent = offered
+        while not is_sent():
             self.wait(_LONGEST_PAUSE_S)
+        _free_tags.append(tag)
 
     def fetch(
         self, peer: int, number: int, location: Any, address: int, n_bytes: int
     ) -> HostsFetch:
-        return HostsFetch(self.channel, peer, _tag_of(number), address, n_bytes)
+        return HostsFetch(self.channel, peer, location, address, n_bytes)
 
     def wait(self, timeout_s: float) -> None:
         pause = self._transport.serve or time.sleep
         pause(min(self._pause_s, timeout_s))
         self._pause_s = min(_LONGEST_PAUSE_S, 1.2 * self._pause_s)
 
-    def wait_for_room(self, timeout_s: float) -> None:
-        """Return immediately: there is always room."""
+    def wait_beside(self, timeout_s: float) -> None:
+        time.sleep(min(_BESIDE_S, timeout_s))
 
     def close(self) -> None:
         """Do nothing: messages that are still in flight need the channel."""
-
-
-def _tag_of(number: int) -> int:
-    return _RECORD + 1 + number % _N_TAGS
 
 
 class HostsFetch:

@@ -76,6 +76,7 @@ class MpiChannel(Channel):
         self.comm = comm
         self.rank = comm.rank
         self.size = comm.size
+        self.largest_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32_767)
         self._call = _noticing_the_dead(call)
         self.messages = None if executed else point_to_point(comm)
         """MPI calls without mpi4py, which releases the GIL in each call."""
