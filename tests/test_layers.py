@@ -65,6 +65,7 @@ def test_the_source_tree_in_the_docs_has_the_order_of_the_layers() -> None:
     assert shown[1:] == sorted(shown[1:], key=level.__getitem__)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     "environ", [{}, {"HYDI_CONTROL_FD": "7", "PMI_SIZE": "2", "PMI_RANK": "0"}]
 )

@@ -82,6 +82,7 @@ def test_options_have_the_same_defaults_wherever_they_are_given() -> None:
         assert {"op", "compression", "group"} <= shared.keys()
 
 
+@pytest.mark.launches
 def test_a_type_checker_finds_a_typo(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     script = tmp_path / "typo.py"
@@ -182,6 +183,7 @@ def test_what_cannot_be_sent_is_told_with_its_type() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.launches
 def test_run_says_how_it_is_called() -> None:
     wrong: Any = hvd.run
     with pytest.raises(TypeError, match=r"the list of fn's arguments, not 2.*hvd.run\(train, np=2"):

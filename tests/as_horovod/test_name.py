@@ -46,11 +46,13 @@ def real(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.launches
 def test_nobody_finds_it_who_did_not_ask() -> None:
     found = python(*code("import horo_lite, horo_lite.horovod\nimport horovod"), ok=False)
     assert "ModuleNotFoundError: No module named 'horovod'" in found.stderr
 
 
+@pytest.mark.launches
 def test_nothing_is_imported_before_it_is_used() -> None:
     python(
         *code(
@@ -77,6 +79,7 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     )
 
 
+@pytest.mark.launches
 @needs_torch
 def test_the_modules_are_this_packages() -> None:
     python(
@@ -118,6 +121,7 @@ def test_the_modules_are_this_packages() -> None:
     )
 
 
+@pytest.mark.launches
 def test_a_real_horovod_is_kept_unless_told(real: Path) -> None:
     script = """
         import sys
@@ -140,6 +144,7 @@ def test_a_real_horovod_is_kept_unless_told(real: Path) -> None:
     assert late.endswith("real\n")
 
 
+@pytest.mark.launches
 def test_the_command_line(real: Path, tmp_path: Path) -> None:
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()

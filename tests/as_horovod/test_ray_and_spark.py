@@ -70,6 +70,7 @@ class Model:
         return self.value
 
 
+@pytest.mark.launches
 def test_ray_executor(ray: Any) -> None:
     import horovod.torch as horovod_torch  # which functions for the workers refer to
     from horovod.ray import RayExecutor
@@ -138,6 +139,7 @@ def test_ray_executor(ray: Any) -> None:
         executor.run(train, [1.0])
 
 
+@pytest.mark.launches
 def test_what_a_ray_executor_asks_for(ray: Any) -> None:
     from horovod.ray import RayExecutor
 
@@ -202,6 +204,7 @@ def spark(horovod: None, monkeypatch: pytest.MonkeyPatch) -> list[RankTask]:
     return given
 
 
+@pytest.mark.launches
 def test_spark(spark: list[RankTask], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "65536")
     import horovod.spark

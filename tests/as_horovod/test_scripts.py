@@ -16,7 +16,7 @@ needs = [
     pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
     for name in ("torch", "sklearn")
 ]
-pytestmark = [*needs, pytest.mark.timeout(4 * LIMIT_S)]
+pytestmark = [pytest.mark.launches, *needs, pytest.mark.timeout(4 * LIMIT_S)]
 
 
 def run(script: str, n: int, *args: object, hosts: str = "", path: str = "") -> str:

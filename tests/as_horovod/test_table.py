@@ -246,6 +246,7 @@ def test_no_name_of_horovods_is_missing(table: str) -> None:
     assert set(NAMES[table].split()) - set(rows()[table]) == set()
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("table", [*HOMES, "horovod.common"])
 def test_names_are_where_the_tables_say(table: str, looks: dict[str, dict[str, list[str]]]) -> None:
     groups = [[f"horovod.common.{part}" for part in COMMON]]
@@ -258,6 +259,7 @@ def test_names_are_where_the_tables_say(table: str, looks: dict[str, dict[str, l
             assert (name in names) == (kind != "absent"), (modules, name)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("table", POSITIONS)
 def test_arguments_have_horovods_positions(
     table: str, looks: dict[str, dict[str, list[str]]]

@@ -115,12 +115,12 @@ def test_an_error_of_one_rank_in_an_operation_under_way_is_reported_to_all(
 # (number of ranks, ranks of each host, transport)
 WORLDS = [
     (1, "", "solo"),
-    (2, "", "shm"),
-    (3, "", "shm"),
+    pytest.param(2, "", "shm", marks=pytest.mark.quick),
+    pytest.param(3, "", "shm", marks=pytest.mark.quick),
     (4, "", "shm"),
-    (2, "1,1", "mpi"),
+    pytest.param(2, "1,1", "mpi", marks=pytest.mark.quick),
     (3, "1,1,1", "mpi"),
-    (3, "2,1", "mpi"),
+    pytest.param(3, "2,1", "mpi", marks=pytest.mark.quick),
     (4, "2,2", "mpi"),
     (4, "1,3", "mpi"),
 ]
@@ -135,6 +135,7 @@ def test_processes(ranks: int, hosts: str, transport: str) -> None:
     assert result.stdout.count(f"{len(checks.CHECKS)} checks passed over {transport}") == ranks
 
 
+@pytest.mark.launches
 def test_no_launcher() -> None:
     result = run_ranks(
         "import checks; checks.main()",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.two_at_a_time]
 
 SCRIPT = Path(__file__).with_name("interrupts_ranks.py")
 

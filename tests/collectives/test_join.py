@@ -658,6 +658,7 @@ TORCH_JOB = """
 """
 
 
+@pytest.mark.launches
 def test_a_torch_job_with_uneven_batches() -> None:
     pytest.importorskip("torch")
     result = run_ranks(TORCH_JOB, 3, timeout_s=90).check()
@@ -712,6 +713,7 @@ def test_a_job_in_which_ranks_join(hosts: str) -> None:
     assert "never" not in result.stdout
 
 
+@pytest.mark.launches
 def test_nobody_is_late_while_the_others_move() -> None:
     """Three engine steps without a direct call: longer than the limit, but each is shorter."""
     code = """

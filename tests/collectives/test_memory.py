@@ -128,6 +128,7 @@ def test_more_than_2_gib() -> None:
     run_threads(2, reduce, timeout_s=100)
 
 
+@pytest.mark.launches
 def test_more_than_2_gib_between_hosts() -> None:
     """Once is enough: bytes are counted by mpi4py's interface, the same over both MPIs."""
     if available_bytes() < 10 << 30:

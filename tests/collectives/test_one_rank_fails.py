@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from launch import mpi_name, run_ranks
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.two_at_a_time]
 
 OVER = [(2, ""), (2, "1,1"), (3, "2,1")]
 PRELUDE = """\

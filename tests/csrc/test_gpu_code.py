@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.launches
+
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ["80", "90"]
 BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from launch import run_ranks
 
+pytestmark = pytest.mark.launches
+
 HERE = Path(__file__).resolve().parent / "fake_cuda"
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 

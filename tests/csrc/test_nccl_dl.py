@@ -12,6 +12,8 @@ import pytest
 
 from horo_lite.transports import nccl_library
 
+pytestmark = pytest.mark.launches
+
 # Prints what was loaded, or the error. Libraries that are to be loaded before come first.
 OPEN = """
 import ctypes, sys

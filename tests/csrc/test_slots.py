@@ -118,6 +118,7 @@ def test_moved_bytes_arrive_at_any_address(stores: str) -> None:
     run_threads(2, move)
 
 
+@pytest.mark.launches
 def test_auto_follows_the_measured_round_trip() -> None:
     """Of all ranks: one that is far from its neighbour is enough."""
     code = """

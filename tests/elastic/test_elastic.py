@@ -17,6 +17,8 @@ import horo_lite as hvd
 from horo_lite import checkpoint, elastic
 from horo_lite.transports.peers import allgather_objects
 
+pytestmark = pytest.mark.two_at_a_time
+
 SOAK = Path(__file__).resolve().parents[1] / "soak" / "soak_training.py"
 FT = ["--with-ft", "ulfm"]
 needs_ulfm = pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's fault tolerance")
@@ -373,6 +375,7 @@ def test_a_batch_counts_once_whatever_its_index(monkeypatch) -> None:
 # --- jobs that lose ranks ------------------------------------------------------------------------
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize(
     ("plan", "hosts"),
@@ -447,6 +450,7 @@ def ends(sizes: list[int], resets: list[int]) -> str:
     return f"ENDS trained {sizes} {resets}\n" * sizes[-1]
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_an_exception_or_exit_is_one_ranks_death() -> None:
     result = train(
@@ -463,6 +467,7 @@ def test_an_exception_or_exit_is_one_ranks_death() -> None:
     assert "horo_lite/elastic" not in result.stderr
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize("hosts", ["", "2,1,2"])
 def test_ctrl_c_on_one_rank_ends_the_job(hosts: str) -> None:
@@ -547,6 +552,7 @@ def grow(dies: str, full: str, start: str = "pass", torch: bool = False) -> list
     return sorted(re.findall(r"ENDS (.*)", result.stdout))
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize("torch", [False, True])
 def test_a_replacement_joins_at_a_commit(torch: bool) -> None:
@@ -560,6 +566,7 @@ def test_a_replacement_joins_at_a_commit(torch: bool) -> None:
     assert ends == ["0 [3, 2, 3] [2, 3]", "1 [3, 2, 3] [2, 3]", "2 [3, 2, 3] [3]"]
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_replacements_and_those_who_started_them_may_die() -> None:
     ends = grow(
@@ -573,6 +580,7 @@ def test_replacements_and_those_who_started_them_may_die() -> None:
     assert ends == [f"{i} {sizes} {sizes[first:]}" for i, first in enumerate([1, 2, 6])]
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_a_replacement_that_never_comes_holds_nobody_up() -> None:
     ends = grow(
@@ -583,6 +591,7 @@ def test_a_replacement_that_never_comes_holds_nobody_up() -> None:
     assert ends == ["0 [3, 2] [2]", "1 [3, 2] [2]"]
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_an_exception_of_all_is_the_jobs_end() -> None:
     result = train(3, "if state.step == 2: raise ValueError('everywhere')")
@@ -613,6 +622,7 @@ train(state)
 """
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize(
     ("ending", "n", "dead", "code"),
@@ -672,6 +682,7 @@ def test_what_has_not_come_whole_is_never_unpickled(torn: str, junk: bytes) -> N
     assert allgather_objects(TornComm("a", "", junk), "a") == ["a", "a"]
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize("hosts", ["", "1,1,1", "2,1"])
 def test_a_group_that_is_made_while_a_rank_dies(hosts: str) -> None:
@@ -712,6 +723,7 @@ def test_a_group_that_is_made_while_a_rank_dies(hosts: str) -> None:
     assert result.check().stdout == "ENDS 2 1\n", str(result)
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize("hosts", ["", "2,1"])
 @pytest.mark.parametrize("call", ["init()", "new_group([1, 2, 0])"])
@@ -775,6 +787,7 @@ print("ENDS", me, hvd.size(), flush=True)
 """
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize(
     ("in_commit", "in_reset", "code", "left"),
@@ -797,6 +810,7 @@ def test_mistakes_in_commits_and_callbacks(
     assert ends == [(str(rank), str(len(left))) for rank in left], str(result)
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_who_ends_early_in_good_order_is_told_of() -> None:
     result = train(2, "if (me, state.step) == (1, 2): sys.exit(0)")
@@ -804,6 +818,7 @@ def test_who_ends_early_in_good_order_is_told_of() -> None:
     assert "rank 1: the end of training" in result.stderr
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])
 @pytest.mark.parametrize("call", ["hvd.recv(x, 1, tag=13)", "hvd.isend(x, 1, tag=13).wait()"])
@@ -853,6 +868,7 @@ def test_who_waits_for_a_message_of_a_rank_that_is_done_is_told_of(call: str, ho
     assert float(re.findall(r"TOOK (\S+)", result.stdout)[0]) < 3, str(result)
 
 
+@pytest.mark.launches
 @needs_ulfm
 @pytest.mark.parametrize("hosts", ["", "1,1"])
 def test_messages_go_on_after_a_function_and_in_threads_beside_it(hosts: str) -> None:
@@ -924,6 +940,7 @@ def test_messages_go_on_after_a_function_and_in_threads_beside_it(hosts: str) ->
     assert result.stdout.count("ENDS") == 2, str(result)
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_a_step_that_nobody_counted_is_taken_back() -> None:
     result = train(
@@ -935,6 +952,7 @@ def test_a_step_that_nobody_counted_is_taken_back() -> None:
     assert result.stdout == ends([3] * 5 + [2] * 7, [2])
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_too_few_are_the_jobs_end_and_the_state_is_saved(tmp_path) -> None:
     path = tmp_path / "state"
@@ -950,6 +968,7 @@ def test_too_few_are_the_jobs_end_and_the_state_is_saved(tmp_path) -> None:
     assert (saved["step"], saved["sizes"]) == (7, [3] * 3 + [2] * 4)
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_who_hangs_is_killed_and_who_is_slow_is_awaited() -> None:
     result = train(
@@ -989,6 +1008,7 @@ print("ENDS WITH", train(state))
 """
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_the_samples_of_those_who_died_are_dealt_out_to_the_others() -> None:
     result = run_ranks(SHARES, 3, options=FT, timeout_s=60)
@@ -1074,6 +1094,7 @@ print("ENDS", sorted(set(rates)), flush=True)
 """
 
 
+@pytest.mark.launches
 @needs_ulfm
 def test_torch() -> None:
     pytest.importorskip("torch")

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from _pytest.mark import ParameterSet
 from launch import start_ranks
 from runner import (
     ALLREDUCE,
@@ -17,7 +18,7 @@ from runner import (
     run,
 )
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.launches, pytest.mark.two_at_a_time]
 
 ITSELF = "[horo_lite] rank {rank} of 3 ({host}, pid {pid})"
 PEERS = "PeerLostError: rank {rank} (pid {pid} on {host}) "
@@ -210,7 +211,39 @@ ENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ENDS, ids=lambda fault: fault.name)
+# One row for each mechanism by which the MPI library or its launcher takes part in an end.
+UNDER_BOTH_LAUNCHERS = {
+    "an exception", "an exception between hosts", "an exception, mixed hosts",
+    "an exception in a thread", "the end of the program", "sys.exit(3)", "the end, between hosts",
+    "sys.exit(0), asynchronous, between hosts", "all ranks exit with 3",
+    "sys.exit(3), with the others in MPI's barrier", "a mismatch", "SIGKILL",
+    "SIGKILL, asynchronous", "SIGKILL between hosts", "SIGTERM", "os._exit(0)", "os._exit(3)",
+    "SIGSTOP", "an import that fails", "sys.exit(3) before init()", "SIGKILL before init()",
+    "no memory during init()",
+}  # fmt: skip
+QUICK = {
+    "an exception", "an exception between hosts", "an exception in a backward hook",
+    "the end of the program", "sys.exit(3)", "one step less", "a mismatch", "SIGKILL",
+    "SIGKILL between hosts", "os._exit(3)",
+}  # fmt: skip
+
+
+def rows() -> list[ParameterSet]:
+    assert {fault.name for fault in ENDS} >= UNDER_BOTH_LAUNCHERS | QUICK
+    return [
+        pytest.param(
+            fault,
+            id=fault.name,
+            marks=[
+                *[pytest.mark.mpi] * (fault.name in UNDER_BOTH_LAUNCHERS),
+                *[pytest.mark.quick] * (fault.name in QUICK),
+            ],
+        )
+        for fault in ENDS
+    ]
+
+
+@pytest.mark.parametrize("fault", rows())
 def test_the_job_ends(fault: Fault) -> None:
     if fault.needs:
         pytest.importorskip(fault.needs)
@@ -225,6 +258,7 @@ def test_what_all_ranks_raise_alike_is_told_once() -> None:
     assert result.stderr.count("DriftError: the replicas differ") == 1, str(result)
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_launcher_is_told_to_end(number: int) -> None:
     """By Ctrl-C or a scheduler: no rank outlives the launcher for long."""

@@ -18,7 +18,7 @@ from launch import run_ranks, start_ranks
 from runner import ALLREDUCE, ASYNCHRONOUS, end_of, named_segments
 from without_mpi import started
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.two_at_a_time]
 
 OVER = {"shm": "", "mixed": "2,1"}
 PRELUDE = """\

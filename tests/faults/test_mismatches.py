@@ -9,7 +9,7 @@ import pytest
 from launch import PATIENCE, run_ranks
 from mismatches import TABLES
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.two_at_a_time]
 
 SCRIPT = Path(__file__).with_name("mismatches.py")
 # The documented limit is a second; a busy machine is allowed more.

@@ -15,6 +15,7 @@ from launch import PATIENCE, Job, Result, mpi_name, mpiexec_path, run_ranks, sta
 from network import Network, environment, unavailable
 
 pytestmark = [
+    pytest.mark.two_at_a_time,
     pytest.mark.mpi,
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]

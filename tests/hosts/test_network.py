@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 from network import INTERFACE, Host, Network, no_flow_limits, unavailable
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+pytestmark = [
+    pytest.mark.two_at_a_time,
+    pytest.mark.launches,
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 N_BYTES = 1_000_000

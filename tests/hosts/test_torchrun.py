@@ -14,7 +14,11 @@ from network import Network, unavailable
 from without_mpi import ended
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+pytestmark = [
+    pytest.mark.two_at_a_time,
+    pytest.mark.launches,
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
 
 BITS = Path(__file__).with_name("bits_ranks.py")
 LINE = re.compile(r"rank (\d) at (\S+ \S+) on (\S+): ([0-9a-f]{64})")

@@ -71,6 +71,7 @@ def bits(scale: float) -> tuple[int, int, str]:
     return world.rank, os.getpid(), hashlib.sha256(total.tobytes()).hexdigest()
 
 
+@pytest.mark.launches
 def test_the_bits_are_those_of_mpiexec(cluster: list[RankTask]) -> None:
     env = {"HORO_LITE_TEST_HOSTS": "2,1", "HORO_LITE_DEVICE": "cpu"}
     found = hvd.run(bits, (0.3,), np=3, on="ray", env=env)
@@ -101,6 +102,7 @@ def fail(before_init: bool) -> None:
     hvd.barrier()
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("before_init", [False, True])
 def test_an_exception_comes_back(before_init: bool, cluster: list[RankTask]) -> None:
     """That of the rank that failed, and not those of the ranks that waited for it."""
@@ -115,6 +117,7 @@ def end_before_init() -> None:
     hvd.init()
 
 
+@pytest.mark.launches
 def test_a_rank_that_ends_without_a_word_before_init(cluster: list[RankTask]) -> None:
     with pytest.raises(hvd.JobError, match="exit code 9; rank 1 was the first to end"):
         hvd.run(end_before_init, np=2, on="ray", env=TOO_LONG)
@@ -222,6 +225,7 @@ def count(folder: str) -> str:
     return f"{train(state)} after {os.environ['HORO_LITE_RESTART']} restarts"
 
 
+@pytest.mark.launches
 def test_a_job_is_restarted(cluster: list[RankTask], tmp_path_factory: Any) -> None:
     """From the commit of a rank that has ended without a message."""
     kept = str(tmp_path_factory.mktemp("kept"))
@@ -229,6 +233,7 @@ def test_a_job_is_restarted(cluster: list[RankTask], tmp_path_factory: Any) -> N
     assert said == ["3 after 1 restarts"]
 
 
+@pytest.mark.launches
 def test_a_cancelled_task_ends_its_rank() -> None:
     begun, cancelled = threading.Event(), threading.Event()
 

@@ -240,6 +240,7 @@ def test_what_does_not_keep_it_from_working_is_a_hint(
     assert "belongs to another PID namespace" in report(capsys)["shared memory"]["remedy"]
 
 
+@pytest.mark.launches
 def test_a_chroot_without_proc() -> None:
     hide = 'mount -t tmpfs none /proc && exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", hide, "sh"]
@@ -271,5 +272,6 @@ def test_a_chroot_without_proc() -> None:
     assert f"LauncherError: {launcher.NO_PROC}" in run("-c", rank).stderr
 
 
+@pytest.mark.launches
 def test_memory_is_opened_by_another_process() -> None:
     assert doctor._shared_memory() == doctor._Found("anonymous, opened through /proc")

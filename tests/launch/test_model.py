@@ -322,6 +322,7 @@ def test_windows_are_those_of_the_core() -> None:
             assert model.window_bytes(hosts, ranks) == n_bytes // (4 * (ranks + 2))
 
 
+@pytest.mark.launches
 def test_a_reader_that_has_enough_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "horo_lite", "model", "--costs", str(COSTS_FILE)]
     reading, writing = os.pipe()

@@ -56,6 +56,7 @@ def test_the_newest_commit_is_found_by_its_owner_only(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.launches
 def test_a_kill_at_any_moment_of_saving_leaves_a_whole_commit(tmp_path: Path) -> None:
     """A child is killed in the first call that save() makes, in the second, and so on."""
     path = tmp_path / "run.ckpt"

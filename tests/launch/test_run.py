@@ -169,6 +169,7 @@ ENDS = {
 }
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("end", ENDS)
 def test_other_bad_ends_are_job_errors(end: str) -> None:
     statement, words = ENDS[end]
@@ -176,6 +177,7 @@ def test_other_bad_ends_are_job_errors(end: str) -> None:
         hvd.run(notebook(f"def train():\n    {statement}")["train"], np=1)
 
 
+@pytest.mark.launches
 def test_one_rank_needs_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPIEXEC", "/nowhere/mpiexec")
     train = notebook("def train(): import horo_lite as hvd; return hvd.init().size, hvd.rank()")
@@ -200,6 +202,7 @@ def test_wrong_options_say_what_to_give(
         hvd.run(os.getpid, **options)
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="only Open MPI's launcher fails on it")
 def test_a_job_has_its_own_place_for_open_mpis_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PRTE_MCA_prte_local_tmpdir_base", raising=False)
@@ -209,6 +212,7 @@ def test_a_job_has_its_own_place_for_open_mpis_session(monkeypatch: pytest.Monke
     assert not os.path.exists(place)
 
 
+@pytest.mark.launches
 def test_what_cannot_be_pickled_is_named() -> None:
     connection = os.popen("true")
     with connection, pytest.raises(TypeError, match=r"argument 1 \(_wrap_close\) cannot be sent"):
@@ -220,6 +224,7 @@ def test_what_cannot_be_pickled_is_named() -> None:
         hvd.run(result["f"], np=1)
 
 
+@pytest.mark.launches
 def test_without_cloudpickle(tmp_path: Path) -> None:
     """A script's functions and classes are found by importing it; those of a prompt are not."""
     script = tmp_path / "script.py"
@@ -368,6 +373,7 @@ def test_check_tells_what_is_there_and_what_is_wrong(
     assert re.match(rf"{stranger} .*cannot start ranks of", problem), str(result)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("has_library", "has_mpiexec", "remedy"),
     [
@@ -408,6 +414,7 @@ def mpiexec(folder: Path, says: str) -> str:
     return str(path)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("says", "name", "version", "host_option"),
     [
@@ -440,6 +447,7 @@ def test_each_mpiexec_has_its_arguments(
             found.command(["train"], 4, elastic=True, env={})
 
 
+@pytest.mark.launches
 def test_no_mpiexec_is_an_error_that_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,6 +517,7 @@ RANKS = (
 )
 
 
+@pytest.mark.launches
 def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,6 +532,7 @@ def test_a_launcher_that_does_not_end_after_its_ranks_is_killed(
     assert "after all ranks had" in job.tail
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("ends", "adopts"),
     [(True, False), (False, False), (False, True)],
@@ -561,6 +571,7 @@ def test_a_launcher_in_place_of_the_command_is_guarded(
     assert ("after all ranks had" in found.stderr) == (not ends)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     "script",
     [

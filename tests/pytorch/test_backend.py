@@ -13,6 +13,8 @@ import pytest
 from launch import Job, environment, run_ranks
 from without_mpi import started
 
+pytestmark = pytest.mark.launches
+
 torch = pytest.importorskip("torch")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -48,6 +48,7 @@ def test_digits_are_learned(size: int, flags: str) -> None:
     assert result.stdout.count(f"parameters identical on {size} rank(s)") == 1
 
 
+@pytest.mark.launches
 def test_mnist_takes_idx_files(tmp_path: Path) -> None:
     from test_examples import write_mnist
 
@@ -81,6 +82,7 @@ def test_its_resnet50_is_one() -> None:
         assert net.eval()(torch.zeros(1, 3, size, size)).shape == (1, 1000)
 
 
+@pytest.mark.launches
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="it is there")
 def test_other_models_need_torchvision() -> None:
     result = run("synthetic_benchmark.py", 1, "--model", "resnet18")

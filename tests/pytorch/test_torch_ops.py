@@ -1198,6 +1198,7 @@ def test_a_script_as_horovods_documentation_has_it() -> None:
     assert "trained" in run_ranks(code, 2, timeout_s=60).check().stdout
 
 
+@pytest.mark.launches
 def test_one_process_is_a_world(tmp_path: Path) -> None:
     code = f"""
         import os

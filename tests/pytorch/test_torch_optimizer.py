@@ -1436,6 +1436,7 @@ def test_processes_with_forked_workers_pickles_and_signals() -> None:
     assert "Error" not in result.stderr, result
 
 
+@pytest.mark.launches
 def test_a_scheduler_that_follows_a_ranks_own_loss_is_an_error() -> None:
     run_ranks(
         """

@@ -21,6 +21,8 @@ from without_mpi import ended, started
 import horo_lite as hvd
 from horo_lite.transports.gloo.connections import GlooConnections
 
+pytestmark = pytest.mark.two_at_a_time
+
 torch = pytest.importorskip("torch")
 
 
@@ -28,6 +30,7 @@ def on_hosts(hosts: str, **env: str) -> dict[str, str]:
     return {"HORO_LITE_TEST_HOSTS": hosts, **env}
 
 
+@pytest.mark.launches
 def test_every_collective(tmp_path: Path) -> None:
     env = on_hosts("2,1", HORO_LITE_TEST_SIZE="3")
     result = ended("import checks; checks.main()", 3, tmp_path, env=env).check()
@@ -61,6 +64,7 @@ def test_the_bits_are_those_of_the_same_hosts_over_mpi(tmp_path: Path) -> None:
     assert gloo == mpi
 
 
+@pytest.mark.launches
 def test_messages_are_large_since_each_needs_the_gil(tmp_path: Path) -> None:
     """Next to a busy training thread this takes a millisecond, as windows of 1 MiB showed."""
     code = """
@@ -105,6 +109,7 @@ IN_THE_ENGINE = (
 )
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("code", [IN_TRANSFERS, IN_THE_ENGINE])
 def test_a_rank_that_dies_is_named_on_the_other_host_at_once(tmp_path: Path, code: str) -> None:
     with started(code, 3, tmp_path, env=on_hosts("2,1")) as job:
@@ -119,6 +124,7 @@ def test_a_rank_that_dies_is_named_on_the_other_host_at_once(tmp_path: Path, cod
     assert re.match(r"(rank [01] .* gave up .*)?rank 2 \(pid \d+ on \S+\) died", line), str(result)
 
 
+@pytest.mark.launches
 def test_those_that_are_left_can_go_on_in_a_group_of_their_own(tmp_path: Path) -> None:
     """The connections between them survive the failure in the world."""
     code = f"""{WAITS}
@@ -138,6 +144,7 @@ except hvd.PeerLostError:
     assert result.stdout.count("goes on") == 2, str(result)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("late", ["", "1"])
 def test_a_death_while_the_hosts_are_connected_is_noticed_at_once(
     tmp_path: Path, late: str
@@ -173,6 +180,7 @@ ENDINGS: dict[str, tuple[str, Callable[[str], bool]]] = {
 }
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_rank_that_ends_gives_its_reason(tmp_path: Path, ending: str) -> None:
     """To the other host, where a peer that waits for it raises PeerLostError."""
@@ -193,6 +201,7 @@ if world.rank == 0:
     assert is_right(told), str(result)
 
 
+@pytest.mark.launches
 def test_what_a_rank_has_sent_arrives_though_it_ends_at_once(tmp_path: Path) -> None:
     """Through operations that its peers are still in, and messages that they receive later."""
     code = """
@@ -223,6 +232,7 @@ def test_what_a_rank_has_sent_arrives_though_it_ends_at_once(tmp_path: Path) -> 
 POLLS = Path(__file__).parents[1] / "collectives" / "poll_ranks.py"
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("hosts", ["", "1,1,1"])
 @pytest.mark.parametrize(("how", "size"), [("ends", 3), ("dies", 2)])
 def test_whoever_asks_learns_that_a_rank_is_lost(
@@ -236,6 +246,7 @@ def test_whoever_asks_learns_that_a_rank_is_lost(
     assert (result.returncode == 0) == (how == "ends"), str(result)
 
 
+@pytest.mark.launches
 def test_a_stopped_peer_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
     code = WAITS + "\nif world.rank == 1: os.kill(os.getpid(), 19)\ntime.sleep(1); hvd.shutdown()"
     code += "\nprint('over', flush=True)"
@@ -244,6 +255,7 @@ def test_a_stopped_peer_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None
         assert job.stdout().count("over") == 1
 
 
+@pytest.mark.launches
 def test_stragglers_are_reported_and_limits_hold(tmp_path: Path) -> None:
     code = WAITS + "\nif world.rank == 1: time.sleep(600)\nhvd.barrier()"
     env = on_hosts("1,1", HORO_LITE_STALL_WARN_S="0.5", HORO_LITE_STALL_ABORT_S="3")
@@ -252,6 +264,7 @@ def test_stragglers_are_reported_and_limits_hold(tmp_path: Path) -> None:
         assert re.search("rank 0 has waited .* in barrier for rank 1", job.stderr()), job.stderr()
 
 
+@pytest.mark.launches
 def test_groups_come_and_go(tmp_path: Path) -> None:
     """Overlapping groups, made in different numbers by different ranks, with ranks in any order."""
     code = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import mpi_name, run_ranks, start_ranks, that_leave_survivors
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.two_at_a_time]
 
 SCRIPT = Path(__file__).with_name("go_on_ranks.py")
 

@@ -21,6 +21,8 @@ from horo_lite.settings import seconds
 from horo_lite.start import stall
 from horo_lite.transports.shm import ShmTransport
 
+pytestmark = pytest.mark.two_at_a_time
+
 HEADLINE = re.compile(r"^\[horo_lite\] stalled for .*$", re.MULTILINE)
 S = r"(\d+\.\d) s"
 
@@ -436,6 +438,7 @@ if rank == 0:
     assert "stalled for" not in result.stderr, str(result)
 
 
+@pytest.mark.launches
 def test_where_ranks_wait_for_each_other() -> None:
     """Each in an operation of another group: the lines of both are shown."""
     body = """

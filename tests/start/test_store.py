@@ -24,6 +24,8 @@ from horo_lite.settings import Settings
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 
+pytestmark = pytest.mark.two_at_a_time
+
 torch = pytest.importorskip("torch")
 
 # --- a world -------------------------------------------------------------------------------------
@@ -124,6 +126,7 @@ print("rank", rank, "is done", flush=True)
 """
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("hosts", ["", "2,1"])
 def test_a_world_from_variables(tmp_path: Path, hosts: str) -> None:
     env = {"HORO_LITE_TEST_HOSTS": hosts} if hosts else {}
@@ -163,6 +166,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.launches
 def test_torchrun_starts_and_restarts_jobs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     # As under `srun -n 1`, whose variables the ranks of torchrun also have.
@@ -194,6 +198,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.launches
 def test_torch_multiprocessing(tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
@@ -224,6 +229,7 @@ assert np.all(y == 1 - rank)
 """
 
 
+@pytest.mark.launches
 def test_gpus_of_one_host(tmp_path: Path) -> None:
     """With stand-ins for GPUs and NCCL."""
     ended(GPUS, 2, tmp_path).check()
@@ -261,6 +267,7 @@ else:
 """
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("does", "says"),
     [
@@ -624,6 +631,7 @@ while not os.path.exists(f"tried {{1 - rank}}"):
 """
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("inbox", [True, False])
 def test_no_file_that_a_stranger_names_is_written_to(inbox: bool, tmp_path: Path) -> None:
     """Every rank's init() refuses it, even if the store's contents have not been tampered with."""
@@ -726,6 +734,7 @@ def test_who_says_which_rank_this_is(
     assert expected in str(raised.value)
 
 
+@pytest.mark.launches
 def test_without_torch(tmp_path: Path) -> None:
     """Errors say what such a world cannot do, and what to do instead; one rank needs nothing."""
     alone = "import horo_lite as hvd, sys\nassert hvd.init(rank=0, size=1).size == 1\n"
@@ -756,6 +765,7 @@ print("rank", rank, "is done", flush=True)
 """
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("by_address", [True, False])
 def test_srun_without_mpi(by_address: bool, tmp_path: Path) -> None:
     """With the variables that `srun --mpi=none` sets."""

@@ -27,6 +27,7 @@ def alone(code: str, env: dict[str, str] | None = None) -> Result:
     return run_ranks(code, 1, env=env, launcher=False)
 
 
+@pytest.mark.launches
 def test_a_world_of_one_needs_nothing_and_leaves_everything_alone() -> None:
     result = alone(
         """
@@ -71,12 +72,14 @@ def test_a_world_of_one_needs_nothing_and_leaves_everything_alone() -> None:
     assert "alone" in result.check().stdout
 
 
+@pytest.mark.launches
 def test_an_exception_in_a_world_of_one_is_any_exception() -> None:
     result = alone("import horo_lite as hvd\nhvd.init()\nraise ValueError('as ever')")
     assert result.returncode == 1
     assert result.stderr.startswith("Traceback"), result
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("argument", "value", "words"),
     [
@@ -276,6 +279,7 @@ def test_ranks_that_differ_all_hear_of_it(odd: str, words: str) -> None:
     assert "rank 1" in lines[0]
 
 
+@pytest.mark.launches
 def test_a_driver_that_is_too_old_leaves_the_gpus_alone() -> None:
     result = run_ranks(
         """
@@ -405,6 +409,7 @@ def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: P
 # --- launchers and libraries that are strangers --------------------------------------------------
 
 
+@pytest.mark.launches
 def test_a_launcher_of_another_make_is_refused() -> None:
     """The other MPI's launcher has set the environment, and the library is this one."""
     marks = {
@@ -414,6 +419,7 @@ def test_a_launcher_of_another_make_is_refused() -> None:
     check_refusal(alone("import horo_lite as hvd\nhvd.init()", marks), "rank 1 of 2")
 
 
+@pytest.mark.launches
 def test_a_library_that_does_not_know_slurm_is_refused() -> None:
     env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
     result = alone("import horo_lite as hvd\nhvd.init()", env)
@@ -464,6 +470,7 @@ def check_refusal(result: Result, who: str) -> None:
         assert words in text, str(result)
 
 
+@pytest.mark.launches
 def test_no_mpi_library_says_what_to_install() -> None:
     result = alone(
         "import horo_lite as hvd\nhvd.init()",

@@ -812,6 +812,7 @@ def test_from_numpy_and_to_host_for_numpy_and_numbers() -> None:
     assert to_host(3).dtype == np.asarray(3).dtype
 
 
+@pytest.mark.launches
 def test_no_framework_is_imported() -> None:
     import subprocess
 

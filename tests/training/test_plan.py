@@ -114,6 +114,7 @@ def test_the_digest_knows_everything_that_must_be_alike() -> None:
     assert plan(entry("a", 2, 3), entry("b", 4)).digest == base.digest
 
 
+@pytest.mark.launches
 def test_the_digest_is_the_same_in_another_process() -> None:
     code = (
         "from horo_lite.training.plan import Entry, Plan\n"

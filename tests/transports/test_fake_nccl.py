@@ -11,6 +11,8 @@ from pathlib import Path
 import fake_nccl
 import pytest
 
+pytestmark = pytest.mark.launches
+
 CHECKS = Path(fake_nccl.__file__).with_name("checks.py")
 
 

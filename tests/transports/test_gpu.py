@@ -59,6 +59,7 @@ def test_mpi_that_takes_calls_from_one_thread_only() -> None:
     assert result.stdout.count("checks passed over nccl") == 2
 
 
+@pytest.mark.launches
 def test_buckets_that_differ_are_told_before_the_gpus_wait_for_ever() -> None:
     result = run_ranks(
         """
@@ -82,6 +83,7 @@ def test_buckets_that_differ_are_told_before_the_gpus_wait_for_ever() -> None:
     assert "rank 1: HORO_LITE_BUCKET_BYTES 131072" in result.stdout
 
 
+@pytest.mark.launches
 def test_one_process() -> None:
     result = run_ranks(
         "import gpu_checks; gpu_checks.main()",

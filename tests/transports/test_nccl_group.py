@@ -22,6 +22,7 @@ def program(job: str) -> str:
     return f"import nccl_checks; nccl_checks.main({job!r})"
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("job", "ranks"),
     [
@@ -62,6 +63,7 @@ def test_one_call_ahead_at_the_end() -> None:
     assert re.search(r"PeerLostError: rank 1 has left.*rank 0 waited in allreduce", result.stderr)
 
 
+@pytest.mark.launches
 def test_a_rank_is_late() -> None:
     """The other has queued an operation, and waits in a call that only the GPU can complete."""
     result = run_ranks(program("stalled"), 2, env=environment(), timeout_s=30)
