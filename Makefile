@@ -136,10 +136,10 @@ test-all: test test-rest ## run all tests, under Open MPI and under MPICH (12 mi
 SELECTED = || [ $$? = 5 ]
 test-rest: $(TEST_READY) ## run the tests that `make test` leaves out
 	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
-	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
+	$(MPI_DEMAND) $(PY) -m pytest --in-files-with two_at_a_time -m "not ($(IN_QUICK)) and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
 ifndef MPIEXEC
-	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m "mpi and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
-	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest -m "mpi and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
 endif
 
 test-frameworks: $(addprefix framework-,$(FRAMEWORKS)) ## test JAX, Keras, NNabla and more, each in its own environment
