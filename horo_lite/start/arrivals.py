@@ -106,10 +106,19 @@ def _is_mark(link: Path) -> bool:
     return False
 
 
-def _job_and_depth(pid: int) -> tuple[object, int] | None:
+def launcher_process() -> int | None:
+    """Return the process of the launcher that has started this rank here; None if not visible.
+
+    It may have started it through other programs, such as a shell.
+    """
+    found = _job_and_depth(os.getpid())
+    return None if found is None else found[0][1]
+
+
+def _job_and_depth(pid: int) -> tuple[tuple[object, int], int] | None:
     """Return an identifier of a process's job, and its depth below the launcher's process.
 
-    None if /proc does not show it.
+    The identifier contains that process. None if /proc does not show it.
     """
     job, depth = _job(_environ(pid)), 0
     with contextlib.suppress(OSError, IndexError, ValueError):

@@ -1,6 +1,7 @@
 """The end of a job when one of its ranks fails: report which rank and why, and end the others.
 
-Exceptions in any thread count, since the main thread might wait for that thread forever. `init()`
+Exceptions in any thread count, since the main thread might wait for that thread forever. So does
+the end of the launcher, which would leave the ranks of its host running. `init()`
 installs the hooks, or `guard_start()` under MPICH's launcher; `uninstall()` removes them. A forked
 child is not a rank: its end does not end the job.
 """
@@ -37,6 +38,7 @@ from horo_lite.errors import (
     printable,
 )
 from horo_lite.start import launcher
+from horo_lite.start.orphans import LauncherEnd
 
 if TYPE_CHECKING:
     from horo_lite.transports import Transport
@@ -54,6 +56,7 @@ _KILLED_WITHIN_S = 2.0
 _REPORT_S = 30.0
 
 _installed: _Hooks | None = None
+_launcher_end: LauncherEnd | None = None
 _before_abort: Callable[[], object] | None = None
 _is_forked = False
 _others_go_on = False
@@ -61,19 +64,31 @@ _program_has_ended = False  # only its daemon threads are left
 
 
 def install(rank: int, size: int, MPI: Any) -> None:
-    """End the job if this rank fails, from now on.
+    """End the job if this rank fails, and this rank if its launcher ends, from now on.
 
     Args:
         rank: This rank's number.
         size: The number of ranks.
-        MPI: mpi4py.MPI; None before `init()`, and if it did not start the world: then each rank
-            ends itself, and those that wait for it detect that.
+        MPI: mpi4py.MPI; None if it did not start the world: then each rank ends itself, and those
+            that wait for it detect that.
     """
+    global _launcher_end
+    _install_hooks(rank, size, MPI)
+    if _launcher_end is None:
+        _launcher_end = LauncherEnd(_on_launcher_end)
+
+
+def _install_hooks(rank: int, size: int, MPI: Any) -> None:
     global _installed
     earlier = _installed  # from guard_start(), or from an init() that failed
     if earlier is not None:
         earlier.uninstall()
     _installed = _Hooks(rank, size, MPI, None if earlier is None else earlier.comm)
+
+
+def _on_launcher_end(name: str) -> None:
+    if _installed is not None:
+        _installed.on_launcher_end(name)
 
 
 def before_abort(callback: Callable[[], object]) -> None:
@@ -88,7 +103,10 @@ def before_abort(callback: Callable[[], object]) -> None:
 
 def uninstall() -> None:
     """Remove the hooks: this process then ends like any other."""
-    global _installed
+    global _installed, _launcher_end
+    if _launcher_end is not None:
+        _launcher_end.stop()
+        _launcher_end = None
     if _installed is not None:
         _installed.uninstall()
         # Later hooks, such as torch.distributed's, may keep these, which must not keep the world.
@@ -269,6 +287,16 @@ class _Hooks:
                 self._leave_it_to_the_first()
             self.abort(1)
 
+    def on_launcher_end(self, name: str) -> NoReturn:
+        """End this rank; MPI may wait for the launcher, and is not called."""
+        if not self.transports or self.transports[0].claim_report():
+            if _before_abort is not None:
+                _before_abort()
+            write(f"[horo_lite] {self.name} ends, since its launcher ({name}) has ended\n")
+        else:
+            self._leave_it_to_the_first()
+        os._exit(1)
+
     def end_after_exit(self, why: str) -> None:
         status, reason = self.exited()
         if not self.transports or self.transports[0].claim_report():
@@ -410,7 +438,7 @@ def guard_start() -> None:
         and (launch.size or 0) > 1
         and launcher.hydra() is not None
     ):
-        install(launch.rank, launch.size or 0, None)
+        _install_hooks(launch.rank, launch.size or 0, None)
         atexit.register(_at_exit_without_init)
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import run_ranks, start_ranks
+from launch import PATIENCE, run_ranks, start_ranks
 from runner import ALLREDUCE, ASYNCHRONOUS, end_of, named_segments
 from without_mpi import started
 
@@ -316,6 +316,46 @@ def test_forked_children_are_no_ranks() -> None:
         result = run_ranks(script(body), 2, env=env).check()
         assert result.stdout.count("went on") == 2
         assert result.stderr.strip() == "", str(result)
+
+
+def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
+    """Whatever the rank does, and if a program between the two lives on until the rank has ended.
+
+    MPICH's launcher ends the ranks if it is itself killed, but not if its process that has started
+    them is.
+    """
+    body = f"""
+    import os, subprocess, sys
+
+    if "RANK_OF_A_SCRIPT" not in os.environ:
+        mine = os.environ | {{"RANK_OF_A_SCRIPT": "1"}}
+        command = [sys.executable, __file__]
+        sys.exit(subprocess.run(command, env=mine, close_fds=False).returncode)
+    os.dup2(os.open("{tmp_path}/stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    import numpy as np
+    import horo_lite as hvd
+
+    rank = hvd.init().rank
+    hvd.barrier()
+    print("running", flush=True)
+    while rank == 0:
+        pass
+    hvd.allreduce(np.ones(3))
+    """
+    with start_ranks(body, 2) as job:
+        job.wait_for("running", count=2)
+        stat = Path(f"/proc/{job.ranks()[0]}/stat").read_text()
+        launcher = int(stat.rpartition(")")[2].split()[1])
+        name = Path(f"/proc/{launcher}/comm").read_text().strip()
+        os.kill(launcher, signal.SIGKILL)
+        job.launcher.wait(20 * PATIENCE)
+        until = time.monotonic() + 20 * PATIENCE
+        while left := job.processes():
+            assert time.monotonic() < until, f"processes are left: {left.keys()} {job.result()}"
+            time.sleep(0.01)
+    (line,) = (tmp_path / "stderr").read_text().splitlines()
+    why = rf"ends, since its launcher \({name}, pid {launcher}\) has ended"
+    assert re.match(rf"\[horo_lite\] rank \d of 2 \(\S+, pid \d+\) {why}", line), line
 
 
 # --- waiting --------------------------------------------------------------------------------------

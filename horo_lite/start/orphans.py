@@ -1,0 +1,73 @@
+"""Detection of the end of this rank's launcher, after which nothing else would end the rank.
+
+Ranks of one host exchange without MPI, which would notice it only in calls.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from horo_lite.start import arrivals
+
+# Programs that live as long as the ranks that they have started: Open MPI's since version 5, and
+# before; MPICH's and Intel's. The first ancestor may be another one if the launcher has ended.
+_LAUNCHERS = ("prterun", "prted", "prte", "orterun", "orted", "mpirun", "mpiexec")
+_PROXY = "hydra_pmi_proxy"
+
+
+class LauncherEnd:
+    """Calls back when the launcher ends, from a thread that waits for it, until `stop()`.
+
+    Without pidfds (Linux before 5.3, and Pythons built for it) it does nothing.
+
+    Args:
+        callback: Called with the launcher's name and process ID.
+    """
+
+    def __init__(self, callback: Callable[[str], object]) -> None:
+        self._files: list[int] = []
+        self._thread: threading.Thread | None = None
+        with suppress(OSError, AttributeError):
+            pid = arrivals.launcher_process()
+            if pid is None:
+                return
+            self._files.append(os.pidfd_open(pid))
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            # Now that it is open, the number cannot get another meaning.
+            if arrivals.launcher_process() != pid or not _is_launcher(name):
+                return
+            self._files.append(os.eventfd(0, os.EFD_CLOEXEC))
+            self._thread = threading.Thread(
+                target=self._watch,
+                args=(callback, f"{name}, pid {pid}"),
+                name="horo_lite: launcher",
+                daemon=True,
+            )
+            self._thread.start()
+
+    def _watch(self, callback: Callable[[str], object], launcher: str) -> None:
+        ended, stopped = self._files
+        poll = select.poll()  # select() is limited to small descriptors
+        for file in (ended, stopped):
+            poll.register(file, select.POLLIN)
+        if (stopped, select.POLLIN) not in poll.poll():
+            callback(launcher)
+
+    def stop(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            os.eventfd_write(self._files[1], 1)
+            self._thread.join()
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+
+
+def _is_launcher(name: str) -> bool:
+    # As in Debian: mpirun.openmpi.
+    return name.partition(".")[0] in _LAUNCHERS or name == _PROXY
