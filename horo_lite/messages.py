@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import pickle
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -159,6 +160,7 @@ class Messages:
         self._receiving: list[_Receiving] = []  # receives for which nothing has arrived yet
         self._sending: dict[int, _Sending] = {}  # large messages, not acknowledged yet
         self._fetching: list[_Fetching] = []
+        self._latest: dict[int, str] = {}  # the last message to each rank
         self._outgoing: list[list[tuple[bytes, _Sending | None]]] = [[] for _ in range(self._size)]
         self._n_received = [0] * self._size  # records that have arrived from each rank
         self._n_finished = [0] * self._size  # how often each rank has announced `finish`
@@ -184,6 +186,7 @@ class Messages:
                 self._world, self._rank, number, channel, tag, what, n_bytes, inside, location
             )
             self._send(dst, envelope, message if inside is not None else None)
+            self._latest[dst] = message.name
         return message
 
     def irecv(self, x: Array, src: int | None, tag: int, channel: int = 0) -> Message:
@@ -349,6 +352,31 @@ class Messages:
                 if peer != self._rank and not self._in_other_threads:
                     with suppress(OSError):  # no free descriptor: a stall will be reported instead
                         self._send(peer, record)
+
+    def deliver(self) -> None:
+        """Wait until the others hold the small messages sent to them, which may be lost otherwise.
+
+        Ranks that have left do not want them any more.
+        """
+        transport, detector = self._transport, self._transport.stall_detector
+        if detector is None or transport.given_up() or not self._mailbox.undelivered():
+            return
+        waiting, checked, went_well = detector.wait(), 0.0, False
+        try:
+            while peers := [
+                peer
+                for peer in self._mailbox.undelivered()
+                if peer in self._latest and not transport.has_left(peer, sys.maxsize)
+            ]:
+                if time.monotonic() - checked > CHECK_S:
+                    checked = time.monotonic()
+                    name = f"shutdown(), after {self._latest[peers[0]]} that has not arrived"
+                    transport.check_peer(-1, name)
+                    waiting.report_if_due(name, [self._rank], peers)
+                self._mailbox.wait(CHECK_S)
+            went_well = True
+        finally:
+            waiting.close(went_well)
 
     def close(self) -> None:
         """End all messages: those that have not arrived never will."""

@@ -62,14 +62,12 @@ class Session(NamedTuple):
         """Leave the world and all its groups."""
         if self.world.rank == 0:
             stall.print_summary(stall.detector_of(self.world), time.monotonic() - self.began)
-        try:
-            for group in self.subgroups:
-                group.close(reason)
-        finally:
-            try:
-                self.world.group.close(reason)
-            finally:
-                self.messages.close()
+        with contextlib.ExitStack() as closing:  # the last first, each whatever the others raise
+            closing.callback(self.messages.close)
+            closing.callback(self.world.group.close, reason)
+            for group in reversed(self.subgroups):
+                closing.callback(group.close, reason)
+            closing.callback(self.messages.deliver)
 
 
 _changing = threading.RLock()
@@ -472,6 +470,7 @@ def renew(comm: Any) -> World:
     for group in context.groups():
         with contextlib.suppress(Exception):  # operations in flight have failed
             group.close("it continues without the lost ranks")
+    session.messages.close()
     session.restore_threads()
     settings = session.settings
     if settings.test_hosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 __all__ = ["Fetch", "Mailbox"]
@@ -25,6 +26,9 @@ class Mailbox(Protocol):
 
     def receive(self) -> list[bytes]:
         """Return the records that have arrived, in the order of sending for each peer."""
+
+    def undelivered(self) -> Collection[int]:
+        """Return peers that may not get all records if this process ended now."""
 
     def offer(self, peer: int, number: int, address: int, n_bytes: int) -> Any:
         """Offer bytes to the peer; keep the returned object until it has fetched them."""

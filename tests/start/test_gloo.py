@@ -247,9 +247,35 @@ def test_whoever_asks_learns_that_a_rank_is_lost(
 
 
 @pytest.mark.launches
+@pytest.mark.parametrize("abort_s", ["0", "2"])
+def test_messages_to_a_stopped_rank_arrive_or_are_an_error(tmp_path: Path, abort_s: str) -> None:
+    code = f"""{WAITS}
+if world.rank == 1:
+    os.kill(os.getpid(), 19)
+for i in range(60):
+    x = np.full(300, float(i))
+    hvd.recv(x := 0 * x, 0) if world.rank else hvd.send(x, 1, tag=0)
+    assert (x == i).all(), x
+hvd.shutdown()
+print("all of them", flush=True)
+"""
+    env = on_hosts("1,1", HORO_LITE_STALL_WARN_S="0.5", HORO_LITE_STALL_ABORT_S=abort_s)
+    undelivered = r"in shutdown\(\), after send to rank 1 \(tag 0\) that has not arrived for rank 1"
+    with started(code, 2, tmp_path, env=env) as job:
+        job.wait_for("not arrived", on_stderr=True)
+        assert re.search(undelivered, job.stderr()), job.stderr()
+        if abort_s != "0":
+            job.wait_for("StallError: nothing has moved for 2.0 s", on_stderr=True)
+            return
+        os.kill(int(re.findall(r"pid of rank 1: (\d+)", job.stdout())[0]), signal.SIGCONT)
+        assert job.wait(30).check().stdout.count("all of them") == 2
+
+
+@pytest.mark.launches
 def test_a_stopped_peer_does_not_keep_a_rank_from_ending(tmp_path: Path) -> None:
     code = WAITS + "\nif world.rank == 1: os.kill(os.getpid(), 19)\ntime.sleep(1); hvd.shutdown()"
     code += "\nprint('over', flush=True)"
+    code = "import horo_lite.transports.gloo.connections as it; it._LINGER_S = 1.0\n" + code
     with started(code, 2, tmp_path, env=on_hosts("1,1")) as job:
         job.wait_for("over", timeout_s=20)
         assert job.stdout().count("over") == 1

@@ -48,6 +48,7 @@ class GlooChannel(Channel):
         self._place = {rank: i for i, rank in enumerate(ranks)}
         self._received: deque[tuple[int, int, bytes]] = deque()
         self._gathered: list[deque[bytes]] = [deque() for _ in ranks]
+        self._latest: dict[int, int] = {}  # the number of the last packet to each peer
         connections.add(self)
 
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
@@ -86,7 +87,15 @@ class GlooChannel(Channel):
 
     def send(self, texts: Mapping[int, bytes], tag: int) -> None:
         for place, text in texts.items():
-            self._connections.send(self._ranks[place], self.number, tag, text)
+            peer = self._ranks[place]
+            self._latest[place] = self._connections.send(peer, self.number, tag, text)
+
+    def undelivered(self) -> Collection[int]:
+        return [
+            place
+            for place, number in self._latest.items()
+            if not self._connections.has_received(self._ranks[place], number)
+        ]
 
     def receive(self) -> list[tuple[int, int, bytes]]:
         received = []

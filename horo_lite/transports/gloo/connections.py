@@ -43,10 +43,10 @@ _HEADER = struct.Struct("<IHH")
 _PACKET_BYTES = _HEADER.size + (4 << 10)
 _ROOM = 16  # packets of a peer for which receives are posted in advance
 _NOTED_EVERY = 8  # packets from a peer, after which it gets an acknowledgement
-_N_RECEIVED, _LAST = 1, 2
+_N_RECEIVED, _ASKS = 1, 2
 _N_RECEIVED_TEXT = struct.Struct("<Q")
-# How long a rank that ends waits until its messages have arrived.
-_LINGER_S = 2.0
+# How long a rank that ends waits until peers have learnt that it leaves, in case they are stopped.
+_LINGER_S = 10.0
 # The interpreter's switch interval while there are connections. With Python's default of 5 ms and a
 # training thread that never releases the GIL voluntarily, almost nothing of an exchange was hidden.
 _SWITCH_S = 1e-3
@@ -108,9 +108,13 @@ class GlooConnections:
         begin = self.group.recv if receive else self.group.send
         return begin([torch.from_numpy(memory)], peer, tag)
 
-    def send(self, peer: int, channel: int, tag: int, text: bytes) -> None:
-        """Send a short message; drop it if the peer's connection has ended."""
-        self._streams[peer].send(channel, tag, text)
+    def send(self, peer: int, channel: int, tag: int, text: bytes) -> int:
+        """Send a short message, and return its number; drop it if the connection has ended."""
+        return self._streams[peer].send(channel, tag, text)
+
+    def has_received(self, peer: int, number: int) -> bool:
+        """Return whether the peer has the short message of that number; if not, ask it."""
+        return self._streams[peer].has_received(number)
 
     def add(self, channel: GlooChannel) -> None:
         """Deliver that channel's messages to it from now on."""
@@ -134,14 +138,14 @@ class GlooConnections:
                 channel.deliver(peer, tag, text)
 
     def close(self) -> None:
-        """Close them when all sent messages have arrived, or after two seconds. For one thread."""
+        """Close them when all sent messages have arrived, or after a while. For one thread."""
         if not self._is_open or os.getpid() != self._pid:
             return
         self._is_open = False
         atexit.unregister(self.close)
         until = time.monotonic() + _LINGER_S
         for stream in self._streams.values():
-            stream.send_last()
+            stream.ask()
         for stream in self._streams.values():
             stream.wait_until_received(until)
         for peer in self._streams:
@@ -308,18 +312,26 @@ class _Stream:
         self._lock = threading.Lock()
         self._sent: deque[Any] = deque()  # not acknowledged by the peer yet
         self._n_reported = 0
+        self._asked = 0
         self.thread = threading.Thread(target=self._run, name=f"horo_lite {peer}", daemon=True)
         self.thread.start()
 
-    def send(self, channel: int, tag: int, text: bytes) -> None:
+    def send(self, channel: int, tag: int, text: bytes) -> int:
         packet = np.frombuffer(bytearray(_HEADER.pack(channel, tag, len(text)) + text), np.uint8)
-        with self._lock, suppress(RuntimeError):  # it has ended, which a wait for it will detect
-            work = self._connections.post(self._peer, _STREAM_TAG, packet, receive=False)
-            self._sent.append(work)
+        with self._lock:
+            with suppress(RuntimeError):  # it has ended, which a wait for it will detect
+                work = self._connections.post(self._peer, _STREAM_TAG, packet, receive=False)
+                self._sent.append(work)
+            return self._n_reported + len(self._sent)
 
-    def send_last(self) -> None:
+    def has_received(self, number: int) -> bool:
+        if self._n_reported < number and self._asked < number:
+            self.ask()
+        return self._n_reported >= number
+
+    def ask(self) -> None:
         """Make the peer acknowledge immediately what it has received up to this message."""
-        self.send(0, _LAST, b"")
+        self._asked = self.send(0, _ASKS, b"")
 
     def wait_until_received(self, until: float) -> None:
         """Return when the peer has acknowledged everything or ended, or at time `until`."""
@@ -345,7 +357,7 @@ class _Stream:
                     self._connections.deliver(self._peer, channel, tag, text)
                 elif tag == _N_RECEIVED:
                     self._forget(*_N_RECEIVED_TEXT.unpack(text))
-                if n % _NOTED_EVERY == 0 or (channel, tag) == (0, _LAST):
+                if n % _NOTED_EVERY == 0 or (channel, tag) == (0, _ASKS):
                     self.send(0, _N_RECEIVED, _N_RECEIVED_TEXT.pack(n))
         self._connections.ended.add(self._peer)
 

@@ -53,6 +53,10 @@ class Channel(ABC):
             PeerLostError: A peer has died, and no message has arrived.
         """
 
+    def undelivered(self) -> Collection[int]:
+        """Return peers that may not get all short messages if this process ended now."""
+        return ()
+
     def ended(self) -> Collection[int]:
         """Return peers that have died or left; `receive` then returns all that they have sent."""
         return ()

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import time
 from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +51,9 @@ class HostsMailbox:
         if records:
             self._pause_s = _SHORTEST_PAUSE_S
         return records
+
+    def undelivered(self) -> Collection[int]:
+        return self.channel.undelivered()
 
     def offer(self, peer: int, number: int, address: int, n_bytes: int) -> tuple[int, Done]:
         tag = _free_tags.popleft() if _free_tags else next(_new_tags)
