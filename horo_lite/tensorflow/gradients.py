@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, cast
@@ -19,7 +20,15 @@ from horo_lite.errors import MismatchError
 from horo_lite.horovod.gradients import Exchange, options_of
 from horo_lite.horovod.process_sets import Set, global_process_set, ranks_given, root_given
 from horo_lite.horovod.reductions import Adasum, AnyOp
-from horo_lite.tensorflow.operations import Array, as_it_is, check_dtype, in_python, ranks_of
+from horo_lite.tensorflow.errors import raised_as_tensorflows
+from horo_lite.tensorflow.operations import (
+    Array,
+    as_it_is,
+    check_dtype,
+    dtypes_of_scaled_rows,
+    in_python,
+    ranks_of,
+)
 from horo_lite.training import transform
 from horo_lite.training.options import Options
 
@@ -51,6 +60,8 @@ class Transform(transform.Transform):
         if self._sparse_as_dense:
             results = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in results]
         op: Any = self.options.op
+        if op is Average:
+            results = [_that_can_be_divided(g) for g in results]
         if op is Adasum:
             for name, gradient in zip(names, results, strict=True):
                 if _is_sparse(gradient):
@@ -59,7 +70,8 @@ class Transform(transform.Transform):
                         "only dense tensors: use sparse_as_dense=True"
                     )
         if tf.executing_eagerly():
-            averages = self._averages(names, [_in_numpy(g) for g in results], weight)
+            with raised_as_tensorflows():
+                averages = self._averages(names, [_in_numpy(g) for g in results], weight)
             return [_in_tensorflow(average) for average in averages]
 
         here = [i for i, g in enumerate(results) if g is not None]  # missing in every step
@@ -117,7 +129,7 @@ class Transform(transform.Transform):
                         f"the gradient of {names[int(i)]!r} is IndexedSlices of different tensors: "
                         f"{_in_words(*known)} on some ranks and {_in_words(*look)} on others"
                     )
-        share = self._share(weight) if looks else 1.0
+        divisor = self._divisor(weight) if looks else 1.0
         for i, (values_dtype, row, indices_dtype, shape) in sorted(looks.items()):
             if results[i] is not None:
                 raise MismatchError(
@@ -132,8 +144,11 @@ class Transform(transform.Transform):
                     None if shape is None else np.array(shape, np.int64),
                 )
             assert isinstance(mine, _Rows)
-            n_rows = len(mine.values) if share else 0
-            values = (mine.values[:n_rows] * share).astype(mine.values.dtype)
+            n_rows = 0 if divisor == math.inf else len(mine.values)
+            values = mine.values[:n_rows]
+            if divisor != 1:
+                wide, dtype = dtypes_of_scaled_rows(values.dtype)
+                values = (values.astype(wide) / divisor).astype(dtype)
             results[i] = _Rows(
                 ops.allgather(values, name=f"{names[i]}, values", group=self.options.ranks),
                 ops.allgather(
@@ -143,15 +158,16 @@ class Transform(transform.Transform):
             )
         return results
 
-    def _share(self, weight: float | None) -> float:
-        """Return the factor for this rank's rows."""
+    def _divisor(self, weight: float | None) -> float:
+        """Return what this rank's rows are divided by: infinity if they do not count."""
         if self.options.op is not Average:
             return 1.0
         if weight is None:
-            return 1.0 / self.options.ranks.size
-        return weight / float(
+            return self.options.ranks.size
+        total = float(
             ops.allreduce(weight, Sum, name="weights of sparse rows", group=self.options.ranks)
         )
+        return total / weight if weight else math.inf
 
 
 class DistributedGradientTape:
@@ -468,6 +484,15 @@ def _assign(
 
 def _is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
+
+
+def _that_can_be_divided(gradient: Any) -> Any:
+    """Return the gradient; IndexedSlices of integers as floats."""
+    if not _is_sparse(gradient):
+        return gradient
+    _, dtype = dtypes_of_scaled_rows(gradient.values.dtype.as_numpy_dtype)
+    values = tf.cast(gradient.values, dtype)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def _parts(gradient: Any) -> tuple[Any, ...]:

@@ -38,6 +38,7 @@ from horo_lite.horovod.process_sets import (
     set_of,
 )
 from horo_lite.horovod.reductions import AdasumOp, AnyOp, op_of
+from horo_lite.tensorflow.errors import raised_as_tensorflows
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,7 +83,8 @@ def in_python(
     eager call passes on None in `tensors`; a graph has no None.
     """
     if tf.executing_eagerly():
-        arrays = function(*(None if x is None else array_of(x) for x in tensors))
+        with raised_as_tensorflows():
+            arrays = function(*(None if x is None else array_of(x) for x in tensors))
         return [None if array is None else tf.convert_to_tensor(array) for array in arrays]
     if not tensors:
         return []
@@ -127,7 +129,8 @@ def allreduce(
     """Return the op over all ranks' `tensor` as a new tensor; every rank calls it.
 
     For tf.IndexedSlices, the rows of all ranks are gathered, whatever their number on each, and for
-    an average divided by the number of ranks: the result is IndexedSlices, too.
+    an average divided by the number of ranks: the result is IndexedSlices, too. As in Horovod, rows
+    of integers become floats by that; dense averages of integers are truncated.
 
     The gradient of an average or a sum is the same op over the upstream gradients.
 
@@ -149,7 +152,9 @@ def allreduce(
         group: The ranks as a `Group`.
 
     Raises:
-        MismatchError: On every rank, if shapes, dtypes or options differ between ranks.
+        MismatchError: On every rank, if shapes, dtypes or options differ between ranks. Outside of
+            graphs it is a tf.errors.FailedPreconditionError too, as in Horovod, and a ValueError
+            about an argument a tf.errors.InvalidArgumentError.
     """
     (result,) = grouped_allreduce(
         [tensor],
@@ -564,14 +569,26 @@ def _gathered_slices(
     title = name or "allreduce of IndexedSlices"
     values = allgather(slices.values, name=f"{title}, values", process_set=ranks)
     indices = allgather(slices.indices, name=f"{title}, indices", process_set=ranks)
-    scale = _when_run(
-        lambda group: factor / (group.size if op is Average else 1), ranks, tf.float64, indices
-    )
-    if values.dtype.is_floating:
-        scaled = values * tf.cast(scale, values.dtype)
-    else:
-        scaled = tf.cast(tf.cast(values, tf.float64) * scale, values.dtype)
-    return tf.IndexedSlices(scaled, indices, slices.dense_shape)
+    if op is Average or factor != 1:
+        wide, result = dtypes_of_scaled_rows(values.dtype.as_numpy_dtype)
+        values = tf.cast(values, wide)
+        if factor != 1:
+            values = values * tf.cast(factor, wide)
+        if op is Average:
+            size = _when_run(lambda group: group.size, ranks, tf.float64, indices)
+            values = values / tf.cast(size, wide)
+        values = tf.cast(values, result)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def dtypes_of_scaled_rows(dtype: Any) -> tuple[Any, Any]:
+    """Return the dtypes to compute multiples and fractions of rows in, and to return.
+
+    Integers become floats: as integers, each of several rows with one index would be truncated
+    before they are added. In Horovod, which divides the rows too, their average has the same dtype.
+    """
+    wide = np.promote_types(dtype, np.float32)
+    return wide, dtype if tf.as_dtype(dtype).is_floating else wide
 
 
 def _when_run(known: Callable[[Group], object], ranks: Set, dtype: Any, near: Tensor) -> Tensor:

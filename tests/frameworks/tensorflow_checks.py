@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import sys
 import tempfile
 import warnings
@@ -260,6 +261,71 @@ def check_indexed_slices(made: Maker) -> None:
         np.testing.assert_allclose(slope, np.full_like(values, (2.0**RANKS).mean() / n), rtol=1e-6)
     with pytest.raises(ValueError, match="IndexedSlices takes op=Average or op=Sum"):
         made(partial(reduced, op=hvd.Max))(tf.constant(values))
+
+
+def check_indexed_slices_of_integers(made: Maker) -> None:
+    """Sums are exact; averages are floats, as Horovod's, so that halves of equal rows add up."""
+    rows_of_all = [[2**53 + 1, -3], [2**62 + 2 * RANK + 1, 7]]
+    transform = hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Sum)._transform
+    dividing = hvd.DistributedGradientTape(tf.GradientTape())._transform
+
+    def reduced(rows: Any) -> Any:
+        slices = tf.IndexedSlices(rows, tf.constant([0, RANK]), tf.constant([SIZE, 2]))
+        return (
+            hvd.allreduce(slices, op=hvd.Sum).values,
+            transform(["table"], [slices])[0].values,
+            hvd.allreduce(slices).values,
+            dividing(["table"], [slices])[0].values,
+            hvd.allreduce(slices, op=hvd.Sum, postscale_factor=0.5).values,
+        )
+
+    for dtype, floats in ((tf.int64, tf.float64), (tf.int32, tf.float64), (tf.int16, tf.float32)):
+        rows = np.array(rows_of_all) if dtype is tf.int64 else np.array([[3, -5], [RANK, 7]])
+        rows = rows.astype(dtype.as_numpy_dtype)
+        everyone = np.concatenate(hvd.allgather_object(rows))
+        *sums, average, of_tape, half = made(reduced)(tf.constant(rows))
+        for total in sums:
+            assert total.dtype is dtype
+            np.testing.assert_array_equal(total, everyone)
+        for mean in (average, of_tape):
+            assert mean.dtype is floats
+            np.testing.assert_array_equal(mean, everyone.astype(floats.as_numpy_dtype) / SIZE)
+        np.testing.assert_array_equal(half, everyone.astype(floats.as_numpy_dtype) / 2)
+
+
+def check_errors_are_those_of_tensorflow() -> None:
+    """Scripts for Horovod catch its classes; they are ours and ValueError at the same time."""
+    if SIZE == 1:
+        return
+    mine = tf.ones([RANK + 1, 2])
+    table = tf.Variable(tf.ones([RANK + 1, 2]))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(table)
+    for differ in (
+        lambda: hvd.allreduce(mine),
+        lambda: hvd.broadcast(mine, 0),
+        lambda: hvd.broadcast(mine[:1], RANK),
+        lambda: hvd.allgather(tf.ones([2, RANK + 1])),
+        lambda: hvd.alltoall(tf.ones([SIZE, RANK + 1])),
+        lambda: hvd.reducescatter(mine),
+        lambda: hvd.broadcast_variables([table]),
+        lambda: hvd.DistributedGradientTape(tape).gradient(loss, table),
+    ):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="rank 1") as raised:
+            differ()
+        assert isinstance(raised.value, hvd.MismatchError)
+        copy = pickle.loads(pickle.dumps(raised.value))
+        assert isinstance(copy, hvd.MismatchError)
+        assert str(copy) == str(raised.value)
+    for wrong in (
+        lambda: hvd.alltoall(tf.ones(SIZE + 1)),
+        lambda: hvd.alltoall(tf.ones(SIZE), [SIZE + 1] * SIZE),
+        lambda: hvd.broadcast(tf.ones(2), SIZE),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+            wrong()
+        assert isinstance(raised.value, ValueError)
+    assert hvd.allreduce(float(RANK), op=hvd.Sum).numpy() == RANKS.sum()
 
 
 def check_broadcast_writes_variables(made: Maker) -> None:
