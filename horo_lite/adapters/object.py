@@ -155,6 +155,14 @@ class Adapter:
         before = digest()
         return lambda: digest() != before
 
+    def held(self, parameter: Parameter, dtype: str, shape: tuple[int, ...]) -> Array | None:
+        """Return this rank's share of a gradient that only others have changed; None for zeros.
+
+        A gradient that was exchanged before in the same step is the same on all ranks, and what
+        others have added since counts on top of it.
+        """
+        return None
+
     def missing(self, parameter: Parameter, dtype: str, shape: tuple[int, ...]) -> Array:
         """Return zeros for a gradient that only other ranks have; set_gradient() receives them."""
         return self.zeros(dtype, shape)

@@ -219,8 +219,5 @@ class _ModuleExchange(GradientExchange):
 
     def enter(self, task: int) -> bool:
         if not self.tasks:
-            waiting = [slot for slot in self.slots if slot.touched]
-            self.begin()
-            for slot in waiting:
-                slot.touched = True
+            self.begin(keeps_pending=True)
         return super().enter(task)

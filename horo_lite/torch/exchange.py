@@ -36,11 +36,10 @@ from horo_lite.training.options import averaging
 from horo_lite.training.reducer import learning_rates
 from horo_lite.transports.shm import SharedMemory
 
-# An attribute of each gradient: how often backward() has added to it since it was created. This
-# distinguishes a gradient that zero_grad() or the user has replaced from one that is added to.
-_MARK = "_horo_lite_passes"
-# Instead of a number of passes, it may be another origin.
-_RECEIVED = 0  # from other ranks only
+# An attribute of each gradient: where it comes from. This distinguishes a gradient that zero_grad()
+# or the user has replaced from one that is added to.
+_MARK = "_horo_lite_origin"
+_COMPUTED = 0  # by backward(), or by that of other ranks
 _BY_HAND = -1  # assigned by the user, who may write the next step's values into the same tensor
 _BEFORE = -2  # existed before its parameter belonged to this optimizer
 # The version of a gradient that was exchanged without a call of the hook.
@@ -226,6 +225,8 @@ class GradientExchange:
             hook = _hook(weakref.ref(self), slot)
             slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook)
             slot.attributes = slot.parameter.__dict__
+            if self.op is not Average:
+                slot.zeros_hook = slot.parameter.register_hook(_begin_if_zero(slot))
             self._unhooked.remove(slot)
 
     def _together(self) -> list[int]:
@@ -257,6 +258,8 @@ class GradientExchange:
                 return
             gradient = slot.parameter.grad
             if gradient is None or getattr(gradient, _TAKEN, None) == gradient._version:
+                if gradient is None and slot.task != task:
+                    raise RuntimeError(_taken_away(slot.name))
                 return  # an earlier hook has called step(), and possibly zero_grad()
             if self.options.sparse_as_dense:
                 gradient = self._densify(slot)
@@ -271,33 +274,19 @@ class GradientExchange:
                 slot.move_to_shared_memory()
                 slot.see()
                 return
-            if slot.passes and not hasattr(gradient, _MARK):
+            if not hasattr(gradient, _MARK):
                 slot.begin()  # another gradient: the last one has been set to None
             if slot.touched and slot.has_changed(additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
+            if slot.exchanged and self.op is not Average:
+                raise RuntimeError(_exchanged_already(slot.name, self.op.name, self.passes))
             slot.last_pass = self._pass
             slot.passes += 1
             slot.touched = True
-            passes = self.options.backward_passes_per_step
-            if slot.passes > passes:
-                slot.passes = passes
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} was computed {passes + 1} times before "
-                    f"step(), but backward_passes_per_step={passes}: call step() earlier, or "
-                    "zero_grad() to discard the gradients; to accumulate more, increase "
-                    "backward_passes_per_step"
-                )
-            if slot.exchanged and self.op is not Average:
-                raise RuntimeError(
-                    f"the gradient of {slot.name!r} was exchanged before its {passes} passes "
-                    "were complete, because those of others were, and with "
-                    f"op={self.op.name} it cannot be exchanged again: use the same parameters in "
-                    "all passes, or op=Average"
-                )
             gradient = slot.move_to_shared_memory()
-            setattr(gradient, _MARK, slot.passes)
+            setattr(gradient, _MARK, _COMPUTED)
             slot.see()
-            if slot.passes == passes and not self.is_nested:
+            if slot.passes >= self.passes and not self.is_nested:
                 slot.travels = True
                 self.reducer.ready(slot.index)
 
@@ -374,8 +363,12 @@ class GradientExchange:
             if hasattr(gradient, _TAKEN):
                 setattr(gradient, _TAKEN, gradient._version)
 
-    def begin(self) -> None:
-        """Begin other gradients, after zero_grad() or step()."""
+    def begin(self, *, keeps_pending: bool = False) -> None:
+        """Begin other gradients, after zero_grad() or step().
+
+        If it `keeps_pending` ones, those that passes have touched since the last exchange take part
+        in the next one.
+        """
         if not self.active:
             return
         with self._lock:
@@ -384,7 +377,10 @@ class GradientExchange:
             self._due = True
             self._forget_ranks_in_step()
             for slot in self.slots:
-                slot.begin()
+                if keeps_pending and slot.touched:
+                    slot.exchanged = False
+                else:
+                    slot.begin()
                 slot.restore_hook()
 
     def flush(self) -> None:
@@ -504,7 +500,7 @@ class GradientExchange:
 
         @wraps(closure)
         def begun() -> Any:
-            self.begin()
+            self.begin(keeps_pending=True)  # zero_grad() in the closure discards it
             return closure()
 
         assert self.group is not None
@@ -555,7 +551,7 @@ class GradientExchange:
                 assert self.group is not None
                 for slot in sparse.exchange(notes, self.slots, self.group, self.op, self._weight):
                     slot.touched = True
-                    self._mark(slot, slot.passes)
+                    self._mark(slot, _COMPUTED)
             # All ranks have just agreed on a plan, and thus on the layout of their memory.
             if self._shares and reducer.shared is None and reducer.all_are_here:
                 self._share()
@@ -568,12 +564,10 @@ class GradientExchange:
             self._due = False
             for slot in self.slots:
                 if slot.touched:
-                    slot.exchanged = True
-                    slot.seen = None
-                    slot.copy_back()
-                    slot.touched = slot.travels = False
-                    if slot.hook is None or slot.passes == 0:
-                        self._mark(slot, _BY_HAND if slot in by_hand else _RECEIVED)
+                    is_computed = slot.hook is not None and slot.passes > 0
+                    slot.end_exchange()
+                    if not is_computed:
+                        self._mark(slot, _BY_HAND if slot in by_hand else _COMPUTED)
             self._place()
         in_step = [rank for rank, note in reducer.notes.items() if note.startswith(_IN_STEP)]
         if in_step and len(in_step) < len(reducer.notes):
@@ -670,6 +664,24 @@ def _changed_too_early(name: str) -> str:
     )
 
 
+def _taken_away(name: str) -> str:
+    return (
+        f"the gradient of {name!r} was set to None during backward() before it was averaged, by a "
+        "hook that was registered before the DistributedOptimizer was created, so every rank would "
+        "train alone: let that hook call step() and zero_grad() of a DistributedOptimizer of this "
+        "parameter instead of applying the gradient itself, or remove the hook"
+    )
+
+
+def _exchanged_already(name: str, op: str, passes: int) -> str:
+    return (
+        f"backward() has added to the gradient of {name!r} after it was exchanged, and with "
+        f"op={op} what was exchanged before would be added up again: call step() or zero_grad() "
+        f"after {passes} passes (backward_passes_per_step), use the same parameters in all passes, "
+        "or op=Average"
+    )
+
+
 def _hook(reference: weakref.ref[GradientExchange], slot: Slot) -> Callable[[Any], None]:
     @uncompiled
     def touched(_: Any) -> None:
@@ -680,12 +692,25 @@ def _hook(reference: weakref.ref[GradientExchange], slot: Slot) -> Callable[[Any
     return touched
 
 
+def _begin_if_zero(slot: Slot) -> Callable[[Any], None]:
+    """Return a hook called before an addition: what was zeroed in place since is a new gradient."""
+
+    @uncompiled
+    def begin(_: Any) -> None:
+        gradient = slot.parameter.grad if slot.exchanged else None
+        if gradient is not None and not is_sparse(gradient) and not gradient.any():
+            slot.begin()
+
+    return begin
+
+
 def _release(slots: Mapping[int, Slot]) -> None:
     """Release these parameters, and remove their hooks."""
     for i, slot in slots.items():
         _owner_of.pop(i, None)
-        if slot.hook is not None:
-            slot.hook.remove()
+        for hook in (slot.hook, slot.zeros_hook):
+            if hook is not None:
+                hook.remove()
 
 
 def _names(

@@ -63,9 +63,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         compression: The wire format; `Compression.fp16` halves the bytes. An object with its own
             `compress` and `decompress` is called.
         backward_passes_per_step: The number of passes whose gradients are summed, not divided,
-            before the ranks exchange them at the end of the last one. Another pass before step() or
-            zero_grad() is a RuntimeError, and so is changing a gradient in place before the
-            exchange. After fewer passes, call synchronize() before clipping.
+            before the ranks exchange them at the end of the last one. What later passes add to the
+            averages is exchanged in turn; sums and Adasums cannot be added to (a RuntimeError)
+            before step() or zero_grad(). Changing a gradient in place before the exchange is a
+            RuntimeError. After fewer passes, call synchronize() before clipping.
         op: Average, Sum or Adasum, which combines the ranks' steps: see below.
         gradient_predivide_factor: Divides gradients before they are added up; the sum is divided by
             size / factor. Only with op=Average.

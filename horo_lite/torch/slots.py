@@ -9,26 +9,30 @@ import torch
 from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter
 from horo_lite.errors import MismatchError
 from horo_lite.torch import bucket_views
+from horo_lite.torch.passes import graph_task
 
 
 class Slot:
     """One parameter, and the state of its gradient."""
 
     __slots__ = ("attributes", "exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
-                 "parameter", "passes", "seen", "touched", "travels")  # fmt: skip
+                 "parameter", "passes", "seen", "task", "touched", "travels",
+                 "zeros_hook")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name = name
         self.parameter = parameter
         self.index = 0
         self.hook: Any = None
+        self.zeros_hook: Any = None
         self.attributes: Any = None  # the parameter's, when its hook was registered
-        self.passes = 0  # since the last step() or zero_grad()
+        self.passes = 0  # since the last exchange, step() or zero_grad()
         self.last_pass = 0  # the number of the last pass that touched it
         self.seen: Any = None  # the gradient after the last pass, and its version
         self.touched = False  # since the last exchange
         self.travels = False  # announced to the reducer: must not be changed any more
-        self.exchanged = False  # since the last step() or zero_grad()
+        self.exchanged = False  # since the last step() or zero_grad(): equal on all ranks
+        self.task = -1  # the graph task in which it was exchanged; -1: in none
         self.home: Any = None  # the tensor in shared memory for the gradient
         self.is_away = False  # the gradient cannot be there: a copy is exchanged
 
@@ -48,6 +52,17 @@ class Slot:
         self.passes = 0
         self.seen = None
         self.touched = self.exchanged = self.is_away = False
+
+    def end_exchange(self) -> None:
+        """Record that the gradient has been exchanged: what is added now is pending again."""
+        self.passes = 0
+        self.seen = None
+        self.exchanged = True
+        self.task = graph_task()
+        self.copy_back()
+        self.touched = self.travels = False
+        if self.parameter.grad is not None:  # perhaps saved for a backward(), and overwritten
+            torch.autograd.graph.increment_version(self.parameter.grad)
 
     def see(self) -> None:
         """Record the gradient and its version, after an addition by a pass."""
@@ -112,6 +127,13 @@ class SlotAdapter(TorchAdapter):
             )
         else:
             gradient.detach().copy_(array)
+
+    def held(self, slot: Any, dtype: str, shape: tuple[int, ...]) -> Any | None:
+        gradient = slot.parameter.grad if slot.exchanged else None
+        if gradient is None or (str(gradient.dtype)[6:], tuple(gradient.shape)) != (dtype, shape):
+            return None
+        gradient = slot.move_to_shared_memory()
+        return slot.home if slot.is_away else gradient.detach()
 
     def missing(self, slot: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         home = slot.home

@@ -397,12 +397,14 @@ class Reducer:
         for i in plan.travelling:
             if arrays[i] is not None:
                 continue
-            parameter = self._parameters[i][1]
+            parameter, entry = self._parameters[i][1], plan.entries[i]
             value = self._adapter.value(parameter) if plan.gpu else None
-            if value is not None and gpu_of(value) is not None:
+            held = self._adapter.held(parameter, entry.dtype, entry.shape)
+            if held is not None:
+                arrays[i] = held
+            elif value is not None and gpu_of(value) is not None:
                 arrays[i] = self._adapter.zeros_like(value)
             else:
-                entry = plan.entries[i]
                 arrays[i] = self._adapter.missing(parameter, entry.dtype, entry.shape)
             copied[i] = arrays[i]
 

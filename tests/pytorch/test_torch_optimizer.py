@@ -428,27 +428,129 @@ def test_wrong_arguments() -> None:
 # Passes.
 
 
-def test_too_many_passes_are_an_error_that_says_what_to_do() -> None:
-    def rank(group: Group) -> None:
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_passes_after_an_exchange_add_to_the_averages(passes: int, views: bool) -> None:
+    """Also if only some ranks add: the averages that the others hold count."""
+
+    def train(net: Any, optimizer: Any, ranks: range, size: int) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for k in range(4):
+                x, y = samples(step * 4 + k)
+                parts = [loss_of(net, x[r::size], y[r::size]) for r in ranks]
+                if k == 2:  # only rank 0 uses head "two"
+                    losses = [
+                        nn.functional.cross_entropy(net(x[r::size], "two"), y[r::size])
+                        for r in ranks
+                    ]
+                    parts = [losses[i] if r == 0 else parts[i] for i, r in enumerate(ranks)]
+                (torch.stack(parts).sum() / len(ranks)).backward()
+            optimizer.step()
+
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        options = {"backward_passes_per_step": passes, "gradient_as_bucket_view": views}
+        r = group.rank
+        train(net, wrap(sgd(net), group, net, **options), range(r, r + 1), group.size)
+        return net
+
+    alone = fill(Heads())
+    train(alone, sgd(alone), range(2), 2)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
+
+
+@pytest.mark.parametrize("op", [Sum, Adasum])
+def test_sums_are_not_added_to(op: Any) -> None:
+    def rank(group: Group) -> list[Any]:
         net = network()
-        optimizer = wrap(sgd(net), group, net, backward_passes_per_step=2)
+        options = {"adasum_of": "gradients", "backward_passes_per_step": 2}
+        optimizer = wrap(sgd(net), group, net, op=op, **options)
         x, y = samples(group.rank)
         for _ in range(2):
             loss_of(net, x, y).backward()
-        with pytest.raises(RuntimeError, match=r"3 times.*backward_passes_per_step=2: call step"):
+        with pytest.raises(RuntimeError, match=r"after it was exchanged.*after 2 passes"):
             loss_of(net, x, y).backward()
-        # The next step works.
         optimizer.zero_grad()
         for _ in range(2):
             loss_of(net, x, y).backward()
-        optimizer.step()
-        optimizer.set_backward_passes_per_step(1)
-        optimizer.zero_grad()
-        loss_of(net, x, y).backward()
         return gradients(net)
 
     first, second = run_threads(2, rank)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("op", [Average, Sum, Adasum])
+def test_a_skipped_step_whose_gradients_the_optimizer_does_not_zero(op: Any) -> None:
+    """As in Horovod's documentation of mixed precision."""
+
+    def by_model(net: Any) -> None:
+        net.zero_grad(set_to_none=False)
+
+    def by_hand(net: Any) -> None:
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad.data.zero_()
+
+    def train(net: Any, group: Group, zero: Any, synchronizes: bool) -> Any:
+        optimizer = wrap(sgd(net), group, net, op=op, adasum_of="gradients")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            zero(net) if zero else optimizer.zero_grad()
+            loss = loss_of(net, *samples(step + 10 * group.rank))
+            scaler.scale(loss * (math.inf if step == 1 else 1.0)).backward()
+            if synchronizes:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+        return net
+
+    def rank(group: Group) -> list[Any]:
+        zeroes = (by_model, by_hand, None)
+        return [train(network(), group, zero, s) for zero in zeroes for s in (False, True)]
+
+    nets = [net for each in run_threads(2, rank) for net in each]
+    for net in nets[1:]:
+        assert all(
+            torch.equal(p, q) for p, q in zip(net.parameters(), nets[0].parameters(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("last", ["a pass", "only the loss"])
+def test_a_closure_that_continues_earlier_passes(last: str) -> None:
+    """As in Lightning, which always passes a closure to step()."""
+
+    def train(net: Any, optimizer: Any, rank: int, size: int) -> None:
+        for step in range(3):
+            (x, y), (x2, y2) = ((a[rank::size], b[rank::size]) for a, b in map(samples, (step, 9)))
+            optimizer.zero_grad()
+            loss = loss_of(net, x, y)
+            loss.backward()
+
+            def closure(loss: Any = loss, x: Any = x2, y: Any = y2) -> Any:
+                if last == "a pass":
+                    loss = nn.functional.cross_entropy(net(x, "two"), y)
+                    loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    def rank(group: Group) -> Any:
+        net = fill(Heads())
+        optimizer = wrap(sgd(net), group, net, backward_passes_per_step=2)
+        train(net, optimizer, group.rank, group.size)
+        return net
+
+    alone = fill(Heads())
+    train(alone, sgd(alone), 0, 1)
+    for net in run_threads(2, rank):
+        assert_same_weights(net, alone)
 
 
 @pytest.mark.parametrize("when", ["between passes", "before a step of fewer passes"])
@@ -1016,6 +1118,42 @@ def test_hooks_that_change_a_gradient_on_its_way_are_an_error_and_earlier_ones_a
                 else:
                     with pytest.raises(RuntimeError, match=r"changed during backward.*register"):
                         loss.backward()
+
+    run_threads(2, rank)
+
+
+def test_an_earlier_hook_that_takes_the_gradient_away_is_an_error() -> None:
+    """It applies each rank's own gradient, as "fused" backward passes do."""
+
+    def rank(group: Group) -> None:
+        def apply(p: Any) -> None:
+            p.data.add_(p.grad, alpha=-0.1)
+            p.grad = None
+
+        weight = nn.Parameter(torch.ones(2))
+        handle = weight.register_post_accumulate_grad_hook(apply)
+        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), group)
+        with pytest.raises(RuntimeError, match=r"'param_groups\[0\]\[0\]' was set to None during"):
+            (weight * (group.rank + 1.0)).sum().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        weight.data.fill_(1.0)
+        (weight * (group.rank + 1.0)).sum().backward()
+        optimizer.step()
+        assert weight.tolist() == [-0.5] * 2
+
+    run_threads(2, rank)
+
+
+def test_an_exchange_overwrites_what_is_saved_for_backward() -> None:
+    def rank(group: Group) -> None:
+        weight, factor = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), group)
+        weight.grad = torch.full((2,), 1.0 + group.rank)
+        loss = (factor * weight.grad).sum()
+        optimizer.synchronize()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
     run_threads(2, rank)
 
