@@ -186,6 +186,62 @@ def all_to_all(group: Group) -> list[Tensor]:
     return [out, uneven]
 
 
+def overlapping(group: Group) -> list[Tensor]:
+    """What is read is in the memory that is written, except on gloo; an output is there twice."""
+    n, r, is_gloo = group.size(), group.rank(), dist.get_backend(group) == "gloo"
+
+    def of(view: Tensor) -> Tensor:
+        return view.clone() if is_gloo else view
+
+    a, b, c, d, e, f = (mine(group, 3 * n, plus=i) for i in range(6))
+    dist.all_gather_into_tensor(a[: 2 * n], of(a[1:3]), group=group)
+    dist.all_gather(list(b.split(3)), of(b[1:4]), group=group)
+    here, root = r == n - 1, n - 1
+    dist.gather(of(c[1:4]), list(c.split(3)) if here else None, group=group, group_dst=root)
+    twice = torch.zeros(2)
+    dist.all_gather([twice] * n, d[:2], group=group)
+    parts = [of(x) for x in d.split(3)] if here else None
+    dist.scatter(d[1:4], parts, group=group, group_src=root)
+    dist.all_to_all_single(e[n:], of(e[: 2 * n]), group=group)
+    dist.reduce_scatter_tensor(f[1:4], of(f), group=group)
+    return [a, b, c, d, twice, e, f]
+
+
+def lists_of_several(group: Group) -> list[Tensor]:
+    """With a ProcessGroup's own methods: the tensors of one call, each as if of another rank."""
+    n, k = group.size(), 2
+    reduced = [mine(group, 4, plus=i) for i in range(k)]
+    group.allreduce(reduced).wait()
+    largest = [mine(group, 4, plus=i).int() for i in range(k)]
+    group.allreduce(largest, op=ReduceOp.BOR).wait()
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 1, 1
+    copied = [mine(group, 4, plus=i) for i in range(k)]
+    group.broadcast(copied, options).wait()
+    gathered = [[torch.zeros(3) for _ in range(k * n)] for _ in range(k)]
+    group.allgather(gathered, [mine(group, 3, plus=i) for i in range(k)]).wait()
+    rows = [[i + group.rank()] for i in range(k)]
+    sparse = [torch.sparse_coo_tensor([row], mine(group, 1), (n + k,)) for row in rows]
+    group.allreduce(sparse).wait()
+    assert all(x.is_sparse for x in sparse)
+    return [*reduced, *largest, *copied, *gathered[0], *gathered[1], *map(Tensor.to_dense, sparse)]
+
+
+def by_keyword(group: Group) -> list[Tensor]:
+    """With a ProcessGroup's own methods, and single options in place of an object of them."""
+    n, r, limit = group.size(), group.rank(), timedelta(minutes=1)
+    a, b, c = (mine(group, 3, plus=i) for i in range(3))
+    group.broadcast(a, root=1).wait()
+    group.allreduce(b, op=ReduceOp.MAX, timeout=limit).wait()
+    group.reduce(c, root=0, op=ReduceOp.PRODUCT).wait()
+    parts = [torch.zeros(3) for _ in range(n)]
+    group.gather(parts if r == 1 else [], mine(group, 3), root=1).wait()
+    received = torch.zeros(3)
+    group.scatter(received, [mine(group, 3, plus=s) for s in range(n)] if not r else [], 0).wait()
+    group.barrier(timeout=limit).wait()
+    return [a, b, *([c] if r == 0 else []), *parts, received]
+
+
 def messages(group: Group) -> list[Tensor]:
     n, r = group.size(), group.rank()
     after, before = (r + 1) % n, (r - 1) % n
@@ -290,6 +346,9 @@ CASES: dict[str, Callable[[Group], list[Tensor]]] = {
             gather,
             scatter,
             all_to_all,
+            overlapping,
+            lists_of_several,
+            by_keyword,
             messages,
             objects,
             by_functional,
@@ -508,7 +567,7 @@ def test_errors(group: Group) -> None:
     raises(RuntimeError, "single memory location", works[0].wait)
 
     # An invalid call of one rank raises before anything is issued.
-    raises(ValueError, "must be", lambda: dist.all_gather([x], x, group=group))
+    raises(ValueError, "length must be", lambda: dist.all_gather([x], x, group=group))
     raises(
         ValueError,
         "input_split_sizes",
@@ -526,6 +585,90 @@ def test_errors(group: Group) -> None:
         raises(ValueError, text, lambda x=opaque: dist.broadcast(x, group=group, group_src=0))
     meta = torch.ones(2, device="meta")
     raises(ValueError, "on the meta device", lambda: dist.all_reduce(meta, group=group))
+
+
+def options(kind: str, root: int, root_tensor: int = 0) -> Any:
+    """Return c10d's options of a rooted collective."""
+    result = getattr(dist, f"{kind}Options")()
+    result.rootRank = root
+    if root_tensor:
+        result.rootTensor = root_tensor
+    return result
+
+
+def test_arguments(group: Group, gloo: Group) -> None:
+    """Invalid ones raise the errors that they raise on gloo, before anything is issued."""
+    n, r = group.size(), group.rank()
+    away = (r + 1) % n
+    x, double, longer = torch.zeros(1), torch.zeros(1).double(), torch.zeros(2)
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (1,))
+    broadcast, reduce, gather, scatter = (
+        partial(options, kind) for kind in ("Broadcast", "Reduce", "Gather", "Scatter")
+    )
+    cases: list[tuple[str, Callable[[Group], Any]]] = []
+    for root in (-1, n):
+        cases += [
+            ("invalid root rank", lambda g, root=root: g.broadcast([x], broadcast(root))),
+            ("invalid root rank", lambda g, root=root: g.reduce([x], reduce(root))),
+            ("invalid root rank", lambda g, root=root: g.gather([], [x], gather(root))),
+            ("invalid root rank", lambda g, root=root: g.scatter([x], [], scatter(root))),
+        ]
+    for wrong, text in (double, "invalid tensor type"), (longer, "invalid tensor size"):
+        cases += [
+            (text, lambda g, wrong=wrong: g.broadcast([x, wrong], broadcast(r))),
+            (text, lambda g, wrong=wrong: g.allreduce([x, wrong])),
+            (text, lambda g, wrong=wrong: g.scatter([x], [[wrong] * n], scatter(r))),
+            (text, lambda g, wrong=wrong: g.gather([[wrong] * n], [x], gather(r))),
+            (text, lambda g, wrong=wrong: g.allgather([[x, x] * n] * 2, [x, wrong])),
+        ]
+    for length in (n - 1, n + 1):
+        sizes = f"list size {length}. "
+        cases += [
+            (f"Incorrect input {sizes}", lambda g, k=length: g.scatter([x], [[x] * k], scatter(r))),
+            (f"Incorrect output {sizes}", lambda g, k=length: g.gather([[x] * k], [x], gather(r))),
+            ("invalid output tensor list", lambda g, k=length: g.allgather([[x] * k], [x])),
+        ]
+    cases += [
+        ("invalid root tensor", lambda g: g.broadcast([x], broadcast(r, 1))),
+        ("invalid root tensor", lambda g: g.broadcast([x], broadcast(r, -1))),
+        ("invalid root tensor", lambda g: g.broadcast([], broadcast(r))),
+        ("single-element", lambda g: g.reduce([x, x], reduce(r))),
+        ("single-element output tensor list", lambda g: g.scatter([], [], scatter(0))),
+        ("single-element output tensor list", lambda g: g.scatter([x, x], [], scatter(0))),
+        ("single-element input list", lambda g: g.scatter([x], [], scatter(r))),
+        ("single-element input list", lambda g: g.scatter([x], [[x] * n] * 2, scatter(r))),
+        ("requires empty input on non-root", lambda g: g.scatter([x], [[x] * n], scatter(away))),
+        ("single-element input tensor list", lambda g: g.gather([], [], gather(0))),
+        ("single-element input tensor list", lambda g: g.gather([], [x, x], gather(0))),
+        ("single-element output list", lambda g: g.gather([], [x], gather(r))),
+        ("single-element output list", lambda g: g.gather([[x] * n] * 2, [x], gather(r))),
+        ("requires empty output on non-root", lambda g: g.gather([[x] * n], [x], gather(away))),
+        ("requires non-empty tensor list", lambda g: g.allreduce([])),
+        ("requires non-empty tensor list", lambda g: g.allreduce_coalesced([])),
+        ("invalid tensor layout", lambda g: g.allreduce([x, sparse])),
+        ("invalid tensor layout at index", lambda g: g.allreduce_coalesced([x, sparse])),
+        ("unsupported layout", lambda g: g.allreduce_coalesced([sparse, sparse.clone()])),
+        ("unsupported reduction operation", lambda g: g.allreduce([sparse], ReduceOp.MAX)),
+        ("requires non-empty input tensor list", lambda g: g.allgather([], [])),
+        ("tensor lists to have the same length", lambda g: g.allgather([], [x])),
+        ("tensor lists to have the same length", lambda g: g.allgather([[x] * n] * 2, [x])),
+        ("invalid tensor type", lambda g: g.allgather([[x, *[double] * (n - 1)]], [x])),
+    ]
+    for text, call in cases:
+        for each in (gloo, group):
+            raises(RuntimeError, text, partial(call, each))
+    # Others, which are undefined on gloo.
+    for call in (
+        lambda: dist.send(x, group_dst=-2, group=group),
+        lambda: dist.recv(x, group_src=n, group=group),
+        lambda: dist.reduce_scatter(x, [double] * n, group=group),
+        lambda: dist.all_to_all([x] * n, [double] * n, group=group),
+        lambda: dist.all_to_all([x] * n, [x] * (n - 1), group=group),
+        lambda: group.allgather([[x] * n], [double]),
+    ):
+        raises(ValueError, "", call)
+    for given, error in ({"roots": 1}, TypeError), ({"root": n}, ValueError):
+        raises(error, "root", lambda given=given: group.broadcast(x, **given))
 
 
 def same(group: Group, other: Group) -> None:
@@ -547,7 +690,9 @@ def main() -> None:
     assert dist.get_backend() == "horo_lite" and (world.rank(), world.size()) == (rank, size)
     assert by_mpi or (str(rank), str(size)) == (os.environ["RANK"], os.environ["WORLD_SIZE"])
     assert hvd.init() is hvd.context.world()  # the same world
-    same(world, dist.new_group(backend="gloo"))
+    everyone = dist.new_group(backend="gloo")
+    same(world, everyone)
+    test_arguments(world, everyone._get_backend(torch.device("cpu")))
     test_what_gloo_cannot(world)
     test_errors(world)
 

@@ -6,6 +6,8 @@ process group that a program creates with it.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -59,6 +61,13 @@ def new_process_group(options: Any) -> ProcessGroup:
         group = world.group
     else:
         group = groups.new_group_of_members(ranks, options.group_id)
+    if not ranks and rank == 0 and "ignite.distributed" in sys.modules:
+        warnings.warn(
+            "Ignite's auto_model() knows the backends nccl, gloo, mpi and horovod: on horo_lite it "
+            "does not wrap a model in DistributedDataParallel, and replicas diverge. Do it "
+            "yourself: model = DistributedDataParallel(idist.auto_model(model))",
+            stacklevel=2,
+        )
     return ProcessGroup(rank, size, group, options.group_id, timeout_s, owns_world=owns_world)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from horo_lite import _native
+from horo_lite.torch.distributed.arguments import ArgumentError, own_part
 from horo_lite.torch.submission import refuse_opaque
 
 _C_ORDER = torch.contiguous_format
-_OP_NAMES = {op: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 # Other dtypes, which the core does not know, travel as bytes.
 _KNOWN = frozenset(
     {
@@ -47,39 +45,42 @@ class Staged:
         self.is_async = is_async
         self.is_complex = False
         self._before: list[Callable[[Any], None]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
         self._after: list[Callable[[Any], None]] = []
 
-    def input(self, tensor: Tensor) -> Tensor:
-        """Return dense memory with the contents of the tensor."""
-        return self._plain(tensor.resolve_conj().resolve_neg()).contiguous()
+    def in_place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return dense memory with the tensors' contents, which will be copied back to them."""
+        return self._written(tensors, keeps_contents=True)
 
-    def inputs(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return dense memory with the tensors' contents, which may be read during the writes."""
-        memory = [self.input(x) for x in tensors]
-        read, written = ([_extent(x) for x in each] for each in (tensors, outputs))
-        if any(a < end and begin < b for begin, end in read for a, b in written):
-            memory = [x.clone() for x in memory]
-        return memory
+    def transfer(
+        self, send: Sequence[Sequence[Tensor]], receive: Sequence[Sequence[Tensor]], rank: int
+    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Return dense memory from which to send and into which to receive.
 
-    def output(self, tensor: Tensor) -> Tensor:
-        """Return dense memory whose contents will be copied to the tensor if necessary."""
-        memory = self._plain(tensor)
-        if memory.is_contiguous() and not memory.is_neg():
-            return memory
-        return self._copied_back(memory, torch.empty_like(memory, memory_format=_C_ORDER))
+        Both contain a list of tensors for each rank, or one for all ranks. What is read is copied
+        first if it overlaps anything that is written. The one exception is what this rank sends to
+        itself, which may be the very memory in which it is received.
+        """
+        received = iter(self._written([x for each in receive for x in each]))
+        memory = [[next(received) for _ in each] for each in receive]
+        written = sorted(_extent(x) for each in memory for x in each)
+        own = [_extent(x) for x in own_part(memory, rank)]
+        sent = []
+        for r, each in enumerate(send):
+            same = own if r == rank or len(send) == 1 else []
+            sent.append([self._read(x, written, same[i : i + 1]) for i, x in enumerate(each)])
+        return sent, memory
 
-    def output_of(self, tensor: Tensor, copy: Tensor) -> Tensor:
-        """Return the copy; its contents will be copied to the tensor, which may have any shape."""
-        memory = self._plain(tensor)
-        self._copied_back(memory, copy.view(memory.shape))
-        return copy
-
-    def in_place(self, tensor: Tensor) -> Tensor:
-        """Return dense memory with the tensor's contents, which will be copied back to it."""
-        memory = self._plain(tensor)
-        if memory.is_contiguous() and not memory.is_neg():
-            return memory
-        return self._copied_back(memory, memory.clone(memory_format=_C_ORDER))
+    def rows(self, tensor: Tensor, sizes: Sequence[int], *, is_written: bool) -> list[Tensor]:
+        """Return consecutive parts of a tensor in C order, which are views of it if it is dense."""
+        dense = host_memory(tensor)
+        if not _is_dense(dense):
+            dense = torch.empty_like(dense, memory_format=_C_ORDER)
+            if is_written:
+                self._copies.append((tensor.detach(), dense))
+            else:
+                dense.copy_(tensor.detach())
+        return list(dense.view(-1).split(list(sizes)))
 
     def do_before(self, step: Callable[[Any], None]) -> None:
         """Call `step` with the operation's result before tensors are copied back."""
@@ -91,43 +92,66 @@ class Staged:
 
     def finish(self) -> Callable[[Any], None] | None:
         """Return a function that executes all steps; None if there are none."""
-        steps = [*self._before, *self._after]
-        if not steps:
+        if not (self._before or self._copies or self._after):
             return None
         mode = torch.is_inference_mode_enabled()  # it is per thread, and another one may run this
 
         def run(result: Any) -> None:
             with torch.inference_mode(mode):
-                for step in steps:
+                for step in self._before:
+                    step(result)
+                for memory, copy in self._copies:
+                    memory.copy_(copy)
+                for step in self._after:
                     step(result)
 
         return run
 
-    def _copied_back(self, memory: Tensor, copy: Tensor) -> Tensor:
-        def copy_back(_: Any) -> None:
-            memory.copy_(copy)
+    def _written(self, tensors: Sequence[Tensor], keeps_contents: bool = False) -> list[Tensor]:
+        memory = [host_memory(x) for x in tensors]
+        overlapping = _overlapping([_extent(x) for x in memory])
+        for i, x in enumerate(memory):
+            if i in overlapping or not _is_dense(x):
+                memory[i] = torch.empty_like(x, memory_format=_C_ORDER)
+                if keeps_contents:
+                    memory[i].copy_(x)
+                self._copies.append((x, memory[i]))
+        return [self._real(x) for x in memory]
 
-        self._after.insert(0, copy_back)
-        return copy
+    def _read(
+        self, tensor: Tensor, written: list[tuple[int, int]], same: list[tuple[int, int]]
+    ) -> Tensor:
+        memory = self._real(host_memory(tensor).resolve_conj().resolve_neg().contiguous())
+        extent = begin, end = _extent(memory)
+        if extent in same:
+            return memory
+        at = bisect_left(written, (end, 0)) - 1  # the last one that begins before the end
+        return memory.clone() if at >= 0 and begin < written[at][1] else memory
 
-    def _plain(self, tensor: Tensor) -> Tensor:
-        refuse_opaque(tensor)
-        if not tensor.is_cpu:
-            raise ValueError(
-                f"a tensor is on {tensor.device}: torch.distributed's backend horo_lite is for "
-                "CPU tensors. For GPUs, use the backend nccl, or the DistributedOptimizer of "
-                "horo_lite.torch, which uses NCCL"
-            )
-        if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"a tensor's layout is {tensor.layout}: only all_reduce accepts a layout other "
-                "than strided, and only sparse_coo. Call .to_dense() first"
-            )
-        tensor = tensor.detach()
-        if tensor.is_complex():
-            self.is_complex = True
-            return torch.view_as_real(tensor.resolve_conj())
-        return tensor
+    def _real(self, tensor: Tensor) -> Tensor:
+        self.is_complex |= tensor.is_complex()
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def host_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor's data; raise an error unless they are numbers in this host's memory."""
+    refuse_opaque(tensor)
+    if not tensor.is_cpu:
+        raise ArgumentError(
+            f"a tensor is on {tensor.device}: torch.distributed's backend horo_lite is for "
+            "CPU tensors. For GPUs, use the backend nccl, or the DistributedOptimizer of "
+            "horo_lite.torch, which uses NCCL"
+        )
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(
+            f"unsupported layout of a tensor, {tensor.layout}: only all_reduce accepts a layout "
+            "other than strided, and only sparse_coo. Call .to_dense() first"
+        )
+    return tensor.detach()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def memory_of(tensors: Sequence[Tensor], writable: bool = True) -> _native.Tensors:
@@ -140,75 +164,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _KNOWN else tensor.view(torch.uint8)
 
 
-def described(tensors: Sequence[Tensor]) -> str:
-    """Return dtypes and numbers of elements, on which alone transfers depend."""
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}[{x.numel()}]" for x in tensors)
-
-
-def listed(tensors: Any) -> list[Tensor]:
-    """Return a tensor, or several, as a list."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def nested(tensors: Any) -> list[list[Tensor]]:
-    """Return a list of tensors, or several, as a list of lists."""
-    return [tensors] if isinstance(tensors[0], Tensor) else list(tensors)
-
-
-def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the parts concatenated in new memory, and a view of each in it."""
-    ends = list(itertools.accumulate(x.numel() for x in parts))
-    whole = torch.cat([x.detach().reshape(-1) for x in parts])
-    begins = [0, *ends[:-1]]
-    return whole, [whole[begin:end] for begin, end in zip(begins, ends, strict=True)]
-
-
-def cut(x: Tensor, sizes: Sequence[int] | None, n: int, which: str) -> list[Tensor]:
-    """Return the rows of a contiguous tensor for each of n ranks."""
-    if not sizes:
-        if x.dim() == 0 or len(x) % n:
-            raise ValueError(
-                f"all_to_all: the {which}, of shape {list(x.shape)}, cannot be divided equally "
-                f"among {n} ranks: pass {which}_split_sizes"
-            )
-        return list(x.split(len(x) // n)) if len(x) else [x] * n
-    if len(sizes) != n or sum(sizes) != len(x):
-        raise ValueError(
-            f"all_to_all: {which}_split_sizes must be {n} numbers whose sum is {len(x)}, the "
-            f"number of rows, not {list(sizes)}"
-        )
-    return list(x.split(list(sizes)))
-
-
-def check_number(tensors: Sequence[Any], n: int, what: str) -> None:
-    """Raise ValueError unless there is one tensor, or list of tensors, for each of n ranks."""
-    if len(tensors) != n:
-        raise ValueError(f"{what} must be {n}, one for each rank, not {len(tensors)}")
-
-
-def check_alike(tensors: Sequence[Tensor], like: Tensor, what: str) -> None:
-    """Raise ValueError unless the tensors for all ranks are equal to this rank's own in size."""
-    for r, x in enumerate(tensors):
-        if x.nbytes != like.nbytes or (x.dtype != like.dtype and not x.is_complex()):
-            raise ValueError(
-                f"{what} tensor for rank {r} is {described([x])}, but this rank's own is "
-                f"{described([like])}: they must be the same"
-            )
-
-
-def is_apart(output: Tensor, parts: Sequence[Sequence[Tensor]], own: Tensor) -> bool:
-    """Return whether an output may be written while parts of the inputs are still read.
-
-    It may have the same memory as `own`, the part that it is the result of.
-    """
-    begin, end = _extent(output)
-    for each in parts:
-        for x in each:
-            first, last = _extent(x)
-            is_same = x is own and (first, last) == (begin, end)
-            if first < end and begin < last and not (is_same and x.is_contiguous()):
-                return False
-    return True
+def _overlapping(extents: Sequence[tuple[int, int]]) -> set[int]:
+    """Return the indices of the extents that overlap another one."""
+    found: set[int] = set()
+    last = -1  # the one that ends last
+    for i in sorted(range(len(extents)), key=extents.__getitem__):
+        begin, end = extents[i]
+        if begin == end:
+            continue
+        if last >= 0 and begin < extents[last][1]:
+            found |= {i, last}
+        if last < 0 or end > extents[last][1]:
+            last = i
+    return found
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
@@ -217,28 +185,3 @@ def _extent(x: Tensor) -> tuple[int, int]:
         return 0, 0
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
     return x.data_ptr(), x.data_ptr() + reach * x.element_size()
-
-
-def op_of(opts: Any) -> tuple[str, float]:
-    """Return the name of the reduction, and the factor of each rank's contribution."""
-    given = getattr(opts, "reduceOp", opts)
-    if given is None:
-        return "SUM", 1.0
-    name = _OP_NAMES[getattr(given, "op", given)]
-    return name, float(given.factor) if name == "PREMUL_SUM" else 1.0
-
-
-def root_of(opts: Any) -> int:
-    """Return the root's rank in the process group."""
-    return int(getattr(opts, "rootRank", 0))
-
-
-def timeout_of(opts: Any) -> float:
-    """Return the timeout of an operation in seconds; 0 if the caller has set none."""
-    timeout = getattr(opts, "timeout", None)
-    return max(0.0, timeout.total_seconds()) if isinstance(timeout, timedelta) else 0.0
-
-
-def is_async(opts: Any) -> bool:
-    """Return whether the caller may never wait for the operation."""
-    return bool(getattr(opts, "asyncOp", True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from horo_lite import _native
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.errors import MismatchError
+from horo_lite.torch.distributed.arguments import Access
 from horo_lite.transports import Transport
 from horo_lite.transports.agreement import agree, digest_of, exchange_bytes
 from horo_lite.transports.interface import Reduction
@@ -44,6 +45,9 @@ class Collective(Call[T]):
     """A collective; `contract` is what must be the same on all ranks, one item per line."""
 
     contract: str = ""
+
+    access: ClassVar[Access]
+    """What it reads and writes, if it moves tensors from some to others."""
 
     def run(self, part: Part, transport: Transport) -> Finish[T]:
         agree(transport, part.label, self._text, lambda: f"{part.label}\n{self._text}")
@@ -107,6 +111,7 @@ class AllGather(Collective[None]):
     """Copies the tensors of each rank to all ranks. The contract contains the sizes of each."""
 
     kind = "all_gather"
+    access = Access(writes_each=True)
 
     def move(self, part: Part, transport: Transport) -> None:
         assert isinstance(part, Buffers)
@@ -125,6 +130,7 @@ class ReduceScatter(Collective[None]):
     reduction: Reduction = _SUM
 
     kind = "reduce_scatter"
+    access = Access(reads_each=True)
 
     def move(self, part: Part, transport: Transport) -> None:
         assert isinstance(part, Buffers)
@@ -145,6 +151,7 @@ class AllToAll(Collective[None]):
     n_bytes: Sequence[Sequence[int]] = ()
 
     kind = "all_to_all"
+    access = Access(reads_each=True, writes_each=True)
 
     def move(self, part: Part, transport: Transport) -> None:
         assert isinstance(part, Buffers)
@@ -158,6 +165,7 @@ class Gather(AllToAll):
     """Copies the tensors of each rank to one rank."""
 
     kind = "gather"
+    access = Access(writes_each=True, written_at_root=True, is_even=True)
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,7 @@ class Scatter(AllToAll):
     """Sends tensors from one rank to each rank."""
 
     kind = "scatter"
+    access = Access(reads_each=True, read_at_root=True, is_even=True)
 
 
 @dataclass(frozen=True)

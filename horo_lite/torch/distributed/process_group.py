@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -25,29 +26,28 @@ from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AllReduce, Op
 from horo_lite.start import groups, session, stall
-from horo_lite.torch.distributed.memory import (
-    Staged,
-    as_bytes,
+from horo_lite.torch.distributed.arguments import (
+    ArgumentError,
+    Options,
     check_alike,
-    check_number,
-    cut,
+    check_root,
     described,
-    is_apart,
-    is_async,
-    joined,
     listed,
-    memory_of,
     nested,
-    op_of,
-    root_of,
-    timeout_of,
+    only,
+    only_list,
+    own_part,
+    row_sizes,
+    some,
 )
+from horo_lite.torch.distributed.memory import Staged, as_bytes, memory_of
 from horo_lite.torch.distributed.operations import (
     AllGather,
     AllToAll,
     Barrier,
     Broadcast,
     Buffers,
+    Collective,
     Gather,
     GatherSparse,
     ReduceScatter,
@@ -82,6 +82,13 @@ _BITWISE = {
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
+}
+_LOCALLY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **dict.fromkeys(_LINEAR, torch.add),
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "PRODUCT": torch.mul,
+    **_BITWISE,
 }
 _COUNTER = "torch.distributed's collectives"  # in Group.kept
 
@@ -236,13 +243,31 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Reductions.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """Reduce tensors in place."""
-        return self._reduced("all_reduce", listed(tensors), op_of(opts), timeout_of(opts))
+    def allreduce(self, tensors: Any, *options: Any, **named: Any) -> Work:
+        """Reduce a tensor in place; several of one size and dtype to their common reduction."""
+        what, given, o = "all_reduce", listed(tensors), Options.of(options, named)
+        first, *others = some(what, given)
+        if not others:
+            return self._reduced(what, given, o)
+        check_alike(what, "list", given, [first] * len(given))
+        if first.is_sparse:
+            _check_sparse(o.op, first)
+        with torch.no_grad():
+            total = functools.reduce(_LOCALLY[o.op], others, first.clone())
+        return self._reduced(
+            what, [total], o, results=given, after=lambda _: _copy_to_all(total, given)
+        )
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """Reduce tensors in place, together."""
-        return self.allreduce(list(tensors), opts)
+    def allreduce_coalesced(self, tensors: Any, *options: Any, **named: Any) -> Work:
+        """Reduce tensors in place, each for itself, in one operation."""
+        what = "all_reduce_coalesced"
+        given = some(what, tensors)
+        for i, x in enumerate(given):
+            if x.layout is not given[0].layout:
+                raise ArgumentError(f"{what}: invalid tensor layout at index {i}: {x.layout}")
+            if x.layout is not torch.strided:
+                raise ArgumentError(f"{what}: unsupported layout {x.layout}: use all_reduce")
+        return self._reduced("all_reduce", given, Options.of(options, named))
 
     def average(
         self,
@@ -259,178 +284,145 @@ class ProcessGroup(dist.ProcessGroup):
             shared: The memory that contains the tensor, if the ranks share it.
         """
         return self._reduced(
-            "all_reduce", [tensor], ("AVG", 1.0), 0.0, compression=compression, shared=shared
+            "all_reduce", [tensor], Options("AVG"), compression=compression, shared=shared
         )
 
-    def reduce(self, tensors: Any, opts: Any = None) -> Work:
-        """Reduce tensors in place on one rank; those of the others are not changed."""
-        root = root_of(opts)
-        given = listed(tensors)
-        work = given if self.rank() == root else [x.detach().clone() for x in given]
-        return self._reduced("reduce", work, op_of(opts), timeout_of(opts), root=root)
+    def reduce(self, tensors: Any, *options: Any, **named: Any) -> Work:
+        """Reduce a tensor in place on one rank; those of the others are not changed."""
+        o = Options.of(options, named)
+        root, given = self._root("reduce", o), only("reduce", "", tensors)
+        work = given if self.rank() == root else given.detach().clone()
+        return self._reduced("reduce", [work], o, root=root)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, *options: Any, **named: Any) -> Work:
         """Reduce the ranks' inputs for this rank into the output."""
-        (output,), (parts,) = listed(outputs), nested(inputs)
-        check_number(parts, self.size(), "reduce_scatter: input tensors")
-        return self._reduce_scattered([output], [parts], opts)
+        o, output = Options.of(options, named), only("reduce_scatter", "output", outputs)
+        parts = [[x] for x in only_list("reduce_scatter", "input", inputs)]
+        return self._reduce_scattered([output], parts, o, Staged(o.is_async))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: Tensor, input: Tensor, *options: Any, **named: Any
+    ) -> Work:
         """Write this rank's part of the reduction of the ranks' inputs to the output."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], *options, **named)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any, **named: Any
     ) -> Work:
         """Do `reduce_scatter_single` with each pair, in one operation."""
-        parts = []
+        o = Options.of(options, named)
+        staged = Staged(o.is_async)
+        self._check_wholes("reduce_scatter", "input", inputs, "output", outputs)
+        parts: list[list[Tensor]] = [[] for _ in range(self.size())]
         for output, each in zip(outputs, inputs, strict=True):
-            if each.numel() != output.numel() * self.size():
-                raise ValueError(
-                    f"reduce_scatter: the input has {each.numel()} elements, not the output's "
-                    f"{output.numel()} for each of {self.size()} ranks"
-                )
-            whole, n = each.detach().contiguous().view(-1), output.numel()
-            parts.append([whole.narrow(0, r * n, n) for r in range(self.size())])
-        return self._reduce_scattered(list(outputs), parts, opts)
+            sizes = [output.numel()] * self.size()
+            for r, row in enumerate(staged.rows(each, sizes, is_written=False)):
+                parts[r].append(row)
+        return self._reduce_scattered(list(outputs), parts, o, staged)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scattered(
-        self, outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any
+        self, outputs: list[Tensor], parts: list[list[Tensor]], o: Options, staged: Staged
     ) -> Work:
-        """Reduce the ranks' parts for this rank into each output.
-
-        parts[i] contains this rank's parts of the i-th output for all ranks.
-        """
-        for output, each in zip(outputs, parts, strict=True):
-            if output.numel() != each[self.rank()].numel():
-                raise ValueError(
-                    f"reduce_scatter: the output is {described([output])}, but this rank's input "
-                    f"for itself is {described([each[self.rank()]])}"
-                )
-        op_name, factor = op_of(opts)
-        mine = [each[self.rank()] for each in parts]
-        ops = _BOOL_OPS if all(x.dtype == torch.bool for x in mine) else _OPS
+        """Reduce the ranks' parts for this rank into the outputs; parts[r] is for rank r."""
+        what = "reduce_scatter"
+        ReduceScatter.access.check(what, parts, [outputs], self.rank(), self.size(), 0)
+        is_bool = all(x.dtype == torch.bool for x in outputs)
+        ops = _BOOL_OPS if is_bool else _OPS
         # The decision must be the same on all ranks.
         if (
             self.group.transport.host.reduce_scatter is None
-            or op_name not in ops
-            or any(x.is_complex() and op_name not in _LINEAR for x in mine)
+            or o.op not in ops
+            or any(x.is_complex() and o.op not in _LINEAR for x in outputs)
         ):
-            return self._reduce_scattered_by_all_reduce(outputs, parts, opts)
-        staged = Staged(is_async(opts))
-        send = [[staged.input(each[r]) for each in parts] for r in range(self.size())]
-        receive = []
-        for i, output in enumerate(outputs):
-            own = send[self.rank()][i]
-            if output.dtype == mine[i].dtype and is_apart(output, parts, mine[i]):
-                receive.append(staged.output(output))
-            else:  # it may overlap memory that others still have to read
-                receive.append(staged.output_of(output, torch.empty_like(own)))
-        each_of = [described(each) for each in send]
-        shown = each_of[:1] if len(set(each_of)) == 1 else each_of
-        if ops is _BOOL_OPS:
+            return self._reduce_scattered_by_all_reduce(outputs, parts, o)
+        send, (receive,) = staged.transfer(parts, [outputs], self.rank())
+        contract = f"{o.op}, factor {o.factor}, of {_of_ranks(send)}"
+        if is_bool:
             receive = [x.view(torch.uint8) for x in receive]
             send = [[x.view(torch.uint8) for x in each] for each in send]
-        reduction = Reduction.of(ops[op_name].value, "none", factor, 1.0, [1.0] * self.size())
-        call = ReduceScatter(
-            contract=f"{op_name}, factor {factor}, of {'; '.join(shown)}",
-            reduction=reduction,
-        )
+        reduction = Reduction.of(ops[o.op].value, "none", o.factor, 1.0, [1.0] * self.size())
         part = Buffers(
             send=[_native.Tensors(each, writable=False) for each in send],
             receive=[result := _native.Tensors(receive)],
         )
         _native.check_reducible(result, reduction.op)
-        return self._issue("reduce_scatter", call, part, outputs, timeout_of(opts), staged)
+        call = ReduceScatter(contract=contract, reduction=reduction)
+        return self._issue(what, call, part, outputs, o, staged)
 
     def _reduce_scattered_by_all_reduce(
-        self, outputs: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], opts: Any
+        self, outputs: list[Tensor], parts: list[list[Tensor]], o: Options
     ) -> Work:
         """Do it with an all-reduce of copies of the parts, which sends everything to all ranks."""
-        wholes = [joined(each) for each in parts]
+        sizes = [x.numel() for each in parts for x in each]
+        flat = [x.detach().reshape(-1) for each in parts for x in each]
+        wholes = [torch.cat(flat[i :: len(outputs)]) for i in range(len(outputs))]
+        begins = [sum(sizes[i :: len(outputs)][: self.rank()]) for i in range(len(outputs))]
 
         def finish(_: Any) -> None:
-            for output, (_, views) in zip(outputs, wholes, strict=True):
-                output.detach().copy_(views[self.rank()].view_as(output))
+            for output, whole, begin in zip(outputs, wholes, begins, strict=True):
+                mine = whole[begin : begin + output.numel()]
+                output.detach().copy_(mine.view(output.shape))
 
-        return self._reduced(
-            "reduce_scatter",
-            [whole for whole, _ in wholes],
-            op_of(opts),
-            timeout_of(opts),
-            results=outputs,
-            after=finish,
-            is_async=is_async(opts),
-        )
+        return self._reduced("reduce_scatter", wholes, o, results=outputs, after=finish)
 
     def _reduced(
         self,
         what: str,
         tensors: Sequence[Tensor],
-        op: tuple[str, float],
-        timeout_s: float,
+        o: Options,
         *,
         root: int | None = None,
         compression: Compressor = Compression.none,
         results: Sequence[Tensor] | None = None,
         after: Callable[[Any], None] | None = None,
-        is_async: bool = True,
         shared: SharedMemory | None = None,
     ) -> Work:
-        op_name, factor = op
-        if tensors[0].layout is torch.sparse_coo:
-            return self._reduced_sparse(tensors, op_name, timeout_s)
-        staged = Staged(is_async)
-        memory = [staged.in_place(x) for x in tensors]
-        names = () if what == "all_reduce" else (what,) * len(memory)
-        if root is not None:
-            names = (f"reduce to rank {self._world_ranks[root]}",) * len(memory)
+        staged = Staged(o.is_async)
         if after is not None:
             staged.do_after(after)
         results = tensors if results is None else results
+        if tensors[0].layout is torch.sparse_coo:
+            return self._reduced_sparse(tensors[0], o, results, staged)
+        memory = staged.in_place(tensors)
+        names = () if what == "all_reduce" else (what,) * len(memory)
+        if root is not None:
+            names = (f"reduce to rank {self._world_ranks[root]}",) * len(memory)
         is_bool = all(x.dtype == torch.bool for x in memory)
         ops = _BOOL_OPS if is_bool else _OPS
-        if op_name in _BITWISE and op_name not in ops:
-            return self._reduced_bitwise(op_name, memory, staged, results, timeout_s)
-        if op_name not in ops or (op_name not in _LINEAR and staged.is_complex):
-            raise ValueError(f"{what}: {op_name} of {tensors[0].dtype} has no meaning")
+        if o.op in _BITWISE and o.op not in ops:
+            return self._reduced_bitwise(o, memory, staged, results)
+        if o.op not in ops or (o.op not in _LINEAR and staged.is_complex):
+            raise ArgumentError(_meaningless(what, o.op, tensors[0]))
         if is_bool:
             memory = [x.view(torch.uint8) for x in memory]
         part = Part(HostArrays(memory, fresh=True), shared=shared)
-        call = _all_reduce(ops[op_name], compression, factor, names)
+        call = _all_reduce(ops[o.op], compression, o.factor, names)
         call.check(part)
-        return self._issue(what, call, part, results, timeout_s, staged)
+        return self._issue(what, call, part, results, o, staged)
 
     def _reduced_bitwise(
-        self,
-        op_name: str,
-        memory: Sequence[Tensor],
-        staged: Staged,
-        results: Sequence[Tensor],
-        timeout_s: float,
+        self, o: Options, memory: list[Tensor], staged: Staged, results: Sequence[Tensor]
     ) -> Work:
         if any(x.dtype.is_floating_point for x in memory):
-            raise ValueError(f"all_reduce: {op_name} of floating-point numbers has no meaning")
+            raise ArgumentError(_meaningless("all_reduce", o.op, memory[0]))
         everyone = [[torch.empty_like(x) for x in memory] for _ in range(self.size())]
 
         def finish(_: Any) -> None:
             for i, x in enumerate(memory):
                 x.copy_(everyone[0][i])
                 for other in everyone[1:]:
-                    _BITWISE[op_name](x, other[i], out=x)
+                    _BITWISE[o.op](x, other[i], out=x)
 
         staged.do_before(finish)
-        return self._gathered_all(
-            f"all_reduce {op_name}", memory, everyone, results, timeout_s, staged
-        )
+        return self._gathered_all(f"all_reduce {o.op}", memory, everyone, results, o, staged)
 
-    def _reduced_sparse(self, tensors: Sequence[Tensor], op_name: str, timeout_s: float) -> Work:
-        (tensor,) = tensors
-        if op_name not in ("SUM", "AVG"):
-            raise ValueError(f"all_reduce: sparse tensors support only SUM and AVG, not {op_name}")
+    def _reduced_sparse(
+        self, tensor: Tensor, o: Options, results: Sequence[Tensor], staged: Staged
+    ) -> Work:
+        _check_sparse(o.op, tensor)
         local = tensor.detach().coalesce()
         indices, values = local.indices().contiguous(), local.values().contiguous()
         shape, size = values.shape[1:], self.size()
@@ -451,73 +443,104 @@ class ProcessGroup(dist.ProcessGroup):
                 tensor.shape,
                 check_invariants=False,
             ).coalesce()
-            if op_name == "AVG":
+            if o.op == "AVG":
                 whole = whole / size
-            with torch.no_grad():  # detach() of a sparse tensor does not share its memory
-                tensor.copy_(whole)
+            _copy_to_all(whole, [tensor])
 
-        staged = Staged(True)
-        staged.do_after(finish)
-        contract = f"{op_name} of sparse {tensor.dtype}{list(tensor.shape)}"
+        staged.do_before(finish)
+        contract = f"{o.op} of sparse {tensor.dtype}{list(tensor.shape)}"
         as_bytes = values.view(-1).view(torch.uint8) if values.numel() else torch.empty(0).byte()
         part = Buffers(send=[_native.Tensors([indices, as_bytes], writable=False)])
         call = GatherSparse(contract=contract, n_axes=len(indices))
-        return self._issue("all_reduce", call, part, [tensor], timeout_s, staged)
+        return self._issue("all_reduce", call, part, results, o, staged)
 
     # Moving tensors.
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
-        """Copy the root's tensors to every rank, in place."""
-        root = root_of(opts)
-        staged, given = Staged(True), listed(tensors)
-        memory = [staged.in_place(x) for x in given]
+    def broadcast(self, tensors: Any, *options: Any, **named: Any) -> Work:
+        """Copy the root's tensor, or one of several that it has, to every rank's, in place."""
+        o, given = Options.of(options, named), listed(tensors)
+        root = self._root("broadcast", o)
+        if not 0 <= o.root_tensor < len(given):
+            raise ArgumentError(
+                f"broadcast: invalid root tensor: {o.root_tensor} of {len(given)} tensors"
+            )
+        check_alike("broadcast", "list", given, given[:1] * len(given))
+        staged, chosen = Staged(is_async=True), given[o.root_tensor]
+        if len(given) > 1:
+            copy = chosen = chosen.detach().clone()
+            staged.do_after(lambda _: _copy_to_all(copy, given))
+        memory = staged.in_place([chosen])
         contract = f"from rank {self._world_ranks[root]}: {described(memory)}"
         part = Part(HostArrays([as_bytes(x) for x in memory], fresh=True))
         call = Broadcast(contract=contract, root=root)
-        return self._issue("broadcast", call, part, given, timeout_of(opts), staged)
+        return self._issue("broadcast", call, part, given, o, staged)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Copy each rank's tensor into the output for it; they may differ in size."""
-        (lists,), (given,) = nested(outputs), listed(inputs)
-        check_number(lists, self.size(), "all_gather: output tensors")
-        staged = Staged(is_async(opts))
-        everyone = [[staged.output(x)] for x in lists]
-        return self._gathered_all(
-            "all_gather", [staged.input(given)], everyone, lists, timeout_of(opts), staged
-        )
+    def allgather(self, outputs: Any, inputs: Any, *options: Any, **named: Any) -> Work:
+        """Copy each rank's tensor into the output for it; they may differ in size.
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        With k inputs there are k lists of outputs, each for all inputs of all ranks.
+        """
+        what, o = "all_gather", Options.of(options, named)
+        lists, given = nested(outputs), listed(inputs)
+        if not given:
+            raise ArgumentError(f"{what}: requires non-empty input tensor list")
+        if len(lists) != len(given):
+            raise ArgumentError(
+                f"{what}: requires input/output tensor lists to have the same length, and not "
+                f"{len(given)} and {len(lists)}"
+            )
+        k, n = len(given), len(given) * self.size()
+        for i, each in enumerate(lists):
+            if len(each) != n:
+                raise ArgumentError(
+                    f"{what}: invalid output tensor list at index {i}: its length must be {n}, "
+                    f"one tensor for each rank's inputs, and not {len(each)}"
+                )
+        staged = Staged(o.is_async)
+        if k == 1:
+            everyone = [[x] for x in lists[0]]
+            return self._gathered_all(what, given, everyone, lists[0], o, staged)
+        for each in lists:
+            check_alike(what, "output", each, given * self.size())
+        everyone = [[torch.empty_like(x) for x in given] for _ in range(self.size())]
+
+        def copy(_: Any) -> None:
+            for each in lists:
+                for x, received in zip(each, itertools.chain.from_iterable(everyone), strict=True):
+                    x.detach().copy_(received)
+
+        staged.do_after(copy)
+        return self._gathered_all(what, given, everyone, lists, o, staged)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Work:
         """Concatenate all ranks' tensors in the output."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return self.all_gather_single_coalesced([output], [input], *options, **named)
 
     def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any, **named: Any
     ) -> Work:
         """Do `all_gather_single` with each pair, in one operation."""
-        staged = Staged(is_async(opts))
+        o = Options.of(options, named)
+        staged = Staged(o.is_async)
+        self._check_wholes("all_gather", "output", outputs, "input", inputs)
         everyone: list[list[Tensor]] = [[] for _ in range(self.size())]
         for output, each in zip(outputs, inputs, strict=True):
-            if output.numel() != each.numel() * self.size():
-                raise ValueError(
-                    f"all_gather: the output has {output.numel()} elements, not the input's "
-                    f"{each.numel()} for each of {self.size()} ranks"
-                )
-            whole = staged.output(output).view(self.size(), -1)
-            for r in range(self.size()):
-                everyone[r].append(whole[r])
-        mine = [staged.input(each) for each in inputs]
-        return self._gathered_all("all_gather", mine, everyone, outputs, timeout_of(opts), staged)
+            sizes = [each.numel()] * self.size()
+            for r, row in enumerate(staged.rows(output, sizes, is_written=True)):
+                everyone[r].append(row)
+        return self._gathered_all("all_gather", list(inputs), everyone, outputs, o, staged)
 
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+        self,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        *options: Any,
+        **named: Any,
     ) -> Work:
         """Copy each rank's tensors into the list of outputs for it."""
-        check_number(outputs, self.size(), "all_gather: lists of output tensors")
-        staged = Staged(is_async(opts))
-        everyone = [[staged.output(x) for x in each] for each in outputs]
-        mine = [staged.input(x) for x in inputs]
-        flat = [x for each in outputs for x in each]
-        return self._gathered_all("all_gather", mine, everyone, flat, timeout_of(opts), staged)
+        o, everyone = Options.of(options, named), [list(each) for each in outputs]
+        flat = [x for each in everyone for x in each]
+        return self._gathered_all("all_gather", list(inputs), everyone, flat, o, Staged(o.is_async))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -525,79 +548,59 @@ class ProcessGroup(dist.ProcessGroup):
     def _gathered_all(
         self,
         what: str,
-        mine: Sequence[Tensor],
-        everyone: Sequence[Sequence[Tensor]],
-        results: Sequence[Tensor],
-        timeout_s: float,
+        mine: list[Tensor],
+        everyone: list[list[Tensor]],
+        results: Sequence[Any],
+        o: Options,
         staged: Staged,
     ) -> Work:
-        expected = everyone[self.rank()]
-        for given, room in zip(mine, expected, strict=True):
-            if (given.dtype, given.numel()) != (room.dtype, room.numel()):
-                raise ValueError(
-                    f"{what}: this rank's tensor is {described([given])}, but the output for it is "
-                    f"{described([room])}"
-                )
-        same = len({tuple(x.numel() for x in each) for each in everyone}) == 1
-        shown = everyone[:1] if same else everyone
-        contract = f"{what} of {'; '.join(map(described, shown))}"
-        part = Buffers(
-            send=[memory_of(mine, writable=False)],
-            receive=[memory_of(each) for each in everyone],
-        )
-        call = AllGather(contract=contract)
-        return self._issue(what, call, part, results, timeout_s, staged)
+        send, receive = self._transfer(what, AllGather, [mine], everyone, o, staged)
+        call = AllGather(contract=f"{what} of {_of_ranks(receive)}")
+        part = _buffers(send, receive)
+        return self._issue(what, call, part, results, o, staged)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def gather(self, outputs: Any, inputs: Any, *options: Any, **named: Any) -> Work:
         """Copy each rank's tensor into the output for it on one rank."""
-        root = root_of(opts)
-        (given,) = listed(inputs)
-        staged, size, is_root = Staged(is_async(opts)), self.size(), self.rank() == root
-        mine = staged.input(given)
-        lists = nested(outputs)[0] if is_root else []
-        if is_root:
-            check_number(lists, size, "gather: output tensors")
-            check_alike(lists, mine, "gather: the output")
-        nothing = memory_of([])
-        send = [memory_of([mine], writable=False) if r == root else nothing for r in range(size)]
-        receive = [memory_of([staged.output(x)]) for x in lists] or [nothing] * size
-        n_bytes = [[mine.nbytes * (d == root) for d in range(size)] for _ in range(size)]
-        contract = f"to rank {self._world_ranks[root]}: {described([mine])}"
-        call = Gather(contract=contract, n_bytes=n_bytes)
-        part = Buffers(send=send, receive=receive)
-        return self._issue("gather", call, part, lists, timeout_of(opts), staged)
+        o = Options.of(options, named)
+        staged, root = Staged(o.is_async), self._root("gather", o)
+        mine = only("gather", "input", inputs)
+        lists = only_list("gather", "output", outputs, is_used=self.rank() == root)
+        everyone = [[x] for x in lists]
+        (sent,), receive = self._transfer("gather", Gather, [[mine]], everyone, o, staged)
+        send = [sent if r == root else [] for r in range(self.size())]
+        (n,) = (x.nbytes for x in sent)
+        call = Gather(
+            contract=f"to rank {self._world_ranks[root]}: {described(sent)}",
+            n_bytes=[[n * (d == root) for d in range(self.size())] for _ in range(self.size())],
+        )
+        part = _buffers(send, receive or [[]] * self.size())
+        return self._issue("gather", call, part, lists, o, staged)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def scatter(self, outputs: Any, inputs: Any, *options: Any, **named: Any) -> Work:
         """Copy one rank's input for this rank into the output."""
-        root = root_of(opts)
-        (output,) = listed(outputs)
-        staged, size, is_root = Staged(is_async(opts)), self.size(), self.rank() == root
-        mine = staged.output(output)
-        lists = staged.inputs(nested(inputs)[0], [output]) if is_root else []
-        if is_root:
-            check_number(lists, size, "scatter: input tensors")
-            check_alike(lists, mine, "scatter: the input")
-        nothing = memory_of([])
-        send = [memory_of([x], writable=False) for x in lists] or [nothing] * size
-        receive = [memory_of([mine]) if r == root else nothing for r in range(size)]
-        n_bytes = [[mine.nbytes * (s == root)] * size for s in range(size)]
-        contract = f"from rank {self._world_ranks[root]}: {described([mine])}"
-        call = Scatter(contract=contract, n_bytes=n_bytes)
-        part = Buffers(send=send, receive=receive)
-        return self._issue("scatter", call, part, [output], timeout_of(opts), staged)
+        o = Options.of(options, named)
+        staged, root = Staged(o.is_async), self._root("scatter", o)
+        output = only("scatter", "output", outputs)
+        lists = only_list("scatter", "input", inputs, is_used=self.rank() == root)
+        everyone = [[x] for x in lists]
+        send, (received,) = self._transfer("scatter", Scatter, everyone, [[output]], o, staged)
+        receive = [received if r == root else [] for r in range(self.size())]
+        (n,) = (x.nbytes for x in received)
+        call = Scatter(
+            contract=f"from rank {self._world_ranks[root]}: {described(received)}",
+            n_bytes=[[n * (s == root)] * self.size() for s in range(self.size())],
+        )
+        part = _buffers(send or [[]] * self.size(), receive)
+        return self._issue("scatter", call, part, [output], o, staged)
 
     def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any, **named: Any
     ) -> Work:
         """Send a tensor to each rank, and receive one from each; they may differ in size."""
-        check_number(outputs, self.size(), "all_to_all: output tensors")
-        check_number(inputs, self.size(), "all_to_all: input tensors")
-        staged = Staged(is_async(opts))
-        send = [memory_of([x], writable=False) for x in staged.inputs(inputs, outputs)]
-        receive = [memory_of([staged.output(x)]) for x in outputs]
-        call = AllToAll(contract=f"of {inputs[0].dtype}, sizes by rank")
-        part = Buffers(send=send, receive=receive)
-        return self._issue("all_to_all", call, part, outputs, timeout_of(opts), staged)
+        o = Options.of(options, named)
+        return self._all_to_all(
+            [[x] for x in inputs], [[x] for x in outputs], list(outputs), o, Staged(o.is_async)
+        )
 
     def all_to_all_single(
         self,
@@ -605,36 +608,78 @@ class ProcessGroup(dist.ProcessGroup):
         input: Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
-        opts: Any = None,
+        *options: Any,
+        **named: Any,
     ) -> Work:
         """Send rows to each rank, and receive rows from each."""
-        staged, size = Staged(is_async(opts)), self.size()
-        (source,), target = staged.inputs([input], [output]), staged.output(output)
-        send = cut(source, input_split_sizes, size, "input")
-        receive = cut(target, output_split_sizes, size, "output")
-        if input_split_sizes or output_split_sizes:
-            call = AllToAll(contract=f"of {input.dtype}, sizes by rank")
-        else:
-            if source.nbytes != target.nbytes:
-                raise ValueError(
-                    f"all_to_all: the output is {described([target])} and the input "
-                    f"{described([source])}: make them the same size, or pass split sizes"
-                )
-            n_bytes = [[source.nbytes // size] * size] * size
-            call = AllToAll(contract=f"of {described([source])}", n_bytes=n_bytes)
-        part = Buffers(
-            send=[memory_of([x], writable=False) for x in send],
-            receive=[memory_of([x]) for x in receive],
+        what, n, o = "all_to_all", self.size(), Options.of(options, named)
+        staged = Staged(o.is_async)
+        sizes = row_sizes(input, input_split_sizes, n, what, "input")
+        send = staged.rows(input, sizes, is_written=False)
+        sizes = row_sizes(output, output_split_sizes, n, what, "output")
+        receive = staged.rows(output, sizes, is_written=True)
+        is_even = not (input_split_sizes or output_split_sizes)
+        return self._all_to_all(
+            [[x] for x in send], [[x] for x in receive], [output], o, staged, is_even=is_even
         )
-        return self._issue("all_to_all", call, part, [output], timeout_of(opts), staged)
 
     alltoall_base = all_to_all_single
 
+    def _all_to_all(
+        self,
+        send: list[list[Tensor]],
+        receive: list[list[Tensor]],
+        results: list[Tensor],
+        o: Options,
+        staged: Staged,
+        *,
+        is_even: bool = False,
+    ) -> Work:
+        what, n = "all_to_all", self.size()
+        send, receive = self._transfer(what, AllToAll, send, receive, o, staged)
+        (mine,) = own_part(send, self.rank())
+        if is_even:  # all ranks know what the others send
+            contract, n_bytes = f"of {described([mine])} for each rank", [[mine.nbytes] * n] * n
+        else:
+            contract, n_bytes = f"of {mine.dtype}, sizes by rank", []
+        call = AllToAll(contract=contract, n_bytes=n_bytes)
+        return self._issue(what, call, _buffers(send, receive), results, o, staged)
+
+    def _transfer(
+        self,
+        what: str,
+        kind: type[Collective[Any]],
+        send: list[list[Tensor]],
+        receive: list[list[Tensor]],
+        o: Options,
+        staged: Staged,
+    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Check a rank's input and output, and return the memory from and to which to transfer."""
+        kind.access.check(what, send, receive, self.rank(), self.size(), o.root)
+        return staged.transfer(send, receive, self.rank())
+
+    def _check_wholes(
+        self, what: str, large: str, wholes: Sequence[Tensor], small: str, parts: Sequence[Tensor]
+    ) -> None:
+        """Raise ArgumentError unless each tensor consists of a part for each rank."""
+        if len(wholes) != len(parts) or not parts:
+            raise ArgumentError(f"{what}: {len(parts)} {small}s, and {len(wholes)} {large}s")
+        for whole, part in zip(wholes, parts, strict=True):
+            if whole.numel() != part.numel() * self.size():
+                raise ArgumentError(
+                    f"{what}: the {large} has {whole.numel()} elements, and not the {small}'s "
+                    f"{part.numel()} for each of {self.size()} ranks"
+                )
+
+    def _root(self, what: str, o: Options) -> int:
+        return check_root(what, o.root, self.size())
+
     # Barriers.
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, *options: Any, **named: Any) -> Work:
         """Wait until all ranks have called this."""
-        return self._issue("barrier", Barrier(), Part(), [], timeout_of(opts), Staged(True))
+        o = Options.of(options, named)
+        return self._issue("barrier", Barrier(), Part(), [], o, Staged(True))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -651,25 +696,25 @@ class ProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
-        (tensor,) = tensors
-        peer = self._world_ranks[dst]
-        message = self._messages.isend(
-            as_bytes(Staged(True).input(tensor)), peer, tag, self._channel
-        )
+        tensor = only("send", "", tensors)
+        peer = self._world_ranks[check_root("send", dst, self.size(), "destination")]
+        ((memory,),), _ = Staged(True).transfer([[tensor]], [], 0)
+        message = self._messages.isend(as_bytes(memory), peer, tag, self._channel)
         return self._noted(Work(message, [tensor], self._message_waiter, self._timeout_s))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank."""
-        return self._received(tensors, self._world_ranks[src], tag)
+        source = self._world_ranks[check_root("recv", src, self.size(), "source")]
+        return self._received(tensors, source, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive a tensor from any rank; see `source_rank` of the operation."""
         return self._received(tensors, None, tag)
 
     def _received(self, tensors: Sequence[Tensor], peer: int | None, tag: int) -> Work:
-        (tensor,) = tensors
+        tensor = only("recv", "", tensors)
         staged = Staged(True)
-        memory = staged.output(tensor)
+        _, ((memory,),) = staged.transfer([], [[tensor]], 0)
         message = self._messages.irecv(as_bytes(memory), peer, tag, self._channel)
         numbers = {number: place for place, number in enumerate(self._world_ranks)}
         handle = _FromRank(message, numbers)
@@ -695,15 +740,15 @@ class ProcessGroup(dist.ProcessGroup):
         what: str,
         call: Call[Any],
         part: Part,
-        results: Sequence[Tensor],
-        timeout_s: float,
+        results: Sequence[Any],
+        o: Options,
         staged: Staged,
     ) -> Work:
         with _named(f"horo_lite:{what}"), self._order:
             part.label = f"torch.distributed collective {next(self._numbers)}{self._of_group}"
             handle = self.group.submit(call, part)
         finish = staged.finish()
-        issued = Work(handle, results, self._waiter, timeout_s or self._timeout_s, finish)
+        issued = Work(handle, results, self._waiter, o.timeout_s or self._timeout_s, finish)
         if finish is not None and staged.is_async:
             self._waiter.put(issued)  # the caller may never wait for it
         return self._noted(issued)
@@ -712,6 +757,37 @@ class ProcessGroup(dist.ProcessGroup):
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+
+def _buffers(send: Sequence[Sequence[Tensor]], receive: Sequence[Sequence[Tensor]]) -> Buffers:
+    return Buffers(
+        send=[memory_of(each, writable=False) for each in send],
+        receive=[memory_of(each) for each in receive],
+    )
+
+
+def _of_ranks(parts: Sequence[Sequence[Tensor]]) -> str:
+    """Return dtypes and sizes of the parts for all ranks; only once if they are the same."""
+    shown = [described(each) for each in parts]
+    return "; ".join(shown[:1] if len(set(shown)) == 1 else shown)
+
+
+def _copy_to_all(source: Tensor, tensors: Sequence[Tensor]) -> None:
+    with torch.no_grad():  # detach() of a sparse tensor does not share its memory
+        for x in tensors:
+            x.copy_(source)
+
+
+def _check_sparse(op_name: str, tensor: Tensor) -> None:
+    if op_name not in ("SUM", "AVG"):
+        raise ArgumentError(_meaningless("all_reduce", op_name, tensor))
+
+
+def _meaningless(what: str, op_name: str, tensor: Tensor) -> str:
+    return (
+        f"{what}: unsupported reduction operation: {op_name} of {tensor.dtype} ({tensor.layout}) "
+        "has no meaning"
+    )
 
 
 @lru_cache(maxsize=64)
