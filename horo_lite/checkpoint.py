@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from horo_lite import __version__
+from horo_lite import __version__, files
 from horo_lite.errors import CheckpointError, warn
 
 # Magic, format, horo_lite's version, length of the pickle, its SHA-256.
@@ -63,7 +63,7 @@ def save(path: str | Path, snapshot: Any) -> None:
 
 def _write(new: Path, snapshot: Any) -> None:
     """Write the snapshot into a new file, and flush it to disk."""
-    with open(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with open(files.create(new), "wb") as file:
         file.write(bytes(_HEADER.size))
         body = _Hashed(file)
         pickle.dump(snapshot, body, protocol=5)
@@ -151,22 +151,10 @@ class _Hashed:
 
 def _real(path: str | Path) -> Path:
     """Return the path without links; raise CheckpointError if a link belongs to another user."""
-    path = _in_real_folder(Path(path))
-    for _ in range(40):
-        if not path.is_symlink():
-            break
-        owner = path.lstat().st_uid
-        if owner not in (os.geteuid(), 0):
-            raise CheckpointError(
-                f"{path} is a link made by user {owner} (you are {os.geteuid()}): remove it, or "
-                "use a path in a directory in which no other user may write"
-            )
-        path = _in_real_folder(path.parent / path.readlink())
-    return path
-
-
-def _in_real_folder(path: Path) -> Path:
-    return Path(os.path.realpath(path.parent), path.name)
+    try:
+        return files.real(path)
+    except files.ForeignFileError as error:
+        raise CheckpointError(error.strerror) from None
 
 
 def _opened(path: Path) -> int:
@@ -182,16 +170,11 @@ def _opened(path: Path) -> int:
 def _check_own(path: Path) -> None:
     """Raise CheckpointError if `path` is something that this user's `save` cannot have written."""
     try:
-        found = path.lstat()
+        files.check_own(path, path.lstat())
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is not a regular file: use another path, or remove it")
-    if found.st_uid != os.geteuid():
-        raise CheckpointError(
-            f"{path} belongs to user {found.st_uid} (you are {os.geteuid()}): use another path, "
-            "in a directory in which no other user may write"
-        )
+    except files.ForeignFileError as error:
+        raise CheckpointError(error.strerror) from None
 
 
 def _beside(path: Path, suffix: str) -> Path:

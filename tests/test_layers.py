@@ -53,6 +53,63 @@ def test_that_check_sees_what_it_is_for() -> None:
     assert not list(knowledge_of_transports("transport.announce(what, 1.0)"))
 
 
+WRITERS = {"write_text", "write_bytes", "mkdir", "makedirs", "mkfifo", "mknod", "symlink"}
+WRITERS |= {"symlink_to", "hardlink_to", "mkstemp", "NamedTemporaryFile", "savetxt", "tofile"}
+NO_FILES = ("os.devnull", "f'/proc/")  # opened without being created
+
+
+def files_written(source: str) -> Iterator[str]:
+    """Yield calls that open or create a file or folder for writing by its path."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called, text = ast.unparse(node.func), ast.unparse(node)
+        name = called.rpartition(".")[2]
+        arguments = [*node.args, *(one.value for one in node.keywords)]
+        if name in WRITERS:
+            yield text
+        elif called == "os.open":
+            reads = re.search(r"O_RDONLY|O_PATH", text) and not re.search("O_(CREAT|TRUNC)", text)
+            if not reads and not ast.unparse(arguments[0]).startswith(NO_FILES):
+                yield text
+        elif name == "open":
+            is_method = called != "open"
+            modes = arguments[0 if is_method else 1 :]
+            is_descriptor = not is_method and isinstance(node.args[0], ast.Call)
+            found = [one.value for one in modes if isinstance(one, ast.Constant)]
+            if not is_descriptor and any(re.search("[wax+]", str(one)) for one in found):
+                yield text
+
+
+def test_files_are_opened_for_writing_in_one_place() -> None:
+    """In files.py, which follows no link of another user."""
+    found = {
+        str(path.relative_to(PACKAGE)): list(files_written(path.read_text()))
+        for path in PACKAGE.rglob("*.py")
+    }
+    assert found.pop("files.py")
+    assert not {path: texts for path, texts in found.items() if texts}
+    written = re.compile(r"\b(fopen|creat|mkdir|mkstemp|ofstream|O_CREAT)\b")
+    core = PACKAGE.parent / "csrc"
+    texts = {path: path.read_text() for path in core.rglob("*") if path.suffix in (".cpp", ".h")}
+    assert not [str(path) for path, text in texts.items() if written.search(text)]
+
+
+def test_that_check_sees_files_that_are_written() -> None:
+    for line in (
+        "open(path, 'w')",
+        "open(path, mode='ab')",
+        "path.open('r+')",
+        "path.write_text('')",
+        "folder.mkdir(parents=True)",
+        "os.open(path, flags, 0o600)",
+        "os.open(path, os.O_RDWR | os.O_CREAT)",
+    ):
+        assert list(files_written(line)), line
+    for line in ("open(path)", "open(files.create(new), 'wb')", "os.open(path, os.O_RDONLY)"):
+        assert not list(files_written(line)), line
+
+
 def test_the_source_tree_in_the_docs_has_the_order_of_the_layers() -> None:
     root = PACKAGE.parent
     contract = (root / "pyproject.toml").read_text().partition("\nlayers = [\n")[2]
@@ -92,6 +149,6 @@ def test_importing_the_package_changes_nothing_and_loads_next_to_nothing(
     )
     modules = ["horo_lite"]
     if environ:
-        modules += [f"horo_lite.{name}" for name in ("context", "errors", "start")]
+        modules += [f"horo_lite.{name}" for name in ("context", "errors", "files", "start")]
         modules += ["horo_lite.start.ending", "horo_lite.start.launcher"]
     assert ran.stdout.split() == modules

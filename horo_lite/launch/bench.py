@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import horo_lite
+from horo_lite import files
 from horo_lite.launch.tasks import free_port
 from horo_lite.start import session
 
@@ -334,7 +335,8 @@ def work(argv: Sequence[str] | None = None) -> None:
     if is_first and options.json:
         found = {"op": options.op, "compression": options.compression, "ranks": world.size}
         found |= {"transport": world.transport, "rows": [row._asdict() for row in rows]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        with files.replaced(files.real(options.json), files.ORDINARY) as file:
+            file.write(json.dumps(found, indent=1).encode() + b"\n")
     if is_first and options.plot:
         _plot(rows, options.op, world.size, options.plot)
     horo_lite.shutdown()
@@ -365,7 +367,8 @@ def _plot(rows: Sequence[Row], operation: str, size: int, file: Path) -> None:
     axes.set(xlabel="bytes", ylabel="microseconds", title=f"{operation}, {size} ranks")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    figure.savefig(file)
+    with files.replaced(files.real(file), files.ORDINARY) as image:
+        figure.savefig(image, format=file.suffix.removeprefix(".") or None)
 
 
 if __name__ == "__main__":

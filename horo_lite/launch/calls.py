@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from horo_lite import files
 from horo_lite.errors import HoroLiteError, JobError, PeerLostError
 from horo_lite.start import launcher
 
@@ -87,10 +88,8 @@ def _unpicklable(parts: Mapping[str, Any], error: Exception) -> str:
 
 def write(path: Path, data: bytes) -> None:
     """Write a file atomically: it exists complete or not at all."""
-    new = path.with_name(f"new-{path.name}")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with files.replaced(path) as file:
         file.write(data)
-    new.replace(path)
 
 
 def command(path: Sequence[str], folder: str, size: int, rank: int | None = None) -> list[str]:
@@ -131,8 +130,8 @@ class RankTraceback(Exception):  # noqa: N818 (shown as the cause of the excepti
 def errors_in(folder: Path) -> list[RankError]:
     """Return the ranks' errors, the likeliest cause of the others first."""
     alias_main()
-    files = sorted(folder.glob("error.*"), key=lambda file: file.stat().st_mtime_ns)
-    errors = [RankError(*pickle.loads(file.read_bytes())) for file in files]
+    found = sorted(folder.glob("error.*"), key=lambda file: file.stat().st_mtime_ns)
+    errors = [RankError(*pickle.loads(file.read_bytes())) for file in found]
     return sorted(errors, key=lambda error: error.is_victim)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from horo_lite import files
 from horo_lite.start import launcher
 
 
@@ -25,12 +26,14 @@ def main(arguments: Sequence[str]) -> None:
     launch = launcher.detect(os.environ)
     rank = 0 if launch is None or launch.rank is None else launch.rank
     place = Path(folder, f"rank.{rank:0{len(str(int(n) - 1))}}")  # named as by Horovod
-    place.mkdir(parents=True, exist_ok=True)
+    files.folder(place)
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         stream.flush()
         # A Ctrl-C on the terminal ends only the rank, so that its last output is still copied.
+        copy = files.renewed(place / name, files.ORDINARY)
         tee = subprocess.Popen(
-            ["tee", str(place / name)],
+            ["tee", f"/dev/fd/{copy}"],
+            pass_fds=[copy],
             stdin=subprocess.PIPE,
             stdout=stream.fileno(),
             start_new_session=True,
@@ -38,6 +41,7 @@ def main(arguments: Sequence[str]) -> None:
         assert tee.stdin is not None
         os.dup2(tee.stdin.fileno(), stream.fileno())
         tee.stdin.close()
+        os.close(copy)
     os.execvp(command[0], command)
 
 

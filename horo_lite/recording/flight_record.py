@@ -8,12 +8,12 @@ PyTorch's `torchfrtrace FOLDER` compares.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from horo_lite import files
 from horo_lite.recording.records import ENDED, ENDING, Operation, Records, of_files, ranks_text
 
 _PREFIX = "rank_"
@@ -73,15 +73,8 @@ def write(folder: Path, everyone: Sequence[Records]) -> None:
     """
     first = _first_positions(everyone)
     for records in everyone:
-        path = folder / f"{_PREFIX}{records.rank}"
-        # Renamed when it is complete; the temporary name does not end with a number.
-        partial = folder / f"{records.rank}.{os.getpid()}.partial"
-        descriptor = os.open(
-            partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
-        with open(descriptor, "wb") as file:
+        with files.replaced(folder / f"{_PREFIX}{records.rank}") as file:
             pickle.dump(_dump(records, first), file, protocol=4)
-        partial.replace(path)
     if everyone:
         _remove_others(folder, everyone[0].size)
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horo_lite import _native
+from horo_lite import _native, files
 
 if TYPE_CHECKING:
     from horo_lite._native import Job, Tensors
@@ -103,9 +103,7 @@ def keep(capacity: int, path: Path | None, description: Mapping[str, Any] | None
     if path is None:
         memory = _anonymous(n_bytes)
     else:
-        path.unlink(missing_ok=True)
-        # Neither follow links of other users nor let them read the file.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = files.renewed(path)
         try:
             # Allocate all of it: on a full disk, writing into the mapping would kill the process.
             os.posix_fallocate(descriptor, 0, n_bytes)

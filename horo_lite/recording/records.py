@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from horo_lite import _native, files
 from horo_lite.recording.recorder import DESCRIPTION_AT, DESCRIPTION_ENDS
 
 ENDING = ".operations"
@@ -24,7 +25,8 @@ _MAGIC = b"horo_lite ops 1\0"
 _HEADER = struct.Struct("<16s4I6Q")
 _OPERATION = struct.Struct("<2Q3qQ6q4I3B5x4q104s")
 _ASYNCHRONOUS, _FAILED = 1, 2
-_LARGEST_FILE = 1 << 30
+_LARGEST_FILE = _native.Recorder.memory_bytes(1 << 16)
+"""The size of the largest record, that of a timeline."""
 _DESCRIBED: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("rank", "size", "pid", "epoch_ns"), int),
     **dict.fromkeys(("host", "job"), str),
@@ -195,7 +197,8 @@ def of_file(path: Path, most: int | None = None) -> Records:
     """Read a recorder's file, which may still be written.
 
     Args:
-        path: The file. A link is not followed, unless it is in /proc.
+        path: The file. If it is not in /proc, it must belong to this user, and a link is not
+            followed.
         most: The maximum number of operations to read, without a copy, from memory that may change
             meanwhile; by default all operations are read, from a copy.
 
@@ -203,16 +206,22 @@ def of_file(path: Path, most: int | None = None) -> Records:
         ValueError: It is not a recorder's file.
         OSError: It cannot be read.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    if path.parts[:2] != ("/", "proc"):
-        flags |= os.O_NOFOLLOW
-    descriptor = os.open(path, flags)
+    in_proc = path.parts[:2] == ("/", "proc")
+    follow = 0 if in_proc else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow)
     try:
-        n_bytes = os.fstat(descriptor).st_size
+        about = os.fstat(descriptor)
+        n_bytes = about.st_size
         if not DESCRIPTION_ENDS <= n_bytes <= _LARGEST_FILE:
             raise ValueError("it does not have the size of a recorder's memory")
+        if not in_proc and not files.is_own(path, about):
+            raise ValueError("it belongs to another user")
+        # Another user could cut off a file, which would kill a process that has mapped it.
+        if most is None or about.st_uid != os.geteuid():
+            copy = os.pread(descriptor, n_bytes, 0)
+            return of_memory(copy) if most is None else of_memory(copy, most)
         with mmap.mmap(descriptor, n_bytes, prot=mmap.PROT_READ) as memory:
-            return of_memory(memory[:]) if most is None else of_memory(memory, most)
+            return of_memory(memory, most)
     finally:
         os.close(descriptor)
 

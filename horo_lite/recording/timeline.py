@@ -24,18 +24,16 @@ a GPU, an operation ends when it has been queued there.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import mmap
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horo_lite import _native
+from horo_lite import _native, files
 from horo_lite.recording import recorder
 from horo_lite.recording.records import ENDING, Operation, Records, of_files, of_memory, ranks_text
 
@@ -78,6 +76,9 @@ def start(path: str | os.PathLike[str], rank: int, *, anew: bool = True) -> None
         _start(trace, rank, anew)
     except TimeoutError:
         raise
+    except files.ForeignFileError as error:
+        why = f"rank {rank} cannot write its timeline: {error.strerror}"
+        raise PermissionError(error.errno, why) from None
     except OSError as error:
         raise OSError(
             error.errno,
@@ -94,7 +95,8 @@ def _start(trace: Path, rank: int, anew: bool) -> None:
         if anew and not of_files(others, recorder.job()):
             os.truncate(file, 0)
             for other in others:
-                other.unlink(missing_ok=True)
+                with contextlib.suppress(PermissionError):  # another user's, which is not read
+                    other.unlink(missing_ok=True)
         former = recorder.file()
         recorder.keep(CAPACITY, trace.with_name(f"{trace.name}.{rank}{ENDING}"))
     _native.Recorder.time_phases(True)
@@ -191,11 +193,9 @@ def _files_of(trace: Path) -> list[Path]:
 @contextlib.contextmanager
 def _locked(trace: Path, patience_s: float = PATIENCE_S) -> Iterator[int]:
     """Provide the trace's descriptor, under a lock that excludes other ranks."""
-    descriptor = os.open(trace, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = files.shared(trace)
     until = time.monotonic() + patience_s
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file, to which every rank can add its part")
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

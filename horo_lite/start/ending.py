@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from horo_lite import context
+from horo_lite import context, files
 from horo_lite.errors import (
     AllocationError,
     DriftError,
@@ -420,9 +420,8 @@ def mark_end() -> None:
     """
     path = os.environ.get("HORO_LITE_END")
     if path and not _is_forked:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # links of other users are not followed
         with contextlib.suppress(OSError):  # another rank has created it
-            os.close(os.open(path, flags, 0o600))
+            os.close(files.create(Path(path)))
 
 
 def guard_start() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from horo_lite import context
+from horo_lite import context, files
 from horo_lite.errors import ranks_in_words
 from horo_lite.recording import flight_record, recorder, records, timeline
 from horo_lite.settings import flight_record_folder
@@ -32,7 +32,7 @@ def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
         recorder.keep(recorder.CAPACITY, None, here)
     else:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = files.folder(folder)
             (folder / f"{rank}{records.ENDED}").unlink(missing_ok=True)  # from another job
             recorder.keep(recorder.CAPACITY, flight_record.file_of(folder, rank), here)
         except OSError as error:

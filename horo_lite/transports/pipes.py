@@ -171,16 +171,16 @@ class Pipes:
 
 def _open_inbox(pid: int, number: int) -> int:
     """Open that process's inbox for writing. The descriptor may refer to any file."""
-    path = f"/proc/{pid}/fd/{number}"
+    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        inbox = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        inbox = os.open(f"/proc/{pid}/fd/{number}", flags)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             why = "no free file descriptor is left for a rank's messages: raise `ulimit -n`"
             raise OSError(error.errno, why) from error
         raise
     try:
-        _check_inbox(path, os.fstat(inbox))
+        _check_inbox(f"/proc/{pid}/fd/{number}", os.fstat(inbox))
     except PermissionError:
         os.close(inbox)
         raise

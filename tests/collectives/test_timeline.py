@@ -338,7 +338,7 @@ def test_a_trace_is_mended_wherever_a_rank_was_killed(
 )
 def test_where_no_timeline_can_be_written(path: str, why: str, tmp_path: Path) -> None:
     path = path.replace("{tmp}", str(tmp_path))
-    with pytest.raises(OSError, match=rf"^\[.*rank 3 cannot write its .* {path} .{why}.*: use"):
+    with pytest.raises(OSError, match=rf"^\[.*rank 3 cannot write its .* {path} .*{why}.*: use"):
         timeline.start(path, 3)
     assert not timeline.is_running()
 
