@@ -263,8 +263,9 @@ VARIABLES = (
         ("HORO_LITE_JOB_TOKEN",),
         "–",
         "a secret, the same for all ranks, used to sign the rendezvous entries of ranks "
-        "that MPI did not start",
-        "–",
+        "that MPI did not start; needed if they are on several hosts "
+        "([jobs.md](jobs.md#without-mpiexec))",
+        "on one host, a secret of rank 0",
     ),
     Variable(
         ("HORO_LITE_DEVICE",),

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import run_ranks
 
-from horo_lite import CheckpointError, checkpoint
+from horo_lite import CheckpointError, checkpoint, files
 from horo_lite._native import Segment
 from horo_lite.launch import jobs
+from horo_lite.recording import recorder, records, timeline
+from horo_lite.start.entries import Offer, offered
 from horo_lite.transports.pipes import Pipes
 
 N_BYTES = 4096
@@ -98,12 +102,38 @@ def test_only_an_inbox_is_written_to(kind: str, tmp_path: Path) -> None:
     assert kind != "file" or path.read_text() == "precious"
 
 
+def test_only_a_rank_of_this_user_offers_a_secret(tmp_path: Path) -> None:
+    """Whatever file the store's entries name, its contents are not taken for the secret."""
+    offer = Offer()
+    assert offered(os.getpid(), offer.descriptor) == offer.secret
+    (tmp_path / "known").write_bytes(bytes(32))
+    os.mkfifo(tmp_path / "fifo")
+    named = os.memfd_create("another"), os.memfd_create("horo_lite_secret")
+    os.write(named[0], bytes(32))  # has another name; the second has another size
+    files = [os.open("/dev/null", os.O_RDONLY), os.open(tmp_path / "known", os.O_RDONLY)]
+    files += [*named, os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)]
+    if os.geteuid() == 0:
+        files.append(os.memfd_create("horo_lite_secret"))
+        os.write(files[-1], bytes(32))
+        os.fchown(files[-1], STRANGER, STRANGER)
+    for file in files:
+        with pytest.raises(PermissionError, match="is not memory of a rank of this user"):
+            offered(os.getpid(), file)
+        os.close(file)
+    number = offer.descriptor
+    offer.close()
+    with pytest.raises(OSError, match="No such file"):
+        offered(os.getpid(), number)
+
+
 def test_each_job_has_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HORO_LITE_JOB_TOKEN", raising=False)
     tokens = [jobs.environment()["HORO_LITE_JOB_TOKEN"] for _ in range(2)]
     assert len(set(tokens)) == 2
     assert min(map(len, tokens)) == 32
     assert jobs.environment({"HORO_LITE_JOB_TOKEN": "mine"})["HORO_LITE_JOB_TOKEN"] == "mine"
+    monkeypatch.setenv("HORO_LITE_JOB_TOKEN", "")
+    assert len(jobs.environment({"HORO_LITE_JOB_TOKEN": ""})["HORO_LITE_JOB_TOKEN"]) == 32
 
 
 STRANGER = 12345
@@ -188,6 +218,88 @@ def test_nobody_is_awaited_at_a_fifo(suffix: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(CheckpointError, match="is not a regular file"):
             checkpoint.save(path, "ours")
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["link", "hard link", "file"])
+def test_no_file_of_the_victim_is_written_through_what_another_user_planted(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the path of a timeline, a flight record, a record of operations, a rank's output."""
+    victim, folder = tmp_path / "victim", tmp_path / "open to all"
+    victim.write_text("precious")
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "rank.0").mkdir()
+    names = ("trace.json", "trace.json.0.operations", "rank_0", "rank.0/stdout", "bench.json")
+    for name in names:
+        if kind == "link":
+            (folder / name).symlink_to(victim)
+            os.lchown(folder / name, STRANGER, STRANGER)
+        elif kind == "hard link":
+            (folder / name).hardlink_to(victim)
+        else:
+            (folder / name).write_text("theirs")
+            os.chown(folder / name, STRANGER, STRANGER)
+    remedy = "remove it" if kind != "file" else "in which no other user may write"
+    with pytest.raises(OSError, match=rf"rank 0 cannot write its timeline: .*{remedy}"):
+        timeline.start(folder / "trace.json", 0)
+    for name in names[1:]:
+        path = folder / name
+        for write in (files.renewed, files.replaced):
+            if kind == "file":
+                with pytest.raises(PermissionError, match=f"belongs to user {STRANGER}"):
+                    _write(write, path)
+                assert path.read_text() == "theirs"
+            else:
+                _write(write, path)
+                assert path.read_text() == "ours"
+                assert (path.stat().st_uid, path.stat().st_nlink) == (os.geteuid(), 1)
+    assert victim.read_text() == "precious"
+    assert {path.name for path in folder.iterdir()} == {*names[:3], "rank.0", "bench.json"}
+
+
+def _write(write: Callable[[Path], Any], path: Path) -> None:
+    opened = write(path)
+    with os.fdopen(opened, "wb") if isinstance(opened, int) else opened as file:
+        file.write(b"ours")
+
+
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    for path in (Path(os.devnull), tmp_path):
+        for write in (files.renewed, files.replaced):
+            with pytest.raises(PermissionError, match="is not a regular file"):
+                _write(write, path)
+    with pytest.raises(PermissionError, match="is not a regular file"):
+        files.shared(Path(os.devnull))
+
+
+def test_nobody_else_can_lock_a_timeline(tmp_path: Path) -> None:
+    """Whoever can open a file for reading can lock it for as long as they like."""
+    for exists in (False, True):
+        trace = tmp_path / f"trace {exists}"
+        if exists:
+            trace.touch(0o644)
+        os.close(files.shared(trace))
+        assert stat.S_IMODE(trace.stat().st_mode) == 0o600
+
+
+@as_root
+def test_planted_records_are_neither_read_nor_believed(tmp_path: Path) -> None:
+    """Not even if they are of the right size; and what is too large is not read at all."""
+    ours, theirs, huge = (tmp_path / f"{n}.operations" for n in range(3))
+    recorder.keep(8, ours, {"rank": 0, "size": 2, "job": "j", "epoch_ns": 0})
+    recorder.release()
+    theirs.write_bytes(ours.read_bytes())
+    os.chown(theirs, STRANGER, STRANGER)
+    huge.touch()
+    os.truncate(huge, (1 << 30) - 1)
+    assert [one.rank for one in records.of_files([ours, theirs, huge])] == [0]
+    with pytest.raises(ValueError, match="belongs to another user"):
+        records.of_file(theirs)
+    with pytest.raises(ValueError, match="does not have the size"):
+        records.of_file(huge)
+    recorder.keep(recorder.CAPACITY, None)
 
 
 @pytest.mark.mpi

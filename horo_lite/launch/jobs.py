@@ -153,8 +153,9 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
         env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     home = os.path.expanduser("~")  # from the user database
     env.setdefault("HOME", home if os.path.isabs(home) else os.sep)
-    env.setdefault(launcher.JOB_TOKEN, secrets.token_hex(16))
-    return env | dict(more or {})
+    env |= more or {}
+    env[launcher.JOB_TOKEN] = env.get(launcher.JOB_TOKEN) or secrets.token_hex(16)
+    return env
 
 
 def set_session_folder(env: dict[str, str], folder: str) -> None:

@@ -95,7 +95,7 @@ def run(
             if cluster is None:
                 return _under_mpiexec(command, environ | restart, folder)
             own = {k: v for k, v in environ.items() if k.startswith(("HORO_LITE_", "HOROVOD_"))}
-            shared = own | dict(env or {}) | restart
+            shared = dict(env or {}) | own | restart
             task = tasks.RankTask(pickle.dumps(call), np, shared, path)
             return _on_cluster(cluster, task, folder)
 

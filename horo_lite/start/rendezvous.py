@@ -2,20 +2,20 @@
 
 `init()` only needs the ranks to exchange small objects a few times (`ObjectCommunicator`), which
 `Rendezvous` does with torch's TCPStore. The store's port is open to the network: no entry is ever
-unpickled, every entry is checked (`fits`), and if the environment contains a token of the job, it
-must be signed.
+unpickled, every entry is checked (`fits`), and it must be signed (entries.py), unless the ranks are
+on several hosts and have no token of the job.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import json
 import os
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -26,11 +26,22 @@ from horo_lite.errors import (
     PeerLostError,
     printable,
     ranks_in_words,
+    warn,
+)
+from horo_lite.start.entries import (
+    Offer,
+    job_token,
+    offered,
+    sign,
+    signature,
+    signed_store,
+    verify,
 )
 from horo_lite.start.launcher import JOB_TOKEN, NO_PROC, has_proc
 from horo_lite.start.rendezvous_spec import RendezvousSpec
 from horo_lite.transports.gloo.connections import GlooConnections
 from horo_lite.transports.peers import (
+    DESCRIPTOR,
     NAME,
     PID,
     ObjectCommunicator,
@@ -55,7 +66,8 @@ class Rendezvous(ObjectCommunicator):
 
     Each process takes a ticket from the store and publishes its rank and world size there, so that
     all can detect whether two have the same rank, or different sizes. A process that detects an
-    error publishes it, too, and every rank raises it.
+    error publishes it, too, and every rank raises it. What is published after the arrival is signed
+    with the world's own key, which only ranks of this user can know: see `_world_key`.
 
     Args:
         spec: The address of the rendezvous, and this process's rank.
@@ -75,7 +87,9 @@ class Rendezvous(ObjectCommunicator):
         self._timeout_s = timeout_s
         self._where = spec.where
         self._store_name = f"the store at {spec.where}" if spec.port else spec.where
-        self._job_token = _job_token()
+        self._spec = spec
+        self._job_token = job_token()
+        self._offer = None if self._job_token or self.rank else Offer()
         self._me = _name(spec)
         self._names = {self.rank: self._me}
         self._pids: dict[int, int] = {}  # of ranks whose end can be detected here
@@ -94,11 +108,19 @@ class Rendezvous(ObjectCommunicator):
         # The keys under which others report errors of this world, or of this process.
         self._failures = [f"{self._prefix}/failure", f"{room}/come/{number}/failure"]
         self._lost = _lost_key(spec)
-        self._put(f"{room}/come/{number}", [self.rank, self.size, self._me, os.getpid(), _here()])
+        self._mine = (
+            *(self.rank, self.size, self._me, os.getpid(), _here()),
+            *(self._offer and self._offer.descriptor, secrets.token_hex(16)),
+        )
+        self._key = self._job_token
+        self._put(f"{room}/come/{number}", self._mine)
+        arrived = []
         for place in range(first, first + self.size):
-            why = self._why_unfit(*self._take(f"{room}/come/{place}", _COMING))
+            arrived.append(self._take(f"{room}/come/{place}", _COMING))
+            why = self._why_unfit(*arrived[-1][:5])
             if why:
                 self._refuse(why, f"{room}/come/{place}/failure")
+        self._key = self._world_key(arrived)
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
         """Return every rank's object, in rank order; each must fit `form`."""
@@ -108,10 +130,9 @@ class Rendezvous(ObjectCommunicator):
         self._put(f"{room}/{self.rank}", obj)
         everyone = [self._take(f"{room}/{r}", form, r) for r in range(self.size)]
         if everyone[self.rank] != _read_back(json.loads(json.dumps(obj))):
-            self._refuse(
-                f"another process has overwritten what {self._me} published in the store at "
-                f"{self._where}: {_CLOSE_PORT}"
-            )
+            self._refuse(self._overwritten())
+        if self._offer:
+            self._offer.close()  # all have read it
         self._round = room = f"{room}/read by"
         self._put(f"{room}/{self.rank}", True)
         if self._keeps_store:  # the store would end with this process
@@ -122,9 +143,8 @@ class Rendezvous(ObjectCommunicator):
     def connections(self) -> GlooConnections:
         """Return the connections between the world's ranks; every rank calls it."""
         if self._connections is None:
-            from torch.distributed import PrefixStore
-
-            store = PrefixStore(f"{self._prefix}/gloo", self._store)
+            prefix = f"{self._prefix}/gloo"
+            store = signed_store(self._store, prefix, self._key, self._forged)
             try:
                 self._connections = GlooConnections(
                     store,
@@ -133,6 +153,7 @@ class Rendezvous(ObjectCommunicator):
                     self._where,
                     self._timeout_s,
                     lambda: self._check_living(self._pids, "to be connected to the others"),
+                    lambda sender, receiver: signature(self._key, f"{sender} to {receiver}", b""),
                 )
             except LauncherError:  # gloo blames the network, even if rank 0 ended with the store
                 self._check_not_lost("to be connected to the others")
@@ -225,6 +246,49 @@ class Rendezvous(ObjectCommunicator):
         self._pids[rank] = pid if host == _here() else 0
         return ""
 
+    def _world_key(self, arrived: Sequence[Any]) -> bytes:
+        """Return the key with which the ranks of this world, and no others, sign their entries.
+
+        It is made of a secret that other users do not know and of all arrivals, so that it is a new
+        one for each world, and equal only if all ranks have read the same. The ranks of several
+        hosts without a token have none.
+        """
+        if self._mine not in arrived:
+            self._refuse(self._overwritten())
+        secret = self._job_token
+        elsewhere = next((one for one in arrived if one[4] != _here()), None)
+        if not secret and elsewhere is None:
+            pid, descriptor = next((one[3], one[5]) for one in arrived if one[0] == 0)
+            try:
+                secret = self._offer.secret if self._offer else offered(pid, descriptor or 0)
+            except OSError as error:
+                self._check_living(self._pids, "for its secret")
+                self._refuse(
+                    f"{self._me} cannot verify that {self._names[0]} belongs to the same user "
+                    f"({error.strerror}): start all ranks of a host as one user, in one container; "
+                    f"or {_CLOSE_PORT}"
+                )
+        elif not secret and elsewhere is not None:
+            if self._spec.one_host:
+                self._refuse(
+                    f"{elsewhere[2]} is on another host than {self._me}, or in another container, "
+                    "although all ranks should be on one (MASTER_ADDR is a loopback address, or "
+                    f"LOCAL_WORLD_SIZE is {self.size}). {_SET_TOKEN}"
+                )
+            if self.rank == 0:
+                warn(
+                    "the ranks are on several hosts and cannot verify each other: whoever can "
+                    f"connect to {self._where} can become one and run code as this user. "
+                    f"{_SET_TOKEN}"
+                )
+        return signature(secret, "world", json.dumps(arrived).encode())
+
+    def _overwritten(self) -> str:
+        return (
+            f"another process has overwritten what {self._me} published in the store at "
+            f"{self._where}: {_CLOSE_PORT}"
+        )
+
     def _is_here(self, rank: int) -> bool:
         """Return whether a rank is known to have progressed as far as this one."""
         return self._has(f"{self._round}/{rank}") if self._round else rank in self._names
@@ -281,23 +345,21 @@ class Rendezvous(ObjectCommunicator):
             "has ended"
         )
 
-    def _put(self, key: str, obj: Any) -> None:
-        self._ask(lambda: self._store.set(key, _signed(self._job_token, key, obj)))
+    def _put(self, key: str, obj: Any, *, notice: bool = False) -> None:
+        """Write an entry; a notice can also be read by processes that are still arriving."""
+        secret = self._job_token if notice else self._key
+        entry = sign(secret, key, json.dumps(obj).encode())
+        self._ask(lambda: self._store.set(key, entry))
 
     def _has(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([key])))
 
-    def _read(self, key: str, form: Any) -> Any:
-        data: bytes = self._ask(lambda: self._store.get(key))
-        signature, _, text = data[:MOST_BYTES].decode(errors="replace").partition(" ")
-        expected = _signature(self._job_token, key, text)
-        if not hmac.compare_digest(signature.encode(), expected.encode()):
-            has = "has one" if self._job_token else "has none"
-            self._refuse(
-                f"the entry {key} in the store at {self._where} was not written with the "
-                f"{JOB_TOKEN} of {self._me}, which {has}: set the same on all ranks; or "
-                f"{_CLOSE_PORT}"
-            )
+    def _read(self, key: str, form: Any, *, notice: bool = False) -> Any:
+        entry: bytes = self._ask(lambda: self._store.get(key))
+        data = verify(self._job_token if notice else self._key, key, entry[:MOST_BYTES])
+        if data is None:
+            self._refuse(self._forged(key))
+        text = data.decode(errors="replace")
         try:
             value = _read_back(json.loads(text))
         except (ValueError, RecursionError):
@@ -310,13 +372,22 @@ class Rendezvous(ObjectCommunicator):
             )
         return value
 
+    def _forged(self, key: str) -> str:
+        why = f"which {'has one' if self._job_token else 'has none'}: set the same on all ranks"
+        if self._key != self._job_token:  # all have arrived, with the same one
+            why = "in this job"
+        return (
+            f"the entry {key} in the store at {self._where} was not written with the {JOB_TOKEN} "
+            f"of {self._me}, {why}; or {_CLOSE_PORT}"
+        )
+
     def _take(self, key: str, form: Any, awaited: int | None = None) -> Any:
         """Wait for a rank's entry and return it; `awaited` None: from a rank yet to arrive."""
         pause_s = 1e-3
         while not self._has(key):
             for failure in self._failures:
                 if self._has(failure):
-                    raise LauncherError(self._read(failure, str))
+                    raise LauncherError(self._read(failure, str, notice=True))
             ranks = self._absent() if awaited is None else [awaited]
             self._check_not_lost(f"for {ranks_in_words(ranks)}")
             self._check_living(
@@ -335,9 +406,8 @@ class Rendezvous(ObjectCommunicator):
     def _check_not_lost(self, waited: str) -> None:
         """Raise PeerLostError if the store contains a rank's failure, or has ended with rank 0."""
         if self._has(self._lost):
-            raise PeerLostError(
-                f"{self._read(self._lost, str)}, while {self._me} waited in init() {waited}"
-            )
+            why = self._read(self._lost, str, notice=True)
+            raise PeerLostError(f"{why}, while {self._me} waited in init() {waited}")
 
     def _check_living(self, ranks: Iterable[int], waited: str) -> None:
         """Raise PeerLostError if one of these ranks is known to have died."""
@@ -350,7 +420,7 @@ class Rendezvous(ObjectCommunicator):
     def _refuse(self, why: str, *places: str) -> NoReturn:
         """Raise LauncherError on every rank, whether it has arrived or arrives later."""
         for failure in (*places, self._failures[0]):
-            self._put(failure, why)
+            self._put(failure, why, notice=True)
         if self._keeps_store:
             time.sleep(GRACE_S)
         raise LauncherError(why)
@@ -417,8 +487,8 @@ def report_failure(spec: RendezvousSpec, why: str) -> None:
         if place not in _stores:
             _knock(*place, timeout_s=ANSWER_S)
             _stores[place] = _connected(spec, ANSWER_S)
-        text = _signed(_job_token(), key, f"{_name(spec)} failed ({why:.1000})")
-        _stores[place].compare_set(key, "", text)
+        reason = json.dumps(f"{_name(spec)} failed ({why:.1000})").encode()
+        _stores[place].compare_set(key, "", sign(job_token(), key, reason).decode())
 
 
 def _connected(spec: RendezvousSpec, timeout_s: float, *, keeps: bool = False) -> Any:
@@ -458,22 +528,13 @@ def _name(spec: RendezvousSpec) -> str:
     return printable(f"rank {spec.rank} (pid {os.getpid()} on {socket.gethostname()})")
 
 
-def _job_token() -> bytes:
-    return os.environ.get(JOB_TOKEN, "").encode(errors="surrogateescape")
-
-
-def _signature(token: bytes, key: str, text: str) -> str:
-    """Return a signature that proves that this job wrote an entry; "" in a job without a token."""
-    return hmac.new(token, f"{key} {text}".encode(), "sha256").hexdigest() if token else ""
-
-
-def _signed(token: bytes, key: str, obj: Any) -> str:
-    text = json.dumps(obj)
-    return f"{_signature(token, key, text)} {text}"
-
-
-_COMING = (int, int, NAME, PID, (str, ...))  # rank, size, name, pid, host
+# rank, size, name, pid, host, descriptor of rank 0's secret, a number that no one else knew before
+_COMING = (int, int, NAME, PID, (str, ...), [None, DESCRIPTOR], str)
 _NOTHING = object()
+_SET_TOKEN = (
+    f"Set {JOB_TOKEN} to the same random text on all ranks, such as the output of `openssl rand "
+    "-hex 16` (docs/security.md)"
+)
 _CLOSE_PORT = "if other users can reach that port, close it to the network, or choose another"
 
 

@@ -22,6 +22,8 @@ class RendezvousSpec(NamedTuple):
     """Whether another process, such as torchrun, keeps the store; otherwise rank 0 does."""
     attempt: str
     """The number of the job's start, if several use it in succession."""
+    one_host: bool = False
+    """Whether the environment shows that all ranks are on one host: see `is_one_host`."""
 
     @property
     def where(self) -> str:
@@ -93,9 +95,22 @@ def rendezvous_spec(settings: Settings, environ: Mapping[str, str]) -> Rendezvou
     if not name or not number:
         raise ValueError(f"address must be rank 0's host and a port, not {found['address']!r}")
     ours = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and given["address"] is None
-    return RendezvousSpec(
-        rank, size, name, number, ours, environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    )
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    one_host = is_one_host(name, size, environ)
+    return RendezvousSpec(rank, size, name, number, ours, attempt, one_host)
+
+
+def is_one_host(address: str, size: int, environ: Mapping[str, str]) -> bool:
+    """Return whether all ranks must be on this host, whatever the entries of the store claim.
+
+    Args:
+        address: The host of the store. A name is not resolved: on Debian, a host's own name leads
+            to the loopback there, and to its network address elsewhere.
+        size: The number of ranks.
+        environ: The environment; torchrun sets LOCAL_WORLD_SIZE.
+    """
+    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
+    return is_loopback or environ.get("LOCAL_WORLD_SIZE") == str(size)
 
 
 # Variables with the number of ranks per node: Alibaba's PAI-DLC and Baidu's AIHC set the first,

@@ -33,7 +33,7 @@ from horo_lite.start import (
 from horo_lite.start.cores import cores_of_process, take_cores
 from horo_lite.start.rank_info import Position, RankInfo, position_of
 from horo_lite.start.rendezvous import Rendezvous
-from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
+from horo_lite.start.rendezvous_spec import RendezvousSpec, is_one_host, rendezvous_spec
 from horo_lite.transports import connect
 from horo_lite.transports.peers import ObjectCommunicator, allgather_objects, host_key
 
@@ -219,11 +219,20 @@ def init_with_store(store: Any, rank: int, size: int, timeout_s: float) -> World
                 found, MPI = mpi.communicator(None, launch, *limits)
         elif size > 1:
             # No port: it may be any torch store, even a file.
-            spec = RendezvousSpec(rank, size, "the store of torch.distributed", 0, False, "")
+            one_host = is_one_host(_host_of(store), size, os.environ)
+            where = "the store of torch.distributed"
+            spec = RendezvousSpec(rank, size, where, 0, False, "", one_host)
             found = Rendezvous(spec, timeout_s, store)
         return _begin(
             _session_over(settings, found, MPI, is_ours=False)._replace(settings=by_itself)
         )
+
+
+def _host_of(store: Any) -> str:
+    """Return the host of a torch store; "" if it has none."""
+    while hasattr(store, "underlying_store"):  # a PrefixStore
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def _begin(session: Session) -> World:

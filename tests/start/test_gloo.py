@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checks
@@ -19,6 +20,7 @@ from launch import run_ranks
 from without_mpi import ended, started
 
 import horo_lite as hvd
+from horo_lite.start.entries import signature, signed_store
 from horo_lite.transports.gloo.connections import GlooConnections
 
 pytestmark = pytest.mark.two_at_a_time
@@ -340,6 +342,51 @@ def test_threads_get_the_gil_sooner_while_there_are_connections(
         assert sys.getswitchinterval() == pytest.approx(after)
     finally:
         sys.setswitchinterval(before)
+
+
+def forged(key: str) -> str:
+    return f"{key} is forged"
+
+
+def test_what_gloo_reads_from_the_store_is_verified_first() -> None:
+    """Planted addresses made it crash."""
+    inner = torch.distributed.HashStore()
+    mine, theirs = (signed_store(inner, "p", secret, forged) for secret in (b"a", b"b"))
+    mine.set("x", b"address")
+    assert mine.get("x") == b"address"
+    with pytest.raises(hvd.LauncherError, match="p/x is forged"):
+        theirs.get("x")
+    inner.set("p/y", inner.get("p/x"))
+    for planted in ("0/1", "x", "y"):
+        if planted != "y":
+            inner.set(f"p/{planted}", b" " + bytes(range(64)))
+        with pytest.raises(hvd.LauncherError, match=f"p/{planted} is forged"):
+            mine.get(planted)
+    with pytest.raises(hvd.LauncherError, match="p/0/1 is forged"):
+        GlooConnections(mine, 0, 2, "localhost:1", 5)
+
+
+@pytest.mark.parametrize("is_stranger", [False, True])
+def test_a_rank_proves_that_it_is_one(is_stranger: bool) -> None:
+    """Gloo accepts whoever connects to a rank's port."""
+    store = torch.distributed.HashStore()
+
+    def connect(rank: int) -> GlooConnections | Exception:
+        def proof(sender: int, receiver: int) -> bytes:
+            secret = b"another" if is_stranger and rank == 1 else b"secret"
+            return signature(secret, f"{sender} to {receiver}", b"")
+
+        try:
+            return GlooConnections(store, rank, 2, "localhost:1", 30, proof=proof)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(connect, range(2)))
+        list(pool.map(lambda one: isinstance(one, Exception) or one.close(), found))
+    for rank, one in enumerate(found):
+        assert isinstance(one, hvd.LauncherError if is_stranger else GlooConnections), one
+        assert not is_stranger or f"is not rank {1 - rank} has connected to rank {rank}" in str(one)
 
 
 def test_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,6 +310,7 @@ def meet(
     timeout_s: float = 5,
     after_s: float = 0,
     meanwhile: Callable[[], object] = lambda: None,
+    one_host: bool = True,
 ) -> list[Any]:
     """Return what each process gets that claims one of these ranks (rank, size)."""
     port = free_port()
@@ -319,7 +320,7 @@ def meet(
         time.sleep(after_s * place)
         try:
             with_others = Rendezvous(
-                RendezvousSpec(rank, size, "localhost", port, False, "0"), timeout_s
+                RendezvousSpec(rank, size, "localhost", port, False, "0", one_host), timeout_s
             )
             form = (int, int, str)
             found[place] = [with_others.allgather((rank, i, "x"), form) for i in range(3)]
@@ -542,6 +543,7 @@ def test_a_connection_with_itself_is_not_a_store(monkeypatch: pytest.MonkeyPatch
         ("said", '{"0": 1, "1": 0, "2": "x"}'),
         ("said", '[1, true, "x"]'),
         ("said", '[1, 0, "y"]'),  # valid, but rank 1 has not written it
+        ("unsigned", '[1, 0, "x"]'),  # even what rank 1 would write
         ("failure", '["\\u001b[2J"]'),
         ("lost", '["\\u001b[2J"]'),
     ],
@@ -550,6 +552,8 @@ def test_what_strangers_write_is_an_error_on_every_rank(
     key: str, entry: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Instead of what rank 1 writes, or in a place that is empty if all goes well."""
+    if key == "said":
+        on_two_hosts(monkeypatch)  # without a token, so that entries are not signed
     for error in meet_strangers(key, entry, monkeypatch):
         assert isinstance(error, hvd.LauncherError), error
         assert "\x1b" not in str(error)
@@ -560,17 +564,89 @@ def meet_strangers(key: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> lis
     monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
     put = Rendezvous._put
 
-    def planted(self: Rendezvous, name: str, obj: Any) -> None:
+    def planted(self: Rendezvous, name: str, obj: Any, **more: bool) -> None:
         comes = name.startswith("horo_lite/0/come/") and not name.endswith("failure")
         if self.rank != 1 or not (comes if key == "come" else name == "horo_lite/0/0/0/1"):
-            put(self, name, obj)
+            put(self, name, obj, **more)
         else:
             places = {"failure": "horo_lite/0/0/failure", "lost": "horo_lite/0/lost"}
             place = places.get(key, name)
             self._store.set(place, f" {entry}")
 
     monkeypatch.setattr(Rendezvous, "_put", planted)
-    return meet((0, 2), (1, 2), timeout_s=20)
+    return meet((0, 2), (1, 2), timeout_s=20, one_host=False)
+
+
+def on_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ranks, as threads, claim to be on different hosts."""
+    hosts = threading.local()
+    begin = Rendezvous._open
+
+    def begin_there(self: Rendezvous, spec: RendezvousSpec) -> Any:
+        hosts.name = f"host {spec.rank}"
+        return begin(self, spec)
+
+    monkeypatch.setattr(Rendezvous, "_open", begin_there)
+    monkeypatch.setattr("horo_lite.start.rendezvous._here", lambda: (hosts.name,))
+
+
+def test_nobody_joins_a_job_of_one_host_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user who claims to be on another host, and so cannot be asked for the secret."""
+    monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
+    on_two_hosts(monkeypatch)
+    for error in meet((0, 2), (1, 2)):
+        assert isinstance(error, hvd.LauncherError), error
+        assert "all ranks should be on one" in str(error)
+        assert "Set HORO_LITE_JOB_TOKEN to the same random text" in str(error)
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_ranks_of_several_hosts_without_a_token_are_warned_once(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr("horo_lite.start.rendezvous.warn", warned.append)
+    monkeypatch.setenv("HORO_LITE_JOB_TOKEN", token)
+    on_two_hosts(monkeypatch)
+    found = meet((0, 2), (1, 2), one_host=False)
+    assert found == [[[(r, i, "x") for r in range(2)] for i in range(3)]] * 2
+    assert len(warned) == (not token)
+    assert all("can become one and run code as this user. Set HORO" in text for text in warned)
+
+
+@pytest.mark.parametrize(
+    ("address", "local", "expected"),
+    [
+        ("localhost", None, True),
+        ("127.0.0.1", None, True),
+        ("node7", None, False),
+        ("node7", "4", True),
+        ("node7", "2", False),
+    ],
+)
+def test_which_jobs_are_on_one_host(address: str, local: str | None, expected: bool) -> None:
+    environ = STANDARD | {"MASTER_ADDR": address} | ({"LOCAL_WORLD_SIZE": local} if local else {})
+    spec = rendezvous_spec(Settings.read({}, {}), environ)
+    assert spec is not None
+    assert spec.one_host == expected
+
+
+def test_each_world_signs_with_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that entries of an earlier one cannot be written again."""
+    monkeypatch.setenv("HORO_LITE_JOB_TOKEN", "secret")
+    keys: list[bytes] = []
+    make = Rendezvous._world_key
+
+    def noted(self: Rendezvous, arrived: Sequence[Any]) -> bytes:
+        keys.append(make(self, arrived))
+        return keys[-1]
+
+    monkeypatch.setattr(Rendezvous, "_world_key", noted)
+    for _ in range(2):
+        assert meet((0, 2), (1, 2)) == [[[(r, i, "x") for r in range(2)] for i in range(3)]] * 2
+    assert len(keys) == 4
+    assert len(set(keys)) == 2
+    assert len(set(keys[:2])) == 1
 
 
 def test_all_ranks_have_one_token(monkeypatch: pytest.MonkeyPatch) -> None:

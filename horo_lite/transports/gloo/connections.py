@@ -12,6 +12,7 @@ all-reduce. A training thread that is busy in Python keeps it as long as the int
 from __future__ import annotations
 
 import atexit
+import hmac
 import itertools
 import os
 import queue
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 # The stall detector decides how long to wait; gloo's clock must not overflow.
 _FOREVER = timedelta(days=1000)
-_STREAM_TAG, _NO_TAG = 0, (1 << 31) - 1
+_STREAM_TAG, _NO_TAG, _PROOF_TAG = 0, (1 << 31) - 1, (1 << 31) - 2
 # Header of a short message: channel, tag, length of the text. Channel 0 is that of the streams.
 _HEADER = struct.Struct("<IHH")
 _PACKET_BYTES = _HEADER.size + (4 << 10)
@@ -65,9 +66,11 @@ class GlooConnections:
             used.
         timeout_s: Seconds within which all ranks must be connected.
         check_living: Raises PeerLostError if a rank is known to have died.
+        proof: Returns what a rank sends to another to prove that it is one; b"" if ranks have no
+            secret.
 
     Raises:
-        LauncherError: The ranks could not connect.
+        LauncherError: The ranks could not connect, or another process has connected.
         PeerLostError: A rank died meanwhile.
     """
 
@@ -79,6 +82,7 @@ class GlooConnections:
         towards: str,
         timeout_s: float,
         check_living: Callable[[], object] = lambda: None,
+        proof: Callable[[int, int], bytes] = lambda sender, receiver: b"",
     ) -> None:
         self.rank = rank
         self.size = size
@@ -93,7 +97,7 @@ class GlooConnections:
         self._early: dict[int, list[tuple[int, int, bytes]]] = {}
         self.ended: set[int] = set()
         """Peers from which nothing will arrive any more."""
-        self.group = _connect(store, rank, size, towards, timeout_s, check_living)
+        self.group = _connect(store, rank, size, towards, timeout_s, check_living, proof)
         self._is_open = True
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
@@ -168,6 +172,7 @@ def _connect(
     towards: str,
     timeout_s: float,
     check_living: Callable[[], object],
+    proof: Callable[[int, int], bytes],
 ) -> Any:
     """Return the ranks' ProcessGroupGloo."""
     try:
@@ -186,7 +191,9 @@ def _connect(
         options._devices = [_device(gloo, towards)]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1  # for collective operations, which are not used
-        return gloo(store, rank, size, options)
+        group = gloo(store, rank, size, options)
+        _verify_peers(group, rank, size, options._timeout, proof)
+        return group
 
     def look() -> None:
         check_living()
@@ -205,6 +212,36 @@ def _connect(
             "of the hostname or MASTER_ADDR? Set GLOO_SOCKET_IFNAME to another one, such as "
             "eth0, or start the job with mpiexec"
         ) from error
+
+
+def _verify_peers(
+    group: Any, rank: int, size: int, timeout: timedelta, proof: Callable[[int, int], bytes]
+) -> None:
+    """Raise LauncherError if a connection leads to a process that is not a rank of this world.
+
+    Gloo accepts whoever connects to a rank's port and guesses a small number.
+    """
+    import torch
+
+    if not proof(rank, rank):
+        return
+    peers = [peer for peer in range(size) if peer != rank]
+    mine = [torch.frombuffer(bytearray(proof(rank, peer)), dtype=torch.uint8) for peer in peers]
+    theirs = [torch.zeros_like(one) for one in mine]
+    works = [
+        post([memory], peer, _PROOF_TAG)
+        for post, memories in ((group.recv, theirs), (group.send, mine))
+        for peer, memory in zip(peers, memories, strict=True)
+    ]
+    for work in works:
+        work.wait(timeout)
+    for peer, found in zip(peers, theirs, strict=True):
+        if not hmac.compare_digest(found.numpy().tobytes(), proof(peer, rank)):
+            raise LauncherError(
+                f"a process that is not rank {peer} has connected to rank {rank} on "
+                f"{socket.gethostname()} as that rank: another user of the network or of this host "
+                "interferes with the job. Use a network that only trusted people can reach"
+            )
 
 
 def _device(gloo: Any, towards: str) -> Any:
