@@ -107,6 +107,7 @@ class _Current(NamedTuple):
 _current: _Current | None = None
 _n_worlds = 0
 _when_renewed: list[Callable[[], object]] = []
+_when_ending: list[Callable[[], object]] = []
 _when_ended: list[Callable[[], object]] = []
 
 
@@ -134,6 +135,12 @@ def leave() -> None:
     _current = None
 
 
+def notify_ending() -> None:
+    """Call the callbacks of `on_ending`, before leaving a world. Only `start.session` calls it."""
+    for callback in _when_ending:
+        callback()
+
+
 def notify_ended() -> None:
     """Call the callbacks of `on_ended`, after a world was closed. Only `start.session` calls it."""
     for callback in _when_ended:
@@ -147,6 +154,15 @@ def on_renewed(callback: Callable[[], object]) -> None:
         callback: Called after a second `init()`, or when `elastic.run` continues in a new world.
     """
     _when_renewed.append(callback)
+
+
+def on_ending(callback: Callable[[], object]) -> None:
+    """Register a callback for the end of the world in good order, before it is left.
+
+    Args:
+        callback: Completes operations that only the caller knows to be in progress.
+    """
+    _when_ending.append(callback)
 
 
 def on_ended(callback: Callable[[], object]) -> None:

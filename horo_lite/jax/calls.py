@@ -19,9 +19,9 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AllReduce, Average, Op, Sum
-from horo_lite.context import on_ended, on_renewed
+from horo_lite.context import on_ended, on_ending, on_renewed
 from horo_lite.errors import raised_in_graphs
-from horo_lite.jax.primitive import bind
+from horo_lite.jax.primitive import bind, complete
 
 Array = Any  # jax.Array, traced or not; a NumPy array where stated
 C = TypeVar("C", bound="Call")
@@ -29,6 +29,7 @@ C = TypeVar("C", bound="Call")
 
 # Compiled functions depend on the number of ranks. Those compiled ahead remain: see `Call.place`.
 on_renewed(jax.clear_caches)
+on_ending(complete)
 on_ended(MEMORY.clear)
 
 

@@ -63,6 +63,25 @@ def cause_of(error: BaseException) -> BaseException | None:
     return behind(error)
 
 
+def complete() -> None:
+    """Wait for the compiled functions in progress, whose operations need the world.
+
+    Raises:
+        HoroLiteError: An operation has failed meanwhile. Earlier errors were the program's to see.
+    """
+    before = _last_error()
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
+        error = _last_error()
+        if error is not None and error is not before:
+            raise error from None
+
+
+def _last_error() -> BaseException | None:
+    return raised_in_graphs[-1] if raised_in_graphs else None
+
+
 def _begin_anew() -> None:
     """Let functions with operations run again after an error.
 
@@ -70,7 +89,7 @@ def _begin_anew() -> None:
     on the thread that traces a function or calls an operation outside jit.
     """
     global _seen
-    last = raised_in_graphs[-1] if raised_in_graphs else None
+    last = _last_error()
     if last is not _seen:
         _seen = last
         with suppress(ImportError, AttributeError):  # not a public name

@@ -67,7 +67,10 @@ class Session(NamedTuple):
             closing.callback(self.world.group.close, reason)
             for group in reversed(self.subgroups):
                 closing.callback(group.close, reason)
+            closing.callback(context.leave)
             closing.callback(self.messages.deliver)
+            if not ending.exits_with_failure():
+                closing.callback(context.notify_ending)
 
 
 _changing = threading.RLock()
@@ -266,7 +269,6 @@ def _leave() -> None:
     if _session is None:
         return
     session, _session = _session, None
-    context.leave()
     atexit.unregister(_at_exit)
     try:
         session.close("it called shutdown()")
@@ -286,7 +288,6 @@ def _at_exit() -> None:
         return
     ending.program_ends()
     session, _session = _session, None
-    context.leave()
     try:
         session.close(ending.reason())
     except BaseException as error:

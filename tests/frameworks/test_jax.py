@@ -614,6 +614,44 @@ assert isinstance(error, hvd.MismatchError) and "layers.0.w" in str(error)
     )
 
 
+def test_what_is_in_progress_at_the_end_is_completed() -> None:
+    result = ranks(
+        """
+@jax.jit
+def step(x, y):
+    for _ in range(3):
+        x = x @ x / x.shape[0]  # runs for long enough
+    return x[0, 0] + hvd.allreduce(y, op=hvd.Sum)
+
+large, mine = jnp.ones((1500, 1500)), jnp.ones(3) + rank
+total = step(large, mine)
+hvd.shutdown()
+assert total.tolist() == [4, 4, 4]
+
+hvd.init()
+error = raised(lambda: step(large, jnp.ones(3 + rank)))
+assert isinstance(hvd.cause_of(error), hvd.MismatchError)
+hvd.shutdown()  # not an error again
+
+hvd.init()
+wrong = step(large, jnp.ones(3 + rank))
+try:
+    hvd.shutdown()
+except hvd.MismatchError as error:
+    assert f"float32[{3 + rank}]" in str(error), error
+else:
+    raise AssertionError("nobody sees the error")
+
+hvd.init()
+total = step(large, mine)
+if rank == 0:
+    print("at the end:", total.tolist(), flush=True)
+""",
+        2,
+    )
+    assert "at the end: [4.0, 4.0, 4.0]" in result.stdout, str(result)
+
+
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(3)"])
 def test_a_rank_that_is_gone_while_others_wait_inside_jit(end: str) -> None:
     result = run_ranks(
