@@ -10,7 +10,7 @@ import numpy as np
 
 from horo_lite import ops
 from horo_lite._native import Tensors
-from horo_lite.adapters import adapter_of, from_numpy, to_host
+from horo_lite.adapters import adapter_of, changed, from_numpy, to_host
 from horo_lite.adapters.object import NO_ORDER, is_array, join
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.state.optimizer_state import OptimizerState
@@ -73,6 +73,14 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
                 names=[arrays[i][0] for i in chosen],
                 group=group,
             )
+    # On the root as well, so that an error that this causes in a framework is raised on all ranks.
+    changed(
+        [
+            x
+            for (_, x), target, value in zip(arrays, targets, values, strict=True)
+            if target is value
+        ]
+    )
     is_root = group.rank == root_rank
     received = iter(
         [

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horo_lite.adapters import Adapter, adapter_of, from_numpy, to_host
+from horo_lite.adapters import Adapter, adapter_of, changed, from_numpy, to_host
 from horo_lite.adapters.object import Named, is_array
 from horo_lite.collectives.arrays import gpu_of
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten
@@ -159,6 +159,7 @@ class OptimizerState:
         fits = isinstance(memory, np.ndarray) and memory.shape == value.shape
         if fits and memory.dtype == value.dtype and memory.flags.writeable:
             memory[...] = value
+            changed([old])
             return old
         return from_numpy(value, old)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from horo_lite.collectives.compression import Compression
 from horo_lite.collectives.reductions import Average, Op
@@ -119,7 +120,7 @@ class DistributedDataParallel(torch.nn.Module):
         if not torch.compiler.is_compiling():
             _restore_hooks(self)
         if self.broadcast_buffers and self.training and torch.is_grad_enabled():
-            buffers = dict(self.module.named_buffers())
+            buffers = _buffers_of(self.module)
             if buffers and exchange.active and not exchange.is_paused:
                 broadcast_parameters(buffers, self._root(), self._ranks)
         return self.module(*inputs, **kwargs)
@@ -193,6 +194,20 @@ def _places_of(module: torch.nn.Module) -> list[tuple[Any, str, Any, bool]]:
         for name, parameter in each._parameters.items()
         if parameter is not None
     ]
+
+
+def _buffers_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the buffers by name, to be overwritten.
+
+    Running statistics are written as BatchNorm writes them, without telling autograd, so that
+    several forward passes before one backward() are possible: in training, it does not read them.
+    """
+    norms = [each for each in module.modules() if isinstance(each, _NormBase)]
+    running = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return {
+        name: buffer.data if id(buffer) in running else buffer
+        for name, buffer in module.named_buffers()
+    }
 
 
 class _Owner:

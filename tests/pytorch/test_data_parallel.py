@@ -237,6 +237,23 @@ def test_one_rank_copies_the_model_and_all_begin_with_buffers_that_are_not_saved
     run_threads(2, rank)
 
 
+def test_buffers_are_overwritten_between_two_forward_passes() -> None:
+    """Running statistics may be; another buffer that backward() needs may not."""
+
+    def rank(group: Group) -> None:
+        inner = torch.nn.Sequential(network(0), torch.nn.BatchNorm1d(2).double())
+        net = hvd.DistributedDataParallel(inner, process_group=group)
+        x = part(group, 0) * (group.rank + 1)
+        (net(x) + net(x * 2)).square().mean().backward()
+        inner.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        inner.register_forward_hook(lambda module, _, y: y * module.scale)
+        first, _ = net(x), net(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            first.square().mean().backward()
+
+    run_threads(2, rank)
+
+
 def test_a_gradient_that_some_ranks_lack_counts_as_zeros() -> None:
     class Branches(torch.nn.Module):
         def __init__(self) -> None:

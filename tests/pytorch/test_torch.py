@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from horo_lite.collectives.reductions import Sum  # noqa: E402
 from horo_lite.errors import DriftError, MismatchError, NonFiniteError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from horo_lite.state.drift import check_in_sync  # noqa: E402
 from horo_lite.torch.optimizer import _DistributedOptimizer  # noqa: E402
 from horo_lite.training.optimizer import DistributedOptimizer  # noqa: E402
 
@@ -436,6 +438,25 @@ def test_broadcast_module_and_optimizer() -> None:
             other = network(group.rank)
             broadcast_parameters(of(other), root_rank=2, group=group)
             assert same(other, network(2))
+
+    run_threads(3, rank)
+
+
+@pytest.mark.parametrize("by", ["broadcast", "heal"])
+def test_received_values_are_not_mistaken_for_those_saved_for_backward(by: str) -> None:
+    def rank(group: Group) -> None:
+        x = torch.full((3,), 1.0 + (group.rank == 0), requires_grad=True)
+        y = x * 2
+        loss = (y * y).sum()
+        if by == "heal":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check_in_sync({"y": y.detach()}, on_drift="heal", group=group)
+        else:
+            broadcast_parameters({"y": y.detach()}, root_rank=1, group=group)
+        assert y.tolist() == [2.0] * 3
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
     run_threads(3, rank)
 
