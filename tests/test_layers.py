@@ -150,5 +150,5 @@ def test_importing_the_package_changes_nothing_and_loads_next_to_nothing(
     modules = ["horo_lite"]
     if environ:
         modules += [f"horo_lite.{name}" for name in ("context", "errors", "files", "start")]
-        modules += ["horo_lite.start.ending", "horo_lite.start.launcher"]
+        modules += [f"horo_lite.start.{n}" for n in ("arrivals", "ending", "launcher", "orphans")]
     assert ran.stdout.split() == modules

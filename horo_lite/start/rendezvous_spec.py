@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -109,8 +111,11 @@ def is_one_host(address: str, size: int, environ: Mapping[str, str]) -> bool:
         size: The number of ranks.
         environ: The environment; torchrun sets LOCAL_WORLD_SIZE.
     """
-    is_loopback = address in ("localhost", "::1") or address.startswith("127.")
-    return is_loopback or environ.get("LOCAL_WORLD_SIZE") == str(size)
+    with suppress(ValueError):
+        number = ip_address(address)
+        if number.is_loopback or number.is_unspecified:
+            return True
+    return address == "localhost" or environ.get("LOCAL_WORLD_SIZE") == str(size)
 
 
 # Variables with the number of ranks per node: Alibaba's PAI-DLC and Baidu's AIHC set the first,

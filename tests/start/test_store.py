@@ -619,6 +619,9 @@ def test_ranks_of_several_hosts_without_a_token_are_warned_once(
     [
         ("localhost", None, True),
         ("127.0.0.1", None, True),
+        ("[::1]", None, True),
+        ("0.0.0.0", None, True),
+        ("10.0.0.1", None, False),
         ("node7", None, False),
         ("node7", "4", True),
         ("node7", "2", False),
