@@ -53,7 +53,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 # Frameworks with tests; those of QUICK_FRAMEWORKS are quick enough for every change.
 KNOWN_FRAMEWORKS := $(sort $(basename $(notdir $(wildcard tests/frameworks/*.txt))))
-QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa cupy nnabla
+QUICK_FRAMEWORKS := jax keras tinygrad autograd needle singa cupy nnabla c10d
 FRAMEWORKS ?= $(if $(ALL),$(KNOWN_FRAMEWORKS),$(filter $(KNOWN_FRAMEWORKS),$(QUICK_FRAMEWORKS)))
 # Run it to test it: pyenv's python3.10 may only print which versions are installed.
 find_python = $(shell shims=$$(dirname $$(command -v python$1 || echo /none/none)); \

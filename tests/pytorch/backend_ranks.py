@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -679,11 +682,32 @@ def same(group: Group, other: Group) -> None:
             assert torch.equal(a, b), f"{name}: {a} instead of {b}"
 
 
+@contextmanager
+def connecting_late() -> Iterator[None]:
+    """Check that no rank begins before all others are connected to the store of the ranks."""
+    connected, connect = Path("connected"), dist.TCPStore
+
+    def late(*args: Any, **options: Any) -> Any:
+        if not (is_host := args[3]):
+            threading.Event().wait(0.2)
+        store = connect(*args, **options)
+        if not is_host:
+            with connected.open("a") as file:
+                file.write(".")
+        return store
+
+    dist.TCPStore = late
+    yield
+    dist.TCPStore = connect
+    assert len(connected.read_text()) == hvd.size() - 1
+
+
 def main() -> None:
     by_mpi = "RANK" not in os.environ
-    dist.init_process_group(
-        "horo_lite", "horo-lite://" if by_mpi else None, timeout=timedelta(minutes=5)
-    )
+    with connecting_late() if by_mpi else nullcontext():
+        dist.init_process_group(
+            "horo_lite", "horo-lite://" if by_mpi else None, timeout=timedelta(minutes=5)
+        )
     world = dist.group.WORLD
     rank, size = hvd.rank(), hvd.size()
     assert size > 1

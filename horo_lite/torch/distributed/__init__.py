@@ -98,5 +98,6 @@ def rendezvous(
     host, port = ops.broadcast_object((host, port))
     if store is None:
         store = TCPStore(host, port, None, False, timeout)
+    ops.barrier()  # rank 0 may destroy the store as soon as it leaves
     yield store, world.rank, world.size
     raise RuntimeError("the ranks of a world of horo_lite can rendezvous only once")
