@@ -11,6 +11,7 @@ import torch
 from horo_lite.errors import MismatchError
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.slots import Slot, SlotAdapter
+from horo_lite.training.reducer import learning_rates
 
 
 class LocalSteps(GradientExchange):
@@ -25,6 +26,8 @@ class LocalSteps(GradientExchange):
         allreduce_(delta)          # with Adasum
         start += delta
         current = start
+
+    A step that cannot be combined is undone, parameters and state, on the ranks that took it.
     """
 
     def _make_adapter(self) -> SlotAdapter:
@@ -68,12 +71,14 @@ class LocalSteps(GradientExchange):
         start = {
             slot.index: slot.parameter.detach().clone() for slot in self.slots if _may_change(slot)
         }
+        state = self._copy_of_state()
         try:
             result = step(*args, **kwargs)
             self._combine(start)
         except BaseException:  # also if only this rank's step fails: it may take another instead
             for i, value in start.items():
                 self._value(i).copy_(value)
+            self._restore_state(*state)
             raise
         finally:
             self._deltas.clear()
@@ -83,6 +88,7 @@ class LocalSteps(GradientExchange):
     def _combine(self, start: dict[int, Any]) -> None:
         """Set the parameters to their values at the start plus the combined steps."""
         self._deltas |= {i: self._value(i) - value for i, value in start.items()}
+        self.reducer.rates = learning_rates(self._attributes["param_groups"])
         try:
             self.reducer.finish()
         except MismatchError:  # as in the exchange of gradients
@@ -92,6 +98,25 @@ class LocalSteps(GradientExchange):
             value = self._value(i)
             torch.add(start.get(i, value), delta, out=value)
 
+    def _copy_of_state(self) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+        """Return copies of the optimizer's state and of its options, which some optimizers change.
+
+        This takes memory for the state until the step ends.
+        """
+        state = {p: _copy_of(own) for p, own in self._attributes["state"].items()}
+        return state, [
+            {key: value if key == "params" else _copy_of(value) for key, value in options.items()}
+            for options in self._attributes["param_groups"]
+        ]
+
+    def _restore_state(self, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+        own = self._attributes["state"]
+        own.clear()
+        own.update(state)
+        for options, before in zip(self._attributes["param_groups"], groups, strict=True):
+            options.clear()
+            options.update(before)
+
     def _value(self, i: int) -> Any:
         """Return the parameter's current memory, which an optimizer may have replaced."""
         return self.slots[i].parameter.detach()
@@ -99,6 +124,15 @@ class LocalSteps(GradientExchange):
 
 def _may_change(slot: Slot) -> bool:
     return slot.parameter.requires_grad or slot.parameter.grad is not None
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy of state: of its containers and tensors, except parameters."""
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, torch.nn.Parameter) else value.detach().clone()
+    if type(value) is dict:
+        return {key: _copy_of(each) for key, each in value.items()}
+    return [_copy_of(each) for each in value] if type(value) is list else value
 
 
 class _Deltas(SlotAdapter):

@@ -215,24 +215,33 @@ def test_parameters_that_not_every_rank_moves() -> None:
 
 
 def test_a_step_that_cannot_be_combined_is_undone() -> None:
-    def rank(group: Group) -> Arrays:
-        p = parameters()
-        optimizer = wrap(sgd(p), p, group, check_finite="raise")
-        backward(p, group.rank, 0)
-        if group.rank:
-            p["bias"].grad[1] = float("nan")
-        before = values(p)
-        with pytest.raises(NonFiniteError, match="'bias'"):
-            optimizer.step()
-        assert all(np.array_equal(values(p)[name], before[name]) for name in before)
-        optimizer.state.clear()
-        optimizer.zero_grad()
-        backward(p, 0, 0)
-        optimizer.step()
-        return values(p)
+    """Parameters and state, so that the ranks continue as if it had not been taken."""
 
-    expected = {n: x - LR * (x - target(0, 0, n) + DECAY * x) for n, x in starts().items()}
-    assert_all_have(run_threads(2, rank), expected)
+    def rank(group: Group) -> tuple[Arrays, Arrays]:
+        p, q = parameters(), parameters()
+        optimizer = wrap(sgd(p), p, group, check_finite="raise")
+        undisturbed = wrap(sgd(q), q, group)
+        for step in range(3):
+            if step:
+                before = values(p)
+                backward(p, group.rank, 7)
+                if step == 1 and group.rank:
+                    p["bias"].grad[1] = float("nan")
+                if step == 2:
+                    optimizer.param_groups[0]["lr"] = LR * (1 + group.rank)
+                error = NonFiniteError if step == 1 else MismatchError
+                with pytest.raises(error, match="'bias'" if step == 1 else "learning rates differ"):
+                    optimizer.step()
+                assert all(np.array_equal(values(p)[name], before[name]) for name in before)
+                optimizer.param_groups[0]["lr"] = LR
+            for o, each in ((optimizer, p), (undisturbed, q)):
+                o.zero_grad()
+                backward(each, group.rank, step)
+                o.step()
+        return values(p), values(q)
+
+    found = [each for both in run_threads(2, rank) for each in both]
+    assert_all_have(found, found[1])
 
 
 class Replacing(torch.optim.SGD):
@@ -243,11 +252,12 @@ class Replacing(torch.optim.SGD):
             if p.dim() == 0 and self.param_groups[0].get("fails"):
                 raise ZeroDivisionError
             p.data = p.data - LR * p.grad
+            self.state[p]["n"] = self.state[p].get("n", 0) + 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_steps_that_replace_memory_or_end_half_way(fails: bool) -> None:
-    """A rank whose step raised has its old parameters, and may take another step instead."""
+    """A rank whose step raised has its old parameters and state, and may take another step."""
 
     def rank(group: Group) -> Arrays:
         p = parameters()
@@ -258,6 +268,7 @@ def test_steps_that_replace_memory_or_end_half_way(fails: bool) -> None:
             with pytest.raises(ZeroDivisionError):
                 optimizer.step()
             assert all(np.array_equal(x, starts()[name]) for name, x in values(p).items())
+            assert not optimizer.state
             optimizer.param_groups[0]["fails"] = False
         optimizer.step()
         return values(p)
