@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from horo_lite.torch.passes import graph_task, notify_at_end
 from horo_lite.torch.slots import Slot, SlotAdapter, is_sparse
 from horo_lite.torch.uncompiled import uncompiled
 from horo_lite.training.options import averaging
-from horo_lite.training.reducer import learning_rates
+from horo_lite.training.reducer import learning_rates, shown
 from horo_lite.transports.shm import SharedMemory
 
 # An attribute of each gradient: where it comes from. This distinguishes a gradient that zero_grad()
@@ -50,9 +50,6 @@ WEIGHT_COMES_FIRST = (
     "before backward(), with its number of samples"
 )
 
-# Prefix of the note of a rank that exchanges in step(), where gradients are used at once.
-_IN_STEP = "in step()|"
-
 # The exchange of each parameter, by the parameter's id, to prevent averaging a gradient twice.
 _owner_of: dict[int, weakref.ref[GradientExchange]] = {}
 # Exchanges in a world of one rank, which own no parameters until the world grows.
@@ -60,8 +57,20 @@ _alone: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
+class Note(NamedTuple):
+    """What the ranks tell each other with an exchange."""
+
+    in_step: bool  # where gradients are used at once
+    rates: str  # learning rates, which may be different until step() uses them
+    sparse: str  # sparse gradients: see sparse.note
+
+
 class GradientExchange:
     """Exchanges the gradients of one optimizer."""
+
+    def __reduce__(self) -> Any:
+        """Leave it out of copies of an optimizer's dictionary, since hooks refer to it."""
+        return type(None), ()
 
     def __init__(
         self, optimizer: Any, named: list[tuple[str, Any]] | None, options: TorchOptions
@@ -102,6 +111,7 @@ class GradientExchange:
         self._forget_ranks_in_step()
         self._drift.reset_counts()
         self._n_exchanges = 0
+        self._rates_differ = False  # as far as all ranks know
         self._weight = None
         for slot in self._of_id.values():
             slot.begin()
@@ -411,6 +421,23 @@ class GradientExchange:
         mark = getattr(gradient, _MARK, _BY_HAND)
         return mark == _BY_HAND or (mark == _BEFORE and self._due)
 
+    def _check_rates(self) -> None:
+        """Raise MismatchError on every rank if they are about to step with different rates.
+
+        They compare them here only if they have found a difference in an exchange: after that,
+        broadcast_optimizer_state() may have removed it.
+        """
+        if self._rates_differ:
+            self.reducer.compare_rates(self._rates())
+            self._rates_differ = False
+
+    def _rates(self) -> tuple[float, ...]:
+        return learning_rates(self._attributes.get("param_groups", ()))
+
+    def _flush_in_closure(self) -> None:
+        self._flush_in_step()
+        self._check_rates()
+
     def _flush_in_step(self) -> None:
         """Exchange what is left; raise RuntimeError if this rank has changed averages."""
         self._is_in_step = True
@@ -467,8 +494,10 @@ class GradientExchange:
                     args = (averaged, *args[1:])
                 else:
                     kwargs = {**kwargs, "closure": averaged}
-            elif not self._is_skipping:
-                self._flush_in_step()
+            else:
+                if not self._is_skipping:
+                    self._flush_in_step()
+                self._check_rates()
             result = step(*args, **kwargs)
         finally:
             self._is_stepping = False
@@ -506,7 +535,7 @@ class GradientExchange:
         assert self.group is not None
         return averaging(
             begun,
-            self._flush_in_step,
+            self._flush_in_closure,
             group=self.group,
             op=Sum if self.op is Sum else Average,
             weight=lambda: self._weight,  # the closure may have set it
@@ -532,8 +561,7 @@ class GradientExchange:
             for slot in own:
                 self._densify(slot)
             own = []
-        reducer.note = (_IN_STEP if self._is_in_step else "") + sparse.note(own)
-        reducer.rates = learning_rates(self._attributes.get("param_groups", ()))
+        reducer.note = Note(self._is_in_step, shown(self._rates()), sparse.note(own))
         changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
         for slot in changed:
             if not slot.travels:
@@ -546,10 +574,12 @@ class GradientExchange:
         self._use_weight()
         try:
             reducer.finish()
-            notes = [note.removeprefix(_IN_STEP) for note in reducer.notes.values()]
-            if any(notes):
+            notes: dict[int, Note] = reducer.notes
+            self._rates_differ = len({note.rates for note in notes.values()}) > 1
+            if any(note.sparse for note in notes.values()):
                 assert self.group is not None
-                for slot in sparse.exchange(notes, self.slots, self.group, self.op, self._weight):
+                rows = [note.sparse for note in notes.values()]
+                for slot in sparse.exchange(rows, self.slots, self.group, self.op, self._weight):
                     slot.touched = True
                     self._mark(slot, _COMPUTED)
             # All ranks have just agreed on a plan, and thus on the layout of their memory.
@@ -569,8 +599,8 @@ class GradientExchange:
                     if not is_computed:
                         self._mark(slot, _BY_HAND if slot in by_hand else _COMPUTED)
             self._place()
-        in_step = [rank for rank, note in reducer.notes.items() if note.startswith(_IN_STEP)]
-        if in_step and len(in_step) < len(reducer.notes):
+        in_step = [rank for rank, note in notes.items() if note.in_step]
+        if in_step and len(in_step) < len(notes):
             self._note_ranks_in_step(in_step)
         if changed:  # not raised earlier, since other ranks wait for this exchange
             raise RuntimeError(
@@ -636,6 +666,7 @@ class GradientExchange:
         """Start counting again: all ranks have joined, after different numbers of steps."""
         self._drift.reset_counts()
         self._n_exchanges = 0
+        self._rates_differ = False
         self._place()
 
     def _place(self) -> None:

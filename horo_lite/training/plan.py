@@ -146,6 +146,10 @@ def hash63(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+NOTHING = Plan((), (), (), DEFAULT_BUCKET_BYTES, "none")
+"""A plan in which nothing travels."""
+
+
 def merge(plans: Sequence[Plan], ranks: Sequence[int] = ()) -> Plan:
     """Return the plan that all ranks can execute together; `plans[r]` is that of rank r.
 

@@ -25,7 +25,15 @@ from horo_lite.training.gradient_memory import (
     tensors_of,
 )
 from horo_lite.training.overlap import Overlap
-from horo_lite.training.plan import DEFAULT_BUCKET_BYTES, Entry, Plan, hash63, merge, who_has
+from horo_lite.training.plan import (
+    DEFAULT_BUCKET_BYTES,
+    NOTHING,
+    Entry,
+    Plan,
+    hash63,
+    merge,
+    who_has,
+)
 from horo_lite.transports.agreement import (
     Report,
     exchange_reports,
@@ -66,7 +74,7 @@ class Offer(NamedTuple):
     n_begun: int  # how many buckets have left
     step: str
     attempt: int
-    note: str
+    note: Any
     finding: Finding | None
     rates: tuple[float, ...]
 
@@ -149,8 +157,8 @@ class Reducer:
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         self.all_are_here = True  # no rank had joined when the last exchange ended
         self.rates: tuple[float, ...] = ()  # this rank's learning rates: must be equal on all
-        self.note = ""
-        self.notes: dict[int, str] = {}
+        self.note: Any = ""  # for the other ranks: has a text, and can be pickled
+        self.notes: dict[int, Any] = {}
         self._title = title
         self._number = 0
         self._position = ""
@@ -338,6 +346,14 @@ class Reducer:
             self._write_back(plan, copied)
         self._adopt(plan, arrays)
 
+    def compare_rates(self, rates: tuple[float, ...]) -> None:
+        """Raise MismatchError on every rank if their learning rates differ. Collective."""
+        self.rates, self.note = rates, ""
+        try:
+            self._agree(NOTHING)
+        finally:
+            self.rates = ()
+
     def abandon(self) -> None:
         """Give up this step, on this rank only, so that none of its buckets is in flight any more.
 
@@ -489,7 +505,7 @@ class Reducer:
         headers = transport.agree(
             hash63(
                 f"{self._label} {agreed} {mine.digest} {self.note} {self._finding} "
-                f"{_shown(self.rates)}"
+                f"{shown(self.rates)}"
             ),
             count=len(self._handles),
             weight=self._own_weight,
@@ -539,7 +555,7 @@ class Reducer:
                 )
             plan = merge([offer.plan for offer in offers], ranks)
             if not all(_are_close(offer.rates, offers[0].rates) for offer in offers):
-                rates = who_has([_shown(offer.rates) for offer in offers], ranks)
+                rates = who_has([shown(offer.rates) for offer in offers], ranks)
                 raise MismatchError(
                     f"The ranks' learning rates differ: {rates}, so their parameters would "
                     "diverge. Give a scheduler the same number on every rank (allreduce() the "
@@ -667,7 +683,8 @@ def learning_rates(param_groups: Any) -> tuple[float, ...]:
     return tuple(rate for rate in rates if isinstance(rate, (int, float)))
 
 
-def _shown(rates: tuple[float, ...]) -> str:
+def shown(rates: tuple[float, ...]) -> str:
+    """Return the learning rates in words, rounded as they are compared."""
     return ", ".join([f"{rate:.6g}" for rate in rates]) or "none"
 
 

@@ -25,6 +25,7 @@ from horo_lite.collectives.group import Group  # noqa: E402
 from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
+from horo_lite.state.broadcast import broadcast_optimizer_state  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
@@ -1394,6 +1395,47 @@ def test_an_error_in_one_optimizer_leaves_the_others_usable() -> None:
 
     a, b = run_threads(2, rank)
     assert_same_weights(a, b)
+
+
+@pytest.mark.parametrize("how", ["step", "skip_synchronize", "closure"])
+def test_learning_rates_are_compared_when_they_are_used(how: str) -> None:
+    """Until then ranks may differ, as when one has loaded a checkpoint: the others receive it."""
+
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = wrap(torch.optim.SGD(net.parameters(), lr=0.1 * (1 + group.rank)), group, net)
+
+        def step(k: int, *, broadcasts: bool) -> None:
+            def closure() -> Any:
+                loss = loss_of(net, *samples(k + 10 * group.rank))
+                loss.backward()
+                return loss
+
+            optimizer.zero_grad()
+            if how == "closure":
+                if broadcasts:
+                    broadcast_optimizer_state(optimizer, 0, group=group)
+                optimizer.step(closure)
+                return
+            closure()
+            if broadcasts:
+                broadcast_optimizer_state(optimizer, 0, group=group)
+            with optimizer.skip_synchronize() if how != "step" else contextlib.nullcontext():
+                optimizer.step()
+
+        step(0, broadcasts=True)
+        optimizer.param_groups[0]["lr"] += 0.1 * group.rank
+        before = [p.detach().clone() for p in net.parameters()]
+        for k in (1, 2):
+            with pytest.raises(MismatchError, match=r"rank 0 has 0\.1, rank 1 has 0\.2, so"):
+                step(k, broadcasts=False)
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+        step(3, broadcasts=True)
+        step(4, broadcasts=False)
+        return net
+
+    a, b = run_threads(2, rank)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_exchanges_of_different_steps_are_not_mixed() -> None:
