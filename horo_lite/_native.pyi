@@ -29,6 +29,8 @@ class Tensors:
     @property
     def signature(self) -> int: ...
     @property
+    def dtypes(self) -> int: ...
+    @property
     def layout(self) -> int: ...
     @property
     def strided(self) -> list[int]: ...
@@ -53,8 +55,8 @@ class Tensors:
     def copy_to(self, other: Tensors, streaming: bool = False) -> None:
         """The host's memory only. Streaming, past the caches."""
 
-def check_reducible(tensors: Tensors, op: str) -> None:
-    """Raises ValueError for a dtype for which the op has no meaning."""
+def dtypes() -> list[str]:
+    """The names of all dtypes; `Tensors.dtypes` has a bit for each, in this order."""
 
 def fingerprints(tensors: Tensors) -> list[int]:
     """64 bits of each, equal where all bits are. In C order."""

@@ -152,6 +152,8 @@ def allreduce(
             rank; further calls are possible.
         PeerLostError: A rank died, left or failed. The group can no longer be used.
         TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
+        ValueError: There is no such reduction of this dtype (the average of bool, bool with
+            factors), or every rank's weight is 0; raised on every rank.
     """
     (result,) = _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight

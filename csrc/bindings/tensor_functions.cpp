@@ -43,6 +43,7 @@ void bind_tensors(nb::module_& m) {
       .def("__len__", [](const Tensors& t) { return t.refs().size(); })
       .def_prop_ro("nbytes", &Tensors::n_bytes)
       .def_prop_ro("signature", &Tensors::signature)
+      .def_prop_ro("dtypes", &Tensors::dtypes)
       .def_prop_ro("layout", &Tensors::layout)
       .def_prop_ro("strided", &Tensors::strided)
       .def_prop_ro("addresses", &Tensors::addresses)
@@ -99,12 +100,13 @@ void bind_tensors(nb::module_& m) {
           "other"_a, "streaming"_a = false, "For host memory only. With `streaming`, bypass the caches.");
 
   m.def(
-      "check_reducible",
-      [](const Tensors& tensors, const std::string& op) {
-        const Op wanted = op_of(op);
-        for (const TensorRef& ref : tensors.refs()) select_kernels(ref.dtype, Wire::kNone, wanted);
+      "dtypes",
+      [] {
+        std::vector<std::string> names;
+        for (int i = 0; i <= static_cast<int>(DType::kLast); ++i) names.push_back(dtype_name(static_cast<DType>(i)));
+        return names;
       },
-      "tensors"_a, "op"_a, "Raise ValueError for a dtype for which the op has no meaning.");
+      "Return the names of all dtypes; `Tensors.dtypes` has a bit for each, in this order.");
 
   m.def(
       "fingerprints",

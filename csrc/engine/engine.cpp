@@ -475,11 +475,12 @@ std::shared_ptr<Job> Engine::take(const std::string& name) {
 }
 
 void Engine::run(const std::string& name, Known known) {
-  std::shared_ptr<Job> job;  // null if this rank has joined
+  std::shared_ptr<Job> job;  // null if this rank has joined, and until it takes part
   {
     const std::lock_guard lock(mutex_);
     if (const auto found = jobs_.find(name); found != jobs_.end()) job = found->second;
   }
+  const bool has_joined = job == nullptr;
   std::exception_ptr error;
   try {
     const Entry* first = nullptr;
@@ -514,7 +515,9 @@ void Engine::run(const std::string& name, Known known) {
     throw;
   }
   take(name);
-  if (job != nullptr) finish(*job, error);  // a rank that has joined waits for the next operation
+  if (job == nullptr) return;          // a rank that has joined waits for the next operation
+  if (has_joined) job->finish(error);  // to be raised by the ranks that submitted it
+  else finish(*job, error);
 }
 
 // Returns this rank's job for an operation, and fills in the entries of ranks that have joined.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <thread>
 
 namespace horo {
@@ -299,11 +300,14 @@ void NcclGroup::check() {
 
 bool NcclGroup::can_reduce(const std::vector<TensorRef>& tensors, Op op, double prescale, Factor factor) {
   const bool plain = prescale == 1.0 && factor.scale == 1.0 && factor.divisor == 1.0;
-  return std::all_of(tensors.begin(), tensors.end(), [&](const TensorRef& tensor) {
-    NcclType type;
-    return nccl_type(tensor.dtype, &type) &&
-           (is_float(tensor.dtype) || (plain && op != Op::kAverage && op != Op::kWeightedAverage));
-  });
+  // The kernels multiply in float32, by a factor that is multiplied by this rank's weight.
+  const auto fits = [](double x) { return x == 0.0 || (std::fabs(x) >= 1e-20 && std::fabs(x) <= 1e20); };
+  return fits(prescale) && fits(factor.scale) &&
+         std::all_of(tensors.begin(), tensors.end(), [&](const TensorRef& tensor) {
+           NcclType type;
+           return nccl_type(tensor.dtype, &type) &&
+                  (is_float(tensor.dtype) || (plain && op != Op::kAverage && op != Op::kWeightedAverage));
+         });
 }
 
 void NcclGroup::allreduce(const std::vector<TensorRef>& tensors, Op op, Wire wire, double prescale, Factor factor,

@@ -26,6 +26,7 @@ enum class DType : uint8_t {
   kFloat32,
   kFloat64,
   kLongDouble,
+  kLast = kLongDouble,
 };
 
 // The two formats that C++ has no type for; they are only converted, never computed with.

@@ -91,7 +91,11 @@ void finish_stores(Stores stores) {
 Weighting weighting(Op op, const std::vector<double>& weights) {
   if (op != Op::kWeightedAverage) return {{}, op == Op::kAverage ? static_cast<double>(weights.size()) : 1.0};
   const double largest = *std::max_element(weights.begin(), weights.end());
-  if (!(largest > 0.0)) return {weights, 1.0};
+  if (!(largest > 0.0)) {
+    throw std::invalid_argument(
+        "every rank passed weight 0, and there is no average of no samples: at least one rank "
+        "needs a positive weight");
+  }
   // In two steps, since the sum itself may be too large for a double.
   Weighting result;
   double total = 0.0;
@@ -100,7 +104,9 @@ Weighting weighting(Op op, const std::vector<double>& weights) {
   for (const double weight : weights) {
     result.weights.push_back(std::ldexp(std::ldexp(weight, -std::ilogb(largest)), exponent));
   }
-  result.divisor = std::ldexp(total, exponent);
+  double units = 0.0;  // exact
+  for (const double weight : result.weights) units += in_weight_units(weight);
+  result.divisor = units / kWeightUnits;
   return result;
 }
 

@@ -5,6 +5,7 @@
 // tensor.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -46,9 +47,15 @@ struct Weighting {
   double divisor = 1.0;
 };
 
+// Weights of integers are rounded to whole numbers of 2^-52, so that a double holds their sum exactly: numbers of
+// samples stay exact, and equal values have that value as their average, whatever the weights are.
+inline constexpr double kWeightUnits = 0x1p52;
+inline double in_weight_units(double weight) { return std::nearbyint(weight * kWeightUnits); }
+
 // For `op` over ranks with these weights, which only count in a weighted average. They are scaled by a power of two,
 // which changes no bit of the average, so that they add up to a number in [0.5, 1): then no product overflows, however
-// large the numbers of samples are.
+// large the numbers of samples are. The divisor is the sum of the weights in whole units. Throws std::invalid_argument
+// if all weights are 0.
 Weighting weighting(Op op, const std::vector<double>& weights);
 
 struct ReduceArgs {

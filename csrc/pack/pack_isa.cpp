@@ -151,22 +151,11 @@ inline A cut(double x) {
   return std::fabs(x) < 0x1p127 ? static_cast<A>(static_cast<__int128>(x)) : A{0};
 }
 
-// Weighted averages of integers are exact if the weights are numbers of samples: weights below 1 count in units of
-// 2^-30, for which the sum has room.
-constexpr double kFixedPoint = 1 << 30;
-
-// What a contribution is multiplied by, if it is computed in A. Only a weight of 0 turns it into zeros: inf stays inf,
-// however small its weight is.
+// What an integer is multiplied by: a weight as a whole number, or a user's factor.
 template <Op op, class A>
 inline auto multiplier(double weight) {
-  if constexpr (!kIsInteger<A>) {
-    const auto least = static_cast<double>(std::numeric_limits<A>::min());
-    return static_cast<A>(weight == 0.0 || std::fabs(weight) >= least ? weight : std::copysign(least, weight));
-  } else if constexpr (op == Op::kWeightedAverage) {
-    return cut<A>(std::nearbyint(weight * kFixedPoint));
-  } else {
-    return weight;
-  }
+  if constexpr (op == Op::kWeightedAverage) return cut<A>(in_weight_units(weight));
+  else return weight;
 }
 
 // The product. That of integers and a user's factor is truncated towards zero.
@@ -343,6 +332,18 @@ HORO_INLINE void multiply(Tile<A>& tile, A factor) {
   for (auto& x : tile.vectors) x *= factor;
 }
 
+// For factors and weights, which may be smaller or larger than any normal number of type A: those are applied in
+// double.
+template <class A>
+HORO_INLINE void scale(Tile<A>& tile, double factor) {
+  const double magnitude = std::fabs(factor);
+  if (magnitude >= std::numeric_limits<A>::min() && magnitude <= std::numeric_limits<A>::max()) {
+    multiply(tile, static_cast<A>(factor));
+  } else {
+    for_each(tile, [factor](A value) { return static_cast<A>(static_cast<double>(value) * factor); });
+  }
+}
+
 template <class A>
 HORO_INLINE void divide(Tile<A>& tile, A divisor) {
   for (auto& x : tile.vectors) x /= divisor;
@@ -491,19 +492,18 @@ struct Plain : PlainFormat<T, W, A> {
 
  private:
   HORO_INLINE static void weigh(Tile<A>& tile, const ReduceArgs& args, int r) {
-    if (args.weights == nullptr) return;
-    const auto weight = multiplier<op, A>(args.weights[r]);
-    if constexpr (kIsInteger<A>) multiply_integers(tile, weight);
-    else multiply(tile, weight);
+    if (args.weights == nullptr || args.weights[r] == 0.0) return;
+    if constexpr (kIsInteger<A>) multiply_integers(tile, multiplier<op, A>(args.weights[r]));
+    else scale(tile, args.weights[r]);
   }
 
   HORO_INLINE static void finish(Tile<A>& tile, const Factor& factor) {
     if constexpr (kIsInteger<A>) {
       if (factor.scale == 1.0 && factor.divisor == 1.0) return;  // not the last hop
       const bool weighted = op == Op::kWeightedAverage;
-      finish_integers(tile, {factor.scale, weighted ? std::nearbyint(factor.divisor * kFixedPoint) : factor.divisor});
+      finish_integers(tile, {factor.scale, weighted ? in_weight_units(factor.divisor) : factor.divisor});
     } else {
-      if (factor.scale != 1.0) multiply(tile, static_cast<A>(factor.scale));
+      if (factor.scale != 1.0) scale(tile, factor.scale);
       if (factor.divisor != 1.0) divide(tile, static_cast<A>(factor.divisor));
     }
   }
@@ -630,6 +630,12 @@ struct ScaledHalf : ScaledHalfFormat<T> {
   using Format = ScaledHalfFormat<T>;
   using Format::elements, Format::encode_block, Format::exponent, Format::kBlockBytes, Format::kMaxScale;
 
+  // Only a weight of 0 turns a contribution into zeros: inf stays inf, however small its weight is.
+  static float at_least_normal(double weight) {
+    constexpr double kLeast = std::numeric_limits<float>::min();
+    return static_cast<float>(std::fabs(weight) >= kLeast ? weight : std::copysign(kLeast, weight));
+  }
+
   static void reduce(const ReduceArgs& args) {
     alignas(64) uint8_t own_block[kBlockBytes];
     alignas(64) uint8_t result[kBlockBytes];
@@ -644,18 +650,19 @@ struct ScaledHalf : ScaledHalfFormat<T> {
       const size_t n = std::min(kBlockElements, args.n_elements - first);
       if (args.own >= 0) encode_block(static_cast<const Packed<T>*>(args.source) + first, n, own_block);
       const auto block = [&](int r) -> const uint8_t* { return r == args.own ? own_block : args.wires[r] + offset; };
-      int unit = kMaxScale;
+      int unit = std::numeric_limits<int>::max();
       for (int r = 0; r < args.n_contributors; ++r) {
         if (const double weight = weight_of(r); weight != 0.0) {
           unit = std::min(unit, exponent(block(r)) - std::ilogb(weight));
         }
       }
+      if (unit == std::numeric_limits<int>::max()) unit = kMaxScale;  // no rank contributes
       double largest = 0.0;  // bound of a result before `factor`, in units of the largest element of a block
       for (int r = 0; r < args.n_contributors; ++r) {
         const double weight = std::ldexp(weight_of(r), unit - exponent(block(r)));
         largest = op == Op::kSum ? largest + std::fabs(weight) : std::max(largest, std::fabs(weight));
-        contributions[r] = weight_of(r) == 0.0 ? Contribution{zeros, 0.0f}
-                                               : Contribution{elements(block(r)), multiplier<op, float>(weight)};
+        contributions[r] =
+            weight_of(r) == 0.0 ? Contribution{zeros, 0.0f} : Contribution{elements(block(r)), at_least_normal(weight)};
       }
       const double growth = largest * std::fabs(args.factor.scale / args.factor.divisor);
       int shift = 0;  // ceil(log2(growth)): how much larger than the largest contribution the result may be
@@ -723,7 +730,7 @@ const Kernels* scaled_half(Op op) {
 // Averages are divided once, at the last hop: until then, the sum needs more room than the type may have.
 template <class T>
 const Kernels* integer(Op op) {
-  using Wide = std::conditional_t<(sizeof(T) > 4), __int128, int64_t>;
+  using Wide = __int128;
   if (op == Op::kAverage) return plain<T, Wide, Wide, Op::kSum>(Op::kSum);
   if (op == Op::kWeightedAverage) return plain<T, Wide, Wide, Op::kWeightedAverage>(op);
   return plain<T, T, T, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(op);
@@ -774,6 +781,9 @@ const Kernels* select(DType dtype, Wire wire, Op op) {
       return integer<uint64_t>(op);
     case DType::kFloat16:
       // What is sent between hosts are sums, which may be larger than binary16 can hold.
+      if (wire == Wire::kBetweenHosts) {
+        return plain<Half, float, float, Op::kSum, Op::kMin, Op::kMax, Op::kProduct>(summed(op));
+      }
       return wire == Wire::kNone || op == Op::kProduct ? uncompressed<Half, float>(op) : scaled_half<Half>(op);
     case DType::kBFloat16:
       return uncompressed<BFloat16, float>(op);

@@ -131,6 +131,12 @@ uint64_t TensorList::signature() const {
   return digest_of(hash);
 }
 
+uint64_t TensorList::dtypes() const {
+  uint64_t found = 0;
+  for (const TensorRef& ref : refs_) found |= uint64_t{1} << static_cast<int>(ref.dtype);
+  return found;
+}
+
 void TensorList::read_from(const TensorList& sources) {
   const bool is_here = device() == kCpu && sources.device() == kCpu;
   if (!is_here || sources.refs_.size() != refs_.size() || layout() != 0 || sources.layout() != 0) {

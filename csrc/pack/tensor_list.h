@@ -47,6 +47,8 @@ class TensorList {
   std::vector<Buffer> buffers() const;
   size_t n_bytes() const;
   uint64_t signature() const;
+  // A bit for each dtype among them.
+  uint64_t dtypes() const;
   uint64_t layout() const;
   std::vector<size_t> strided() const;
   std::vector<uintptr_t> addresses() const;

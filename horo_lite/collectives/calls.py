@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
@@ -175,7 +176,8 @@ def _take_part(
     if asynchronous:
         group.submit(call, part)
     else:
-        group.run(call, part)
+        with suppress(ValueError):  # as on the ranks that called it, to which it is reported
+            group.run(call, part)
 
 
 def used_by_all(transport: Transport, memory: HostArrays | GpuArrays) -> Transport:

@@ -11,7 +11,8 @@ class Compressor:
     """A wire dtype, and hooks that change gradients before and after they travel.
 
     `wire` is "none" (no conversion), "fp16" or "bf16". The core does the casting, fused with
-    packing; only float32 and float64 tensors are ever narrowed, and products never.
+    packing; only float32 and float64 tensors are ever narrowed, and products never. With "fp16" or
+    "bf16", float16 tensors are sent as blocks with a scale, as float32 ones with "fp16" are.
 
     For more (sparsification, error feedback), derive from this class and override `prepare` and
     `restore`. An instance may keep state by tensor name. Pass an equal one on every rank: `name`

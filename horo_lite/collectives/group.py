@@ -181,6 +181,7 @@ class Group:
             part.label = f"{call.kind} number {self.unnamed('')}"
         transport = self._async_transport
         if self._engine is None or transport is None:
+            call.check(part)
             finish = self._run(call, part)
             return Handle(part.label, None, lambda: result(finish()))
         job, finish = call.submit(part, self._engine, transport)

@@ -6,10 +6,11 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from horo_lite import _native, arguments
+from horo_lite.collectives import arithmetic
 from horo_lite.collectives.arrays import check_apart, described
 from horo_lite.collectives.calls import Call, Finish, Part, used_by_all
 from horo_lite.collectives.compression import Compression, Compressor
@@ -102,7 +103,15 @@ class AllReduce(Call[bool]):
         self._hook(part, type(self.compression).prepare, Compressor.prepare)
 
     def check(self, part: Part) -> None:
-        _native.check_reducible(part.memory.tensors, self.op.value)
+        arithmetic.check(
+            part.memory.tensors,
+            self.op.value,
+            self.prescale_factor,
+            self.postscale_factor,
+            part.weight is not None,
+            label=part.label,
+            names=self.names,
+        )
 
     def run(self, part: Part, transport: Transport) -> Finish[bool]:
         memory = part.memory
@@ -122,8 +131,12 @@ class AllReduce(Call[bool]):
         if any(header.count != headers[0].count for header in headers):
             memory.use_c_order()
             part.offsets = None
+        try:
+            reduction = self._reduction(part, [header.weight for header in headers])
+        except ValueError as error:  # on all ranks; raised when this call no longer counts as begun
+            return partial(_raise, error)
         memory.begin(transport.reads_sources)
-        self._move(part, transport, [header.weight for header in headers])
+        self._reduce(part, transport, reduction)
         return lambda: self._complete(part)
 
     def submit(
@@ -143,7 +156,12 @@ class AllReduce(Call[bool]):
         def participation(joined: Sequence[int]) -> tuple[float, bytes]:
             return self.participation(part, transport.ranks, joined)
 
-        if memory.stream is None and transport.engine_group is not None:
+        def move(weights: Sequence[float]) -> None:
+            self.check(part)
+            self._move(part, used_by_all(transport, memory), weights)
+
+        if self._is_native(part, transport):
+            assert transport.engine_group is not None
             in_place = part.offsets is not None and part.shared is not None
             job = engine.submit_allreduce(
                 transport.engine_group,
@@ -165,13 +183,26 @@ class AllReduce(Call[bool]):
             job = engine.submit_call(
                 part.label,
                 digest,
-                lambda weights: self._move(part, used_by_all(transport, memory), weights),
+                move,
                 weight,
                 describe,
                 participation,
                 self._changes(part),
             )
         return job, lambda: self._complete(part)
+
+    def _is_native(self, part: Part, transport: Transport) -> bool:
+        """Return whether the core alone can run it; else Python code raises errors, too."""
+        if part.memory.stream is not None or transport.engine_group is None:
+            return False
+        return not self._is_refused(part)
+
+    def _is_refused(self, part: Part) -> bool:
+        try:
+            self.check(part)
+        except ValueError:
+            return True
+        return False
 
     def participation(
         self, part: Part, ranks: Sequence[int], joined: Sequence[int]
@@ -264,14 +295,16 @@ class AllReduce(Call[bool]):
         return True
 
     def _move(self, part: Part, transport: Transport, weights: Sequence[float]) -> None:
-        reduction = Reduction.of(
+        self._reduce(part, transport, self._reduction(part, weights))
+
+    def _reduction(self, part: Part, weights: Sequence[float]) -> Reduction:
+        return Reduction.of(
             self._arithmetic(part),
             self.compression.wire,
             self.prescale_factor,
             self.postscale_factor,
             weights,
         )
-        self._reduce(part, transport, reduction)
 
     def _reduce(self, part: Part, transport: Transport, reduction: Reduction) -> None:
         if part.offsets is not None and part.shared is not None:
@@ -336,7 +369,7 @@ class ReduceScatter(AllReduce):
     def submit(
         self, part: Part, engine: _native.Engine, transport: Transport
     ) -> tuple[_native.Job, Finish[bool]]:
-        if self._scatter(part, transport) is not None:
+        if self._scatter(part, transport) is not None and not self._is_refused(part):
             # As most calls do: the core alone can only run all-reduces.
             return Call.submit(self, part, engine, transport)
         return super().submit(part, engine, transport)
@@ -377,6 +410,10 @@ def checked_weight(weight: Any, op: Op) -> float:
     if op is not Average:
         raise ValueError(f"a weight needs op=Average; with op={op.name} it has no meaning")
     return samples
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _location(part: Part) -> tuple[int, tuple[int, ...]] | None:

@@ -146,7 +146,8 @@ class Allreduce(Call):
         )
 
     def check(self, dtypes: Sequence[Any]) -> None:
-        part = Part(HostArrays([np.empty(0, dtype) for dtype in dtypes], fresh=True))
+        arrays = HostArrays([np.empty(0, dtype) for dtype in dtypes], fresh=True)
+        part = Part(arrays, weight=1.0 if self.weighted else None)
         factors = self.prescale_factor, self.postscale_factor
         AllReduce(self.name, self.op, self.compression, *factors).check(part)
 

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from horo_lite import _native, arguments, ops
 from horo_lite.adapters import changed
 from horo_lite.adapters.object import NO_ORDER
+from horo_lite.collectives import arithmetic
 from horo_lite.collectives import compression as core
 from horo_lite.collectives.calls import Part
 from horo_lite.collectives.group import Group
@@ -121,7 +122,7 @@ def submit_reduction(
         elif not (in_place and _is_plain(source)):
             source = _copy(source)
         work.append(source)
-    _check_reducible(work, op)
+    _check_reducible(work, op, prescale_factor, postscale_factor)
     name = name_of(group, kind, name)
     with submitting(group, kind, name):
         if isinstance(op, AdasumOp):
@@ -246,11 +247,13 @@ def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _check_reducible(tensors: Sequence[Tensor], op: AnyOp) -> None:
+def _check_reducible(
+    tensors: Sequence[Tensor], op: AnyOp, prescale: float, postscale: float
+) -> None:
     with _value_errors():
         native = _native.Tensors(tensors, stream=NO_ORDER)
         if isinstance(op, Op):
-            _native.check_reducible(native, op.value)
+            arithmetic.check(native, op.value, prescale, postscale)
 
 
 _UNNAMED = "noname."  # Horovod's prefix of the number

@@ -59,8 +59,8 @@ class NcclTransport(GpuTransport):
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         op, wire, prescale, scale, divisor, weights = reduction
-        mine = prescale * weights[self.rank] if weights else prescale
-        if self.group.can_reduce(tensors, op, mine, scale, divisor):
+        if self.group.can_reduce(tensors, op, prescale, scale, divisor):  # the same on all ranks
+            mine = prescale * weights[self.rank] if weights else prescale
             self.group.allreduce(tensors, op, wire, mine, scale, divisor)
         else:
             self.host.agree(0, label="a reduction without NCCL")

@@ -29,7 +29,6 @@ class StagedTransport(GpuTransport):
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
         if self.size == 1 and is_identity(reduction):
-            _native.check_reducible(tensors, reduction.op)
             return
         for part, host in self._parts(tensors):
             self.host.allreduce(host, reduction)

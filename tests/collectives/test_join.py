@@ -323,6 +323,23 @@ def test_averages_count_all_ranks_or_all_samples(weighted: bool) -> None:
                 assert value == pytest.approx(expected, rel=1e-6)
 
 
+def test_an_average_of_no_samples_is_an_error_only_of_those_that_ask_for_it() -> None:
+    def rank(group: Group) -> int:
+        if group.rank < 2:
+            with pytest.raises(ValueError, match="every rank passed weight 0"):
+                ops.allreduce(np.ones(3), weight=0, group=group)
+            handle = ops.allreduce_async(np.ones(3), weight=0, group=group)
+            with pytest.raises(ValueError, match="every rank passed weight 0"):
+                group.synchronize(handle)
+            mean = ops.allreduce(np.full(3, group.rank + 1.0), weight=group.rank, group=group)
+            assert mean.tolist() == [2.0] * 3
+        last = group.join()
+        assert ops.allreduce(np.array([group.rank]), hvd.Sum, group=group) == 3
+        return last
+
+    assert len(set(run_threads(3, rank))) == 1
+
+
 def test_a_rank_that_fails_ends_the_wait_of_those_that_have_joined() -> None:
     def rank(group: Group) -> None:
         if group.rank == 1:

@@ -57,6 +57,31 @@ def test_rank_order_rounds_after_every_addition() -> None:
     assert oracle.rank_order_reference([one.astype(bfloat16)] * 2, "sum").dtype == bfloat16
 
 
+def test_factors_of_integers_truncate_each_contribution_and_wrap_around() -> None:
+    reference = oracle.scaled_integers_reference
+    assert reference((7, -7, 1), "sum", np.int8, 0.5, 1.0) == 0
+    assert reference((7, 7), "sum", np.int8, 0.5, 1.0) == 6
+    assert reference((100, 100), "sum", np.int8, 1.0, 1.0) == -56
+    assert reference((100, 100), "sum", np.int8, 1.0, 0.5) == -28
+    assert reference((100, 100), "average", np.int8, 1.0, 1.0) == 100
+    assert reference((-7, -8), "average", np.int32, 1.0, 1.0) == -7
+    assert reference((-7, -8), "average", np.int32, 1.0, 3.0) == -22
+    assert reference((3, 5), "max", np.int32, -2.0, 1.0) == -6
+    assert reference((2, 2, 2), "product", np.uint8, 4.0, 1.0) == 0
+
+
+def test_the_bound_with_factors_holds_where_nothing_is_too_large() -> None:
+    x = [np.array([1, 3e38, 1e-20], np.float32), np.array([2, 3e38, 1e-20], np.float32)]
+    exact, bound, known = oracle.scaled_floats_reference(x, "sum", 2.0, 3.0, None, "none", 1)
+    np.testing.assert_allclose(exact.astype(np.float64), [18, 3.6e39, 1.2e-19], rtol=1e-6)
+    assert known.tolist() == [True, False, True]
+    assert 0 < bound[0] < 1e-4
+    weighted, _, _ = oracle.scaled_floats_reference(x, "average", 1.0, 1.0, [1, 3], "none", 1)
+    assert float(weighted[0]) == 1.75
+    _, of_wire, _ = oracle.scaled_floats_reference(x[:1] * 2, "sum", 2.0, 3.0, None, "bf16", 2)
+    assert of_wire[0] > 12 * 2.0**-8 > bound[0]
+
+
 def test_same_bits_sees_signed_zero_and_takes_any_nan() -> None:
     zero = np.zeros(2, np.float32)
     assert oracle.same_bits(zero, zero.copy())

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import arithmetic_table
 import numpy as np
 import numpy.typing as npt
 import oracle
@@ -121,6 +122,15 @@ def check_every_dtype_and_op(group: Group) -> None:
                 continue
             assert_exact(group, out, inputs, op)
             assert_alike(group, [out])
+
+
+def check_every_cell_of_the_table(group: Group) -> None:
+    """Each dtype, op, wire, factor and weight is computed right, or refused on all ranks.
+
+    All cells with three ranks, on one host and on hosts with 2 and 1; a part with others.
+    """
+    every = 1 if group.size == 3 else 11
+    assert arithmetic_table.check_cells(group, hosts_of(group), every) > 7000 // every
 
 
 def check_default_is_the_average(group: Group) -> None:

@@ -9,6 +9,7 @@ that was transferred in fewer bits, against the first kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -188,6 +189,101 @@ def wire_bound(inputs: Sequence[Array], wire: str, *, hosts: int = 1) -> Array:
     roundings = 1 if hosts == 1 else 2
     relative = (1 + 4 * u) * u * (roundings * mean_magnitude + np.abs(mean))
     return np.asarray(relative + roundings * absolute + accumulation)
+
+
+def scaled_integers_reference(
+    column: Sequence[int], op: str, dtype: npt.DTypeLike, prescale: float, postscale: float
+) -> int:
+    """Return the reduction of one integer of each rank with factors, by Python's integers.
+
+    A product with a factor is computed in float64 and truncated towards zero. All numbers wrap
+    around as the dtype does, but not the sum that is divided to an average.
+    """
+    limits = np.iinfo(dtype)
+
+    def wrapped(value: int) -> int:
+        return (value - int(limits.min)) % (1 << limits.bits) + int(limits.min)
+
+    values = [x if prescale == 1 else int(float(x) * prescale) for x in column]
+    if op == "average":
+        total, n = sum(values), len(values)
+        if postscale == 1:
+            return wrapped(abs(total) // n * (1 if total >= 0 else -1))
+        return wrapped(int(float(total) * postscale / n))
+    combine = {"sum": sum, "min": min, "max": max, "product": math.prod}[op]
+    combined = wrapped(combine(map(wrapped, values)))
+    return combined if postscale == 1 else wrapped(int(float(combined) * postscale))
+
+
+def scaled_floats_reference(
+    inputs: Sequence[Array],
+    op: str,
+    prescale: float,
+    postscale: float,
+    weights: Sequence[float] | None,
+    wire: str,
+    n_hosts: int,
+) -> tuple[Array, Array, Array]:
+    """Return the reduction with factors and weights in long double, its largest allowed error, and
+    where that holds.
+
+    It does not hold where the sum, or a contribution, is too large for the type in which it is
+    computed (float32, or the dtype if that is wider), or a product on the way is too small.
+    """
+    dtype, n = inputs[0].dtype, len(inputs)
+    x = _stack(inputs, np.longdouble)
+    narrow = dtype in (np.dtype(np.float16), bfloat16)
+    if dtype == bfloat16:  # a host's sum is rounded to bfloat16
+        wire = "none" if n_hosts == 1 else "bf16"
+    elif dtype == np.float16:
+        wire = "none" if wire == "none" else "fp16"
+    elif dtype == np.longdouble:
+        wire = "none"
+    if op == "product" and dtype != bfloat16:
+        wire = "none"
+    in_float32 = narrow or dtype == np.float32 or wire != "none"
+    wide = np.finfo(np.float32 if in_float32 else dtype)
+    one = np.asarray([1.0] * n if weights is None else weights, np.longdouble)[:, None]
+    share = one / one.sum() if op == "average" else one
+    with np.errstate(all="ignore"):
+        y = x * np.longdouble(prescale) * share
+        reduce = {"average": np.add, "sum": np.add, "min": np.minimum, "max": np.maximum}
+        result = reduce.get(op, np.multiply).reduce(y, axis=0)
+        size = {"min": np.max, "max": np.max, "product": lambda *_, **__: np.abs(result)}.get(
+            op, np.sum
+        )(np.abs(y), axis=0)
+        least = np.longdouble(wide.smallest_subnormal)
+        eps = np.longdouble(wide.eps if weights is None else max(wide.eps, 2.0**-52))
+        error = (n + 6) * eps * size + n * least * (1 + abs(prescale))
+        if wire != "none":
+            u = {"fp16": 2.0**-11, "bf16": 2.0**-8}[wire]
+            roundings = 2 if n_hosts == 1 else 3
+            error = error + (1 + 4 * u) * u * roundings * size
+            in_block = n * np.abs(y).max()  # all elements are in one block
+            absolute = {"fp16": 2.0**-37 * in_block, "bf16": n * 2.0**-133 * (1 + abs(prescale))}
+            error = error + roundings * absolute[wire]
+        exact = result * postscale
+        own_eps, own_least = _limits(dtype)
+        least = max(least, np.longdouble(2.0**-133)) if wire == "bf16" else least
+        bound = error * abs(postscale) + least + own_eps * np.abs(exact) + own_least
+        unscaled = y * n if op == "average" and weights is None else y
+        on_the_way = np.multiply if op == "product" else np.add
+        partial = on_the_way.accumulate(np.abs(unscaled), axis=0)
+        known = np.all(partial < np.longdouble(wide.max) / 2, axis=0)
+        if wire == "bf16":  # it has the range of float32
+            most = np.maximum(np.abs(x).max(axis=0), np.abs(exact) + bound)
+            known &= most < np.longdouble(wide.max)
+        if op == "product":
+            known &= np.all((partial == 0) | (partial > np.longdouble(wide.tiny)), axis=0)
+    return exact, bound, known
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Return the precision and the least positive number."""
+    if dtype == bfloat16:
+        return np.longdouble(2.0**-8), np.longdouble(2.0**-133)
+    limits = np.finfo(dtype)
+    return np.longdouble(limits.eps), np.longdouble(limits.smallest_subnormal)
 
 
 def fp16_wire_reference(inputs: Sequence[Array], *, scaled: bool = True) -> Array:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from horo_lite import _native, context
+from horo_lite.collectives import arithmetic
 from horo_lite.collectives.arrays import HostArrays
 from horo_lite.collectives.calls import Call, Part
 from horo_lite.collectives.compression import Compression, Compressor
@@ -348,7 +349,7 @@ class ProcessGroup(dist.ProcessGroup):
             send=[_native.Tensors(each, writable=False) for each in send],
             receive=[result := _native.Tensors(receive)],
         )
-        _native.check_reducible(result, reduction.op)
+        arithmetic.check(result, reduction.op, reduction.prescale)
         call = ReduceScatter(contract=contract, reduction=reduction)
         return self._issue(what, call, part, outputs, o, staged)
 

@@ -1,0 +1,144 @@
+"""Which reductions there are, and what each gives: one table for all operations.
+
+Every direct, asynchronous, grouped and scattered reduction, and every exchange of gradients, is
+looked up here, on all ranks alike: what is not in the table is refused on each of them. The wire
+format is not part of it. It narrows only floating-point numbers, and never products: see
+`Compression`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from horo_lite import _native
+
+if TYPE_CHECKING:
+    from horo_lite._native import Tensors
+
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+FLOATS = ("float16", "bfloat16", "float32", "float64", "longdouble")
+COMBINED = ("sum", "product", "min", "max")
+
+
+class Row(NamedTuple):
+    """What reductions of these dtypes by these ops give.
+
+    `factors` are the least and the largest magnitude of prescale_factor and postscale_factor that
+    the arithmetic has room for, beside 0 and 1.
+    """
+
+    dtypes: Sequence[str]
+    ops: Sequence[str]
+    result: str
+    factors: tuple[float, float] = (1.0, 1.0)
+    weights: bool = False
+    weights_with_factors: bool = False
+
+
+TABLE = (
+    Row(["bool"], ["sum", "max"], "whether any is true"),
+    Row(["bool"], ["product", "min"], "whether all are true"),
+    Row(
+        INTEGERS,
+        COMBINED,
+        "exact, modulo 2 to the power of the bits; a product with a factor is computed in float64 "
+        "and truncated towards zero",
+        factors=(0.0, 2.0**32),
+    ),
+    Row(
+        INTEGERS,
+        ["average"],
+        "the exact sum, divided by the number of ranks or by the sum of the weights, and truncated "
+        "towards zero; weights are rounded to multiples of 2^-51 of their sum",
+        factors=(0.0, 2.0**32),
+        weights=True,
+    ),
+    Row(
+        FLOATS,
+        COMBINED,
+        "in float32, or the dtype if it is wider, rounded to the dtype at the end",
+        factors=(1e-150, 1e150),
+    ),
+    Row(
+        FLOATS,
+        ["average"],
+        "as the sum, divided before it is rounded",
+        factors=(1e-150, 1e150),
+        weights=True,
+        weights_with_factors=True,
+    ),
+)
+
+
+def check(
+    tensors: Tensors,
+    op: str,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    weighted: bool = False,
+    *,
+    label: str = "",
+    names: Sequence[str] = (),
+) -> None:
+    """Raise ValueError, naming the first such tensor, if a reduction is not in the table.
+
+    Args:
+        tensors: The arrays.
+        op: As `Op.value`.
+        prescale: The factor of every contribution.
+        postscale: The factor of the result.
+        weighted: Whether the ranks' contributions have weights.
+        label: The operation's name, for the message.
+        names: The arrays' names, for the message.
+    """
+    mask, reasons = _refused(op, prescale, postscale, weighted)
+    if not tensors.dtypes & mask:
+        return
+    for i in range(len(tensors)):
+        what = tensors.describe(i)
+        if reason := reasons.get(what.partition("[")[0]):
+            name = repr(names[i]) if i < len(names) else f"{i}"
+            where = f"{label}: " if label else ""
+            raise ValueError(f"{where}array {name} ({what}): {reason}")
+
+
+@lru_cache(maxsize=256)
+def _refused(
+    op: str, prescale: float, postscale: float, weighted: bool
+) -> tuple[int, dict[str, str]]:
+    """Return the dtypes for which this reduction is refused: their bits, and each one's reason."""
+    reasons = {
+        dtype: reason
+        for dtype in _native.dtypes()
+        if (reason := _why_refused(dtype, op, prescale, postscale, weighted))
+    }
+    mask = sum(1 << bit for bit, dtype in enumerate(_native.dtypes()) if dtype in reasons)
+    return mask, reasons
+
+
+def _why_refused(dtype: str, op: str, prescale: float, postscale: float, weighted: bool) -> str:
+    row = next((row for row in TABLE if dtype in row.dtypes and op in row.ops), None)
+    if row is None:
+        return f"the {op} of {dtype} has no meaning: use Sum (any), Product (all), Min or Max"
+    if weighted and not row.weights:
+        return f"a weight needs op=Average; with op={op} it has no meaning"
+    least, largest = row.factors
+    for name, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if factor == 1.0:
+            continue
+        if weighted and not row.weights_with_factors:
+            return (
+                f"an average of {dtype} that is weighted by samples takes no {name}: multiply the "
+                "result, or convert the array to float64"
+            )
+        if largest == 1.0:
+            return (
+                f"{dtype} takes no {name} (it is {factor}): leave it out, or convert the array to "
+                "integers or floating-point numbers"
+            )
+        if factor != 0.0 and not least <= abs(factor) <= largest:
+            limit = f"at most {largest:g}" if not least else f"from {least:g} to {largest:g}"
+            return f"{name} of {dtype} must be 0 or {limit} in magnitude, not {factor}"
+    return ""
