@@ -154,6 +154,14 @@ void Tensors::set_device(size_t index, int device) {
 
 bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as) {
   if (Py_TYPE(array.ptr()) == bufferless_type_ || !PyObject_CheckBuffer(array.ptr())) return false;
+  if (Py_TYPE(array.ptr()) != unmasked_type_) {
+    if (nb::hasattr(array.type(), "filled")) {  // of numpy.ma
+      throw nb::type_error((at(index) + "it is a masked array, whose memory has numbers also where it is masked: pass "
+                                        "x.filled(0), and, if the ranks' masks differ, the mask as another array")
+                               .c_str());
+    }
+    unmasked_type_ = Py_TYPE(array.ptr());
+  }
   Py_buffer view;
   if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_STRIDES | PyBUF_FORMAT) != 0) {
     PyErr_Clear();

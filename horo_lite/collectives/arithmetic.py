@@ -123,7 +123,7 @@ def _why_refused(dtype: str, op: str, prescale: float, postscale: float, weighte
     if row is None:
         return f"the {op} of {dtype} has no meaning: use Sum (any), Product (all), Min or Max"
     if weighted and not row.weights:
-        return f"a weight needs op=Average; with op={op} it has no meaning"
+        return f"a weight needs op=Average; with op={op.capitalize()} it has no meaning"
     least, largest = row.factors
     for name, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
         if factor == 1.0:

@@ -364,13 +364,10 @@ def exportable(x: Array) -> Array:
 
 def readable(x: Array) -> Array:
     """Return `exportable(x)`, whose numbers are to be copied into another array."""
-    masked = sys.modules.get("numpy.ma")  # not imported here: NumPy imports it at first use
-    if masked is not None and isinstance(x, masked.MaskedArray):
-        raise TypeError(
-            "the result would have numbers where this masked array has none: pass x.filled(0), "
-            "and, if the ranks' masks differ, the mask as another array"
-        )
-    return exportable(x)
+    host = exportable(x)
+    if isinstance(host, np.ndarray) and type(host) is not np.ndarray:
+        _native.Tensors([host], writable=False)  # a copy would no longer show what it refuses
+    return host
 
 
 def view(x: Array) -> NDArray[Any]:

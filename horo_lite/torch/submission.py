@@ -253,7 +253,9 @@ def _check_reducible(
     with _value_errors():
         native = _native.Tensors(tensors, stream=NO_ORDER)
         if isinstance(op, Op):
-            arithmetic.check(native, op.value, prescale, postscale)
+            before = arguments.factor("prescale_factor", prescale)
+            after = arguments.factor("postscale_factor", postscale)
+            arithmetic.check(native, op.value, before, after)
 
 
 _UNNAMED = "noname."  # Horovod's prefix of the number

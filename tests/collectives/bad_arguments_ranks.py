@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 
@@ -153,9 +154,15 @@ def table():
     for optimizer in (None, "sgd", 0, x, [x], {"w": x}, OrderedDict(w=x), {1, 2}, Opaque(), Opaque):
         yield "broadcast_optimizer_state", TypeError, hvd.broadcast_optimizer_state, optimizer
     masked = np.ma.array(x, mask=x > 1)
-    for name in ("allreduce", "reducescatter", "allgather", "broadcast", "alltoall"):
-        yield f"{name} of a masked array", TypeError, taking[name], masked
+    twice = {"prescale_factor": 2}
+    taking["broadcast_parameters"] = lambda a: hvd.broadcast_parameters({"w": a})
+    taking["average_gradients"] = lambda a: hvd.average_gradients([a])
+    for name, call in taking.items():
+        if name != "irecv":
+            yield f"{name} of a masked array", TypeError, call, masked
     yield "average of truth values", ValueError, hvd.allreduce, x > 1
+    yield "weight 0 on every rank", ValueError, lambda a: hvd.allreduce(a, weight=0), x
+    yield "truth values twice", ValueError, partial(hvd.allreduce, op=hvd.Sum, **twice), x > 1
     yield "reducescatter of a scalar", ValueError, hvd.reducescatter, np.float64(1)
     yield "unpicklable", (*anything, AttributeError), hvd.allgather_object, lambda: 0
     # None means all ranks, whose next call would match this one.
