@@ -130,6 +130,9 @@ class StallDetector:
         """All ranks of this host raise StallError, now or in their next call."""
 
     def check(self) -> None: ...
+    @staticmethod
+    def limit_thread(abort_s: float) -> float:
+        """Limit how long this thread may wait (0: no limit of its own); return the former limit."""
 
 class EngineGroup:
     """What an engine needs of a group of ranks."""

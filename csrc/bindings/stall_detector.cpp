@@ -82,7 +82,15 @@ void bind_stall_detector(nb::module_& m) {
       .def(
           "stall", [](PyStallDetector& l, const std::string& reason) { l.stall(reason); }, "reason"_a,
           "Make all ranks of this host raise StallError, now or in their next call.")
-      .def("check", [](const PyStallDetector& l) { l.check(); });
+      .def("check", [](const PyStallDetector& l) { l.check(); })
+      .def_static(
+          "limit_thread",
+          [](double abort_s) {
+            const double former_s = 1e-9 * static_cast<double>(StallDetector::thread_abort_ns);
+            StallDetector::thread_abort_ns = static_cast<int64_t>(1e9 * abort_s);
+            return former_s;
+          },
+          "abort_s"_a, "Limit how long this thread may wait, 0 for no limit of its own; return the former limit.");
 }
 
 }  // namespace horo

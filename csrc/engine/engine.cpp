@@ -225,7 +225,8 @@ void Engine::watched_by(std::shared_ptr<StallDetector> detector) {
 void Engine::begin_wait(std::shared_ptr<Job> job, bool beside) {
   const std::lock_guard lock(mutex_);
   std::erase_if(awaits_, [&](const Await& await) { return await.job == job; });
-  awaits_.push_back({std::move(job), ++n_awaits_, StallDetector::clock_ns(), beside, this_thread()});
+  const int64_t abort_ns = StallDetector::thread_abort_ns;
+  awaits_.push_back({std::move(job), ++n_awaits_, StallDetector::clock_ns(), abort_ns, beside, this_thread()});
 }
 
 void Engine::end_wait(const Job& job) {
@@ -234,10 +235,23 @@ void Engine::end_wait(const Job& job) {
 }
 
 const Engine::Await* Engine::awaited() const {
+  const Await* first = nullptr;
   for (const Await& await : awaits_) {
-    if (!await.job->done()) return &await;
+    if (await.job->done()) continue;
+    const bool is_sooner =
+        first != nullptr && await.abort_ns != 0 &&
+        (first->abort_ns == 0 || await.since_ns + await.abort_ns < first->since_ns + first->abort_ns);
+    if (first == nullptr || is_sooner) first = &await;
   }
-  return nullptr;
+  return first;
+}
+
+// The limit of the threads that wait for this one's operations.
+StallDetector::Overdue Engine::overdue(int64_t now_ns) {
+  const std::lock_guard lock(mutex_);
+  const Await* await = awaited();
+  if (await == nullptr || await->abort_ns == 0 || detector_ == nullptr) return {};
+  return {await->abort_ns, detector_->running_ns(await->since_ns, now_ns) - await->abort_ns};
 }
 
 // Returns which waits this rank has been in for some time; a wait that is over does not count, even if its thread has
@@ -296,6 +310,7 @@ size_t Engine::n_in_flight() {
 
 void Engine::loop() {
   pthread_setname_np(pthread_self(), kThreadName);
+  StallDetector::overdue_of_others = [this](int64_t now_ns) { return overdue(now_ns); };
   while (true) {
     size_t n_jobs;
     {

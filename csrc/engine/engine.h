@@ -187,6 +187,7 @@ class Engine {
     std::shared_ptr<Job> job;
     uint64_t number;
     int64_t since_ns;
+    int64_t abort_ns;  // the thread's limit; 0: none
     bool beside;
     int thread;
   };
@@ -210,8 +211,10 @@ class Engine {
   // The numbers, in messages, of the ranks for which `is_so`.
   std::vector<int> numbers(const std::function<bool(int rank)>& is_so) const;
   Waits waiting();
-  std::string waits_in();        // the same, as text
-  const Await* awaited() const;  // the longest wait in progress; under the mutex
+  std::string waits_in();  // the same, as text
+  // The wait in progress whose own limit is exceeded first, else the longest; under the mutex.
+  const Await* awaited() const;
+  StallDetector::Overdue overdue(int64_t now_ns);
   std::vector<std::string> exchange(const std::string& mine);
   void check_peers();
   void report_wait();

@@ -176,6 +176,9 @@ std::atomic<int64_t>* StallDetector::waits_of(int rank) const {
   return reinterpret_cast<std::atomic<int64_t>*>(waits) + static_cast<size_t>(rank) * n * 2;
 }
 
+thread_local int64_t StallDetector::thread_abort_ns = 0;
+thread_local std::function<StallDetector::Overdue(int64_t)> StallDetector::overdue_of_others;
+
 void StallDetector::set_limits(double warn_s, double abort_s) {
   warn_ns_ = ns_of(warn_s);
   abort_ns_ = ns_of(abort_s);
@@ -348,10 +351,21 @@ bool StallDetector::all_excused(const std::vector<int>& late, int64_t now) const
   return !late.empty() && std::all_of(late.begin(), late.end(), [&](int r) { return row(r).expected_ns.load() > now; });
 }
 
+// The limit that a wait of this thread has exceeded, or will exceed first.
+StallDetector::Overdue StallDetector::overdue(int64_t since_ns, int64_t now) const {
+  Overdue most = overdue_of_others ? overdue_of_others(now) : Overdue{};
+  for (const int64_t abort_ns : {abort_ns_.load(), thread_abort_ns}) {
+    const int64_t by_ns = now - since_ns - abort_ns;
+    if (abort_ns != 0 && (most.abort_ns == 0 || by_ns > most.by_ns)) most = {abort_ns, by_ns};
+  }
+  return most;
+}
+
 void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
-  const int64_t now = clock_ns(), warn_ns = warn_ns_, abort_ns = abort_ns_;
+  const int64_t now = clock_ns(), warn_ns = warn_ns_;
+  const Overdue overdue = this->overdue(since_ns, now);
   // A host that cannot report much lets another one end the job, for a while.
-  const bool over = abort_ns != 0 && now - since_ns > abort_ns + (is_reporter ? 0 : kOthersNs);
+  const bool over = overdue.abort_ns != 0 && overdue.by_ns > (is_reporter ? 0 : kOthersNs);
   const bool noticed = warn_ns != 0 && now - since_ns > warn_ns;
   if (!over && !noticed) return;
   const std::vector<Waiting> waits = waiting();
@@ -374,7 +388,7 @@ void StallDetector::report_or_stall(int64_t since_ns, bool is_reporter) {
 
   // The job must not end before a report is complete.
   for (int i = 0; board.n_reporting != 0 && i < 5000; ++i) sleep_ms(1);
-  std::string reason = "nothing has moved for " + duration(abort_ns) + " (stall_abort_s): ";
+  std::string reason = "nothing has moved for " + duration(overdue.abort_ns) + " (stall_abort_s): ";
   reason += late.empty() ? "the ranks wait for each other" : ranks_text(late) + " did not arrive";
   size_t n_elsewhere = 0;
   for (const int r : late) {

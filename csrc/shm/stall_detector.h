@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -48,6 +49,15 @@ class StallDetector {
   void set_limits(double warn_s, double abort_s);
   double warn_s() const { return 1e-9 * static_cast<double>(warn_ns_); }
   double abort_s() const { return 1e-9 * static_cast<double>(abort_ns_); }
+  // A limit, and by how much a wait has exceeded it; none if the limit is 0.
+  struct Overdue {
+    int64_t abort_ns = 0;
+    int64_t by_ns = 0;
+  };
+  // How long this thread may wait, in addition to the limit of all waits. 0: without limit.
+  static thread_local int64_t thread_abort_ns;
+  // For a thread that waits on behalf of others: which of their limits is exceeded, or will be first.
+  static thread_local std::function<Overdue(int64_t now_ns)> overdue_of_others;
   // Declares that on `signal`, this process appends its stacks to its file `fd`, an anonymous one.
   void give_stacks(int fd, int signal);
   // Does not report that rank as late for expect_s. "": ends that.
@@ -114,6 +124,7 @@ class StallDetector {
   std::string stacks(int rank) const;
   bool is_here(int rank) const { return hosts_[rank] == hosts_[rank_]; }
   bool is_reporter(const std::vector<int>& arrived, const std::vector<int>& late) const;
+  Overdue overdue(int64_t since_ns, int64_t now) const;
   void report_or_stall(int64_t since_ns, bool is_reporter);
   bool all_excused(const std::vector<int>& late, int64_t now) const;
   void was_stopped(int64_t since_ns, int64_t until_ns);

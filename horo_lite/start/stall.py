@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from horo_lite import context
+from horo_lite import _native, context
 
 if TYPE_CHECKING:
-    from horo_lite import _native
     from horo_lite.context import World
 
 # A straggler is reported at the end of a run if it exceeds these limits.
@@ -104,17 +103,14 @@ def _announce_to_all(what: str, expect_s: float) -> None:
 
 @contextlib.contextmanager
 def abort_after(abort_s: float) -> Iterator[None]:
-    """Make longer waits of this rank, inside the block, raise StallError on every rank."""
-    here = detector_of(context.world())
-    if here is None:
-        yield
-        return
-    warn_s, former_s = here.warn_s, here.abort_s
-    here.set_limits(warn_s, min(abort_s, former_s or abort_s))
+    """Make longer waits of this thread, inside the block, raise StallError on every rank."""
+    former_s = _native.StallDetector.limit_thread(abort_s)
+    if 0 < former_s < abort_s:
+        _native.StallDetector.limit_thread(former_s)
     try:
         yield
     finally:
-        here.set_limits(warn_s, former_s)
+        _native.StallDetector.limit_thread(former_s)
 
 
 _stack_file: tuple[int, int] | None = None

@@ -142,6 +142,57 @@ def test_a_stall_ends_every_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(HEADLINE.findall(capfd.readouterr().err)) == 1
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_limit_of_a_thread_ends_its_wait(asynchronous: bool) -> None:
+    has_ended = threading.Event()
+
+    def body(group: Group) -> None:
+        if group.rank == 1:
+            assert has_ended.wait(PATIENCE * 10)
+        try:
+            with stall.abort_after(0.5 if group.rank == 0 else 1000.0), stall.abort_after(900.0):
+                if asynchronous:
+                    group.synchronize(ops.allreduce_async(1.0, name="loss", group=group))
+                else:
+                    ops.barrier(group=group)
+        finally:
+            has_ended.set()
+
+    with pytest.raises(RanksFailedError) as failed:
+        run_threads(2, body, detectors=detectors_of(2))
+    assert set(failed.value.errors) == {0, 1}
+    for error in failed.value.errors.values():
+        assert "nothing has moved for 0.5 s (stall_abort_s): rank 1 did not arrive" in str(error)
+
+
+def test_the_limit_of_a_thread_does_not_end_the_waits_of_others() -> None:
+    """These have waited for longer; and theirs is not forgotten."""
+    limit_s = 2.0
+    comes = threading.Event()
+
+    def body(group: Group) -> None:
+        long = ops.allreduce_async(1.0, name="long", group=group) if group.rank == 0 else None
+        if long is not None:
+
+            def wait() -> None:
+                with stall.abort_after(1000.0):
+                    group.synchronize(long, beside=True)
+
+            other = threading.Thread(target=wait)
+            other.start()
+            other.join(1.1 * limit_s)
+            threading.Timer(0.2, comes.set).start()
+        assert group.rank == 0 or comes.wait(PATIENCE * 10)
+        with stall.abort_after(limit_s):
+            ops.barrier(group=group)
+        if group.rank == 1:
+            ops.allreduce_async(1.0, name="long", group=group)
+        else:
+            other.join()
+
+    run_threads(2, body, detectors=detectors_of(2))
+
+
 def test_ranks_that_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> None:
     """In different groups, each of which sees nothing wrong."""
     detectors = detectors_of(3, abort_s=2.0)
