@@ -12,10 +12,10 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """Write this rank's collective operations to a file, from now until `stop_timeline()`.
 
     All ranks that call it share the file, to which each writes its operations when its timeline
-    ends; with "{rank}" in the path, every rank has its own. An existing file is overwritten. The
-    last 65,536 operations of each rank are kept in a file beside it: after a job that was killed,
-    `horo-lite trace FILE` makes the trace from these. `HORO_LITE_TIMELINE=path` starts a timeline
-    on every rank in `init()`.
+    ends; with "{rank}" in the path, every rank has its own. An existing file is overwritten; it is
+    readable by its owner only. The last 65,536 operations of each rank are kept in a file beside
+    it: after a job that was killed, `horo-lite trace FILE` makes the trace from these.
+    `HORO_LITE_TIMELINE=path` starts a timeline on every rank in `init()`.
 
     Args:
         file_path: The path of the file: for ranks on several hosts, in a folder that they share, or
