@@ -1,68 +1,54 @@
-"""Hugging Face's Accelerate and Trainer, and Lightning Fabric, on the backend "horo_lite"."""
+"""Hugging Face's Accelerate and Trainer on the backend "horo_lite"."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import Job, environment
+from torchrun import assert_same_bits, results, run_torchrun
 
 HERE = Path(__file__).parent
-TORCHRUN = "-m torch.distributed.run --standalone --local-addr localhost --nproc-per-node 2"
-
-
-def ranks_of(script: str, args: list[str], backend: str, folder: Path, n: int = 2) -> list[Any]:
-    """Return each rank's result, of two that torchrun starts, or of one."""
-    result = folder / backend
-    launcher = TORCHRUN.split() if n > 1 else []
-    command = [sys.executable, *launcher, str(HERE / script), *args, backend, str(result)]
-    job = Job(command, environment(), folder)
-    try:
-        job.wait(90).check()
-    finally:
-        job.close()
-    return [torch.load(f"{result}.{rank}") for rank in range(n)]
-
-
-def trained(wrapper: str, backend: str, folder: Path) -> list[Any]:
-    """Return the same for a run of a wrapper."""
-    return ranks_of("wrappers_ranks.py", [wrapper], backend, folder)
 
 
 @pytest.mark.shows("eager", "overlap")
-@pytest.mark.parametrize("wrapper", ["accelerate", "fabric"])
-def test_training_is_that_on_gloo(wrapper: str, tmp_path: Path) -> None:
+def test_training_is_that_on_gloo(tmp_path: Path) -> None:
     """Bit for bit, since a sum of two numbers does not depend on their order.
 
     Each run has also compared itself with one process on the whole batches.
     """
-    same([*trained(wrapper, "gloo", tmp_path), *trained(wrapper, "horo_lite", tmp_path)])
+    ranks = []
+    for backend in ("gloo", "horo_lite"):
+        result = tmp_path / backend
+        run_torchrun(HERE / "wrappers_ranks.py", "accelerate", backend, result, folder=tmp_path)
+        ranks += results(result)
+    assert_same_bits(ranks)
+
+
+@pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script"])
+def test_accelerates_own_script(name: str, tmp_path: Path) -> None:
+    """They compare operations, `no_sync()` and whole trainings with those of one process."""
+    env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    ran = run_torchrun(HERE / "accelerate_ranks.py", "horo_lite", name, folder=tmp_path, env=env)
+    assert ran.stdout.count("passed on a rank") == 2, ran
 
 
 @pytest.mark.shows("eager", "overlap")
 def test_the_trainer(tmp_path: Path) -> None:
     """Bit for bit as on gloo, and as one process on the whole batches."""
-    gloo, ours = (
-        ranks_of("trainer_ranks.py", [], name, tmp_path) for name in ("gloo", "horo_lite")
-    )
+
+    def run(backend: str, n: int) -> list[dict[str, Any]]:
+        run_torchrun(HERE / "trainer_ranks.py", backend, tmp_path / backend, folder=tmp_path, n=n)
+        return results(tmp_path / backend, n)
+
+    gloo, ours = run("gloo", 2), run("horo_lite", 2)
     # Only the main process writes its log.
-    same([gloo[0], ours[0]])
+    assert_same_bits([gloo[0], ours[0]])
     for ranks in (gloo, ours):
-        same([{**rank, "losses": []} for rank in ranks])
-    (alone,) = ranks_of("trainer_ranks.py", [], "alone", tmp_path, 1)
+        assert_same_bits([{**rank, "losses": []} for rank in ranks])
+    (alone,) = run("alone", 1)
     assert alone["losses"][0] > 1.2 * alone["losses"][-1]
     assert ours[0]["losses"] == pytest.approx(alone["losses"], rel=1e-3)  # rounded for the log
     for name, value in alone["model"].items():
         torch.testing.assert_close(ours[0]["model"][name], value, rtol=1e-9, atol=1e-9)
-
-
-def same(ranks: list[Any]) -> None:
-    first = ranks[0]
-    for other in ranks[1:]:
-        assert first["losses"] == other["losses"]
-        assert first["model"].keys() == other["model"].keys()
-        for name, value in first["model"].items():
-            assert torch.equal(value, other["model"][name]), name

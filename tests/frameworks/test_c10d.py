@@ -1,4 +1,4 @@
-"""PyTorch's own tests of backends, which are installed with it, on the backend "horo_lite"."""
+"""PyTorch alone on the backend "horo_lite": its own tests of backends, and a script for DDP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import PATIENCE
+from torchrun import assert_same_bits, results, run_torchrun
 from without_mpi import started
 
 LIMIT_S = 120
@@ -59,3 +60,13 @@ def test_what_gloo_passes(tmp_path: Path) -> None:
     assert not unexpected, "\n\n".join(unexpected)
     assert not listed - failed.keys(), "these pass now, or are gone: they are listed in vain"
     assert sum(texts == ["passed"] * 2 for texts in outcomes.values()) == N_PASSED
+
+
+@pytest.mark.shows("eager", "overlap")
+def test_a_script_for_ddp_trains_as_on_gloo(tmp_path: Path) -> None:
+    """Bit for bit; each run has also compared itself with one process on the whole batches."""
+    ranks, script = [], Path(__file__).with_name("wrappers_ranks.py")
+    for backend in ("gloo", "horo_lite"):
+        run_torchrun(script, "ddp", backend, tmp_path / backend, folder=tmp_path)
+        ranks += results(tmp_path / backend)
+    assert_same_bits(ranks)

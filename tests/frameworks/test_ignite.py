@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from horovod_scripts import figures, run_script
+from horovod_scripts import SCRIPTS, figures, run_script
 from launch import PATIENCE
+from torchrun import run_torchrun
 from without_mpi import started
 
 LIMIT_S = 120
@@ -17,13 +18,18 @@ pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 
 
 @pytest.mark.shows("eager", "overlap")
-def test_training_is_that_of_one_process() -> None:
+def test_training_is_that_of_one_process_and_that_on_gloo(tmp_path: Path) -> None:
+    """That on gloo to the last bit of the printed sum of the weights."""
+
     def run(n: int) -> list[float]:
         return figures(run_script("with_ignite.py", n, timeout_s=LIMIT_S), n)
 
     whole = run(1)
     assert whole[1] < whole[0]
-    assert run(2) == pytest.approx(whole, rel=1e-4)
+    ours = run(2)
+    assert ours == pytest.approx(whole, rel=1e-4)
+    gloo = run_torchrun(SCRIPTS / "with_ignite.py", "--backend", "gloo", folder=tmp_path)
+    assert figures(gloo.stdout, 2) == ours
 
 
 def test_it_starts_the_ranks_itself() -> None:

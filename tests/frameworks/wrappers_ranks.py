@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import horo_lite.torch  # noqa: F401 (registers the backend, also where the package is not installed)
 
@@ -34,10 +35,19 @@ if wrapper == "accelerate":
 
     def mean_of(loss: torch.Tensor) -> torch.Tensor:
         return accelerator.gather(loss).mean()
+elif wrapper == "ddp":
+    dist.init_process_group(backend)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    sampler = DistributedSampler(samples, shuffle=False)
+    loader = DataLoader(TensorDataset(samples, targets), batch_size=4, sampler=sampler)
+    backward = torch.Tensor.backward
+
+    def mean_of(loss: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(loss)
+        return loss / dist.get_world_size()
 else:
-    from lightning_fabric import Fabric
-    from lightning_fabric.strategies import DDPStrategy
-    from torch.utils.data.distributed import DistributedSampler
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
 
     fabric = Fabric(
         accelerator="cpu", strategy=DDPStrategy(process_group_backend=backend), devices=2

@@ -9,11 +9,11 @@ from ignite.metrics import Accuracy, Loss
 from sklearn.datasets import load_digits
 
 
-def training(local_rank, batch_size, lr):
-    assert idist.backend() == "horovod"
+def training(local_rank, backend, batch_size, lr):
+    assert idist.backend() == backend
     rank, size = idist.get_rank(), idist.get_world_size()
     torch.set_num_threads(1)
-    torch.manual_seed(rank)  # so that only the broadcast makes models alike
+    torch.manual_seed(rank)  # only the broadcast makes models alike
     digits = load_digits()
     x = torch.tensor(digits.data[:768] / 16, dtype=torch.float32)
     data = torch.utils.data.TensorDataset(x, torch.tensor(digits.target[:768]))
@@ -42,12 +42,14 @@ def training(local_rank, batch_size, lr):
     assert idist.all_gather(ranks, group=idist.new_group([size - 1])).numel() == 1
     idist.barrier()
     if rank == 0:
-        print(f"ranks {size} weights {total:.6f}", flush=True)
+        print(f"ranks {size} weights {total!r}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--spawn", type=int)
-    spawn = {"nproc_per_node": n} if (n := parser.parse_args().spawn) else {}
-    with idist.Parallel(backend="horovod", **spawn) as parallel:
-        parallel.run(training, batch_size=64, lr=0.08)
+    parser.add_argument("--backend", default="horovod")
+    args = parser.parse_args()
+    spawn = {"nproc_per_node": args.spawn} if args.spawn else {}
+    with idist.Parallel(backend=args.backend, **spawn) as parallel:
+        parallel.run(training, args.backend, batch_size=64, lr=0.08)
