@@ -23,7 +23,7 @@ from horo_lite.collectives.arrays import gpu_of
 from horo_lite.elastic.sampler import Sampler
 from horo_lite.errors import CheckpointError
 from horo_lite.state.broadcast import is_writable
-from horo_lite.state.optimizer_state import OptimizerState
+from horo_lite.state.optimizer_state import OptimizerState, load_state_dict
 from horo_lite.state.trees import NUMBERS, Tree, in_brackets, mapped, overwritten
 from horo_lite.state.wrapper import Wrapped, unwrapped, wrapped
 
@@ -319,7 +319,7 @@ def _content(name: str, value: Any, take: Callable[[Any], Any]) -> Any:
 def _taken(old: Any, content: Any) -> Any:
     """Return `old`, or its replacement, with the content; it shares no memory with `content`."""
     if hasattr(old, "state_dict") and hasattr(old, "load_state_dict"):
-        old.load_state_dict(copy.deepcopy(content))
+        load_state_dict(old, copy.deepcopy(content))
         return old
     if (is_array(old) or _is_variable(old)) and is_array(content):
         return _written(old, content)

@@ -64,7 +64,7 @@ class OptimizerState:
             self._finder.set_state(inner, state)
         elif self._has_dict:
             before = [dict(options) for options in getattr(inner, "param_groups", ())]
-            inner.load_state_dict(state)
+            load_state_dict(inner, state)
             for options, old_options in zip(
                 getattr(inner, "param_groups", ()), before, strict=False
             ):
@@ -179,6 +179,33 @@ class _Position(NamedTuple):
 
 class _Foreign(Exception):  # noqa: N818 (no error: a kind of value)
     """Marks an attribute that is not state, since it contains a parameter or something unknown."""
+
+
+def load_state_dict(obj: Any, state: Any) -> None:
+    """Call `obj.load_state_dict(state)`, and keep the dtypes of an optimizer's tensors.
+
+    torch.optim's converts them to the parameter's dtype, which rounds float32 state of bfloat16
+    parameters.
+    """
+    obj.load_state_dict(state)
+    if hasattr(obj, "param_groups") and isinstance(state, dict) and "state" in state:
+        _restore_dtypes(obj.state_dict().get("state"), state["state"])
+
+
+def _restore_dtypes(loaded: Any, state: Any) -> None:
+    """Replace the tensors in `loaded` whose dtype differs from that in `state`, on their device."""
+    if isinstance(state, dict) and isinstance(loaded, dict):
+        items: Any = [(key, x) for key, x in state.items() if key in loaded]
+    elif isinstance(state, list) and isinstance(loaded, list) and len(loaded) == len(state):
+        items = enumerate(state)
+    else:
+        return
+    for key, x in items:
+        old = loaded[key]
+        if is_array(x) and hasattr(old, "to") and old.dtype != x.dtype:
+            loaded[key] = x.to(old.device)
+        else:
+            _restore_dtypes(old, x)
 
 
 def in_host_memory(tree: Any) -> Any:
