@@ -36,6 +36,19 @@ class JaxAdapter(Adapter):
     def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:
         return named_arrays(tree) if _is_registered(tree) else None
 
+    def replica(self, owner: Any, buffers: bool) -> Named | None:
+        nnx = sys.modules.get("flax.nnx")
+        if nnx is None or not isinstance(owner, nnx.Module):
+            return None
+        variables = tree_flatten_with_path(owner, is_leaf=lambda x: isinstance(x, nnx.Variable))[0]
+        kept = [
+            (keystr(path, simple=True, separator="."), variable)
+            for path, variable in variables
+            if isinstance(variable, nnx.Param)
+            or (buffers and not isinstance(variable, nnx.RngState))
+        ]
+        return named_arrays(dict(kept))[0]
+
     def value(self, parameter: Any) -> Any:
         if isinstance(parameter, jax.core.Tracer):
             raise TypeError(
@@ -112,7 +125,9 @@ def named_arrays(tree: Tree) -> tuple[list[tuple[str, Array]], Callable[[Iterabl
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, float, complex)):
         return True
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
+    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or leaf.dtype == jax.dtypes.float0:
+        return False
+    return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # each rank has noise of its own
 
 
 class GpuView:

@@ -28,6 +28,12 @@ class KerasAdapter(VariablesAdapter):
             return [(variable.path, variable) for variable in owner.variables]
         return []
 
+    def replica(self, owner: Any, buffers: bool) -> Named | None:
+        if not isinstance(owner, keras.layers.Layer):
+            return None
+        variables = owner.weights if buffers else owner.trainable_weights
+        return [(variable.path, variable) for variable in variables]
+
     def value(self, parameter: Any) -> Array:
         return to_host(parameter.value)
 

@@ -33,6 +33,12 @@ class MlxAdapter(Adapter):
         names = [name for name, _ in named]
         return named, lambda new: tree.update(tree_unflatten(list(zip(names, new, strict=True))))
 
+    def replica(self, owner: Any, buffers: bool) -> Named | None:
+        if not isinstance(owner, Module):
+            return None
+        found: Named = tree_flatten(owner.parameters() if buffers else owner.trainable_parameters())
+        return found
+
     def compute(self, parameters: Sequence[Any]) -> None:
         _compute([p.grad for p in parameters if isinstance(p.grad, mx.array)])
 

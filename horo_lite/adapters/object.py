@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 Array = Any  # NumPy, DLPack or buffer protocol, with .dtype and .shape
 Parameter = Any
 Named = list[tuple[str, Parameter]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """An object that is part of a module's state."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
 
 
 NO_ORDER = -1
@@ -74,6 +83,21 @@ class Adapter:
             named = name_leaves(found, place)
             if named and all(hasattr(leaf, "grad") or is_array(leaf) for _, leaf in named):
                 return named
+        return []
+
+    def replica(self, owner: Any, buffers: bool) -> Named | None:
+        """Return what is the same on all ranks of a module: what is trained.
+
+        With `buffers` also the rest of its state, such as moving statistics, but nothing that each
+        rank has of its own, such as seeds. None if the object makes no such difference.
+        """
+        own_buffers = getattr(owner, "named_buffers", None)
+        if isinstance(owner, type) or not callable(own_buffers):
+            return None
+        return [*owner.named_parameters(), *(own_buffers() if buffers else ())]
+
+    def objects(self, owner: Any) -> list[tuple[str, Held]]:
+        """Return a module's state that consists of other objects than arrays, with names."""
         return []
 
     def flattened(self, tree: Any) -> tuple[Named, Callable[[Iterable[Any]], Any]] | None:

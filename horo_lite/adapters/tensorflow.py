@@ -31,6 +31,12 @@ class TensorflowAdapter(Adapter):
             return [(variable.name, variable) for variable in owner.variables]
         return []
 
+    def replica(self, owner: Any, buffers: bool) -> Named | None:
+        if not isinstance(owner, tf.Module):
+            return None
+        variables = owner.variables if buffers else owner.trainable_variables
+        return [(variable.name, variable) for variable in variables]
+
     def value(self, parameter: Any) -> Array:
         tensor = parameter.value() if isinstance(parameter, tf.Variable) else parameter
         if tf.is_symbolic_tensor(tensor):

@@ -29,5 +29,11 @@ class TfKerasAdapter(VariablesAdapter, TensorflowAdapter):
             return [(variable.name, variable) for variable in found]
         return []
 
+    def replica(self, owner: Any, buffers: bool) -> Named | None:
+        if not isinstance(owner, tf_keras.layers.Layer):
+            return None
+        variables = owner.weights if buffers else owner.trainable_weights
+        return [(variable.name, variable) for variable in variables]
+
 
 ADAPTER = TfKerasAdapter()

@@ -35,6 +35,13 @@ class TinygradAdapter(Adapter):
         except RecursionError:  # it contains itself, so it is not a model
             return []
 
+    def replica(self, owner: Any, buffers: bool) -> Named | None:
+        if isinstance(owner, (Tensor, Optimizer)) or not self.matches(owner):
+            return None
+        return [
+            (name, tensor) for name, tensor in self.parameters(owner) if buffers or tensor.is_param
+        ]
+
     def compute(self, parameters: Sequence[Any]) -> None:
         lazy = [p for p in parameters if isinstance(p.grad, Tensor) and not _is_realized(p.grad)]
         if not lazy:

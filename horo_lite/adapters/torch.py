@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horo_lite.adapters.object import Adapter, Array, Named
+from horo_lite.adapters.object import Adapter, Array, Held, Named
 
 # The attribute of a gradient that holds its version after backward() last added to it.
 _MARK = "_horo_lite_version"
@@ -28,7 +28,7 @@ class TorchAdapter(Adapter):
 
     def parameters(self, owner: Any) -> Named:
         if isinstance(owner, torch.nn.Module):
-            # Buffers too (running means), and not the None or bytes of get_extra_state().
+            # Buffers too (running means); for get_extra_state(), see objects().
             state = owner.state_dict(keep_vars=True)
             return [(name, t) for name, t in state.items() if isinstance(t, torch.Tensor)]
         return [
@@ -40,6 +40,14 @@ class TorchAdapter(Adapter):
                 group["params"],
                 strict=True,
             )
+        ]
+
+    def objects(self, owner: Any) -> list[tuple[str, Held]]:
+        modules = owner.named_modules() if isinstance(owner, torch.nn.Module) else ()
+        return [
+            (f"{name}._extra_state".lstrip("."), Held(each.get_extra_state, each.set_extra_state))
+            for name, each in modules
+            if type(each).get_extra_state is not torch.nn.Module.get_extra_state
         ]
 
     def mark_gradients(self, parameters: Sequence[Any]) -> None:

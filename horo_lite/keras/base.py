@@ -11,6 +11,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from horo_lite.context import is_initialized, size
+from horo_lite.errors import warn
 from horo_lite.horovod.gradients import Exchange
 
 is_keras2 = (
@@ -30,6 +32,34 @@ class Averaging:
         The gradient is divided by the number of ranks unless scale_local_gradients=False.
         """
         self._exchange.register_local([var])
+
+    def get_config(self) -> Any:
+        """Return the inner optimizer's configuration, from which Keras also makes copies."""
+        if is_initialized() and size() > 1 and _is_for_a_copy(sys._getframe(1)):
+            kind = self.__class__.__name__
+            warn(
+                f"a copy of a compiled model (copy.deepcopy, pickle, clone_model or "
+                f"compile_from_config) has a plain {kind}, which trains every rank separately: "
+                "before you train the copy, set copied.optimizer = "
+                "hvd.DistributedOptimizer(copied.optimizer)"
+            )
+        return super().get_config()  # type: ignore[misc]
+
+
+def _is_for_a_copy(frame: Any) -> bool:
+    """Return whether Keras asks for a configuration to copy the model, not to save it in a file."""
+    outermost = ""
+    while frame is not None and _is_keras(frame):
+        outermost = frame.f_code.co_name
+        if outermost in ("__reduce__", "__deepcopy__", "clone_model"):
+            return True
+        frame = frame.f_back
+    return outermost == "get_compile_config"
+
+
+def _is_keras(frame: Any) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in ("keras", "tf_keras", "horo_lite")
 
 
 def is_of_keras2(optimizer: Any) -> bool:

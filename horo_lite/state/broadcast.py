@@ -10,11 +10,11 @@ import numpy as np
 
 from horo_lite import ops
 from horo_lite._native import Tensors
-from horo_lite.adapters import adapter_of, changed, from_numpy, to_host
-from horo_lite.adapters.object import NO_ORDER, is_array, join
+from horo_lite.adapters import Adapter, adapter_of, changed, from_numpy, to_host
+from horo_lite.adapters.object import NO_ORDER, Held, is_array, join
 from horo_lite.collectives.arrays import gpu_of
-from horo_lite.state.optimizer_state import OptimizerState
-from horo_lite.state.trees import NUMBERS, Node, Tree
+from horo_lite.state.optimizer_state import OptimizerState, in_host_memory
+from horo_lite.state.trees import NUMBERS, Node, Tree, dataclass_node
 from horo_lite.state.wrapper import unwrapped
 
 if TYPE_CHECKING:
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None = None) -> Any:
     """Give all ranks the values that rank `root_rank` has in `params`.
 
-    Collective, at any time. `params` is an array or parameter, any nesting of dicts, lists, tuples
-    and (name, parameter) pairs of them, a module (torch: its whole state_dict, including buffers),
-    or an optimizer. Objects are written in place. Values that cannot be written (JAX arrays,
-    numbers) are replaced in the dict or list that holds them; tuples that hold such values are
-    rebuilt, so use the result: `params = broadcast_parameters(params)`.
+    Collective, at any time. `params` is an array or parameter, any nesting of dicts, lists, tuples,
+    dataclasses and (name, parameter) pairs of them, a module (torch: its whole state_dict,
+    including buffers, and its extra state), or an optimizer. Objects are written in place. Values
+    that cannot be written (JAX arrays, numbers) are replaced in the dict, list or dataclass that
+    holds them; tuples and frozen dataclasses that hold such values are rebuilt, so use the result:
+    `params = broadcast_parameters(params)`.
 
     Dicts may be in any order.
 
@@ -58,9 +59,8 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
         raise TypeError(
             f"broadcast_parameters needs parameters, a module or an optimizer, not {params!r}"
         )
-    tree = Tree(params, opened=opened)
-    # None and strings in a tree are not parameters, and are left unchanged.
-    arrays = [(name, x) for name, x in tree.named if x is not None and type(x) is not str]
+    tree = Tree(params, opened=_received_by)
+    arrays = [(name, x) for name, x in tree.named if not isinstance(x, NOT_ARRAYS)]
     values = [_value(name, leaf) for name, leaf in arrays]
     targets = [value if is_writable(value) else np.array(value) for value in values]
     # The copy of a number is in host memory, even if other values are on a GPU.
@@ -88,8 +88,17 @@ def broadcast_parameters(params: Any, root_rank: int = 0, *, group: Group | None
             for (_, leaf), target, value in zip(arrays, targets, values, strict=True)
         ]
     )
-    skipped = (type(None), str)
-    return tree.written(x if isinstance(x, skipped) else next(received) for _, x in tree.named)
+    objects = [x for _, x in tree.named if isinstance(x, Held)]
+    if objects:
+        mine = [in_host_memory(held.get()) for held in objects] if is_root else []
+        theirs = ops.broadcast_object(mine, root_rank, group=group)
+        for held, state in zip(objects, theirs, strict=True) if not is_root else ():
+            held.set(state)
+    return tree.written(x if isinstance(x, NOT_ARRAYS) else next(received) for _, x in tree.named)
+
+
+# None and strings in a tree are not parameters, and are left unchanged.
+NOT_ARRAYS = (type(None), str, Held)
 
 
 def broadcast_optimizer_state(
@@ -121,11 +130,10 @@ def broadcast_optimizer_state(
 
 def opened(tree: Any, path: str) -> Node | None:
     """Return the contents of a module or optimizer, for `Tree`; None for anything else."""
-    if isinstance(tree, (list, tuple, str, *NUMBERS)) or type(tree) is dict:
+    if is_container(tree):
         return None
-    if isinstance(tree, Mapping) and not isinstance(tree, dict):
-        return None
-    if (flattened := adapter_of(tree).flattened(tree)) is not None:
+    adapter = adapter_of(tree)
+    if (flattened := adapter.flattened(tree)) is not None:
         named, rebuilt = flattened
         return Node([(join(path, name), leaf) for name, leaf in named], rebuilt)
     if isinstance(tree, dict):
@@ -137,7 +145,28 @@ def opened(tree: Any, path: str) -> Node | None:
                 f"{type(tree).__name__} holds {name!r} as a {type(parameter).__name__}, which "
                 "cannot be written: broadcast the dict or list that contains it"
             )
+    named = [*named, *adapter.objects(tree)]
+    if not named and type(adapter) is Adapter and not hasattr(tree, "grad"):
+        return dataclass_node(tree, path)
     return Node([(join(path, name), x) for name, x in named], lambda _: tree) if named else None
+
+
+def is_container(tree: Any) -> bool:
+    """Return whether no framework needs to be asked what `tree` is; MLX's modules are dicts."""
+    if isinstance(tree, (list, tuple, str, Held, *NUMBERS)) or type(tree) is dict:
+        return True
+    return isinstance(tree, Mapping) and not isinstance(tree, dict)
+
+
+def _received_by(tree: Any, path: str) -> Node | None:
+    """Do the same as `opened`, but refuse what could be read and not written."""
+    for key, x in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(key, str) and key.endswith("_extra_state") and x is not None:
+            raise TypeError(
+                f"{join(path, key)!r} is extra state of a module (its get_extra_state()), which "
+                "only the module itself can receive: pass the model, not its state_dict()"
+            )
+    return opened(tree, path)
 
 
 def _value(name: str, leaf: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,19 +11,21 @@ from numpy.typing import NDArray
 
 from horo_lite import _native, ops
 from horo_lite._native import Tensors
-from horo_lite.adapters import to_host
-from horo_lite.adapters.object import is_array
+from horo_lite.adapters import adapter_of, to_host
+from horo_lite.adapters.object import is_array, join
 from horo_lite.collectives.arrays import copy_of, gpu_of
 from horo_lite.collectives.participation import described_by
 from horo_lite.errors import DriftError, ranks_in_words, warn
 from horo_lite.state.broadcast import (
+    NOT_ARRAYS,
     broadcast_optimizer_state,
     broadcast_parameters,
+    is_container,
     is_writable,
     opened,
 )
 from horo_lite.state.optimizer_state import OptimizerState
-from horo_lite.state.trees import NUMBERS, Tree
+from horo_lite.state.trees import NUMBERS, Node, Tree
 from horo_lite.transports.agreement import agree, exchange_bytes
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def check_in_sync(
     """Check that `replica` has the same bits on every rank.
 
     Collective, at any time. `replica` is an array, any nesting of dicts and lists of arrays, a
-    module or an optimizer, as for `broadcast_parameters`. For a module, its parameters are
-    compared, and with `buffers` also its buffers: leave out BatchNorm's running means if ranks
-    compute them from their own samples. For an optimizer, `state` also compares its momenta, counts
+    module or an optimizer, as for `broadcast_parameters`. For a module, its parameters (Keras,
+    TensorFlow, MLX, tinygrad, flax.nnx: those that are trained) are compared, and with `buffers`
+    also its other state except seeds: leave out BatchNorm's running means if ranks compute them
+    from their own samples. For an optimizer, `state` also compares its momenta, counts
     and options. All arguments must be the same on all ranks.
 
     If bits differ (even -0.0 and 0.0, or two kinds of NaN), every rank does what `on_drift` says:
@@ -325,18 +327,21 @@ def _stand_by(group: Group, asynchronous: bool, *, contract: list[str]) -> None:
 
 def _named(replica: Any, buffers: bool) -> list[tuple[str, Any]]:
     """Return every array, parameter and number of `replica`, with names."""
-    own_buffers = getattr(replica, "named_buffers", None)
-    if callable(own_buffers):  # a module that distinguishes them from parameters
-        replica = list(chain(replica.named_parameters(), own_buffers() if buffers else ()))
-        if not replica:
-            return []
-    elif buffers:
+    has_buffers = False
+
+    def compared(tree: Any, path: str) -> Node | None:
+        nonlocal has_buffers
+        named = None if is_container(tree) else adapter_of(tree).replica(tree, buffers)
+        if named is None:
+            return opened(tree, path)
+        has_buffers = True
+        return Node([(join(path, name), x) for name, x in named], lambda _: tree)
+
+    leaves = Tree(replica, opened=compared).named
+    if buffers and not has_buffers:
         raise ValueError(f"buffers=True is for modules: a {type(replica).__name__} has no buffers")
-    leaves = Tree(replica, opened=opened).named
     return [
-        (name or "the array", leaf)
-        for name, leaf in leaves
-        if leaf is not None and type(leaf) is not str
+        (name or "the array", leaf) for name, leaf in leaves if not isinstance(leaf, NOT_ARRAYS)
     ]
 
 

@@ -39,9 +39,14 @@ class OptimizerState:
         """Raise TypeError if it is not an optimizer: sending a module's state as one is harmful."""
         inner, steps = self._inner, self._finder.steps
         is_container = isinstance(inner, (type, Mapping, Set))
-        if is_container or not (
-            any(callable(getattr(inner, name, None)) for name in steps)
-            or self._finder.state(inner) is not None
+        is_module = self._finder.replica(inner, False) is not None
+        if (
+            is_container
+            or is_module
+            or not (
+                any(callable(getattr(inner, name, None)) for name in steps)
+                or self._finder.state(inner) is not None
+            )
         ):
             raise TypeError(
                 f"{type(inner).__name__} is not an optimizer: it has no "

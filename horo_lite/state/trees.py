@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias
@@ -154,6 +155,31 @@ def _mapping_like(tree: Mapping[Any, Any], keys: list[Any], new: list[Any]) -> A
         return type(tree)({key: items[key] for key in tree})  # type: ignore[call-arg]
     other = copy.copy(tree)  # to keep the order
     other.update(items)
+    return other
+
+
+def dataclass_node(tree: Any, path: str) -> Node | None:
+    """Return the fields of a dataclass; None for anything else."""
+    if not is_dataclass(tree) or isinstance(tree, type):
+        return None
+    keys = [field.name for field in fields(tree)]
+    children = [(join(path, key), getattr(tree, key)) for key in keys]
+    frozen = tree.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return Node(
+        children,
+        partial(_dataclass_like, tree, keys),
+        None if frozen else partial(_set, tree, keys),
+    )
+
+
+def _set(tree: Any, keys: list[str], new: list[Any]) -> None:
+    for key, x in zip(keys, new, strict=True):
+        object.__setattr__(tree, key, x)  # it may be frozen
+
+
+def _dataclass_like(tree: Any, keys: list[str], new: list[Any]) -> Any:
+    other = copy.copy(tree)
+    _set(other, keys, new)
     return other
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from horo_lite.adapters.object import join
 from horo_lite.collectives.arrays import like
 from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Op
-from horo_lite.state.trees import Node, Tree
+from horo_lite.state.trees import Node, Tree, dataclass_node
 from horo_lite.training.optimizer import takes_weight
 from horo_lite.training.options import Options
 from horo_lite.training.transform import Transform, is_traced
@@ -154,17 +152,4 @@ def _opened(tree: Any, path: str) -> Node | None:
         found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
         named = [(f"{path}{util.keystr(key)}".lstrip("."), x) for key, x in found]
         return Node(named, structure.unflatten)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        keys = [field.name for field in fields(tree)]
-        return Node(
-            [(join(path, key), getattr(tree, key)) for key in keys],
-            lambda new: _dataclass_like(tree, zip(keys, new, strict=True)),
-        )
-    return None
-
-
-def _dataclass_like(tree: Any, items: Iterable[tuple[str, Any]]) -> Any:
-    other = copy.copy(tree)
-    for name, value in items:
-        object.__setattr__(other, name, value)  # it may be frozen
-    return other
+    return dataclass_node(tree, path)

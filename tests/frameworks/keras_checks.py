@@ -6,6 +6,8 @@ one alone on the whole batches: the result of one process.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import tempfile
 import warnings
@@ -729,6 +731,34 @@ def check_elastic_state() -> None:
     assert int(model.optimizer.iterations) == n_steps == 2 * N_STEPS
     for a, b in zip(model.get_weights(), after, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def check_replicas_and_copies() -> None:
+    layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+    model = keras.Sequential([keras.Input((X.shape[1],)), *layers, keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer=optimizer, loss="mse")
+    fit(model, x=X + world.rank, callbacks=broadcast())
+    assert hvd.check_in_sync({"net": model})  # whose moving statistics and seeds are each rank's
+    if world.size > 1:
+        with pytest.raises(hvd.DriftError, match="moving_mean"):
+            hvd.check_in_sync(model, buffers=True)
+    hvd.broadcast_parameters(model)
+    assert hvd.check_in_sync(model, buffers=True)
+    with pytest.raises(TypeError, match="is not an optimizer"):
+        hvd.broadcast_optimizer_state(model)
+    for copy_of, warns in (
+        (copy.deepcopy, True),
+        (lambda model: pickle.loads(pickle.dumps(model)), True),
+        (lambda model: network().compile_from_config(model.get_compile_config()), True),
+        (lambda model: model.optimizer.get_config(), False),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            copy_of(model)
+        said = [str(each.message) for each in caught]
+        said = [text for text in said if "has a plain SGD, which trains every rank" in text]
+        assert len(said) == (warns and world.size > 1)
 
 
 def check_mismatches_are_named() -> None:

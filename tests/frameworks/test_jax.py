@@ -769,6 +769,18 @@ together = train(hvd.DistributedOptimizer(sgd()), x[mine], y[mine])
 check_alike(together)
 close(together, train(sgd(), x, y))
 
+class Net(nnx.Module):  # moving statistics and noise are each rank's own
+    def __init__(self):
+        self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(rank))
+
+net = Net()
+net.norm.mean[...] += rank
+assert horo_lite.check_in_sync({"net": net})
+assert "norm.mean" in str(raised(lambda: horo_lite.check_in_sync(net, buffers=True)))
+nnx.update(net, hvd.broadcast_parameters(nnx.state(net)))
+assert horo_lite.check_in_sync(net, buffers=True)
+
 error = raised(lambda: hvd.DistributedOptimizer(optax.MultiSteps(sgd(), 2)))
 assert "gradient_transformation()" in str(error)
 """,

@@ -212,6 +212,13 @@ moved = opt.apply_gradients({"w": mx.array([1.0 * rank])}, {"w": mx.ones(1)})
 assert len(set(hvd.allgather_object(moved["w"].item()))) == 1 and opt.step.item() == 2
 opt.state["w"]["m"] += rank == 2
 refused(hvd.DriftError, lambda: hvd.check_in_sync(opt.state), "w.m", "ank 2")
+
+# Replicas are the same if what is trained is.
+norm = nn.BatchNorm(2)
+norm.running_mean += rank
+assert hvd.check_in_sync({"norm": norm})
+refused(hvd.DriftError, lambda: hvd.check_in_sync(norm, buffers=True), "'running_mean'")
+refused(TypeError, lambda: hvd.broadcast_optimizer_state(norm), "is not an optimizer")
 """,
         3,
     )

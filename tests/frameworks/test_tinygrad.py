@@ -313,6 +313,14 @@ assert (lazy + 1).tolist() == [3, 5]
 
 # An optimizer's state continues as another rank's would; its tensors remain the same objects.
 opt = nn.optim.Adam(nn.state.get_parameters(net), lr=0.1 * (rank + 1))
+norm = nn.BatchNorm(2)
+norm.running_mean += rank
+assert hvd.check_in_sync({"norm": norm})
+try:
+    hvd.check_in_sync(norm, buffers=True)
+    raise SystemExit("in sync")
+except hvd.DriftError as error:
+    assert "'running_mean'" in str(error), error
 for step in range(rank):
     opt.zero_grad()
     loss_of(net, *samples(3, step)).backward()

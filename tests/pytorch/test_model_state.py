@@ -9,7 +9,8 @@ from launch import run_threads
 
 from horo_lite.collectives.group import Group
 from horo_lite.elastic import State
-from horo_lite.state.broadcast import broadcast_optimizer_state
+from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters
+from horo_lite.state.drift import check_in_sync
 
 torch = pytest.importorskip("torch")
 
@@ -64,3 +65,46 @@ def test_elastic_state_keeps_the_dtype_of_an_optimizers() -> None:
     other, _ = wide(0)
     State(optimizer=other).load(kept.snapshot())
     check_is_that_of(1, next(iter(other.state.values())))
+
+
+class Counting(torch.nn.Module):
+    """Its extra state is a new dict whenever it is asked for."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.n, self.mode = rank, f"of rank {rank}"
+
+    def get_extra_state(self) -> Any:
+        return {"n": self.n, "mode": self.mode}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.n, self.mode = state["n"], state["mode"]
+
+
+def test_extra_state_of_modules_is_sent_whole() -> None:
+    def rank(group: Group) -> None:
+        inner = Counting(group.rank)
+        broadcast_parameters({"net": torch.nn.Sequential(inner)}, 1, group=group)
+        assert (inner.n, inner.mode) == (1, "of rank 1")
+        whole = Counting(group.rank)
+        with pytest.raises(TypeError, match=r"'0\._extra_state' is extra state of a module"):
+            broadcast_parameters(torch.nn.Sequential(whole).state_dict(), 1, group=group)
+        broadcast_parameters(torch.nn.Linear(2, 2).state_dict(), 1, group=group)
+        assert whole.n == group.rank
+
+    run_threads(2, rank)
+
+
+def test_modules_in_a_tree_are_compared_without_buffers() -> None:
+    def rank(group: Group) -> None:
+        norm = torch.nn.BatchNorm1d(2)
+        with torch.no_grad():
+            norm.running_mean += group.rank
+        nets = {"norm": norm, "counting": [Counting(group.rank)]}
+        broadcast_parameters(nets["counting"], group=group)
+        assert check_in_sync(nets, group=group)
+        with pytest.raises(Exception, match=r"first 'norm\.running_mean'"):
+            check_in_sync(nets, buffers=True, group=group)
+
+    run_threads(2, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ from launch import RanksFailedError, run_threads
 
 from horo_lite import adapters
 from horo_lite.collectives.group import Group
-from horo_lite.errors import MismatchError
+from horo_lite.errors import DriftError, MismatchError
 from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_parameters
+from horo_lite.state.drift import check_in_sync
+from horo_lite.training.gradients import average_gradients
 from horo_lite.training.optimizer import DistributedOptimizer
 
 
@@ -316,3 +319,37 @@ def test_a_failing_rank_is_reported() -> None:
 
     with pytest.raises(RanksFailedError):
         run_threads(2, rank)
+
+
+@dataclass
+class Net:
+    w: Any
+    n: Any
+    frozen: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    b: Any
+    n: Any
+
+
+def test_dataclasses() -> None:
+    def rank(group: Group) -> None:
+        r = group.rank
+        net = Net(values(r), r, Frozen(values(r), r))
+        w, b = net.w, net.frozen.b
+        assert check_in_sync([Net(1.0, 2)], group=group)
+        with pytest.raises(DriftError, match=r"4 of 4 arrays, first 'w'"):
+            check_in_sync(net, group=group)
+        assert broadcast_parameters(net, 1, group=group) is net
+        assert net.w is w
+        assert net.frozen.b is b
+        assert np.array_equal(w, values(1))
+        assert np.array_equal(b, values(1))
+        assert (net.n, net.frozen.n) == (1, 1)
+        averages = average_gradients(Net(values(r), float(r)), group=group)
+        assert np.array_equal(averages.w, values(0) + 0.5)
+        assert averages.n == 0.5
+
+    run_threads(2, rank)
