@@ -44,7 +44,7 @@ def adasum_async_(
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
     dtype = torch.float64 if wide else torch.float32
     flat = [tensor.detach().reshape(-1).to(dtype) for tensor in tensors]
-    mine = torch.cat(flat) * prescale_factor if flat else torch.zeros(0, dtype=dtype)
+    mine = torch.cat(flat) * prescale_factor if flat else torch.zeros(0, dtype=dtype, device="cpu")
     theirs = torch.empty_like(mine)
     is_on_host = mine.device.type == "cpu"
     kind_of_call = AdasumReduce if is_on_host else _OnDevice

@@ -146,21 +146,31 @@ class DistributedDataParallel(torch.nn.Module):
         self._exchange.rename(named)
         self._exchange.look_at_parameters()
 
+    # Copies wrap copies of the module. As long as one is not used, other ranks need none.
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Return a wrapped copy of the module; as long as it is not used, other ranks need none."""
+        return _wrapped(copy.deepcopy(self.module, memo), self.training, self._arguments())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        arguments = self._arguments()
+        if arguments.pop("process_group") not in (None, global_process_set):
+            raise TypeError(
+                "a DistributedDataParallel with a process set of its own cannot be pickled: save "
+                "model.module or model.state_dict()"
+            )
+        return _wrapped, (self.module, self.training, arguments)
+
+    def _arguments(self) -> dict[str, Any]:
         options = self._exchange.options
-        copied = DistributedDataParallel(
-            copy.deepcopy(self.module, memo),
-            broadcast_buffers=self.broadcast_buffers,
-            init_sync=False,
-            process_group=options.process_set,
-            bucket_cap_mb=None if options.bucket_bytes is None else options.bucket_bytes / 2**20,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            compression=options.compression,
-            op=options.op,
-        )
-        copied.training = self.training
-        return copied
+        bucket_bytes = options.bucket_bytes
+        return {
+            "broadcast_buffers": self.broadcast_buffers,
+            "process_group": options.process_set,
+            "bucket_cap_mb": None if bucket_bytes is None else bucket_bytes / 2**20,
+            "gradient_as_bucket_view": options.gradient_as_bucket_view,
+            "compression": options.compression,
+            "op": options.op,
+        }
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,6 +189,13 @@ class DistributedDataParallel(torch.nn.Module):
         """Return the rank whose parameters and buffers are copied to all, by its world number."""
         group = self._exchange.group
         return 0 if group is None else next(iter(group.transport.ranks))
+
+
+def _wrapped(module: Any, training: bool, arguments: dict[str, Any]) -> DistributedDataParallel:
+    """Return a copied module in a wrapper like that of the original."""
+    wrapper = DistributedDataParallel(module, init_sync=False, **arguments)
+    wrapper.training = training
+    return wrapper
 
 
 def _restore_hooks(wrapper: DistributedDataParallel, *_: object) -> None:

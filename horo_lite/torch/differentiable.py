@@ -160,7 +160,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         name, group, shapes = ctx.options
-        n_rows = torch.tensor([[shape[0] if shape else 1 for shape in shapes]])
+        n_rows = torch.tensor([[shape[0] if shape else 1 for shape in shapes]], device="cpu")
         before = gathered([n_rows], f"{name} rows", group)[0][: group.rank].sum(0).tolist()
         means = _averaged(grads, name, group)
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from horo_lite.horovod.process_sets import global_process_set, group_of, root_in
@@ -96,10 +97,10 @@ def broadcast_object(
     """
     group = group_of(process_set)
     is_root = group.rank == root_in(group, root_rank)
-    data = _bytes_of(obj, "broadcast_object") if is_root else torch.empty(0, dtype=torch.uint8)
-    size = broadcast_(torch.tensor([len(data)]), root_rank, _sub(name, "size"), group)
+    data = _bytes_of(obj, "broadcast_object") if is_root else _host_bytes(0)
+    size = broadcast_(_size_of(data), root_rank, _sub(name, "size"), group)
     if not is_root:
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = _host_bytes(int(size))
     broadcast_(data, root_rank, _sub(name, "object"), group)
     return obj if is_root else pickle.loads(data.numpy().tobytes())
 
@@ -113,11 +114,22 @@ def allgather_object(
     """
     data = _bytes_of(obj, "allgather_object")
     everything = allgather_async(data, _sub(name, "object"), process_set)
-    sizes = allgather(torch.tensor([len(data)]), _sub(name, "size"), process_set)
+    sizes = allgather(_size_of(data), _sub(name, "size"), process_set)
     return [
         pickle.loads(part.numpy().tobytes())
         for part in synchronize(everything).split(sizes.tolist())
     ]
+
+
+# On the CPU, whatever torch's default device is.
+
+
+def _size_of(data: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([len(data)], device="cpu")
+
+
+def _host_bytes(n: int) -> torch.Tensor:
+    return torch.empty(n, dtype=torch.uint8, device="cpu")
 
 
 def _sub(name: str | None, what: str) -> str | None:
@@ -138,4 +150,4 @@ def _tensor(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 def _bytes_of(obj: Any, label: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickled(obj, label, _Pickler)), dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(bytearray(pickled(obj, label, _Pickler)), np.uint8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,6 +229,8 @@ def test_one_rank_copies_the_model_and_all_begin_with_buffers_that_are_not_saved
             close(gradients(net), expected(step))
         if averaged is not None:
             close(list(averaged.parameters()), list(network(0).parameters()))
+        with pytest.raises(TypeError, match=r"save model\.module or model\.state_dict\(\)"):
+            pickle.dumps(net)
         copied = copy.deepcopy(net)
         copied.zero_grad()
         backward(copied, part(group, 2))  # exchanges, like the first
