@@ -222,7 +222,8 @@ def lists_of_several(group: Group) -> list[Tensor]:
     copied = [mine(group, 4, plus=i) for i in range(k)]
     group.broadcast(copied, options).wait()
     gathered = [[torch.zeros(3) for _ in range(k * n)] for _ in range(k)]
-    group.allgather(gathered, [mine(group, 3, plus=i) for i in range(k)]).wait()
+    work = group.allgather(gathered, [mine(group, 3, plus=i) for i in range(k)])
+    assert [len(each) for each in work.get_future().wait()] == [k * n] * k
     rows = [[i + group.rank()] for i in range(k)]
     sparse = [torch.sparse_coo_tensor([row], mine(group, 1), (n + k,)) for row in rows]
     group.allreduce(sparse).wait()
@@ -454,6 +455,11 @@ def test_what_gloo_cannot(group: Group) -> None:
     dist.all_reduce(permuted, group=group)
     assert torch.equal(permuted, sums_of([of(s, 5, 3) for s in ranks]))
 
+    mixed = [mine(group, 3), mine(group, 2, dtype=torch.int64)]
+    group.allreduce_coalesced(mixed).wait()
+    for x in mixed:
+        assert torch.equal(x, sums_of([of(s, *x.shape, dtype=x.dtype) for s in ranks])), mixed
+
     parts = [torch.zeros(s + 1, 2) for s in ranks]  # uneven
     dist.all_gather(parts, mine(group, r + 1, 2), group=group)
     for s in ranks:
@@ -635,7 +641,7 @@ def test_arguments(group: Group, gloo: Group) -> None:
         ("invalid root tensor", lambda g: g.broadcast([x], broadcast(r, 1))),
         ("invalid root tensor", lambda g: g.broadcast([x], broadcast(r, -1))),
         ("invalid root tensor", lambda g: g.broadcast([], broadcast(r))),
-        ("single-element", lambda g: g.reduce([x, x], reduce(r))),
+        ("single-element tensor list", lambda g: g.reduce([x, x], reduce(r))),
         ("single-element output tensor list", lambda g: g.scatter([], [], scatter(0))),
         ("single-element output tensor list", lambda g: g.scatter([x, x], [], scatter(0))),
         ("single-element input list", lambda g: g.scatter([x], [], scatter(r))),

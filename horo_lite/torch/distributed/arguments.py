@@ -158,8 +158,9 @@ def only(what: str, side: str, tensors: Any) -> Tensor:
     """Return the only tensor in a list, or the tensor itself."""
     tensors = listed(tensors)
     if len(tensors) != 1:
+        which = f"{side} tensor list".lstrip()
         raise ArgumentError(
-            f"{what}: requires a single-element {side} tensor list, and not one of {len(tensors)}"
+            f"{what}: requires a single-element {which}, and not one of {len(tensors)}"
         )
     return tensors[0]
 

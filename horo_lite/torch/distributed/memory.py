@@ -167,6 +167,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def _overlapping(extents: Sequence[tuple[int, int]]) -> set[int]:
     """Return the indices of the extents that overlap another one."""
     found: set[int] = set()
+    if len(extents) < 2:
+        return found
     last = -1  # the one that ends last
     for i in sorted(range(len(extents)), key=extents.__getitem__):
         begin, end = extents[i]
@@ -181,7 +183,10 @@ def _overlapping(extents: Sequence[tuple[int, int]]) -> set[int]:
 
 def _extent(x: Tensor) -> tuple[int, int]:
     """Return the begin and end addresses of a tensor's elements."""
-    if x.layout is not torch.strided or x.numel() == 0:
+    if x.numel() == 0:
         return 0, 0
+    begin = x.data_ptr()
+    if x.is_contiguous():
+        return begin, begin + x.nbytes
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
-    return x.data_ptr(), x.data_ptr() + reach * x.element_size()
+    return begin, begin + reach * x.element_size()
