@@ -1208,7 +1208,8 @@ def isend(x: Array, dst: int, *, tag: int = 0) -> Message:
 def irecv(x: Array, src: int | None = None, *, tag: int = 0) -> Message:
     """Begin to receive into `x`; `wait()` on the result returns the rank that sent it.
 
-    Like `recv`. If several receives accept a message, the one begun first gets it.
+    Like `recv`. If several receives accept a message, the one begun first gets it. It arrives
+    whatever this rank does meanwhile, such as waiting in a collective.
 
     Args:
         x: A writable array in host memory. Do not use it until the message is received.

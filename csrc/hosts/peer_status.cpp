@@ -132,8 +132,8 @@ void PeerStatus::note(const ShortMessage& message) {
 }
 
 // Under the mutex.
-void PeerStatus::check_lost() const {
-  if (!lost_.empty()) throw PeerLost(lost_, doing());
+void PeerStatus::check_lost(const std::string& doing) const {
+  if (!lost_.empty()) throw PeerLost(lost_, doing);
 }
 
 void PeerStatus::check_all() {
@@ -141,7 +141,7 @@ void PeerStatus::check_all() {
   std::string label;
   {
     const std::lock_guard lock(mutex_);
-    check_lost();
+    check_lost(doing());
     for (const auto& [peer, left] : left_) {
       // A peer that was in this operation had completed its part when it left, and its messages are on their way.
       if (left.n_begun < n_begun_) throw PeerLost(names_[peer] + " has left (" + left.reason + ")", doing());
@@ -155,7 +155,7 @@ void PeerStatus::check_one(int peer, const std::string& name) {
   receive();
   {
     const std::lock_guard lock(mutex_);
-    check_lost();
+    check_lost(names_[rank_] + " waited in " + name);
     if (const auto found = left_.find(peer); found != left_.end()) {
       throw PeerLost(names_[peer] + " has left (" + found->second.reason + ")",
                      names_[rank_] + " waited for it in " + name);

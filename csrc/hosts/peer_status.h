@@ -66,7 +66,7 @@ class PeerStatus {
   void update();
   void receive();
   void note(const ShortMessage& message);
-  void check_lost() const;
+  void check_lost(const std::string& doing) const;
   void send_arrived();
   void say_once(const std::map<int, std::string>& texts, int tag);
   std::map<int, std::string> to_all(const std::string& text) const;

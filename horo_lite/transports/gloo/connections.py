@@ -48,6 +48,8 @@ _N_RECEIVED, _ASKS = 1, 2
 _N_RECEIVED_TEXT = struct.Struct("<Q")
 # How long a rank that ends waits until peers have learnt that it leaves, in case they are stopped.
 _LINGER_S = 10.0
+# How long it waits for its threads, which have nothing more to wait for.
+_JOIN_S = 2.0
 # The interpreter's switch interval while there are connections. With Python's default of 5 ms and a
 # training thread that never releases the GIL voluntarily, almost nothing of an exchange was hidden.
 _SWITCH_S = 1e-3
@@ -159,7 +161,7 @@ class GlooConnections:
                 work.wait(timedelta(milliseconds=1))
         self.waiters.close()
         for stream in self._streams.values():
-            stream.thread.join(_LINGER_S)
+            stream.thread.join(_JOIN_S)
         if sys.getswitchinterval() == self._own_switch_s:  # not changed since
             sys.setswitchinterval(self._switch_s)
         self._channels.clear()
@@ -333,7 +335,7 @@ class Waiters:
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
-            thread.join(_LINGER_S)
+            thread.join(_JOIN_S)
 
 
 class _Stream:
