@@ -241,7 +241,7 @@ class _ModuleExchange(GradientExchange):
 
     def rename(self, named: dict[str, Any]) -> None:
         """Set the parameters' names."""
-        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._names = {parameter: name for name, parameter in named.items()}
 
     def touch(self, slot: Slot) -> None:
         if self.is_paused:

@@ -21,7 +21,7 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.reductions import Average, Sum, checked_weight
 from horo_lite.collectives.shared_memory import share
 from horo_lite.context import is_initialized, on_renewed, world
-from horo_lite.errors import MismatchError, ranks_in_words, warn
+from horo_lite.errors import ranks_in_words, warn
 from horo_lite.horovod.adasum import check_adasum
 from horo_lite.horovod.process_sets import group_of_member
 from horo_lite.horovod.reductions import Adasum, AdasumOp
@@ -168,8 +168,7 @@ class GradientExchange:
 
     def named(self) -> list[tuple[str, Any]]:
         return [
-            (self._names.get(id(parameter), name), parameter)
-            for name, parameter in self._parameters()
+            (self._names.get(parameter, name), parameter) for name, parameter in self._parameters()
         ]
 
     def _parameters(self) -> list[tuple[str, Any]]:
@@ -206,9 +205,9 @@ class GradientExchange:
                 self.slots.append(slot)
                 _owner_of[id(parameter)] = weakref.ref(self)
             gone = self._of_id.keys() - {id(parameter) for _, parameter in named}
-            _release({i: self._of_id.pop(i) for i in gone})
-            for i in gone:  # another parameter may get the same id
-                self._names.pop(i, None)
+            _release(former := {i: self._of_id.pop(i) for i in gone})
+            for slot in former.values():
+                self._names.pop(slot.parameter, None)
             self._unhooked = [slot for slot in self.slots if slot.hook is None]
             self.reducer.bind([(slot.name, slot) for slot in self.slots], self._together())
             self._seen = parameters
@@ -271,8 +270,10 @@ class GradientExchange:
                 if gradient is None and slot.task != task:
                     raise RuntimeError(_taken_away(slot.name))
                 return  # an earlier hook has called step(), and possibly zero_grad()
+            if slot.last_pass != self._pass and not hasattr(gradient, _MARK):
+                slot.begin()  # another gradient: the last one has been set to None
             if self.options.sparse_as_dense:
-                gradient = self._densify(slot)
+                self._densify(slot)
             if slot.last_pass == self._pass:  # a second time, by a pass inside this one
                 self.is_nested = True
                 if slot.travels and not self.reducer.hold(slot.index):
@@ -284,8 +285,6 @@ class GradientExchange:
                 slot.move_to_shared_memory()
                 slot.see()
                 return
-            if not hasattr(gradient, _MARK):
-                slot.begin()  # another gradient: the last one has been set to None
             if slot.touched and slot.has_changed(additions=1):
                 raise RuntimeError(_changed_too_early(slot.name))
             if slot.exchanged and self.op is not Average:
@@ -300,12 +299,21 @@ class GradientExchange:
                 slot.travels = True
                 self.reducer.ready(slot.index)
 
-    def _densify(self, slot: Slot) -> Any:
-        """Make the gradient dense, and return it."""
+    def _densify(self, slot: Slot) -> None:
+        """Make the gradient dense."""
         gradient = slot.parameter.grad
         if is_sparse(gradient):
-            slot.parameter.grad = gradient = gradient.to_dense()
-        return gradient
+            slot.sparse_dim = gradient.sparse_dim()
+            slot.parameter.grad = gradient.to_dense()
+            if hasattr(gradient, _MARK):
+                setattr(slot.parameter.grad, _MARK, getattr(gradient, _MARK))
+
+    def _make_sparse(self, slot: Slot, sparse_dim: int, is_by_hand: bool) -> None:
+        """Give the optimizer a sparse gradient again, as SparseAdam needs it."""
+        gradient = slot.parameter.grad
+        if gradient is not None and not is_sparse(gradient):
+            slot.parameter.grad = gradient.detach().to_sparse(sparse_dim)
+            self._mark(slot, _BY_HAND if is_by_hand else _COMPUTED)
 
     def enter(self, task: int) -> bool:
         """Request notification of the graph task's end; return False if nothing is exchanged."""
@@ -556,17 +564,21 @@ class GradientExchange:
 
     def exchange(self) -> None:
         reducer = self.reducer
-        own = [slot for slot in self.slots if slot.touched and is_sparse(slot.parameter.grad)]
+        touched = [slot for slot in self.slots if slot.touched]
         if self.options.sparse_as_dense:
-            for slot in own:
+            for slot in touched:
                 self._densify(slot)
-            own = []
+        own = [s for s in touched if s.sparse_dim or is_sparse(s.parameter.grad)]
+        dense = {slot.index for slot in touched} - {slot.index for slot in own}
         reducer.note = Note(self._is_in_step, shown(self._rates()), sparse.note(own))
         changed = [slot for slot in self.slots if slot.touched and slot.has_changed()]
         for slot in changed:
             if not slot.travels:
                 self._is_broken = True
-                raise RuntimeError(_changed_too_early(slot.name))
+                try:
+                    reducer.fail(RuntimeError(_changed_too_early(slot.name)))
+                finally:
+                    self.reset_counts()
         for slot in self.slots:
             if slot.touched and not slot.travels:
                 slot.move_to_shared_memory()
@@ -576,18 +588,19 @@ class GradientExchange:
             reducer.finish()
             notes: dict[int, Note] = reducer.notes
             self._rates_differ = len({note.rates for note in notes.values()}) > 1
-            if any(note.sparse for note in notes.values()):
+            rows = {rank: note.sparse for rank, note in notes.items()}
+            if any(rows.values()) and not self.options.sparse_as_dense:
                 assert self.group is not None
-                rows = [note.sparse for note in notes.values()]
-                for slot in sparse.exchange(rows, self.slots, self.group, self.op, self._weight):
+                how = self.group, self.op, self._weight, reducer.has_exchanged
+                for slot in sparse.exchange(rows, self.slots, *how):
                     slot.touched = True
                     self._mark(slot, _COMPUTED)
             # All ranks have just agreed on a plan, and thus on the layout of their memory.
             if self._shares and reducer.shared is None and reducer.all_are_here:
                 self._share()
             self._n_exchanges += 1
-        except MismatchError:
-            # Raised on all ranks: they may have been in different steps, and start again.
+        except Exception:
+            # On all ranks there is one: they may have been in different steps, and start again.
             self.reset_counts()
             raise
         finally:
@@ -599,6 +612,10 @@ class GradientExchange:
                     if not is_computed:
                         self._mark(slot, _BY_HAND if slot in by_hand else _COMPUTED)
             self._place()
+        if self.options.sparse_as_dense:
+            for i, (sparse_dim, _) in sparse.found_in(rows.values()).items():
+                if i not in dense:
+                    self._make_sparse(self.slots[i], sparse_dim, self.slots[i] in by_hand)
         in_step = [rank for rank, note in notes.items() if note.in_step]
         if in_step and len(in_step) < len(notes):
             self._note_ranks_in_step(in_step)
@@ -746,7 +763,8 @@ def _release(slots: Mapping[int, Slot]) -> None:
 
 def _names(
     named: list[tuple[str, Any]] | None, parameters: list[tuple[str, Any]]
-) -> dict[int, str]:
+) -> dict[Any, str]:
+    """Return the names by parameter, not by its id, which another one may get once it is freed."""
     if named is None:
         return {}
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in named):  # type: ignore[redundant-expr]
@@ -756,8 +774,8 @@ def _names(
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ValueError(f"named_parameters contains {twice[0]!r} more than once")
-    names = {id(parameter): name for name, parameter in named}
-    lost = [name for name, parameter in parameters if id(parameter) not in names]
+    names = {parameter: name for name, parameter in named}
+    lost = [name for name, parameter in parameters if parameter not in names]
     if lost:
         raise ValueError(
             f"named_parameters lacks {len(lost)} of the optimizer's parameters, the first is "

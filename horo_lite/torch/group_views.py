@@ -59,8 +59,8 @@ def group_for(group: Group, op: Op | AdasumOp, compression: Any) -> Any:
             warn_of_compression(compression)
         return _views.setdefault(group, {}).setdefault("Adasum", _Adasum(group))
     if not isinstance(compression, Compressor):
-        view = _Compressing(group, compression)
-        return _views.setdefault(group, {}).setdefault(compression, view)
+        view = _Compressing(group, compression)  # it keeps the compressor, and thus its id
+        return _views.setdefault(group, {}).setdefault(id(compression), view)
     return group
 
 

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from horo_lite.errors import MismatchError
 from horo_lite.torch.exchange import GradientExchange
 from horo_lite.torch.slots import Slot, SlotAdapter
 from horo_lite.training.reducer import learning_rates
@@ -91,7 +90,7 @@ class LocalSteps(GradientExchange):
         self.reducer.rates = learning_rates(self._attributes["param_groups"])
         try:
             self.reducer.finish()
-        except MismatchError:  # as in the exchange of gradients
+        except Exception:  # as in the exchange of gradients
             self.reset_counts()
             raise
         for i, delta in self._deltas.items():

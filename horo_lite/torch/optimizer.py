@@ -72,8 +72,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             size / factor. Only with op=Average.
         num_groups: The number of groups of neighbouring parameters that travel together.
         groups: The same, or lists of parameters that travel together. Others fill buckets.
-        sparse_as_dense: Convert sparse gradients to dense ones, which they remain; otherwise their
-            indices and values are gathered from all ranks, and added up. Adasum needs dense ones.
+        sparse_as_dense: Exchange sparse gradients as dense ones, and make them sparse again;
+            otherwise their indices and values are gathered from all ranks, and added up. Adasum
+            needs it.
         process_set: The ranks that take part; by default all. On other ranks it has no effect.
         check_every: The number of steps between comparisons of the ranks' parameters; if they
             differ, `on_drift` says what to do: see `check_in_sync`. By default
@@ -187,6 +188,8 @@ def _wrapped(
     wrapped = object.__new__(_class_of(base))
     wrapped.__dict__ = optimizer.__dict__  # both objects share one state
     wrapped._exchange = exchange
+    # The exchange ends with the wrapper, not with the optimizer.
+    weakref.finalize(wrapped, wrapped.__dict__.pop, "_exchange", None).atexit = False
     _wrapper_of[optimizer] = weakref.ref(wrapped)
     return wrapped
 
@@ -231,9 +234,11 @@ class _Step:
 
 
 class _DistributedOptimizer:
-    """Base class of a wrapped optimizer, in addition to its own class."""
+    """Base class of a wrapped optimizer, in addition to its own class.
 
-    __slots__ = ("_exchange",)
+    No slots: wrappers such as Lightning's change their class to one that is derived from this.
+    """
+
     _exchange: GradientExchange
 
     def set_weight(self, weight: float) -> None:

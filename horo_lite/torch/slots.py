@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from horo_lite.adapters.torch import HAS_TABLE, TorchAdapter
-from horo_lite.errors import MismatchError
 from horo_lite.torch import bucket_views
 from horo_lite.torch.passes import graph_task
 
@@ -16,7 +15,7 @@ class Slot:
     """One parameter, and the state of its gradient."""
 
     __slots__ = ("attributes", "exchanged", "home", "hook", "index", "is_away", "last_pass", "name",
-                 "parameter", "passes", "seen", "task", "touched", "travels",
+                 "parameter", "passes", "seen", "sparse_dim", "task", "touched", "travels",
                  "zeros_hook")  # fmt: skip
 
     def __init__(self, name: str, parameter: Any) -> None:
@@ -33,6 +32,7 @@ class Slot:
         self.travels = False  # announced to the reducer: must not be changed any more
         self.exchanged = False  # since the last step() or zero_grad(): equal on all ranks
         self.task = -1  # the graph task in which it was exchanged; -1: in none
+        self.sparse_dim = 0  # of a sparse gradient that was made dense, for this exchange
         self.home: Any = None  # the tensor in shared memory for the gradient
         self.is_away = False  # the gradient cannot be there: a copy is exchanged
 
@@ -51,11 +51,12 @@ class Slot:
     def begin(self) -> None:
         self.passes = 0
         self.seen = None
+        self.sparse_dim = 0
         self.touched = self.exchanged = self.is_away = False
 
     def end_exchange(self) -> None:
         """Record that the gradient has been exchanged: what is added now is pending again."""
-        self.passes = 0
+        self.passes = self.sparse_dim = 0
         self.seen = None
         self.exchanged = True
         self.task = graph_task()
@@ -114,22 +115,20 @@ class SlotAdapter(TorchAdapter):
         return gradient if HAS_TABLE else super().gradient(slot.parameter)
 
     def set_gradient(self, slot: Any, array: Any) -> None:
-        slot.touched = True
+        is_own, slot.touched = slot.touched, True
         gradient = slot.parameter.grad
-        if gradient is None:
-            slot.parameter.grad = array
-        elif gradient is array:
-            pass
-        elif is_sparse(gradient):
-            raise MismatchError(
-                f"the gradient of {slot.name!r} is sparse on this rank and dense on others: make "
-                "it the same on all ranks, or pass sparse_as_dense=True"
-            )
+        if gradient is array or is_sparse(gradient):  # sparse.exchange raises an error
+            return
+        # A gradient of its own could not be written in place, nor an expanded tensor.
+        if gradient is None or is_own or 0 in gradient.stride():
+            slot.parameter.grad = self.from_numpy(array, slot.parameter)
         else:
             gradient.detach().copy_(array)
 
     def held(self, slot: Any, dtype: str, shape: tuple[int, ...]) -> Any | None:
         gradient = slot.parameter.grad if slot.exchanged else None
+        if gradient is not None and is_sparse(gradient):
+            slot.parameter.grad = gradient = gradient.to_dense()
         if gradient is None or (str(gradient.dtype)[6:], tuple(gradient.shape)) != (dtype, shape):
             return None
         gradient = slot.move_to_shared_memory()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,32 +11,50 @@ import torch
 from horo_lite import ops
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.reductions import Average, Sum
+from horo_lite.errors import MismatchError, ranks_in_words
 from horo_lite.horovod.reductions import AnyOp
-from horo_lite.torch.slots import Slot
+from horo_lite.torch.slots import Slot, is_sparse
 
 
 def note(slots: Sequence[Slot]) -> str:
     """Describe sparse gradients to the other ranks: their indices, sparse dimensions and dtypes."""
-    gradients = [(slot.index, slot.parameter.grad) for slot in slots]
+    gradients = [(slot, slot.parameter.grad) for slot in slots]
     return ";".join(
-        f"{index}:{gradient.sparse_dim()}:{str(gradient.dtype).removeprefix('torch.')}"
-        for index, gradient in gradients
+        f"{slot.index}:{slot.sparse_dim or gradient.sparse_dim()}:{str(gradient.dtype)[6:]}"
+        for slot, gradient in gradients
+        if gradient is not None
     )
 
 
-def exchange(
-    notes: Sequence[str], slots: Sequence[Slot], group: Group, op: AnyOp, weight: float | None
-) -> Iterator[Slot]:
-    """Exchange the gradients that are sparse on some rank, and yield the slot of each.
-
-    Collective; `notes` are the results of `note` on all ranks. `weight` is this rank's, on every
-    rank or on none.
-    """
-    found = {
+def found_in(notes: Iterable[str]) -> dict[int, tuple[int, str]]:
+    """Return the sparse dimensions and dtype of each gradient in these notes, by its index."""
+    return {
         int(index): (int(n_dims), dtype)
         for theirs in notes
         for index, n_dims, dtype in (item.split(":") for item in theirs.split(";") if item)
     }
+
+
+def exchange(
+    notes: Mapping[int, str],
+    slots: Sequence[Slot],
+    group: Group,
+    op: AnyOp,
+    weight: float | None,
+    is_dense: Callable[[int], bool],
+) -> Iterator[Slot]:
+    """Exchange the gradients that are sparse on some rank, and yield the slot of each.
+
+    Collective; `notes` are the results of `note` by rank. `weight` is this rank's, on every rank or
+    on none. `is_dense(i)` says whether some rank's gradient i was dense.
+    """
+    found = found_in(notes.values())
+    for i in filter(is_dense, sorted(found)):
+        ranks = [rank for rank, theirs in notes.items() if i in found_in([theirs])]
+        raise MismatchError(
+            f"the gradient of {slots[i].name!r} is sparse on {ranks_in_words(ranks)} and dense on "
+            "others: make it the same on all ranks, or pass sparse_as_dense=True"
+        )
     if op not in (Average, Sum):  # on all ranks, since these have the same notes
         raise ValueError(
             f"the gradient of {slots[min(found)].name!r} is sparse, but op={op.name} "
@@ -49,7 +67,8 @@ def exchange(
         divisor = total / weight if weight else math.inf
     for index, (n_dims, dtype) in sorted(found.items()):
         slot = slots[index]
-        gradient = slot.parameter.grad if slot.touched else None
+        gradient = slot.parameter.grad if slot.touched or slot.exchanged else None
+        gradient = gradient if is_sparse(gradient) else None
         shape, device = slot.parameter.shape, slot.parameter.device
         if gradient is None or divisor == math.inf:
             indices = torch.empty((0, n_dims), dtype=torch.int64, device=device)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 from horo_lite.collectives.arrays import HOST, gpu_of
@@ -77,6 +77,7 @@ class Offer(NamedTuple):
     note: Any
     finding: Finding | None
     rates: tuple[float, ...]
+    failure: str
 
 
 class Reducer:
@@ -154,6 +155,7 @@ class Reducer:
         self._check_finite = check_finite
         self._finding: Finding | None = None
         self._findings: dict[int, Finding | None] = {}
+        self._failure = ""  # why this rank cannot take part
         self.shared: SharedMemory | None = None  # gradients in it are reduced in place
         self.all_are_here = True  # no rank had joined when the last exchange ended
         self.rates: tuple[float, ...] = ()  # this rank's learning rates: must be equal on all
@@ -312,14 +314,11 @@ class Reducer:
     def _finish(self) -> None:
         self._overlap.end()
         self.notes = dict.fromkeys(self.group.transport.ranks, self.note)
-        self._own = gradients_of(self._adapter, self._parameters)
+        try:
+            mine = self._read()
+        except Exception as error:
+            self.fail(error)
         arrays, copied = self._own.arrays, self._own.copied
-        if self._check_finite:
-            begun = len(self._handles)
-            here = [i for i in range(len(arrays)) if self._bucket_of.get(i, begun) >= begun]
-            here.reverse()  # the order in which they leave
-            self._scan(here, [arrays[i] for i in here])
-        mine = self._describe(arrays)
         if self._compares_later() and self._follow(mine, arrays, copied):
             return
         plan, n_begun = self._agree(mine)
@@ -345,6 +344,36 @@ class Reducer:
         if copied:
             self._write_back(plan, copied)
         self._adopt(plan, arrays)
+
+    def _read(self) -> Plan:
+        """Read this rank's gradients, and return the plan for them."""
+        self._own = gradients_of(self._adapter, self._parameters)
+        arrays = self._own.arrays
+        if self._check_finite:
+            begun = len(self._handles)
+            here = [i for i in range(len(arrays)) if self._bucket_of.get(i, begun) >= begun]
+            here.reverse()  # the order in which they leave
+            self._scan(here, [arrays[i] for i in here])
+        return self._describe(arrays)
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise `error`, and MismatchError on the ranks that wait in `finish()`. Collective.
+
+        On a GPU where ranks do not wait for each other, it is raised on this rank only.
+        """
+        if not self._compares_later():
+            number = self.group.transport.ranks[self.group.rank]
+            self._failure = f"rank {number}: {type(error).__name__}: {error}"
+            try:
+                with suppress(MismatchError):
+                    self._agree(NOTHING)
+            finally:
+                self._failure = ""
+        raise error
+
+    def has_exchanged(self, i: int) -> bool:
+        """Return whether the last exchange contained the gradient of parameter i, of any rank."""
+        return self._agreed is not None and self._agreed.present[i]
 
     def compare_rates(self, rates: tuple[float, ...]) -> None:
         """Raise MismatchError on every rank if their learning rates differ. Collective."""
@@ -505,7 +534,7 @@ class Reducer:
         headers = transport.agree(
             hash63(
                 f"{self._label} {agreed} {mine.digest} {self.note} {self._finding} "
-                f"{shown(self.rates)}"
+                f"{shown(self.rates)} {self._failure}"
             ),
             count=len(self._handles),
             weight=self._own_weight,
@@ -535,6 +564,7 @@ class Reducer:
             self.note,
             self._finding,
             self.rates,
+            self._failure,
         )
         everyone = exchange_reports(self.group.transport, Report(self._label, offer))
         reports, ranks = [everyone[r] for r in here], [self.group.transport.ranks[r] for r in here]
@@ -546,6 +576,12 @@ class Reducer:
         n_begun = max(offer.n_begun for offer in offers)
         attempts = [offer.attempt for offer in offers]
         try:
+            failures = [offer.failure for offer in offers if offer.failure]
+            if failures:
+                raise MismatchError(
+                    f"{self._step} cannot be exchanged, because of an error on another rank, "
+                    f"which raises it: {'; '.join(failures)}"
+                )
             steps = [offer.step for offer in offers]
             if len(set(steps)) > 1:
                 raise MismatchError(

@@ -10,6 +10,7 @@ import math
 import pickle
 import threading
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -257,21 +258,22 @@ def test_op_factor_groups_and_compression(op: Any, watched: Any) -> None:
 
 
 def test_adasum_and_compressors_of_ones_own() -> None:
+    @dataclass  # which has no hash
     class Halves:
-        @staticmethod
-        def compress(tensor: Any) -> Any:
-            return tensor.to(torch.float32), tensor.dtype
+        dtype: Any = torch.float32
 
-        @staticmethod
-        def decompress(tensor: Any, context: Any) -> Any:
-            assert tensor.dtype is torch.float32
+        def compress(self, tensor: Any) -> Any:
+            return tensor.to(self.dtype), tensor.dtype
+
+        def decompress(self, tensor: Any, context: Any) -> Any:
+            assert tensor.dtype is self.dtype
             return tensor.to(context)
 
     def rank(group: Group) -> Any:
         net = network()
         x, y = samples(group.rank)
         seen = []
-        for options in ({"op": Adasum, "adasum_of": "gradients"}, {"compression": Halves}):
+        for options in ({"op": Adasum, "adasum_of": "gradients"}, {"compression": Halves()}):
             optimizer = wrap(sgd(net), group, net, **options)
             for _ in range(2):
                 optimizer.zero_grad()
@@ -339,6 +341,49 @@ def test_is_the_users_class_and_shares_its_state() -> None:
         assert "Mine (" in repr(optimizer)
 
     run_threads(2, rank)
+
+
+def test_wrappers_that_derive_their_class_from_the_optimizers() -> None:
+    """As Lightning's and Fabric's do; they also copy its dictionary."""
+
+    class Wrapper:
+        def __init__(self, optimizer: Any) -> None:
+            self.__dict__ = dict(optimizer.__dict__)
+            self.__class__ = type("Mixed", (Wrapper, type(optimizer)), {})
+
+    def rank(group: Group) -> Any:
+        net = network()
+        optimizer = Wrapper(wrap(sgd(net, momentum=0.9), group, net))
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, *samples(step + 10 * group.rank)).backward()
+            optimizer.step()
+        assert "momentum_buffer" in optimizer.state[net[0].weight]
+        return net
+
+    a, b = run_threads(2, rank)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a[0].weight, network()[0].weight)
+
+
+def test_a_new_parameter_has_no_name_of_one_that_was_freed() -> None:
+    def rank(group: Group) -> list[str]:
+        net = network()
+        given = [*net.named_parameters(), *nn.ParameterList([torch.ones(1)]).named_parameters()]
+        optimizer = DistributedOptimizer(sgd(net), given, process_set=group)
+        values = [torch.ones(1) for _ in range(100)]
+        kept = [nn.Parameter(values.pop())]
+        if group.rank == 0:
+            old = id(given.pop()[1])
+            while values and id(kept[-1]) != old:  # usually, the first one gets the same address
+                kept.append(nn.Parameter(values.pop()))
+        optimizer.add_param_group({"params": [kept[-1]]})
+        (kept[-1] * (group.rank + 1)).sum().backward()
+        assert kept[-1].grad.tolist() == [1.5]
+        return [name for name, _ in optimizer._exchange.named()]
+
+    names = [name for name, _ in network().named_parameters()]
+    assert run_threads(2, rank) == [[*names, "param_groups[1][0]"]] * 2
 
 
 def test_copies_wrap_copies() -> None:
@@ -1217,7 +1262,7 @@ def test_sparse_embeddings(as_dense: bool) -> None:
                 features = torch.cat([f if i % 2 == 0 else f.detach() for i, f in
                                       enumerate(features.unbind())]).reshape(-1, 3)  # fmt: skip
             net[1](features).pow(2).mean().backward()
-            assert net[0].weight.grad.is_sparse == (not as_dense and size > 1)
+            assert net[0].weight.grad.is_sparse == (size > 1)
             optimizer.step()
 
     def rank(group: Group) -> Any:
@@ -1250,7 +1295,7 @@ ROWS = [[0, 1, 1], [1, 3], [], [3, 3, 0]]
 @pytest.mark.parametrize("by", ["backward", "hand"])
 @pytest.mark.parametrize("as_dense", [True, False])
 def test_sparse_gradients_add_up_row_by_row(size: int, by: str, as_dense: bool) -> None:
-    """And are dense afterwards if that was requested, however they were made."""
+    """And are sparse afterwards, as in Horovod, also if they were exchanged as dense ones."""
 
     def rank(group: Group) -> None:
         for op in (Average, Sum):
@@ -1269,12 +1314,98 @@ def test_sparse_gradients_add_up_row_by_row(size: int, by: str, as_dense: bool) 
                 total = sum(sparse(ROWS[r], r).to_dense() for r in range(size))
                 expected = total / size if op is Average else total
                 got = table.weight.grad
-                assert got.is_sparse == (not as_dense)
+                assert got.is_sparse
                 torch.testing.assert_close(got.to_dense(), expected, rtol=1e-12, atol=0)
                 optimizer.step()
-                assert (table.weight.grad is None) or table.weight.grad.is_sparse == (not as_dense)
+                assert table.weight.grad is None or table.weight.grad.is_sparse
 
     run_threads(size, rank)
+
+
+@pytest.mark.parametrize("as_dense", [True, False])
+def test_sparse_adam(as_dense: bool) -> None:
+    """It takes only sparse gradients; on a rank without rows, too."""
+
+    def train(table: Any, optimizer: Any, ranks: range, size: int) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for k in range(2):
+                rows = [ROWS[(r + step + k) % 3] for r in ranks]
+                for r, indices in zip(ranks, rows, strict=True):
+                    if indices:
+                        loss = table(torch.tensor(indices)).pow(2).sum() * (r + 1 + k)
+                        (loss / (size if len(ranks) > 1 else 1)).backward()
+            optimizer.step()
+
+    def rank(group: Group) -> Any:
+        table = fill(nn.Embedding(4, 2, sparse=True))
+        adam = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+        options = {"sparse_as_dense": as_dense, "backward_passes_per_step": 2}
+        optimizer = wrap(adam, group, table, **options)
+        train(table, optimizer, range(group.rank, group.rank + 1), group.size)
+        return table
+
+    alone = fill(nn.Embedding(4, 2, sparse=True))
+    train(alone, torch.optim.SparseAdam(list(alone.parameters()), lr=0.1), range(2), 2)
+    for table in run_threads(2, rank):
+        assert_same_weights(table, alone)
+
+
+def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another() -> None:
+    def rank(group: Group) -> None:
+        table = nn.Embedding(4, 2, sparse=group.rank == 1)
+        wrapped = wrap(sgd(table), group, table)
+        table(torch.tensor([0, 1])).sum().backward()
+        wrapped.step()
+
+    message = fails_alike(3, rank, MismatchError)
+    assert "'weight' is sparse on rank 1 and dense on others" in message
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_an_expanded_gradient_is_averaged(who: str) -> None:
+    """As of torch.autograd.grad() of a sum."""
+
+    def rank(group: Group) -> list[Any]:
+        weight = nn.Parameter(torch.ones(3, 2))
+        optimizer = wrap(torch.optim.SGD([weight], lr=1.0), group)
+        for _ in range(2):
+            value = torch.tensor(1.0 + group.rank)
+            is_expanded = who == "all" or group.rank == 0
+            weight.grad = value.expand(3, 2) if is_expanded else torch.full((3, 2), float(value))
+            optimizer.step()
+        return weight.tolist()
+
+    assert run_threads(2, rank) == [[[-2.0] * 2] * 3] * 2
+
+
+@pytest.mark.parametrize("case", ["overlap", "clipped"])
+def test_a_rank_that_cannot_use_its_gradients_fails_on_all_ranks(case: str) -> None:
+    def rank(group: Group) -> Any:
+        a, b = (nn.Parameter(torch.ones(2)) for _ in "ab")
+        given = {"named_parameters": [("a", a), ("b", b)], "backward_passes_per_step": 2}
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([a, b], lr=1.0), process_set=group, **given
+        )
+        for step in range(3):
+            ((a + b) * (group.rank + 1.0)).sum().backward()
+            if step == 1 and group.rank == 1 and case == "clipped":
+                a.grad.mul_(0.5)
+            if step == 1 and group.rank == 1 and case == "overlap":
+                both = torch.ones(3)
+                a.grad, b.grad = both[:2], both[1:]
+            if step == 1:
+                kind = {"overlap": ValueError, "clipped": RuntimeError}[case]
+                said = {"overlap": "'a'.*'b'.*overlap", "clipped": "'a' was changed in place"}[case]
+                kind, said = (kind, said) if group.rank else (MismatchError, f"rank 1: .*{said}")
+                with pytest.raises(kind, match=said):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        return a.tolist() + b.tolist()
+
+    assert run_threads(2, rank) == [[-2.0] * 4] * 2
 
 
 def test_adasum_of_sparse_gradients_is_an_error_on_all_ranks() -> None:
