@@ -133,6 +133,12 @@ def unwatch(transports: Sequence[Transport]) -> None:
         _installed.transports = left
 
 
+def abandon(why: str) -> None:
+    """Make peers that wait for this rank in these transports, now or later, raise PeerLostError."""
+    for transport in () if _installed is None else _installed.transports:
+        transport.abandon(why)
+
+
 def reason() -> str:
     """Return the reason why this process ends, as its peers report it."""
     return _PROGRAM_ENDED if _installed is None else _installed.exited()[1]

@@ -11,12 +11,15 @@ import errno
 import hmac
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from horo_lite.errors import LauncherError
 from horo_lite.start.launcher import JOB_TOKEN
 
+_TIMEOUT = timedelta(minutes=5)  # of torch's stores
 _OFFER, _N_BYTES = "horo_lite_secret", 32
 
 
@@ -43,7 +46,13 @@ def verify(secret: bytes, key: str, entry: bytes) -> bytes | None:
     return data if hmac.compare_digest(found, signature(secret, key, data)) else None
 
 
-def signed_store(store: Any, prefix: str, secret: bytes, forged: Callable[[str], str]) -> Any:
+def signed_store(
+    store: Any,
+    prefix: str,
+    secret: bytes,
+    forged: Callable[[str], str],
+    is_over: Callable[[], bool] = lambda: False,
+) -> Any:
     """Return a torch store with signed entries, for libraries that do not check what they read.
 
     Args:
@@ -51,6 +60,7 @@ def signed_store(store: Any, prefix: str, secret: bytes, forged: Callable[[str],
         prefix: Precedes the keys in that store.
         secret: The secret; without one, entries are not signed.
         forged: Returns the message of the error for the entry with that key.
+        is_over: Returns whether the library's thread, which may still wait, should end.
     """
     from torch.distributed import Store
 
@@ -69,7 +79,13 @@ def signed_store(store: Any, prefix: str, secret: bytes, forged: Callable[[str],
             return data
 
         def wait(self, keys: Sequence[str], *timeout: Any) -> None:
-            store.wait([f"{prefix}/{key}" for key in keys], *timeout)
+            # In many requests, so that others can be made on this connection meanwhile.
+            names = [f"{prefix}/{key}" for key in keys]
+            until = time.monotonic() + (timeout[0] if timeout else _TIMEOUT).total_seconds()
+            while not store.check(names):
+                if is_over() or time.monotonic() > until:
+                    raise RuntimeError(f"timed out while it waited for {', '.join(names)}")
+                time.sleep(0.01)
 
     return SignedStore()
 

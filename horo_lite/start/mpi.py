@@ -28,6 +28,7 @@ from horo_lite.start.launcher import (
 )
 from horo_lite.transports.mpi.carrier import MpiCarrier
 from horo_lite.transports.mpi.start_barrier import Patience, StartBarrier, wait_for_first
+from horo_lite.transports.peers import ObjectCommunicator
 
 _LAST_MESSAGES_S = 2.0
 """How long a rank that ends waits for the last messages of peers that do not end."""
@@ -104,11 +105,18 @@ def failing_together(comm: Any) -> Iterator[None]:
     ended by itself, and the others would wait for it in MPI's collective operations.
 
     Args:
-        comm: The package's own communicator; nothing is done unless it is an mpi4py one.
+        comm: The package's own communicator.
 
     Raises:
         PeerLostError: Another rank has failed or died.
     """
+    if isinstance(comm, ObjectCommunicator):
+        try:
+            yield
+        except BaseException as error:
+            comm.give_up(error)
+            raise
+        return
     MPI: Any = sys.modules.get("mpi4py.MPI")
     if MPI is None or not isinstance(comm, MPI.Comm) or not is_fault_tolerant(os.environ):
         yield

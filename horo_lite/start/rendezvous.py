@@ -9,21 +9,24 @@ on several hosts and have no token of the job.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import re
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from horo_lite.errors import (
     HoroLiteError,
     LauncherError,
     PeerLostError,
+    in_one_line,
     printable,
     ranks_in_words,
     warn,
@@ -54,8 +57,11 @@ from horo_lite.transports.peers import (
 T = TypeVar("T")
 NOTICE_S = 15.0  # after this time, a rank reports that it waits, and for which ranks
 ANSWER_S = 10.0  # the store's own timeout
-GRACE_S = 2.0  # how long a store is kept for ranks that have not read yet why init() fails
+GRACE_S = 2.0  # how long a store is kept for ranks that may still come to a world that has failed
+LOOK_S = 0.5  # how often each rank looks who has arrived
 MOST_BYTES = 1 << 20  # the largest entry
+# Kinds of failures: ranks did not come in time, a rank has died or failed, anything else.
+_LATE, _LOST, _REFUSED = "late", "lost", "refused"
 _stores: dict[tuple[str, int], Any] = {}
 
 
@@ -64,10 +70,13 @@ class Rendezvous(ObjectCommunicator):
 
     Ranks on several hosts are connected by PyTorch's gloo.
 
-    Each process takes a ticket from the store and publishes its rank and world size there, so that
-    all can detect whether two have the same rank, or different sizes. A process that detects an
-    error publishes it, too, and every rank raises it. What is published after the arrival is signed
-    with the world's own key, which only ranks of this user can know: see `_world_key`.
+    Each process publishes its world size under its rank, if no other has, so that all can detect
+    whether two have the same rank, or different sizes. A process that fails in `init()`, for any
+    reason, publishes that, too, and every rank raises it: those that wait, and those that come
+    later. Worlds are numbered: the next one begins once all have arrived in one, a rank comes again
+    after it has failed, or one comes that the others did not wait for any longer. What is published
+    after the arrival is signed with the world's own key, which only ranks of this user can know:
+    see `_world_key`.
 
     Args:
         spec: The address of the rendezvous, and this process's rank.
@@ -94,33 +103,27 @@ class Rendezvous(ObjectCommunicator):
         self._names = {self.rank: self._me}
         self._pids: dict[int, int] = {}  # of ranks whose end can be detected here
         self._n_rounds = 0
+        self._prefix = ""  # of the keys of this world; "": not known yet
         self._round = ""  # the prefix of the current round's keys; "": ranks are still arriving
         self._phase = _Wait(self._timeout_s)
+        self._has_given_up = self._has_timed_out = False
         self._connections: GlooConnections | None = None
         self._keeps_store = self.rank == 0 and not spec.served
         self._store = store
         if store is None:
             self._store = self._open(spec)
-        room = f"horo_lite/{spec.attempt}"
-        number = self._ask(lambda: self._store.add(f"{room}/come", 1)) - 1
-        first = number - number % self.size  # of this world: there may have been others before
-        self._prefix = f"{room}/{first}"
-        # The keys under which others report errors of this world, or of this process.
-        self._failures = [f"{self._prefix}/failure", f"{room}/come/{number}/failure"]
         self._lost = _lost_key(spec)
         self._mine = (
             *(self.rank, self.size, self._me, os.getpid(), _here()),
             *(self._offer and self._offer.descriptor, secrets.token_hex(16)),
         )
         self._key = self._job_token
-        self._put(f"{room}/come/{number}", self._mine)
-        arrived = []
-        for place in range(first, first + self.size):
-            arrived.append(self._take(f"{room}/come/{place}", _COMING))
-            why = self._why_unfit(*arrived[-1][:5])
-            if why:
-                self._refuse(why, f"{room}/come/{place}/failure")
-        self._key = self._world_key(arrived)
+        try:
+            self._join(f"horo_lite/{spec.attempt}")
+            self._key = self._world_key(self._arrivals())
+        except BaseException as error:
+            self.give_up(error)
+            raise
 
     def allgather(self, obj: Any, form: Any = object) -> list[Any]:
         """Return every rank's object, in rank order; each must fit `form`."""
@@ -130,7 +133,7 @@ class Rendezvous(ObjectCommunicator):
         self._put(f"{room}/{self.rank}", obj)
         everyone = [self._take(f"{room}/{r}", form, r) for r in range(self.size)]
         if everyone[self.rank] != _read_back(json.loads(json.dumps(obj))):
-            self._refuse(self._overwritten())
+            raise LauncherError(self._overwritten())
         if self._offer:
             self._offer.close()  # all have read it
         self._round = room = f"{room}/read by"
@@ -144,7 +147,10 @@ class Rendezvous(ObjectCommunicator):
         """Return the connections between the world's ranks; every rank calls it."""
         if self._connections is None:
             prefix = f"{self._prefix}/gloo"
-            store = signed_store(self._store, prefix, self._key, self._forged)
+            store = signed_store(
+                self._store, prefix, self._key, self._forged, lambda: self._has_given_up
+            )
+            waited = "to be connected to the others"
             try:
                 self._connections = GlooConnections(
                     store,
@@ -152,14 +158,43 @@ class Rendezvous(ObjectCommunicator):
                     self.size,
                     self._where,
                     self._timeout_s,
-                    lambda: self._check_living(self._pids, "to be connected to the others"),
+                    lambda: self._check(self._pids, waited),
                     lambda sender, receiver: signature(self._key, f"{sender} to {receiver}", b""),
                 )
             except LauncherError:  # gloo blames the network, even if rank 0 ended with the store
-                self._check_not_lost("to be connected to the others")
+                self._check(self._pids, waited)
                 raise
             self.allgather(True, bool)  # the store is no longer needed
         return self._connections
+
+    def give_up(self, error: BaseException) -> None:
+        self._has_given_up = True
+        if not self._prefix:
+            return
+        failure = self._failure
+        with suppress(HoroLiteError, RuntimeError):
+            if not self._has(failure):
+                kind, why = _LOST, str(error)
+                if isinstance(error, LauncherError):
+                    kind = _LATE if self._has_timed_out else _REFUSED
+                elif not isinstance(error, PeerLostError):
+                    why = f"{self._me} failed in init() ({in_one_line(error):.1000})"
+                self._put(failure, [kind, why], notice=True)
+            self._put(f"{failure} read by/{self.rank}", True, notice=True)
+            if self._keeps_store:
+                self._keep_store_until_read()
+
+    def _keep_store_until_read(self) -> None:
+        """Wait until the others have read why this world failed, for a time."""
+        began = time.monotonic()
+        left = set(range(self.size)) - {self.rank}
+        while left:
+            left -= {r for r in left if self._has(f"{self._failure} read by/{r}")}
+            left -= {r for r in left if self._pids.get(r) and not lives(self._pids[r])}
+            has_come = any(r in self._names for r in left)
+            if time.monotonic() > began + (ANSWER_S if has_come else GRACE_S):
+                return
+            time.sleep(0.02)
 
     def Free(self) -> None:  # noqa: N802 (mpi4py's name)
         if self._connections is not None:
@@ -228,23 +263,86 @@ class Rendezvous(ObjectCommunicator):
                     ) from None
             time.sleep(0.02)
 
-    def _why_unfit(self, rank: int, size: int, name: str, pid: int, host: tuple[str, ...]) -> str:
-        """Return why an arrived process does not belong to this world; "" if it does."""
+    def _join(self, room: str) -> None:
+        """Arrive in the first world of this room that is not over.
+
+        Args:
+            room: Precedes the keys of its worlds.
+        """
+        for number in itertools.count():
+            prefix = f"{room}/{number}"
+            if self._has(f"{prefix}/over"):
+                continue
+            self._prefix = prefix
+            name = self._place(self.rank)
+            if self._put_first(name, self._mine):
+                if not (self._has(self._failure) and self._read_failure()[0] == _LATE):
+                    return
+                self._end_world()  # the others may come again, as this one does now
+                continue
+            # Another process has, or this one did, in an init() that failed.
+            _, _, other, pid, host, *_ = self._read(name, _COMING)
+            has_died = host == _here() and not lives(pid)
+            if not has_died and not self._has(self._failure):
+                raise LauncherError(
+                    f"two processes claim to be rank {self.rank}: {other} and {self._me}. Each "
+                    "needs its own number, and each job its own port"
+                )
+            self._end_world()
+
+    def _place(self, rank: int) -> str:
+        return f"{self._prefix}/come/{rank}"
+
+    @property
+    def _failure(self) -> str:
+        """The key under which the first error of this world is published."""
+        return f"{self._prefix}/failure"
+
+    def _end_world(self) -> None:
+        """Let ranks that come from now on arrive in the next world."""
+        self._put(f"{self._prefix}/over", True, notice=True)
+
+    def _arrivals(self) -> list[Any]:
+        """Return what the ranks have published, once all have arrived."""
+        if not 0 <= self.rank < self.size:
+            raise LauncherError(
+                f"{self._me} is in a world of {self.size}, whose ranks go from 0 to {self.size - 1}"
+            )
+        arrived: dict[int, Any] = {}
+        next_look = 0.0
+
+        def missing() -> list[int]:
+            nonlocal next_look
+            absent = [r for r in range(self.size) if r not in arrived]
+            # Each of them costs a request to the store.
+            if time.monotonic() > next_look or self._has(self._place(absent[0])):
+                for rank in absent:
+                    if self._has(self._place(rank)):
+                        arrived[rank] = self._read(self._place(rank), _COMING)
+                        self._greet(rank, *arrived[rank][:5])
+                next_look = time.monotonic() + LOOK_S
+            return [r for r in absent if r not in arrived]
+
+        self._wait(missing, self._pids)
+        self._check(self._pids, "for the others")  # one may have failed before this one came
+        self._end_world()
+        return [arrived[rank] for rank in range(self.size)]
+
+    def _greet(self, place: int, rank: int, size: int, name: str, pid: int, host: Any) -> None:
+        """Note where an arrived process is.
+
+        Raises:
+            LauncherError: It does not belong to this world.
+        """
         if size != self.size:
-            return (
+            raise LauncherError(
                 f"the ranks have different world sizes: {self.size} is that of {self._me}, but "
                 f"{size} that of {name}"
             )
-        if not 0 <= rank < size:
-            return f"{name} is in a world of {size}, whose ranks go from 0 to {size - 1}"
-        if rank in self._pids or (rank == self.rank and name != self._me):
-            return (
-                f"two processes claim to be rank {rank}: {self._names[rank]} and {name}. "
-                "Each needs its own number, and each job its own port"
-            )
+        if rank != place or (rank == self.rank and name != self._me):
+            raise LauncherError(self._overwritten())
         self._names[rank] = name
         self._pids[rank] = pid if host == _here() else 0
-        return ""
 
     def _world_key(self, arrived: Sequence[Any]) -> bytes:
         """Return the key with which the ranks of this world, and no others, sign their entries.
@@ -254,7 +352,7 @@ class Rendezvous(ObjectCommunicator):
         hosts without a token have none.
         """
         if self._mine not in arrived:
-            self._refuse(self._overwritten())
+            raise LauncherError(self._overwritten())
         secret = self._job_token
         elsewhere = next((one for one in arrived if one[4] != _here()), None)
         if not secret and elsewhere is None:
@@ -263,14 +361,14 @@ class Rendezvous(ObjectCommunicator):
                 secret = self._offer.secret if self._offer else offered(pid, descriptor or 0)
             except OSError as error:
                 self._check_living(self._pids, "for its secret")
-                self._refuse(
+                raise LauncherError(
                     f"{self._me} cannot verify that {self._names[0]} belongs to the same user "
                     f"({error.strerror}): start all ranks of a host as one user, in one container; "
                     f"or {_CLOSE_PORT}"
-                )
+                ) from error
         elif not secret and elsewhere is not None:
             if self._spec.one_host:
-                self._refuse(
+                raise LauncherError(
                     f"{elsewhere[2]} is on another host than {self._me}, or in another container, "
                     "although all ranks should be on one (MASTER_ADDR is a loopback address, or "
                     f"LOCAL_WORLD_SIZE is {self.size}). {_SET_TOKEN}"
@@ -321,6 +419,7 @@ class Rendezvous(ObjectCommunicator):
 
             def look() -> None:
                 if self._waits_too_long(wait, is_first_here, lambda: awaited):
+                    self._prefix = ""  # nothing can be published there
                     raise LauncherError(
                         f"{self._me} of {self.size} has waited {wait.limit_s:.0f} s in init() "
                         f"for {awaited}: the process that keeps it (rank 0, or torchrun's agent) "
@@ -351,6 +450,14 @@ class Rendezvous(ObjectCommunicator):
         entry = sign(secret, key, json.dumps(obj).encode())
         self._ask(lambda: self._store.set(key, entry))
 
+    def _put_first(self, key: str, obj: Any) -> bool:
+        """Write an entry unless there is one; return whether it was written."""
+        entry = sign(self._key, key, json.dumps(obj).encode())
+        if self._has(key):
+            return False
+        found = self._ask(lambda: self._store.compare_set(key, "", entry.decode()))
+        return bool(found == entry)
+
     def _has(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([key])))
 
@@ -358,14 +465,14 @@ class Rendezvous(ObjectCommunicator):
         entry: bytes = self._ask(lambda: self._store.get(key))
         data = verify(self._job_token if notice else self._key, key, entry[:MOST_BYTES])
         if data is None:
-            self._refuse(self._forged(key))
+            raise LauncherError(self._forged(key))
         text = data.decode(errors="replace")
         try:
             value = _read_back(json.loads(text))
         except (ValueError, RecursionError):
             value = _NOTHING
         if value is _NOTHING or not fits(value, form):
-            self._refuse(
+            raise LauncherError(
                 f"the entry {key} in the store at {self._where} is not one that a rank with this "
                 f"version of horo_lite writes ({printable(repr(text[:200]))}, as "
                 f"{self._me} read it): {_CLOSE_PORT}"
@@ -381,33 +488,51 @@ class Rendezvous(ObjectCommunicator):
             f"of {self._me}, {why}; or {_CLOSE_PORT}"
         )
 
-    def _take(self, key: str, form: Any, awaited: int | None = None) -> Any:
-        """Wait for a rank's entry and return it; `awaited` None: from a rank yet to arrive."""
+    def _take(self, key: str, form: Any, rank: int) -> Any:
+        """Wait for a rank's entry and return it."""
+        self._wait(lambda: [] if self._has(key) else [rank], [rank])
+        return self._read(key, form)
+
+    def _wait(self, missing: Callable[[], list[int]], living: Collection[int]) -> None:
+        """Return when no rank is missing.
+
+        Args:
+            missing: Returns which ranks are.
+            living: Ranks whose death is an error.
+        """
         pause_s = 1e-3
-        while not self._has(key):
-            for failure in self._failures:
-                if self._has(failure):
-                    raise LauncherError(self._read(failure, str, notice=True))
-            ranks = self._absent() if awaited is None else [awaited]
-            self._check_not_lost(f"for {ranks_in_words(ranks)}")
-            self._check_living(
-                self._pids if awaited is None else ranks, f"for {ranks_in_words(ranks)}"
-            )
+        while ranks := missing():
+            self._check(living, f"for {ranks_in_words(ranks)}")
             if self._waits_too_long(self._phase, self._is_lowest_here, self._name_absent):
-                self._refuse(
+                self._has_timed_out = True
+                raise LauncherError(
                     f"{ranks_in_words(ranks)} of {self.size} did not reach {self._where} within "
                     f"{self._timeout_s:.0f} s (HORO_LITE_START_TIMEOUT_S): check whether they "
                     "have been started, and whether all have the same address and size"
                 )
             time.sleep(pause_s)
             pause_s = min(0.05, 1.5 * pause_s)
-        return self._read(key, form)
 
-    def _check_not_lost(self, waited: str) -> None:
-        """Raise PeerLostError if the store contains a rank's failure, or has ended with rank 0."""
+    def _check(self, ranks: Iterable[int], waited: str) -> None:
+        """Raise the error of a rank that has failed in `init()`, or with which the store has ended.
+
+        Args:
+            ranks: Ranks whose death is an error, too.
+            waited: For what this rank waits.
+        """
+        if self._has(self._failure):
+            kind, why = self._read_failure()
+            raise PeerLostError(why) if kind == _LOST else LauncherError(why)
         if self._has(self._lost):
             why = self._read(self._lost, str, notice=True)
             raise PeerLostError(f"{why}, while {self._me} waited in init() {waited}")
+        self._check_living(ranks, waited)
+
+    def _read_failure(self) -> Any:
+        """Return the kind of the failure of this world, and the message."""
+        return self._read(
+            self._failure, (re.compile(f"{_LATE}|{_LOST}|{_REFUSED}"), str), notice=True
+        )
 
     def _check_living(self, ranks: Iterable[int], waited: str) -> None:
         """Raise PeerLostError if one of these ranks is known to have died."""
@@ -416,14 +541,6 @@ class Rendezvous(ObjectCommunicator):
         if dead:
             names = ", ".join(self._names[rank] for rank in dead)
             raise PeerLostError(f"{names} died in init(), while {self._me} waited {waited}")
-
-    def _refuse(self, why: str, *places: str) -> NoReturn:
-        """Raise LauncherError on every rank, whether it has arrived or arrives later."""
-        for failure in (*places, self._failures[0]):
-            self._put(failure, why, notice=True)
-        if self._keeps_store:
-            time.sleep(GRACE_S)
-        raise LauncherError(why)
 
     def _waits_too_long(
         self, wait: _Wait, reports: Callable[[], bool], whom: Callable[[], str]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from horo_lite import context
 from horo_lite.collectives.group import Group
 from horo_lite.context import Device, World
-from horo_lite.errors import HoroLiteError, warn
+from horo_lite.errors import HoroLiteError, in_one_line, warn
 from horo_lite.messages import Messages
 from horo_lite.recording import timeline
 from horo_lite.settings import Settings, unknown_variables
@@ -328,7 +328,11 @@ def _session_over(settings: Settings, comm: Any, MPI: Any, *, is_ours: bool) -> 
     if MPI is not None and comm is not None and not is_ours:
         comm = mpi.duplicate(comm, settings.stall_warn_s, settings.stall_abort_s)
     with mpi.failing_together(comm):
-        return _connected_session(settings, comm, MPI)
+        try:
+            return _connected_session(settings, comm, MPI)
+        except BaseException as error:
+            ending.abandon(in_one_line(error))
+            raise
 
 
 def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
@@ -350,12 +354,12 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
         _warn_of_one_thread()
     token = everyone[0].token
     links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
+    ending.watch(links.transports(), None if MPI is None else comm)
     links.write_slots(settings.slot_stores)
     stall_detector = links.direct.stall_detector
     if stall_detector is not None:
         stall_detector.set_limits(settings.stall_warn_s, settings.stall_abort_s)
         stall.give_stacks(stall_detector)
-    ending.watch(links.transports(), None if MPI is None else comm)
     epoch_ns = clocks.epoch_ns(links.direct, several_hosts=len(set(host_of_rank)) > 1)
     recording.keep(rank, size, token, epoch_ns)
     assert links.mailbox is not None

@@ -98,6 +98,9 @@ class ObjectCommunicator:
         """
         raise NotImplementedError
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell ranks that wait for this one, in this communicator, that it has failed, and why."""
+
     def Free(self) -> None:  # noqa: N802 (mpi4py's name)
         """Free the communicator, which is no longer used."""
 

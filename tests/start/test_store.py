@@ -21,6 +21,7 @@ from without_mpi import ended, free_port, started
 
 import horo_lite as hvd
 from horo_lite.settings import Settings
+from horo_lite.start.mpi import failing_together
 from horo_lite.start.rendezvous import Rendezvous
 from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 
@@ -323,7 +324,8 @@ def meet(
                 RendezvousSpec(rank, size, "localhost", port, False, "0", one_host), timeout_s
             )
             form = (int, int, str)
-            found[place] = [with_others.allgather((rank, i, "x"), form) for i in range(3)]
+            with failing_together(with_others):
+                found[place] = [with_others.allgather((rank, i, "x"), form) for i in range(3)]
         except Exception as error:
             found[place] = error
 
@@ -362,6 +364,60 @@ def test_what_does_not_fit_is_an_error_on_every_rank(
     for error in meet(*ranks):
         assert isinstance(error, hvd.LauncherError), error
         assert words in str(error)
+
+
+def test_ranks_that_come_again_after_a_failure_make_a_world() -> None:
+    """Whatever the failure was, and after any number of attempts of each."""
+    port = free_port()
+
+    def come(rank: int, timeout_s: float = 60.0, size: int = 2) -> Rendezvous:
+        return Rendezvous(RendezvousSpec(rank, size, "localhost", port, False, "0"), timeout_s)
+
+    def together() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            worlds = list(pool.map(come, range(2)))
+            said = pool.map(lambda world: world.allgather(10 + world.rank, int), worlds)
+            assert list(said) == [[10, 11]] * 2
+
+    for _ in range(2):
+        with pytest.raises(hvd.LauncherError, match="rank 1 of 2 did not reach"):
+            come(0, 0.1)
+    together()  # rank 1 was late, but has not failed itself
+    together()  # as after shutdown()
+    with ThreadPoolExecutor(2) as pool:
+        wrong = [pool.submit(come, rank, size=2 + rank) for rank in range(2)]
+        for each in wrong:
+            assert "different world sizes" in str(each.exception(30 * PATIENCE))
+    together()
+
+
+def test_a_rank_that_fails_for_any_reason_is_named_by_the_others_at_once() -> None:
+
+    def body(world: Rendezvous, failure: Exception, waits: Callable[[Rendezvous], Any]) -> Any:
+        with failing_together(world):
+            if world.rank == 1:
+                raise failure
+            return waits(world)
+
+    port = free_port()
+    specs = [RendezvousSpec(rank, 3, "localhost", port, False, "0") for rank in range(3)]
+    for failure, waits in (
+        (MemoryError("no memory"), lambda world: world.allgather(1, int)),
+        (hvd.LauncherError("no interface"), lambda world: world.connections()),
+    ):
+        with ThreadPoolExecutor(3) as pool:
+            worlds = list(pool.map(partial(Rendezvous, timeout_s=300), specs))
+            running = [pool.submit(body, world, failure, waits) for world in worlds]
+            errors = [each.exception(30 * PATIENCE) for each in running]
+        assert errors[1] is failure
+        for error in errors[0], errors[2]:
+            if isinstance(failure, hvd.LauncherError):
+                assert isinstance(error, hvd.LauncherError)
+                assert str(error) == "no interface"
+            else:
+                assert isinstance(error, hvd.PeerLostError), error
+                why = r"rank 1 \(pid .* failed in init\(\) \(MemoryError: no memory\)"
+                assert re.match(why, str(error))
 
 
 @pytest.fixture
@@ -562,18 +618,20 @@ def test_what_strangers_write_is_an_error_on_every_rank(
 
 def meet_strangers(key: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("horo_lite.start.rendezvous.GRACE_S", 0.3)
-    put = Rendezvous._put
+    replaced = "horo_lite/0/0/come/1" if key == "come" else "horo_lite/0/0/0/1"
+    places = {"failure": "horo_lite/0/0/failure", "lost": "horo_lite/0/lost"}
 
-    def planted(self: Rendezvous, name: str, obj: Any, **more: bool) -> None:
-        comes = name.startswith("horo_lite/0/come/") and not name.endswith("failure")
-        if self.rank != 1 or not (comes if key == "come" else name == "horo_lite/0/0/0/1"):
-            put(self, name, obj, **more)
-        else:
-            places = {"failure": "horo_lite/0/0/failure", "lost": "horo_lite/0/lost"}
-            place = places.get(key, name)
-            self._store.set(place, f" {entry}")
+    def planting(put: Callable[..., Any]) -> Callable[..., Any]:
+        def planted(self: Rendezvous, name: str, obj: Any, **more: bool) -> Any:
+            if (self.rank, name) != (1, replaced):
+                return put(self, name, obj, **more)
+            self._store.set(places.get(key, name), f" {entry}")
+            return True
 
-    monkeypatch.setattr(Rendezvous, "_put", planted)
+        return planted
+
+    monkeypatch.setattr(Rendezvous, "_put", planting(Rendezvous._put))
+    monkeypatch.setattr(Rendezvous, "_put_first", planting(Rendezvous._put_first))
     return meet((0, 2), (1, 2), timeout_s=20, one_host=False)
 
 
