@@ -23,7 +23,7 @@ COMBINED = ("sum", "product", "min", "max")
 
 
 class Row(NamedTuple):
-    """What reductions of these dtypes by these ops give.
+    """What reductions of these dtypes by these ops give, or why there are none (`refusal`).
 
     `factors` are the least and the largest magnitude of prescale_factor and postscale_factor that
     the arithmetic has room for, beside 0 and 1.
@@ -35,11 +35,18 @@ class Row(NamedTuple):
     factors: tuple[float, float] = (1.0, 1.0)
     weights: bool = False
     weights_with_factors: bool = False
+    refusal: str = ""
 
 
 TABLE = (
     Row(["bool"], ["sum", "max"], "whether any is true"),
     Row(["bool"], ["product", "min"], "whether all are true"),
+    Row(
+        ["bool"],
+        ["average"],
+        "",
+        refusal="the average of bool has no meaning: use Sum (any), Product (all), Min or Max",
+    ),
     Row(
         INTEGERS,
         COMBINED,
@@ -68,6 +75,18 @@ TABLE = (
         factors=(1e-150, 1e150),
         weights=True,
         weights_with_factors=True,
+    ),
+    Row(
+        ["float16", "bfloat16", "float32", "float64"],
+        ["adasum"],
+        "in float32, or float64 if one of the arrays has that dtype",
+        factors=(1e-30, 1e30),
+    ),
+    Row(
+        ["bool", *INTEGERS, "longdouble"],
+        ["adasum"],
+        "",
+        refusal="Adasum is for floating point tensors of at most 64 bits",
     ),
 )
 
@@ -112,16 +131,21 @@ def _refused(
     reasons = {
         dtype: reason
         for dtype in _native.dtypes()
-        if (reason := _why_refused(dtype, op, prescale, postscale, weighted))
+        if (reason := refusal(dtype, op, prescale, postscale, weighted))
     }
     mask = sum(1 << bit for bit, dtype in enumerate(_native.dtypes()) if dtype in reasons)
     return mask, reasons
 
 
-def _why_refused(dtype: str, op: str, prescale: float, postscale: float, weighted: bool) -> str:
+def refusal(
+    dtype: str, op: str, prescale: float = 1.0, postscale: float = 1.0, weighted: bool = False
+) -> str:
+    """Return why a reduction of this dtype is refused; "" if it is not."""
     row = next((row for row in TABLE if dtype in row.dtypes and op in row.ops), None)
     if row is None:
-        return f"the {op} of {dtype} has no meaning: use Sum (any), Product (all), Min or Max"
+        return f"there is no {op} of {dtype}"
+    if row.refusal:
+        return row.refusal
     if weighted and not row.weights:
         return f"a weight needs op=Average; with op={op.capitalize()} it has no meaning"
     least, largest = row.factors

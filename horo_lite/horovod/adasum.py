@@ -21,6 +21,7 @@ import numpy as np
 
 from horo_lite import _native, adapters
 from horo_lite.adapters.object import NO_ORDER
+from horo_lite.collectives import arithmetic
 from horo_lite.collectives.calls import Call, Finish, Part
 from horo_lite.collectives.group import Group
 from horo_lite.collectives.participation import ArraySpec
@@ -58,7 +59,7 @@ def adasum_(
         postscale_factor: Multiplies the result.
     """
     specs = tuple((x.dtype.name, x.shape) for x in arrays)
-    check_adasum(group, [dtype for dtype, _ in specs])
+    check_adasum(group, [dtype for dtype, _ in specs], prescale_factor, postscale_factor)
     dtype = np.float64 if any(name == "float64" for name, _ in specs) else np.float32
     flat = [x.reshape(-1).astype(dtype) for x in arrays]
     mine: np.ndarray[Any, Any] = np.concatenate(flat) if arrays else np.zeros(0, dtype)
@@ -73,16 +74,18 @@ def adasum_(
         begin = end
 
 
-def check_adasum(group: Group, dtypes: Sequence[str]) -> None:
-    """Raise ValueError if there is no Adasum for this number of ranks or these dtypes."""
+def check_adasum(
+    group: Group, dtypes: Sequence[str], prescale_factor: float = 1.0, postscale_factor: float = 1.0
+) -> None:
+    """Raise ValueError if there is no Adasum for these ranks, dtypes and factors."""
     if group.size & (group.size - 1):
         raise ValueError(
             f"Adasum combines ranks in pairs, so their number must be a power of two, not "
             f"{group.size}: change the number of ranks, use a ProcessSet, or op=hvd.Average"
         )
     for dtype in dtypes:
-        if "float" not in dtype:
-            raise ValueError(f"Adasum is for floating point tensors, not {dtype}")
+        if reason := arithmetic.refusal(dtype, "adasum", prescale_factor, postscale_factor):
+            raise ValueError(f"{reason} (a tensor of {dtype})")
 
 
 class GroupView:

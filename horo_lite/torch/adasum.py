@@ -40,7 +40,7 @@ def adasum_async_(
     float32.
     """
     specs = tuple((str(x.dtype)[6:], tuple(x.shape)) for x in tensors)
-    check_adasum(group, [dtype for dtype, _ in specs])
+    check_adasum(group, [dtype for dtype, _ in specs], prescale_factor, postscale_factor)
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
     dtype = torch.float64 if wide else torch.float32
     flat = [tensor.detach().reshape(-1).to(dtype) for tensor in tensors]
