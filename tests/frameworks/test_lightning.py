@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from launch import run_ranks
 from torchrun import assert_same_bits, results, run_torchrun
 
 HERE = Path(__file__).parent
@@ -20,10 +21,13 @@ def test_training_is_that_on_gloo(tmp_path: Path) -> None:
     script = HERE / "lightning_ranks.py"
     for backend in ("gloo", "horo_lite"):
         run_torchrun(script, backend, tmp_path / backend, folder=tmp_path)
+    args = ["horovod", str(tmp_path / "horovod")]
+    run_ranks(script, 2, args=args, env={"OMP_NUM_THREADS": "1"}, timeout_s=90).check()
     expected = results(tmp_path / "gloo")
-    for rank, found in enumerate(results(tmp_path / "horo_lite")):
-        for n_batches, one in enumerate(found):
-            assert_same_bits([expected[rank][n_batches], one])
+    for name in ("horo_lite", "horovod"):
+        for rank, found in enumerate(results(tmp_path / name)):
+            for n_batches, one in enumerate(found):
+                assert_same_bits([expected[rank][n_batches], one])
 
 
 @pytest.mark.shows("eager", "overlap")
