@@ -58,19 +58,21 @@ if rank == size - 1:
     elif operation == "recv":
         from horo_lite import context  # the envelope is sent at once, its data late
 
-        mailbox = context.messages()._mailbox
-        real_offer = mailbox.offer
+        channel = context.messages()._mailbox.channel
+        real_exchange = channel.exchange
 
-        def late(peer, number, address, n_bytes):
+        def late(*messages):
+            sent = []
+
             def start():
                 wait_until_ended()
-                real_offer(peer, number, address, n_bytes)
+                sent.append(real_exchange(*messages))
 
             threads.append(threading.Thread(target=start))
             threads[0].start()
-            return []
+            return lambda: bool(sent) and sent[0]()
 
-        mailbox.offer = late
+        channel.exchange = late
     else:
         real = getattr(transport, name)
 
