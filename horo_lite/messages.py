@@ -426,7 +426,7 @@ class Messages:
         ((address, n_bytes),) = message.memory.tensors.buffers()
         mine, theirs, error = message.memory.tensors.describe(0), envelope.what, ""
         discarded = None
-        if (mine.split("[")[0], n_bytes) != (theirs.split("[")[0], envelope.n_bytes):
+        if (mine.rpartition("[")[0], n_bytes) != (theirs.rpartition("[")[0], envelope.n_bytes):
             error = (
                 f"rank {envelope.source} has sent {theirs} to rank {self._rank} (tag "
                 f"{envelope.tag}), which receives into {mine}: dtype and number of elements must "

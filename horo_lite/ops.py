@@ -151,9 +151,9 @@ def allreduce(
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
             rank; further calls are possible.
         PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
+        TypeError: It is an array of Python objects: convert it, or use allgather_object.
         ValueError: There is no such reduction of this dtype (the average of bool, bool with
-            factors), or every rank's weight is 0; raised on every rank.
+            factors, Min of complex numbers), or every rank's weight is 0; raised on every rank.
     """
     (result,) = _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor), [x], group, weight
@@ -250,7 +250,9 @@ def grouped_allreduce(
         MismatchError: The ranks differ in shapes, dtypes, names or options; raised on every
             rank; further calls are possible.
         PeerLostError: A rank died, left or failed. The group can no longer be used.
-        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
+        TypeError: It is an array of Python objects: convert it, or use allgather_object.
+        ValueError: The dtype has no such reduction (bool has no average, complex numbers have only
+            Sum and Average, and bytes, dates and float8 none): convert it.
     """
     return _reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),
@@ -349,7 +351,9 @@ def allreduce_async(
         A handle for `synchronize` and `poll`. The result is a new array.
 
     Raises:
-        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
+        TypeError: It is an array of Python objects: convert it, or use allgather_object.
+        ValueError: The dtype has no such reduction (bool has no average, complex numbers have only
+            Sum and Average, and bytes, dates and float8 none): convert it.
     """
     return _begin_reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor),
@@ -451,7 +455,9 @@ def grouped_allreduce_async(
         A handle for `synchronize` and `poll`. The result is a list of new arrays.
 
     Raises:
-        TypeError: The dtype cannot be reduced (objects, complex numbers): convert it.
+        TypeError: It is an array of Python objects: convert it, or use allgather_object.
+        ValueError: The dtype has no such reduction (bool has no average, complex numbers have only
+            Sum and Average, and bytes, dates and float8 none): convert it.
     """
     return _begin_reduced(
         AllReduce(name, op, compression, prescale_factor, postscale_factor, names),

@@ -27,6 +27,15 @@ void check_in_host_memory(const Tensors& tensors, bool in_c_order) {
   }
 }
 
+// The arrays, seen as bytes unless their elements are numbers to the core.
+TensorRef comparable(const Tensors& tensors) {
+  TensorRef ref = tensors.refs()[0];
+  if (tensors.type(0) == nullptr) return ref;
+  ref.n_elements *= item_bytes(ref.dtype);
+  ref.dtype = DType::kUInt8;
+  return ref;
+}
+
 }  // namespace
 
 void bind_tensors(nb::module_& m) {
@@ -78,7 +87,10 @@ void bind_tensors(nb::module_& m) {
           },
           "index"_a)
       .def(
-          "itemsize", [](const Tensors& t, size_t index) { return item_bytes(t.refs().at(index).dtype); }, "index"_a)
+          "itemsize", [](const Tensors& t, size_t index) { return t.item_size(index); }, "index"_a)
+      .def(
+          "is_number", [](const Tensors& t, size_t index) { return t.type(index) == nullptr; }, "index"_a,
+          "Whether the core itself has a type for its elements: complex numbers are pairs, others bytes.")
       .def(
           "read_from", [](Tensors& t, const Tensors& sources) { t.read_from(sources); }, "sources"_a,
           nb::keep_alive<1, 2>(),
@@ -141,7 +153,7 @@ void bind_tensors(nb::module_& m) {
           throw std::invalid_argument("a difference needs two arrays of the same size");
         }
         const WithoutGil release;
-        const Difference found = difference(mine.refs()[0], theirs.refs()[0]);
+        const Difference found = difference(comparable(mine), comparable(theirs));
         return std::make_tuple(found.n_elements, found.largest, found.magnitude);
       },
       "mine"_a, "theirs"_a,

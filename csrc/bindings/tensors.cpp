@@ -64,6 +64,30 @@ bool dtype_of_format(const char* format, size_t n_bytes, DType* dtype) {
   }
 }
 
+const ElementType* complex_of(DType part) {
+  return element_type("complex" + std::to_string(16 * item_bytes(part)), part, 2, true);
+}
+
+const ElementType* bytes_of(const std::string& name, size_t n_bytes) {
+  return element_type(name, DType::kUInt8, n_bytes, false);
+}
+
+// The type of dtypes that the core has none for; nullptr if it cannot move them either.
+const ElementType* type_of_dlpack(nb::dlpack::dtype type) {
+  static const char* const floats[] = {"e3m4",     "e4m3", "e4m3b11fnuz", "e4m3fn",
+                                       "e4m3fnuz", "e5m2", "e5m2fnuz",    "e8m0fnu"};
+  constexpr int kFirstFloat8 = 7;  // of the codes that DLPack 1.1 added, in this order
+  if (type.lanes != 1) return nullptr;
+  if (static_cast<nb::dlpack::dtype_code>(type.code) == nb::dlpack::dtype_code::Complex) {
+    if (type.bits == 32) return complex_of(DType::kFloat16);
+    if (type.bits == 64) return complex_of(DType::kFloat32);
+    return type.bits == 128 ? complex_of(DType::kFloat64) : nullptr;
+  }
+  const int number = type.code - kFirstFloat8;
+  if (type.bits != 8 || number < 0 || number >= static_cast<int>(std::size(floats))) return nullptr;
+  return bytes_of(std::string("float8_") + floats[number], 1);
+}
+
 bool dtype_of_dlpack(nb::dlpack::dtype type, DType* dtype) {
   if (type.lanes != 1) return false;
   using Code = nb::dlpack::dtype_code;
@@ -152,7 +176,7 @@ void Tensors::set_device(size_t index, int device) {
   device_ = device;
 }
 
-bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as) {
+bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DType* as, const ElementType* type) {
   if (Py_TYPE(array.ptr()) == bufferless_type_ || !PyObject_CheckBuffer(array.ptr())) return false;
   if (Py_TYPE(array.ptr()) != unmasked_type_) {
     if (nb::hasattr(array.type(), "filled")) {  // of numpy.ma
@@ -170,35 +194,39 @@ bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
       bufferless_type_ = Py_TYPE(array.ptr());
       return false;
     }
-    // NumPy cannot export ml_dtypes' types as buffers, but it can export their bits.
+    // NumPy cannot export some types (dates, ml_dtypes'), but it can export their bytes.
     nb::object dtype = nb::getattr(array, "dtype", nb::none());
     const std::string name = nb::cast<std::string>(nb::str(nb::getattr(dtype, "name", dtype)));
-    if (as == nullptr && name == "bfloat16") {
-      const DType bfloat16 = DType::kBFloat16;
-      nb::object bits = array.attr("view")("uint16");
-      objects_.push_back(bits);
-      return add_buffer(index, bits, writable, &bfloat16);
-    }
-    throw nb::type_error((at(index) + "dtype " + name + " cannot be reduced or sent").c_str());
+    const bool has_bytes = as == nullptr && nb::hasattr(dtype, "itemsize") && nb::hasattr(array, "view");
+    if (!has_bytes) throw nb::type_error((at(index) + "dtype " + name + " cannot be reduced or sent").c_str());
+    if (name == "bfloat16") return add_bits(index, array, writable, "uint16", DType::kBFloat16, nullptr);
+    const auto n_bytes = nb::cast<size_t>(dtype.attr("itemsize"));
+    return add_bytes(index, array, writable, name, n_bytes);
   }
   DType dtype;
   const char* format = view.format;
   if (as != nullptr) {
     dtype = *as;
+  } else if (format != nullptr && format[0] == 'Z' && dtype_of_format(format + 1, view.itemsize / 2, &dtype)) {
+    type = complex_of(dtype);
   } else if (!dtype_of_format(format, static_cast<size_t>(view.itemsize), &dtype)) {
     const std::string what = format == nullptr ? "?" : format;
-    nb::object name = nb::getattr(array, "dtype", nb::str(what.c_str()));
-    const std::string text = nb::cast<std::string>(nb::str(name));
+    const auto n_bytes = static_cast<size_t>(view.itemsize);
     PyBuffer_Release(&view);
-    if (*what.c_str() == 'O') {
+    nb::object dtype_object = nb::getattr(array, "dtype", nb::none());
+    const nb::object holds = nb::getattr(dtype_object, "hasobject", nb::bool_(what.find('O') != std::string::npos));
+    if (nb::cast<bool>(holds)) {
       throw nb::type_error((at(index) + "an array of Python objects cannot be reduced or sent: convert it to numbers "
                                         "(x.astype(float)), or use allgather_object or broadcast_object")
                                .c_str());
     }
-    throw nb::type_error((at(index) + "dtype " + text +
-                          " cannot be reduced or sent: use integers, bool, or float16/bfloat16/float32/float64 in "
-                          "native byte order")
-                             .c_str());
+    const std::string name = dtype_object.is_none() ? what : nb::cast<std::string>(nb::str(dtype_object));
+    if (n_bytes == 0 || !nb::hasattr(array, "view")) {
+      throw nb::type_error((at(index) + "dtype " + name +
+                            " cannot be reduced or sent: use integers, bool, or float16/bfloat16/float32/float64")
+                               .c_str());
+    }
+    return add_bytes(index, array, writable, name, n_bytes);
   }
   if (writable && view.readonly) {
     PyBuffer_Release(&view);
@@ -211,8 +239,21 @@ bool Tensors::add_buffer(size_t index, nb::handle array, bool writable, const DT
   set_device(index, kCpu);
   const Py_buffer& held = views_.back();
   const auto n_axes = static_cast<size_t>(held.ndim);
-  add(held.buf, dtype, {held.shape, n_axes}, {held.strides, n_axes});
+  add(held.buf, dtype, {held.shape, n_axes}, {held.strides, n_axes}, type);
   return true;
+}
+
+bool Tensors::add_bytes(size_t index, nb::handle array, bool writable, const std::string& name, size_t n_bytes) {
+  std::string as = "V";
+  as += std::to_string(n_bytes);
+  return add_bits(index, array, writable, as, DType::kUInt8, bytes_of(name, n_bytes));
+}
+
+bool Tensors::add_bits(size_t index, nb::handle array, bool writable, const std::string& as, DType dtype,
+                       const ElementType* type) {
+  nb::object bits = array.attr("view")(as);
+  objects_.push_back(bits);
+  return add_buffer(index, bits, writable, &dtype, type);
 }
 
 // DLPack's table of C functions, which newer frameworks (torch) attach to their array types: no Python call per array.
@@ -249,6 +290,10 @@ bool Tensors::add_exchanged(size_t index, nb::handle array, bool may_be_on_devic
   if (exchange_(array.ptr(), &tensor) != 0) {
     PyErr_Clear();  // __dlpack__ raises a better error
     return false;
+  }
+  const bool is_complex = static_cast<nb::dlpack::dtype_code>(tensor.dtype.code) == nb::dlpack::dtype_code::Complex;
+  if (is_complex && nb::cast<bool>(array.attr("is_conj")())) {
+    throw nb::value_error((at(index) + "its conjugation is still pending: pass x.resolve_conj()").c_str());
   }
   add_tensor(index, tensor, may_be_on_device);
   return true;
@@ -299,28 +344,31 @@ void Tensors::add_dlpack(size_t index, nb::handle array, bool writable, std::opt
 }
 
 void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool may_be_on_device) {
-  const int type = tensor.device.device_type;
+  const int place = tensor.device.device_type;
   constexpr int kPinned = 3;  // host memory, for our purposes
-  if (is_gpu(type) && may_be_on_device) {
+  if (is_gpu(place) && may_be_on_device) {
     set_device(index, tensor.device.device_id);
-  } else if (type == nb::device::cpu::value || type == kPinned) {
+  } else if (place == nb::device::cpu::value || place == kPinned) {
     set_device(index, kCpu);
   } else {
     const std::string where =
-        is_gpu(type) ? "cuda:" + std::to_string(tensor.device.device_id) : "another kind of device";
+        is_gpu(place) ? "cuda:" + std::to_string(tensor.device.device_id) : "another kind of device";
     throw nb::type_error((at(index) + "it is in the memory of " + where +
                           ", not in host memory: copy it to the CPU, or use a GPU of this world from the start")
                              .c_str());
   }
   DType dtype;
+  const ElementType* type = nullptr;
   if (!dtype_of_dlpack(tensor.dtype, &dtype)) {
-    const bool is_complex = static_cast<nb::dlpack::dtype_code>(tensor.dtype.code) == nb::dlpack::dtype_code::Complex;
-    const std::string name = is_complex ? "dtype complex" + std::to_string(tensor.dtype.bits) : "its dtype";
-    throw nb::type_error(
-        (at(index) + name + " cannot be reduced or sent: use integers, bool, or float16/bfloat16/float32/float64")
-            .c_str());
+    type = type_of_dlpack(tensor.dtype);
+    if (type == nullptr) {
+      throw nb::type_error(
+          (at(index) + "its dtype cannot be reduced or sent: use integers, bool, or float16/bfloat16/float32/float64")
+              .c_str());
+    }
+    dtype = type->part;
   }
-  const auto item = static_cast<int64_t>(item_bytes(dtype));
+  const auto item = static_cast<int64_t>(item_bytes(dtype) * (type == nullptr ? 1 : type->n_parts));
   const Axes dims(tensor.shape, static_cast<size_t>(tensor.ndim));
   std::vector<int64_t> strides(dims.size());
   int64_t dense = item;
@@ -332,7 +380,7 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
                                       "tensor inside, x.to_local()")
                              .c_str());
   }
-  add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, dims, strides);
+  add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, dims, strides, type);
 }
 
 std::vector<std::vector<TensorRef>> refs_of(nb::list parts) {

@@ -28,7 +28,12 @@ class Tensors : public TensorList {
   Tensors& operator=(const Tensors&) = delete;
 
  private:
-  bool add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as);
+  bool add_buffer(size_t index, nanobind::handle array, bool writable, const DType* as,
+                  const ElementType* type = nullptr);
+  // Adds a view `as` another NumPy dtype, which stands for elements of `type`.
+  bool add_bits(size_t index, nanobind::handle array, bool writable, const std::string& as, DType dtype,
+                const ElementType* type);
+  bool add_bytes(size_t index, nanobind::handle array, bool writable, const std::string& name, size_t n_bytes);
   bool add_exchanged(size_t index, nanobind::handle array, bool may_be_on_device);
   void add_dlpack(size_t index, nanobind::handle array, bool writable, std::optional<intptr_t> stream);
   void add_tensor(size_t index, const nanobind::dlpack::dltensor& tensor, bool may_be_on_device);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace horo {
@@ -50,6 +52,18 @@ uint64_t mixed(uint64_t hash, uint64_t value) {
 
 uint64_t digest_of(uint64_t hash) { return hash >> 1; }
 
+const ElementType* element_type(const std::string& name, DType part, size_t n_parts, bool is_sum_of_parts) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, size_t>, ElementType> types;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return &types.try_emplace({name, n_parts}, ElementType{name, part, n_parts, is_sum_of_parts}).first->second;
+}
+
+size_t TensorList::item_size(size_t index) const {
+  const ElementType* type = shapes_.at(index).type;
+  return item_bytes(refs_[index].dtype) * (type == nullptr ? 1 : type->n_parts);
+}
+
 TensorList::TensorList(const TensorList& like, size_t first, size_t last)
     : refs_(like.refs_.begin() + static_cast<ptrdiff_t>(first), like.refs_.begin() + static_cast<ptrdiff_t>(last)),
       shapes_(like.shapes_.begin() + static_cast<ptrdiff_t>(first),
@@ -83,20 +97,21 @@ void TensorList::keep_rows(const std::vector<std::pair<int64_t, int64_t>>& rows)
   }
 }
 
-void TensorList::add(void* address, DType dtype, Axes dims, Axes strides) {
-  const size_t item = item_bytes(dtype);
+void TensorList::add(void* address, DType dtype, Axes dims, Axes strides, const ElementType* type) {
+  const size_t n_parts = type == nullptr ? 1 : type->n_parts;
+  const size_t item = item_bytes(dtype) * n_parts;
   size_t n_elements = 1;
   for (int64_t dim : dims) n_elements *= static_cast<size_t>(dim);
   // Most arrays are in C order, and steps with a thousand small ones should not pay for the others.
-  bool dense = reinterpret_cast<uintptr_t>(address) % std::min<size_t>(item, 8) == 0;
+  bool dense = reinterpret_cast<uintptr_t>(address) % std::min<size_t>(item_bytes(dtype), 8) == 0;
   uint64_t order = 0;
   if (n_elements == 0) {
     dense = true;
   } else if (!in_order(dims, strides, item)) {
     dense = dense && find_order(dims, strides, item, &order);
   }
-  refs_.push_back({address, n_elements, dtype});
-  shapes_.push_back({axes_.size(), dims.size(), order, dense});
+  refs_.push_back({address, n_elements * n_parts, dtype});
+  shapes_.push_back({axes_.size(), dims.size(), order, dense, type});
   axes_.insert(axes_.end(), dims.begin(), dims.end());
   if (!dense) axes_.insert(axes_.end(), strides.begin(), strides.end());
 }
@@ -127,13 +142,17 @@ uint64_t TensorList::signature() const {
   for (size_t i = 0; i < refs_.size(); ++i) {
     hash = mixed(hash, static_cast<uint64_t>(refs_[i].dtype) << 32 | shapes_[i].n_axes);
     for (int64_t dim : shape(i)) hash = mixed(hash, static_cast<uint64_t>(dim));
+    if (shapes_[i].type == nullptr) continue;
+    for (char letter : shapes_[i].type->name) hash = mixed(hash, static_cast<uint64_t>(letter));
   }
   return digest_of(hash);
 }
 
 uint64_t TensorList::dtypes() const {
   uint64_t found = 0;
-  for (const TensorRef& ref : refs_) found |= uint64_t{1} << static_cast<int>(ref.dtype);
+  for (size_t i = 0; i < refs_.size(); ++i) {
+    found |= uint64_t{1} << (shapes_[i].type == nullptr ? static_cast<int>(refs_[i].dtype) : 63);
+  }
   return found;
 }
 
@@ -188,11 +207,11 @@ void each_element(Axes dims, Axes strides, size_t axis, int64_t offset, const Vi
 void TensorList::add_extents(std::vector<Extent>& extents, bool is_other) const {
   for (size_t i = 0; i < refs_.size(); ++i) {
     if (refs_[i].n_elements == 0) continue;  // the address of an empty tensor means nothing
-    const auto item = static_cast<int64_t>(item_bytes(refs_[i].dtype));
     const auto begin = reinterpret_cast<intptr_t>(refs_[i].address);
-    Extent extent{begin, begin + item, this, static_cast<uint32_t>(i), is_other};
+    Extent extent{begin, begin, this, static_cast<uint32_t>(i), is_other};
+    extent.end +=
+        shapes_[i].dense ? static_cast<int64_t>(refs_[i].n_elements * item_bytes(refs_[i].dtype)) : extent.item();
     const Axes dims = shape(i), steps = strides(i);
-    if (shapes_[i].dense) extent.end = begin + item * static_cast<int64_t>(refs_[i].n_elements);
     for (size_t axis = 0; axis < steps.size(); ++axis) {
       const int64_t reach = (dims[axis] - 1) * steps[axis];
       (reach < 0 ? extent.begin : extent.end) += reach;
@@ -208,7 +227,7 @@ bool TensorList::have_common_elements(const Extent& a, const Extent& b) {
   std::vector<bool> taken(static_cast<size_t>(end - begin));
   bool found = false;
   const auto each_byte = [&](const Extent& extent, const auto& visit) {
-    const auto item = static_cast<int64_t>(item_bytes(extent.ref().dtype));
+    const int64_t item = extent.item();
     const auto start = reinterpret_cast<intptr_t>(extent.ref().address);
     const auto element = [&](int64_t offset) {
       for (intptr_t at = std::max(start + offset, begin); at < std::min(start + offset + item, end); ++at) {
@@ -243,7 +262,7 @@ bool TensorList::overlaps_itself(const Extent& extent) {
     if (dims[axis] > 1) axes.emplace_back(std::abs(strides[axis]), dims[axis]);
   }
   std::sort(axes.begin(), axes.end());
-  auto inside = static_cast<int64_t>(item_bytes(extent.ref().dtype));  // bytes that the inner axes span
+  int64_t inside = extent.item();  // bytes that the inner axes span
   bool apart = true;
   for (const auto& [stride, n] : axes) {
     apart = apart && stride >= inside;
@@ -254,7 +273,7 @@ bool TensorList::overlaps_itself(const Extent& extent) {
   offsets.reserve(extent.ref().n_elements);
   each_element(dims, strides, 0, 0, [&](int64_t offset) { offsets.push_back(offset); });
   std::sort(offsets.begin(), offsets.end());
-  const auto item = static_cast<int64_t>(item_bytes(extent.ref().dtype));
+  const int64_t item = extent.item();
   return std::adjacent_find(offsets.begin(), offsets.end(), [&](int64_t a, int64_t b) { return b - a < item; }) !=
          offsets.end();
 }
@@ -283,7 +302,7 @@ std::vector<Overlap> TensorList::overlaps(const TensorList* other) const {
       const Extent& first = in_order ? *earlier : next;
       const Extent& second = in_order ? next : *earlier;
       const bool same = first.ref().address == second.ref().address && first.ref().dtype == second.ref().dtype &&
-                        same_steps(first, second);
+                        first.type() == second.type() && same_steps(first, second);
       if (!same && !have_common_elements(first, second)) continue;
       const ptrdiff_t distance =
           static_cast<uint8_t*>(second.ref().address) - static_cast<uint8_t*>(first.ref().address);
@@ -298,7 +317,8 @@ std::vector<Overlap> TensorList::overlaps(const TensorList* other) const {
 }
 
 std::string TensorList::describe(size_t index) const {
-  std::string text = std::string(dtype_name(refs_.at(index).dtype)) + "[";
+  std::string text = shapes_.at(index).type != nullptr ? shapes_[index].type->name : dtype_name(refs_[index].dtype);
+  text += "[";
   const Axes dims = shape(index);
   for (size_t d = 0; d < dims.size(); ++d) text += (d != 0 ? ", " : "") + std::to_string(dims[d]);
   return text + "]";

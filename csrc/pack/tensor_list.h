@@ -26,6 +26,18 @@ inline constexpr int kCpu = -1;
 // A number for each axis of an array.
 using Axes = std::span<const int64_t>;
 
+// A type of elements for which DType has no name. The parts of complex numbers are reduced as any reals; bytes of other
+// types can be moved, but not reduced.
+struct ElementType {
+  std::string name;
+  DType part;
+  size_t n_parts;
+  bool is_sum_of_parts;  // whether the sum of two elements consists of the sums of their parts
+};
+
+// The only object for a type, which lives forever.
+const ElementType* element_type(const std::string& name, DType part, size_t n_parts, bool is_sum_of_parts);
+
 // The indices of two tensors that share elements; equal indices are one tensor whose own elements share memory.
 struct Overlap {
   size_t first;
@@ -47,7 +59,7 @@ class TensorList {
   std::vector<Buffer> buffers() const;
   size_t n_bytes() const;
   uint64_t signature() const;
-  // A bit for each dtype among them.
+  // A bit for each dtype among them, and the highest for any other type.
   uint64_t dtypes() const;
   uint64_t layout() const;
   std::vector<size_t> strided() const;
@@ -55,6 +67,9 @@ class TensorList {
   // All pairs that share elements, in order. With `other`, a pair's first is of this list and its second of `other`.
   std::vector<Overlap> overlaps(const TensorList* other = nullptr) const;
   std::string describe(size_t index) const;
+  // nullptr if the elements are of a DType.
+  const ElementType* type(size_t index) const { return shapes_.at(index).type; }
+  size_t item_size(size_t index) const;
   Axes shape(size_t index) const {
     const Shape& shape = shapes_.at(index);
     return {axes_.data() + shape.first_axis, shape.n_axes};
@@ -66,6 +81,7 @@ class TensorList {
     size_t n_axes;
     uint64_t order;  // 0: C-contiguous
     bool dense;
+    const ElementType* type;
   };
 
   TensorList() = default;
@@ -74,7 +90,7 @@ class TensorList {
   TensorList(const TensorList& like, size_t first, size_t last);
   // Keeps of each tensor only the rows [begin, end) given for it.
   void keep_rows(const std::vector<std::pair<int64_t, int64_t>>& rows);
-  void add(void* address, DType dtype, Axes dims, Axes strides_bytes);
+  void add(void* address, DType dtype, Axes dims, Axes strides_bytes, const ElementType* type = nullptr);
 
   std::vector<TensorRef> refs_;
   std::vector<Shape> shapes_;
@@ -89,6 +105,8 @@ class TensorList {
     uint32_t index;
     bool is_other;
     const TensorRef& ref() const { return tensors->refs_[index]; }
+    int64_t item() const { return static_cast<int64_t>(tensors->item_size(index)); }
+    const ElementType* type() const { return tensors->type(index); }
     Axes dims() const { return tensors->shape(index); }
     Axes strides() const { return tensors->strides(index); }
     uint64_t order() const { return tensors->shapes_[index].order; }

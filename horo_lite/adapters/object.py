@@ -243,7 +243,7 @@ class Adapter:
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
         """Convert `array` to the kind of array that `like` is, sharing memory where possible."""
-        if isinstance(like, (bool, int, float)) and not isinstance(like, np.generic):
+        if isinstance(like, (bool, int, float, complex)) and not isinstance(like, np.generic):
             return array.item()
         return array[()] if isinstance(like, np.generic) else array
 

@@ -14,6 +14,12 @@ from horo_lite.adapters.object import Adapter, Array, Held, Named
 # The attribute of a gradient that holds its version after backward() last added to it.
 _MARK = "_horo_lite_version"
 
+_NUMPY_LACKS = {
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and name.startswith(("bfloat16", "complex32", "float8_"))
+}
+
 # The core reads tensors through DLPack's table of C functions, many times faster than by NumPy.
 HAS_TABLE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
@@ -77,6 +83,8 @@ class TorchAdapter(Adapter):
                 f"it is sparse ({gradient.layout}), and only dense gradients are exchanged: make "
                 "the layer with sparse=False, or the gradient with .to_dense() before step()"
             )
+        if gradient.dtype.is_complex and gradient.is_conj():
+            gradient = parameter.grad = gradient.resolve_conj()
         return gradient if HAS_TABLE else _memory(gradient)
 
     def set_gradient(self, parameter: Any, array: Array) -> None:
@@ -98,7 +106,7 @@ class TorchAdapter(Adapter):
             torch.autograd.graph.increment_version(x)
 
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        return torch.zeros(shape, dtype=getattr(torch, dtype))
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")
 
     def stream(self, x: Any) -> int | None:
         return int(torch.cuda.current_stream(x.device).cuda_stream)
@@ -164,8 +172,10 @@ def _memory(tensor: Any) -> Array:
     if hasattr(tensor, "__tensor_flatten__"):
         return tensor  # a wrapper around others (DTensor); the core's error says what to do
     # NumPy's view of the same memory: a DLPack capsule takes torch four times as long.
-    if tensor.dtype is not torch.bfloat16:
+    if tensor.dtype not in _NUMPY_LACKS:
         return tensor.numpy()
+    if tensor.dtype is not torch.bfloat16:
+        return tensor
     try:
         from ml_dtypes import bfloat16
     except ImportError:

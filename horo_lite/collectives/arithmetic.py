@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64", "longdouble")
+COMPLEX = ("complex32", "complex64", "complex128", "complex256")
 COMBINED = ("sum", "product", "min", "max")
 
 
@@ -88,7 +89,24 @@ TABLE = (
         "",
         refusal="Adasum is for floating point tensors of at most 64 bits",
     ),
+    Row(
+        COMPLEX,
+        ["sum", "average"],
+        "the real and the imaginary parts, each as an array of its dtype",
+        factors=(1e-150, 1e150),
+        weights=True,
+        weights_with_factors=True,
+    ),
+    Row(
+        COMPLEX,
+        ["product", "min", "max", "adasum"],
+        "",
+        refusal="complex numbers have only Sum and Average",
+    ),
 )
+
+_OTHER_TYPES = 1 << 63
+"""The bit of `Tensors.dtypes` for types that the core can only move, and for complex numbers."""
 
 
 def check(
@@ -113,11 +131,15 @@ def check(
         names: The arrays' names, for the message.
     """
     mask, reasons = _refused(op, prescale, postscale, weighted)
-    if not tensors.dtypes & mask:
+    if not tensors.dtypes & (mask | _OTHER_TYPES):
         return
     for i in range(len(tensors)):
         what = tensors.describe(i)
-        if reason := reasons.get(what.partition("[")[0]):
+        dtype = what.rpartition("[")[0]
+        reason = reasons.get(dtype, "")
+        if dtype not in _native.dtypes():
+            reason = refusal(dtype, op, prescale, postscale, weighted)
+        if reason:
             name = repr(names[i]) if i < len(names) else f"{i}"
             where = f"{label}: " if label else ""
             raise ValueError(f"{where}array {name} ({what}): {reason}")
@@ -143,6 +165,8 @@ def refusal(
     """Return why a reduction of this dtype is refused; "" if it is not."""
     row = next((row for row in TABLE if dtype in row.dtypes and op in row.ops), None)
     if row is None:
+        if dtype not in _native.dtypes():
+            return "it can be sent, but not reduced: convert it to integers, bool or floats"
         return f"there is no {op} of {dtype}"
     if row.refusal:
         return row.refusal

@@ -99,10 +99,10 @@ class HostArrays:
     def of_rows(cls, x: Array) -> HostArrays:
         """Return `x`, for reading only, as rows along its first dimension; a number is one row."""
         rows = cls.__new__(cls)
-        if hasattr(host := readable(x), "clone"):  # torch, if NumPy lacks the dtype
+        if hasattr(host := readable(array_of(x)), "clone"):  # torch, if NumPy lacks the dtype
             rows.arrays = [(host.reshape(1) if host.ndim == 0 else host).contiguous()]
         else:
-            array = view(array_of(x))
+            array = view(host)
             rows.arrays = [np.ascontiguousarray(array.reshape(1) if array.ndim == 0 else array)]
         rows._originals = {}
         rows.tensors = _native.Tensors(rows.arrays, writable=False)
@@ -116,9 +116,11 @@ class HostArrays:
     def _copy(self, indices: Sequence[int]) -> None:
         global bytes_copied
         for i in indices:
-            original = view(self.arrays[i])
+            original = exportable(self.arrays[i])
+            if not hasattr(original, "clone"):
+                original = view(original)
             self._originals.setdefault(i, original)
-            self.arrays[i] = np.array(original, order="C")
+            self.arrays[i] = copy_of(original)
             bytes_copied += original.nbytes
         self.tensors = _native.Tensors([exportable(x) for x in self.arrays])
 
@@ -364,6 +366,8 @@ def exportable(x: Array) -> Array:
 
 def readable(x: Array) -> Array:
     """Return `exportable(x)`, whose numbers are to be copied into another array."""
+    if hasattr(x, "resolve_conj"):  # torch, which conjugates and negates at the first use
+        x = x.resolve_conj().resolve_neg()
     host = exportable(x)
     if isinstance(host, np.ndarray) and type(host) is not np.ndarray:
         _native.Tensors([host], writable=False)  # a copy would no longer show what it refuses
@@ -381,7 +385,7 @@ def view(x: Array) -> NDArray[Any]:
 def array_of(x: Array) -> Array:
     """Return `x`, or a Python number as an array of its own type, which moving preserves."""
     if not isinstance(x, (bool, int, float)):
-        return x
+        return np.array(x) if isinstance(x, complex) else x
     dtype = np.bool_ if isinstance(x, bool) else np.int64 if isinstance(x, int) else np.float64
     try:
         return np.array(x, dtype)
@@ -474,6 +478,6 @@ def _that_makes_copies(xs: Sequence[Array]) -> Adapter | None:
 
 def like(result: Array, x: Array) -> Array:
     """Convert `result` to the type of `x`."""
-    if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
+    if isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic):
         return result.item() if result.ndim == 0 else result
     return adapters.from_numpy(result, x) if isinstance(result, np.ndarray) else result

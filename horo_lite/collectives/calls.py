@@ -406,7 +406,7 @@ class AllGatherBytes(Call[list[bytes]]):
 def rows_and_row(rows: HostArrays | GpuArrays) -> tuple[int, str]:
     """Return the number of rows, and a description of their dtype and shape."""
     n_rows, *row = rows.tensors.shape(0)
-    return n_rows, f"{rows.tensors.describe(0).split('[')[0]} rows of {row}"
+    return n_rows, f"{rows.tensors.describe(0).rpartition('[')[0]} rows of {row}"
 
 
 def _row_bytes(rows: HostArrays | GpuArrays) -> int:

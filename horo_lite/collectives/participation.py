@@ -38,7 +38,7 @@ def described_by(
 def specs_of(tensors: Tensors) -> list[ArraySpec]:
     """Return the dtype and shape of each of the arrays."""
     return [
-        (tensors.describe(i).partition("[")[0], tuple(tensors.shape(i)))
+        (tensors.describe(i).rpartition("[")[0], tuple(tensors.shape(i)))
         for i in range(len(tensors))
     ]
 
@@ -46,13 +46,12 @@ def specs_of(tensors: Tensors) -> list[ArraySpec]:
 def neutral(spec: ArraySpec, op: str = "sum") -> Array:
     """Return an array of that dtype and shape which does not change the result of the others."""
     name, shape = spec
-    if name == "bfloat16" and "torch" in sys.modules:  # unknown to NumPy
+    if name.startswith(("bfloat16", "float8_")) and "torch" in sys.modules:  # unknown to NumPy
         torch = sys.modules["torch"]
-        return torch.full(shape, _neutral(op, -np.inf, np.inf), dtype=torch.bfloat16)
-    if name == "bfloat16":
-        from ml_dtypes import bfloat16
-
-        return np.full(shape, _neutral(op, -np.inf, np.inf), bfloat16)
+        value, dtype = _neutral(op, -np.inf, np.inf), getattr(torch, name)
+        return torch.full(shape, value, dtype=dtype, device="cpu")
+    if name.startswith(("bfloat16", "float8_")):
+        import ml_dtypes  # noqa: F401 (gives NumPy the name)
     dtype = np.dtype(name)
     if dtype.kind == "b":  # minus infinity would become True
         return np.full(shape, _neutral(op, False, True), dtype)

@@ -266,7 +266,8 @@ class _Check:
         table = [np.frombuffer(one, np.float64).tolist() for one in everyone]
         _, _, magnitude, *in_source = table[source]
         n_elements = int(np.prod(self._values[first].shape, dtype=np.int64))
-        is_number = "uint8[" not in mine.describe(0) or "uint8[" in self._looks[first]
+        is_bytes = "uint8[" in mine.describe(0) and "uint8[" not in self._looks[first]
+        is_number = mine.is_number(0) and not is_bytes
         told = []
         for rank, (n_different, largest, _, *non_finite) in zip(
             transport.ranks, table, strict=True

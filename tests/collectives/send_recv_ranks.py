@@ -39,6 +39,13 @@ if rank < 2:
     assert rank == 1 or x[0] == 1, x
 
 # Any layout and dtype; elements count in C order.
+for dtype in "c8", ">f4", "M8[s]":
+    theirs = of(left, 40, np.uint8).view(dtype)
+    handle = hvd.isend(of(rank, 40, np.uint8).view(dtype), right, tag=5)
+    received = np.zeros_like(theirs)
+    hvd.recv(received, left, tag=5)
+    handle.wait()
+    assert received.tobytes() == theirs.tobytes()
 for x, y in [
     (of(rank, 3000).reshape(60, 50).T, np.zeros((50, 60), np.float32, order="F")),
     (of(rank, 12, np.int16)[::3], np.zeros((2, 4), np.int16)[:, ::2]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from horo_lite.state.broadcast import broadcast_optimizer_state, broadcast_param
 from horo_lite.state.drift import check_in_sync
 
 torch = pytest.importorskip("torch")
+
+import horo_lite.torch as hvd  # noqa: E402
 
 
 class Wide(torch.optim.Optimizer):
@@ -106,5 +109,37 @@ def test_modules_in_a_tree_are_compared_without_buffers() -> None:
         assert check_in_sync(nets, group=group)
         with pytest.raises(Exception, match=r"first 'norm\.running_mean'"):
             check_in_sync(nets, buffers=True, group=group)
+
+    run_threads(2, rank)
+
+
+def test_complex_parameters_and_buffers_of_any_dtype() -> None:
+    def rank(group: Group) -> None:
+        net = torch.nn.Linear(2, 2, dtype=torch.complex128)
+        net.register_buffer("rotary", torch.full((3,), group.rank + 1j))
+        net.register_buffer("scale", torch.full((3,), 1.0 * group.rank).to(torch.float8_e4m3fn))
+        net.register_buffer(
+            "strided", torch.full((6,), 1.0 * group.rank).to(torch.float8_e5m2)[::2]
+        )
+        broadcast_parameters(net, 1, group=group)
+        assert torch.equal(net.rotary, torch.full((3,), 1 + 1j))
+        assert net.scale.float().tolist() == net.strided.float().tolist() == [1.0] * 3
+        alone = copy.deepcopy(net)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.5), process_set=group
+        )
+        other = torch.optim.SGD(alone.parameters(), lr=0.5)
+        x = torch.arange(8.0, dtype=torch.float64).reshape(4, 2) * (1 + 0.5j)
+        for model, stepper, batch in (net, optimizer, x[group.rank :: 2]), (alone, other, x):
+            stepper.zero_grad()
+            loss = model(batch).abs().square().mean() + model.bias.conj().imag.sum()
+            loss.backward()
+            stepper.step()
+        for ours, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        conjugate = (torch.ones(2) * 1j * group.rank).conj()
+        assert hvd.allgather(conjugate, process_set=group).tolist() == [0, 0, -1j, -1j]
+        with pytest.raises(ValueError, match=r"resolve_conj\(\)"):
+            hvd.allreduce_(conjugate, process_set=group)
 
     run_threads(2, rank)

@@ -1506,17 +1506,26 @@ def test_a_pass_that_breaks_off_leaves_nothing_behind() -> None:
 
 
 def test_an_error_in_one_optimizer_leaves_the_others_usable() -> None:
+    class Broken:
+        @staticmethod
+        def compress(tensor: Any) -> Any:
+            raise TypeError("cannot be compressed")
+
+        @staticmethod
+        def decompress(tensor: Any, context: Any) -> Any:
+            return tensor
+
     def rank(group: Group) -> Any:
         net = fill(Heads())
-        odd = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
-        first = wrap(torch.optim.SGD([odd], lr=0.1), group)
+        odd = torch.nn.Parameter(torch.ones(2))
+        first = wrap(torch.optim.SGD([odd], lr=0.1), group, compression=Broken)
         optimizer = wrap(sgd(net), group)
         for step in range(4):
             optimizer.zero_grad()
             first.zero_grad()
             loss = loss_of(net, *samples(step + group.rank))
             if step == 2:
-                with pytest.raises(TypeError, match=r"gradient of 'param_groups\[0\]\[0\]'"):
+                with pytest.raises(TypeError, match="cannot be compressed"):
                     (loss + odd.abs().sum()).backward()
                 optimizer.zero_grad()
                 loss = loss_of(net, *samples(step + group.rank))

@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import arithmetic_table
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import oracle
@@ -28,6 +29,7 @@ from oracle import Array, bfloat16, rank_order_reference, same_bits, sample, who
 
 import horo_lite as hvd
 from horo_lite import Average, Compression, Max, Min, MismatchError, Product, Sum, ops
+from horo_lite.collectives.reductions import rows_of
 
 if TYPE_CHECKING:
     from horo_lite.collectives.group import Group
@@ -519,6 +521,75 @@ def check_broadcast(group: Group) -> None:
     for root in (-1, group.size):
         with pytest.raises((ValueError, MismatchError), match=r"root"):
             ops.broadcast(np.zeros(3), root_rank=root, group=group)
+
+
+OTHER_TYPES = (
+    "c8", "c16", "G", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ">f4", ">i8", "M8[ms]", "S3",
+    [("n", "i4"), ("x", "f8")],
+)  # fmt: skip
+
+
+def check_moving_elements_of_any_type(group: Group) -> None:
+    n, r = group.size, group.rank
+    for dtype in map(np.dtype, OTHER_TYPES):
+
+        def of(rank: int, n_rows: int = 3, dtype: np.dtype[Any] = dtype) -> Array:
+            n_bytes = 2 * n_rows * dtype.itemsize
+            return (np.arange(n_bytes) % 50 + 10 * rank).astype(np.uint8).view(dtype).reshape(-1, 2)
+
+        def same(x: Array, *parts: Array) -> bool:
+            return x.dtype == parts[0].dtype and x.tobytes() == b"".join(y.tobytes() for y in parts)
+
+        root = n - 1
+        assert same(ops.broadcast(of(r), root, group=group), of(root))
+        wide = np.zeros((3, 4), dtype)
+        wide[:, ::2] = of(r)
+        ops.broadcast_(wide[:, ::2], root, group=group)
+        assert same(wide[:, ::2], of(root))
+        assert wide[:, 1::2].tobytes() == bytes(6 * dtype.itemsize)
+        assert same(ops.allgather(of(r, r), group=group), *[of(s, s) for s in range(n)])
+        rows = ops.alltoall(of(r, n), group=group)
+        assert same(rows, *[of(s, n)[r] for s in range(n)])
+        handle = ops.broadcast_async(of(r), root, name="of any type", group=group)
+        assert same(ops.synchronize(handle, group=group), of(root))
+    if n > 1:
+        other = np.zeros(2, ml_dtypes.float8_e5m2 if r else ml_dtypes.float8_e4m3fn)
+        with pytest.raises(MismatchError, match=r"float8_e4m3fn\[2\].*float8_e5m2\[2\]"):
+            ops.broadcast(other, group=group)
+    check_usable(group)
+
+
+def check_complex_numbers_are_reduced_as_pairs(group: Group) -> None:
+    n, r = group.size, group.rank
+
+    def of(rank: int, dtype: str, shape: Sequence[int] = (5, 1200)) -> Array:
+        pairs = oracle.whole_sample(rank, (*shape, 2), np.float64)
+        return (pairs[..., 0] - 1j * pairs[..., 1]).astype(dtype)
+
+    for dtype in ("c8", "c16", "G"):
+        inputs = [of(s, dtype) for s in range(n)]
+        total = sum(inputs[1:], inputs[0])
+        mean = total / n
+        assert np.array_equal(ops.allreduce(inputs[r], Sum, group=group), total)
+        assert np.allclose(ops.allreduce(inputs[r], group=group), mean, rtol=1e-6)
+        fp16 = Compression.fp16
+        assert np.array_equal(ops.allreduce(inputs[r], Sum, compression=fp16, group=group), total)
+        halves = ops.allreduce(inputs[r], Sum, prescale_factor=0.5, group=group)
+        assert np.array_equal(halves, total / 2)
+        strided = inputs[r].T[::2]
+        ops.allreduce_(strided, Sum, group=group)
+        assert np.array_equal(strided, total.T[::2])
+        inputs[r] = of(r, dtype)
+        weighted = ops.allreduce(inputs[r], weight=float(r == 0), group=group)
+        assert np.array_equal(weighted, of(0, dtype))
+        handle = ops.allreduce_async(inputs[r], Sum, name="complex", group=group)
+        assert np.array_equal(ops.synchronize(handle, group=group), total)
+        rows = ops.reducescatter(inputs[r], Sum, group=group)
+        begin, end = rows_of(5, n, r)
+        assert np.array_equal(rows, total[begin:end])
+        mixed = ops.grouped_allreduce([inputs[r], np.full(3, r)], Sum, group=group)
+        assert np.array_equal(mixed[0], total)
+        assert mixed[1].tolist() == [n * (n - 1) // 2] * 3
 
 
 def check_numbers_stay_what_they_are(group: Group) -> None:
@@ -1033,9 +1104,14 @@ def check_wrong_arguments_stay_here(group: Group) -> None:
     assert np.all(ops.allreduce(frozen, group=group) == 1)
     with pytest.raises((ValueError, TypeError), match=r"(?i)object"):
         ops.allreduce(np.array([object()], dtype=object), group=group)
-    for foreign in (np.ones(3, np.complex64), np.ones(3, ">f4"), np.array(["a"])):
-        with pytest.raises((ValueError, TypeError), match="dtype"):
+    for foreign in (np.array([1, 2], "M8[s]"), np.ones(3, ">f4"), np.array(["a"])):
+        with pytest.raises((ValueError, TypeError), match=r"array 0 .* can be sent, but not reduc"):
             ops.allreduce(foreign, group=group)
+    for op in (Min, Max, Product):
+        with pytest.raises(
+            ValueError, match=r"array 'z' \(complex64\[3\]\): complex numbers have only"
+        ):
+            ops.grouped_allreduce([np.ones(3, np.complex64)], op, names=["z"], group=group)
     with pytest.raises((ValueError, TypeError), match=r"(?i)op"):
         ops.allreduce(np.ones(3), "median", group=group)  # type: ignore[arg-type]
     check_usable(group)
