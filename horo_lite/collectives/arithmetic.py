@@ -136,9 +136,12 @@ def check(
     for i in range(len(tensors)):
         what = tensors.describe(i)
         dtype = what.rpartition("[")[0]
-        reason = reasons.get(dtype, "")
-        if dtype not in _native.dtypes():
+        if dtype in COMPLEX:
             reason = refusal(dtype, op, prescale, postscale, weighted)
+        elif dtype in _native.dtypes():
+            reason = reasons.get(dtype, "")
+        else:
+            reason = "it can be sent, but not reduced: convert it to integers, bool or floats"
         if reason:
             name = repr(names[i]) if i < len(names) else f"{i}"
             where = f"{label}: " if label else ""
@@ -165,8 +168,6 @@ def refusal(
     """Return why a reduction of this dtype is refused; "" if it is not."""
     row = next((row for row in TABLE if dtype in row.dtypes and op in row.ops), None)
     if row is None:
-        if dtype not in _native.dtypes():
-            return "it can be sent, but not reduced: convert it to integers, bool or floats"
         return f"there is no {op} of {dtype}"
     if row.refusal:
         return row.refusal
