@@ -485,6 +485,7 @@ class TextOnly(io.StringIO):
 BYTES = b"epoch 1\nStra\xc3\x9fe \xe2\x88\x91 \xff\nepoch 2\n"  # UTF-8, and a byte that is not
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("kind", ["file", "text", "none"])
 def test_output_that_stdout_cannot_encode_is_passed_on(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -502,6 +503,7 @@ def test_output_that_stdout_cannot_encode_is_passed_on(
         assert streams[kind].getvalue() == "epoch 1\nStraße \\u2211 \\ufffd\nepoch 2\n"
 
 
+@pytest.mark.launches
 def test_a_closed_stdout_is_no_failure(tmp_path: Path) -> None:
     """Not even if a job prints more than a pipe holds."""
     script = tmp_path / "say.py"
