@@ -27,6 +27,7 @@ from horo_lite.collectives.reductions import Average, Min, Sum  # noqa: E402
 from horo_lite.errors import MismatchError  # noqa: E402
 from horo_lite.horovod.reductions import Adasum  # noqa: E402
 from horo_lite.state.broadcast import broadcast_optimizer_state  # noqa: E402
+from horo_lite.state.drift import check_in_sync  # noqa: E402
 from horo_lite.torch.optimizer import DistributedOptimizer  # noqa: E402
 
 nn = torch.nn
@@ -1758,36 +1759,26 @@ def test_processes_with_forked_workers_pickles_and_signals() -> None:
 
 @pytest.mark.launches
 def test_a_scheduler_that_follows_a_ranks_own_loss_is_an_error() -> None:
-    run_ranks(
-        """
-        import pytest
-        import torch
-        import horo_lite.torch as hvd
-        from horo_lite import MismatchError
+    def rank(group: Group) -> None:
+        net = network()
+        optimizer = wrap(sgd(net), group, net)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
-        hvd.init()
-        rank = hvd.rank()
-        net = torch.nn.Linear(2, 1).double()
-        hvd.broadcast_parameters(net, root_rank=0)
-        opt = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
-
-        def step(loss):
-            opt.zero_grad()
-            net(torch.full((1, 2), 1.0 + rank, dtype=torch.float64)).sum().backward()
-            opt.step()
+        def step(loss: float) -> None:
+            optimizer.zero_grad()
+            loss_of(net, *samples(group.rank)).backward()
+            optimizer.step()
             scheduler.step(loss)
 
         step(1.0)
-        step(2.0 if rank == 1 else 0.5)
-        with pytest.raises(MismatchError, match="rank 0 has 0.1, rank 1 has 0.01, so"):
+        step(2.0 if group.rank == 1 else 0.5)
+        with pytest.raises(MismatchError, match=r"rank 0 has 0\.1, rank 1 has 0\.01, so"):
             step(0.0)
-        hvd.broadcast_optimizer_state(opt, root_rank=0)
+        broadcast_optimizer_state(optimizer, 0, group=group)
         step(0.0)
-        assert hvd.check_in_sync(opt)
-        """,
-        2,
-    ).check()
+        assert check_in_sync(optimizer, group=group)
+
+    run_threads(2, rank)
 
 
 SETS = """
