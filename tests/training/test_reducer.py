@@ -589,7 +589,8 @@ def test_an_unreadable_gradient_is_named() -> None:
         parameters[0].grad = np.ones(2)
         for wrong in (object(), np.array([object()]), np.array(["text"])):
             parameters[1].grad = wrong
-            with pytest.raises(TypeError, match="the gradient of 'p1'"):
+            # Text has memory that can be sent, and is refused when it is to be reduced.
+            with pytest.raises((TypeError, ValueError), match=r"(the gradient of|array) 'p1'"):
                 reducer.finish()
 
     run_threads(1, rank)
