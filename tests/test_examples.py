@@ -49,6 +49,7 @@ def furthest(path: Path, other: Path) -> float:
         return max(float(np.linalg.norm(a[k] - b[k]) / np.linalg.norm(a[k])) for k in a.files)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("example", "size", "wire"),
     [

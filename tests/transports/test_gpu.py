@@ -19,6 +19,7 @@ def environment(ranks: int, hosts: str = "", gpus: str = "own") -> dict[str, str
 
 
 # Cases that the launcher or its MPI library could affect run with both MPIs.
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("ranks", "hosts", "gpus", "transport"),
     [
