@@ -16,6 +16,9 @@ from launch import mpi_name
 # 6 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+# PyTorch asks a name server for the IPv6 address of "localhost" where /etc/hosts has none: a lost
+# packet would cost 5 s, the time limit of some tests of the rendezvous.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 FEATURES = ("eager", "jit", "overlap", "in place", "fp16")  # the columns of docs/frameworks.md
 

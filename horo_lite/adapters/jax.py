@@ -56,7 +56,10 @@ class JaxAdapter(Adapter):
                 "functions of horo_lite.jax there"
             )
         # NumPy's view is read-only; JAX's DLPack capsule would let the core write into it.
-        return np.asarray(parameter)
+        return np.asarray(jax.random.key_data(parameter) if is_key(parameter) else parameter)
+
+    def received(self, parameter: Any, value: Any) -> Any:
+        return self.from_numpy(value, parameter)
 
     def copy(self, x: Any) -> Any:
         return jnp.array(x, copy=True)
@@ -71,6 +74,8 @@ class JaxAdapter(Adapter):
         return jax.dlpack.from_dlpack(GpuView(x, queue))
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
+        if is_key(like):
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
         return jnp.asarray(array)
 
     def host_results(self, views: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
@@ -125,9 +130,12 @@ def named_arrays(tree: Tree) -> tuple[list[tuple[str, Array]], Callable[[Iterabl
 def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, float, complex)):
         return True
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)) or leaf.dtype == jax.dtypes.float0:
-        return False
-    return not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # each rank has noise of its own
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype != jax.dtypes.float0
+
+
+def is_key(x: Any) -> bool:
+    """Return whether `x` holds keys of `jax.random`, which travel as the integers in them."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 class GpuView:

@@ -144,6 +144,11 @@ class Adapter:
             holder, attribute, old = _cell(parameter)
             setattr(holder, attribute, adapters.from_numpy(array, old))
 
+    def received(self, parameter: Parameter, value: Array) -> Parameter:
+        """Return a parameter with a received value: the same object if it can be written."""
+        self.set_value(parameter, value)
+        return parameter
+
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Array:
         """Return a new writable array of zeros, for a gradient that this rank does not have.
 

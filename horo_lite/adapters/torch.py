@@ -15,9 +15,9 @@ from horo_lite.adapters.object import Adapter, Array, Held, Named
 _MARK = "_horo_lite_version"
 
 _NUMPY_LACKS = {
-    dtype
-    for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and name.startswith(("bfloat16", "complex32", "float8_"))
+    getattr(torch, name)
+    for name in dir(torch)
+    if name.startswith(("bfloat16", "complex32", "float8_"))
 }
 
 # The core reads tensors through DLPack's table of C functions, many times faster than by NumPy.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from horo_lite import ops
-from horo_lite.adapters.jax import named_arrays
+from horo_lite.adapters.jax import is_key, named_arrays
 from horo_lite.collectives.group import Group
 
 Tree = TypeVar("Tree")
@@ -40,14 +40,10 @@ def broadcast_parameters(params: Tree, root_rank: int = 0, *, group: Group | Non
 def _sendable(x: Array) -> Array:
     if isinstance(x, (bool, int, float, complex)):
         return np.asarray(x)
-    return jax.random.key_data(x) if _is_key(x) else x
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 def _like(old: Array, new: Array) -> Array:
     if isinstance(old, (bool, int, float, complex)):
         return type(old)(new)
-    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
-
-
-def _is_key(x: Array) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if is_key(old) else new

@@ -195,5 +195,4 @@ def _received(leaf: Any, target: Any, value: Any, is_root: bool) -> Any:
         return leaf
     if is_array(leaf):
         return from_numpy(target, leaf)
-    adapter_of(leaf).set_value(leaf, target)
-    return leaf
+    return adapter_of(leaf).received(leaf, target)

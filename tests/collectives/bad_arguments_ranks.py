@@ -105,11 +105,13 @@ def table():
         yield "objects' name", TypeError, lambda n: hvd.allgather_object(0, name=n), label
         yield "object's name", TypeError, lambda n: hvd.broadcast_object(0, 0, name=n), label
 
-    arrays = {
-        "objects": np.array([object()] * size),
+    only_moved = {
         "strings": np.array(["a"] * size),
         "times": np.zeros(size, "M8[s]"),
         "records": np.zeros(size, "i4,f4"),
+    }
+    arrays = {
+        "objects": np.array([object()] * size),
         "a set": {1, 2},
         "nothing": None,
         "opaque": Opaque(),
@@ -117,23 +119,28 @@ def table():
         "a dictionary": {"a": x},
     }
     anything = (TypeError, ValueError, BufferError)
-    taking = {
+    reducing = {
         "allreduce": lambda a: hvd.allreduce(a),
         "allreduce_": lambda a: hvd.allreduce_(a),
         "grouped_allreduce": lambda a: hvd.grouped_allreduce([x, a]),
         "reducescatter": lambda a: hvd.reducescatter(a),
+        "allreduce_async": lambda a: hvd.synchronize(hvd.allreduce_async(a)),
+    }
+    taking = reducing | {
         "allgather": lambda a: hvd.allgather(a),
         "broadcast": lambda a: hvd.broadcast(a, 0),
         "broadcast_": lambda a: hvd.broadcast_(a, 0),
         "alltoall": lambda a: hvd.alltoall(a),
         "send": lambda a: hvd.send(a, peer),
         "irecv": lambda a: hvd.irecv(a, peer),
-        "allreduce_async": lambda a: hvd.synchronize(hvd.allreduce_async(a)),
         "allgather_async": lambda a: hvd.synchronize(hvd.allgather_async(a)),
         "alltoall_async": lambda a: hvd.synchronize(hvd.alltoall_async(a)),
     }
     for name, call in taking.items():
         for what, array in arrays.items():
+            yield f"{name} of {what}", anything, call, array
+    for name, call in reducing.items():
+        for what, array in only_moved.items():
             yield f"{name} of {what}", anything, call, array
     grouped = {
         "grouped_allreduce": hvd.grouped_allreduce,
