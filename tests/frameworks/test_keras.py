@@ -35,7 +35,7 @@ def launched(
 )
 def test_two_ranks_train_as_one_process_would(backend: str) -> None:
     result = launched("keras_checks.py", 2, backend).check()
-    assert result.stdout.count(f"{backend} on 2: check_") == 21, result
+    assert result.stdout.count(f"{backend} on 2: check_") == 22, result
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
