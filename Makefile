@@ -126,14 +126,14 @@ examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that
 	  $(LAUNCH) -n $(NP) $(PY) examples/$$example.py $(ARGS) || exit; \
 	done
 
+# pytest's exit code 5: no test is selected, as by ARGS="-k name".
+SELECTED = $(if $(ARGS),|| [ $$? = 5 ])
 test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind (4 minutes)
-	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS)
+	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS) $(SELECTED)
 	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
 
 test-all: test test-rest ## run all tests, under Open MPI and under MPICH (12 minutes)
 
-# pytest's exit code 5: no test is selected, as with ARGS="-k name".
-SELECTED = || [ $$? = 5 ]
 test-rest: $(TEST_READY) ## run the tests that `make test` leaves out
 	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
 	$(MPI_DEMAND) $(PY) -m pytest --in-files-with two_at_a_time -m "not ($(IN_QUICK)) and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
