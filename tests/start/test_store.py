@@ -308,7 +308,7 @@ def test_one_end_is_the_end_of_all(does: str, says: list[str], tmp_path: Path) -
 
 def meet(
     *ranks: tuple[int, int],
-    timeout_s: float = 5,
+    timeout_s: float = 20,
     after_s: float = 0,
     meanwhile: Callable[[], object] = lambda: None,
     one_host: bool = True,
