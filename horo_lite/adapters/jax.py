@@ -73,7 +73,7 @@ class JaxAdapter(Adapter):
     def finished(self, x: Any, queue: _native.DeviceQueue) -> Any:
         return jax.dlpack.from_dlpack(GpuView(x, queue))
 
-    def from_numpy(self, array: np.ndarray[Any, Any], like: object) -> Any:
+    def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
         if is_key(like):
             return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(like))
         return jnp.asarray(array)
