@@ -128,11 +128,11 @@ examples: $(VENV)/.built $(if $(TORCH),$(VENV)/.torch) ## run every example that
 
 # pytest's exit code 5: no test is selected, as by ARGS="-k name".
 SELECTED = $(if $(ARGS),|| [ $$? = 5 ])
-test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind (4 minutes)
+test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind (2 minutes)
 	$(MPI_DEMAND) $(PY) -m pytest -m "$(IN_QUICK)" $(call at_once,2) $(ARGS) $(SELECTED)
 	@echo "make test: passed. Not run: most tests that launch jobs, under Open MPI and MPICH: make test-rest"
 
-test-all: test test-rest ## run all tests, under Open MPI and under MPICH (12 minutes)
+test-all: test test-rest ## run all tests, under Open MPI and under MPICH (25 minutes)
 
 test-rest: $(TEST_READY) ## run the tests that `make test` leaves out
 	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
