@@ -1,7 +1,6 @@
 #include "shm/distance.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace horo {
 namespace {
@@ -10,7 +9,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kExchanges = 8;
 constexpr uint32_t kFewest = 3;  // exchanges for a valid result: the first may have waited for the peer
-constexpr auto kPatience = std::chrono::microseconds(20);
 // Cores that share an L3 cache need 120 to 220 ns, others 320 to 620, mostly above 500 (EPYC).
 constexpr double kFarNs = 320.0;
 
@@ -18,7 +16,7 @@ constexpr double kFarNs = 320.0;
 
 Distance::Distance(std::vector<Shared*> ranks, int rank) : ranks_(std::move(ranks)), rank_(rank) {}
 
-void Distance::measure() {
+void Distance::measure(std::chrono::microseconds limit) {
   const auto size = static_cast<int>(ranks_.size());
   Shared& own = *ranks_[static_cast<size_t>(rank_)];
   const Shared& next = *ranks_[static_cast<size_t>((rank_ + 1) % size)];
@@ -32,7 +30,9 @@ void Distance::measure() {
   const auto begin = Clock::now();
   auto sent_at = begin;
   own.ping.store(++number, std::memory_order_release);
-  for (uint32_t turn = 1; n_answers < kExchanges || echoed != last; ++turn) {
+  // The previous rank may already be in the next measurement. The difference is right beyond 2^32, too.
+  const auto has_echoed = [&] { return static_cast<int32_t>(echoed - last) >= 0; };
+  for (uint32_t turn = 1; n_answers < kExchanges || !has_echoed(); ++turn) {
     const uint32_t asked = previous.ping.load(std::memory_order_acquire);
     if (asked != echoed) own.echo.store(echoed = asked, std::memory_order_release);
     if (n_answers < kExchanges && next.echo.load(std::memory_order_acquire) == number) {
@@ -42,7 +42,7 @@ void Distance::measure() {
       sent_at = now;
       if (++n_answers < kExchanges) own.ping.store(++number, std::memory_order_release);
     }
-    if (turn % 64 == 0 && Clock::now() - begin > kPatience) break;
+    if (turn % 64 == 0 && Clock::now() - begin > limit) break;
   }
   if (n_answers < kFewest) return;
   round_trip_ns_ = fastest_ns;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -28,9 +29,9 @@ class Distance {
   Distance(std::vector<Shared*> ranks, int rank);
 
   // Exchanges a flag with the next rank a few times, and with the previous one. All ranks must call it at about the
-  // same time, and the same number of times. Takes 20 µs at most: a rank without an answer by then, because another is
+  // same time, and the same number of times. Takes `limit` at most: a rank without an answer by then, because another is
   // not running at the moment, keeps its previous result.
-  void measure();
+  void measure(std::chrono::microseconds limit = std::chrono::microseconds(20));
 
   // The fastest exchange of the last measurement with an answer; 0 before.
   double round_trip_ns() const { return round_trip_ns_; }
