@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch import mpi_name
+from worlds import close_worlds
 
 # Make threads of OpenMP and OpenBLAS sleep while they wait. By default they spin, which costs more
 # than the work itself when jobs share two cores: ResNet-50 on one rank takes 39 s of CPU instead of
@@ -73,6 +74,11 @@ def _refuse_unmarked_process(event: str, args: tuple[object, ...]) -> None:
             f"{_running.nodeid} starts {args[0]}: mark it with pytest.mark.launches (or mpi, if it "
             f"must also run under MPICH)"
         )
+
+
+def pytest_sessionfinish() -> None:
+    """End the ranks that have served this worker's tests."""
+    close_worlds()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import RanksFailedError, run_ranks, run_threads
+from launch import RanksFailedError, run_threads
 from oracle import adasum_reference
+from worlds import on_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -353,26 +354,23 @@ def test_alone_a_rank_takes_plain_steps() -> None:
     assert_all_have(run_threads(1, rank), expected)
 
 
-PROCESSES = """
-import torch
-import horo_lite.torch as hvd
-
-hvd.init()
-p = torch.nn.Parameter(torch.zeros(2))
-optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5)
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
-for step in range(2):
-    optimizer.zero_grad()
-    p[hvd.rank()].backward()  # orthogonal: Adasum is the sum
-    assert p.grad.tolist() == [float(i == hvd.rank()) for i in range(2)]
-    optimizer.step()
-print("rank", hvd.rank(), "has", p.tolist(), flush=True)
-"""
+def two_steps() -> list[float]:
+    hvd.init()
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        p[hvd.rank()].backward()  # orthogonal: Adasum is the sum
+        assert p.grad.tolist() == [float(i == hvd.rank()) for i in range(2)]
+        optimizer.step()
+    weights: list[float] = p.tolist()
+    return weights
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(180)
 def test_processes_on_two_hosts() -> None:
-    result = run_ranks(PROCESSES, 2, env={"HORO_LITE_TEST_HOSTS": "1,1"}, timeout_s=60).check()
-    assert result.stdout.count("has [-1.25, -1.25]") == 2, result
+    for weights in on_ranks(two_steps, 2, hosts="1,1", timeout_s=60):
+        assert weights == [-1.25, -1.25]

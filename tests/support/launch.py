@@ -334,6 +334,18 @@ def _is_path(text: str) -> bool:
 
 
 @contextlib.contextmanager
+def script_of(code_or_path: str | Path) -> Iterator[tuple[Path, str]]:
+    """Yield the path of a script, and an empty folder, or one with that script only."""
+    with tempfile.TemporaryDirectory(prefix="hvd") as folder:
+        if isinstance(code_or_path, Path) or _is_path(code_or_path):
+            yield Path(code_or_path).resolve(), folder
+        else:
+            script = Path(folder, "script.py")
+            script.write_text(textwrap.dedent(code_or_path))
+            yield script, folder
+
+
+@contextlib.contextmanager
 def start_ranks(
     code_or_path: str | Path,
     np: int = 2,
@@ -353,12 +365,7 @@ def start_ranks(
     """
     if not launcher and np != 1:
         raise ValueError(f"{np} ranks need a launcher")
-    with tempfile.TemporaryDirectory(prefix="hvd") as folder:
-        if isinstance(code_or_path, Path) or _is_path(code_or_path):
-            script = Path(code_or_path).resolve()
-        else:
-            script = Path(folder, "script.py")
-            script.write_text(textwrap.dedent(code_or_path))
+    with script_of(code_or_path) as (script, folder):
         command = [python, str(script), *args]
         if launcher:
             start = [mpiexec_path(python), *options, "-n", str(np)]
