@@ -20,7 +20,7 @@ from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError, ranks_in_words
 from horo_lite.horovod import aliases
 from horo_lite.launch import bench, doctor, horovodrun, hostfile, jobs, output, scaling, top
-from horo_lite.recording import flight_record, timeline
+from horo_lite.recording import flight_record, records, timeline
 from horo_lite.start import launcher
 
 _TIMELINE = "HORO_LITE_TIMELINE"
@@ -156,7 +156,8 @@ def _flight_record(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("folder", type=Path, help="the job's HORO_LITE_FLIGHT_RECORD")
     folder = parser.parse_args(arguments).folder
-    everyone = flight_record.read(folder) if folder.is_dir() else []
+    found = records.files_of(folder, records.ENDING, records.ENDED) if folder.is_dir() else []
+    everyone = records.of_files(found)
     if not everyone:
         parser.error(f"no records of a job that is running or was killed in {folder}")
     flight_record.write(folder, everyone)
@@ -173,7 +174,7 @@ def _trace(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path, help="the job's HORO_LITE_TIMELINE")
     file = parser.parse_args(arguments).file
-    ranks = timeline.finish(file) if file.parent.is_dir() else []
+    ranks = timeline.finish(file)
     if not ranks:
         parser.error(f"no rank has left a file beside {file}")
     print(f"{file}: added the operations of {ranks_in_words(ranks)}")

@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 from horo_lite.errors import printable
 from horo_lite.recording import recorder
-from horo_lite.recording.records import ENDING, Operation, Records, of_file, ranks_text
+from horo_lite.recording.records import (
+    ENDING,
+    Operation,
+    Records,
+    files_of,
+    of_files,
+    ranks_text,
+)
 
 _CLEAR = "\x1b[H\x1b[2J"
 # If the shares of time that ranks spend waiting differ by less than this, no rank is reported as
@@ -39,27 +46,9 @@ def sample(places: Sequence[Path], job: str | None = None) -> Sample:
             processes of this host are searched.
         job: The name of the job; by default the one that began last.
     """
-    found = []
-    for path in _files(places):
-        with contextlib.suppress(ValueError, OSError):
-            found.append(of_file(path, most=1))
-    found = [one for one in found if not _is_here(one) or _resident_bytes(one)]
-    if found and job is None:
-        newest = max(found, key=lambda one: float(one.description["began"]))
-        job = newest.description["job"]
-    of_job = [one for one in found if one.description["job"] == job]
-    of_job.sort(key=lambda one: one.rank)
-    return Sample(time.monotonic_ns(), {one.rank: one for one in of_job})
-
-
-def _files(places: Sequence[Path]) -> Iterator[Path]:
-    for place in places:
-        if place.is_dir():
-            yield from place.glob(f"*{ENDING}")
-        else:
-            yield from place.parent.glob(f"{place.name}.*{ENDING}")
-    if not places:
-        yield from _files_of_processes()
+    paths = [path for place in places for path in files_of(place)]
+    found = of_files(paths if places else _files_of_processes(), job, most=1, counts=_runs)
+    return Sample(time.monotonic_ns(), {one.rank: one for one in found})
 
 
 def _files_of_processes() -> Iterator[Path]:
@@ -80,6 +69,11 @@ def _files_of_processes() -> Iterator[Path]:
                 if file not in seen:  # forked children have the same file
                     seen.add(file)
                     yield link
+
+
+def _runs(records: Records) -> bool:
+    """Return whether a rank runs, as far as this host knows."""
+    return not _is_here(records) or _resident_bytes(records) > 0
 
 
 def _is_here(records: Records) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from horo_lite import files
-from horo_lite.recording.records import ENDED, ENDING, Operation, Records, of_files, ranks_text
+from horo_lite.recording.records import Operation, Records, ranks_text
 
 _PREFIX = "rank_"
 _VERSION = "2.10"
@@ -49,16 +49,6 @@ _DTYPES = {
     "float32": "Float",
     "float64": "Double",
 }
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """Return the file that holds the memory of this rank's recorder."""
-    return folder / f"{rank}{ENDING}"
-
-
-def read(folder: Path, job: str | None = None) -> list[Records]:
-    """Return what the ranks of one job have recorded in a folder: see `records.of_files`."""
-    return of_files([*folder.glob(f"*{ENDING}"), *folder.glob(f"*{ENDED}")], job)
 
 
 def write(folder: Path, everyone: Sequence[Records]) -> None:

@@ -226,8 +226,36 @@ def of_file(path: Path, most: int | None = None) -> Records:
         os.close(descriptor)
 
 
+def file_of(place: Path, rank: int) -> Path:
+    """Return the file for the memory of this rank's recorder, in a folder or beside a trace."""
+    if place.is_dir():
+        return place / f"{rank}{ENDING}"
+    return place.with_name(f"{place.name}.{rank}{ENDING}")
+
+
+def files_of(place: Path, *endings: str) -> list[Path]:
+    """Return all files of recorders in a folder, or beside a trace.
+
+    Args:
+        place: The folder, or the trace.
+        endings: By default ENDING, of ranks that have not left the world.
+    """
+    folder, begin = (place, "") if place.is_dir() else (place.parent, f"{place.name}.")
+    return [
+        path
+        for path in folder.glob("*")
+        if path.name.startswith(begin)
+        and path.name.endswith(endings or ENDING)
+        # Another trace's name may begin with this one's.
+        and (not begin or path.name[len(begin) :].partition(".")[0].isdecimal())
+    ]
+
+
 def of_files(
-    paths: Iterable[Path], job: str | None = None, most: int | None = None
+    paths: Iterable[Path],
+    job: str | None = None,
+    most: int | None = None,
+    counts: Callable[[Records], bool] = lambda _: True,
 ) -> list[Records]:
     """Read the files of the ranks of one job, in rank order; skip others.
 
@@ -235,11 +263,14 @@ def of_files(
         paths: The files.
         job: The name of the job; by default the one that began last.
         most: As for `of_file`.
+        counts: Returns whether a rank's records count.
     """
     found = []
     for path in paths:
         with contextlib.suppress(ValueError, OSError):
-            found.append(of_file(path, most))
+            records = of_file(path, most)
+            if counts(records):
+                found.append(records)
     if found and job is None:
         newest = max(found, key=lambda one: float(one.description["began"]))
         job = newest.description["job"]

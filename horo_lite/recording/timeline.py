@@ -35,7 +35,15 @@ from typing import Any, NamedTuple
 
 from horo_lite import _native, files
 from horo_lite.recording import recorder
-from horo_lite.recording.records import ENDING, Operation, Records, of_files, of_memory, ranks_text
+from horo_lite.recording.records import (
+    Operation,
+    Records,
+    file_of,
+    files_of,
+    of_files,
+    of_memory,
+    ranks_text,
+)
 
 CAPACITY = 1 << 16
 """How many of each rank's last operations a timeline keeps."""
@@ -91,14 +99,14 @@ def _start(trace: Path, rank: int, anew: bool) -> None:
     global _running
     with _locked(trace) as file:
         # The first rank to begin may find files of another job or an earlier timeline.
-        others = _files_of(trace)
+        others = files_of(trace)
         if anew and not of_files(others, recorder.job()):
             os.truncate(file, 0)
             for other in others:
                 with contextlib.suppress(PermissionError):  # another user's, which is not read
                     other.unlink(missing_ok=True)
         former = recorder.file()
-        recorder.keep(CAPACITY, trace.with_name(f"{trace.name}.{rank}{ENDING}"))
+        recorder.keep(CAPACITY, file_of(trace, rank))
     _native.Recorder.time_phases(True)
     _running = _Running(trace, _native.Recorder.n_operations() + 1, former, os.getpid())
 
@@ -162,10 +170,10 @@ def finish(trace: Path, job: str | None = None, patience_s: float = PATIENCE_S) 
         TimeoutError: Another rank is writing, and does not finish.
     """
     done: list[int] = []
-    if not _files_of(trace):
+    if not files_of(trace):
         return done
     with _locked(trace, patience_s) as file:
-        paths = _files_of(trace)
+        paths = files_of(trace)
         if job is None:
             job = next((str(one.description["job"]) for one in of_files(paths)), None)
         for one in paths:
@@ -177,17 +185,6 @@ def finish(trace: Path, job: str | None = None, patience_s: float = PATIENCE_S) 
                 one.unlink(missing_ok=True)
                 done.append(records.rank)
     return sorted(done)
-
-
-def _files_of(trace: Path) -> list[Path]:
-    begin = f"{trace.name}."
-    return [
-        one
-        for one in trace.parent.iterdir()
-        if one.name.startswith(begin)
-        and one.name.endswith(ENDING)
-        and one.name[len(begin) : -len(ENDING)].isdecimal()
-    ]
 
 
 @contextlib.contextmanager

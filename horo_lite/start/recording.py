@@ -34,7 +34,7 @@ def keep(rank: int, size: int, job: str, epoch_ns: int) -> None:
         try:
             folder = files.folder(folder)
             (folder / f"{rank}{records.ENDED}").unlink(missing_ok=True)  # from another job
-            recorder.keep(recorder.CAPACITY, flight_record.file_of(folder, rank), here)
+            recorder.keep(recorder.CAPACITY, records.file_of(folder, rank), here)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -55,8 +55,8 @@ def ended() -> None:
     with contextlib.suppress(OSError):
         file.rename(file.with_name(file.name.removesuffix(records.ENDING) + records.ENDED))
         job = recorder.job()
-        if not records.of_files(file.parent.glob(f"*{records.ENDING}"), job, most=0):
-            for other in file.parent.glob(f"*{records.ENDED}"):
+        if not records.of_files(records.files_of(file.parent), job, most=0):
+            for other in records.files_of(file.parent, records.ENDED):
                 if records.of_files([other], job, most=0):
                     other.unlink(missing_ok=True)
 
@@ -72,9 +72,9 @@ def leave() -> None:
         return
     try:
         # With a timeline, records of running ranks are beside the trace, not in the folder.
-        files = [] if folder is None else [*folder.glob(f"*{records.ENDED}")]
+        files = [] if folder is None else records.files_of(folder, records.ENDED)
         for place in {file.parent, folder or file.parent}:
-            files += place.glob(f"*{records.ENDING}")
+            files += records.files_of(place)
         everyone = records.of_files(files, recorder.job())
         if folder is not None and everyone:
             flight_record.write(folder, everyone)

@@ -290,7 +290,7 @@ def test_what_is_not_a_recorders_file_is_not_read(
     assert records.of_memory(whole).rank == 0
     path = tmp_path / "0.operations"
     path.write_bytes(os.urandom(len(whole)) if length is None else whole[:length])
-    assert flight_record.read(tmp_path) == []
+    assert records.of_files(records.files_of(tmp_path)) == []
     with pytest.raises(SystemExit):
         main(["flight-record", str(tmp_path)])
 
@@ -316,7 +316,7 @@ def test_a_damaged_file_does_not_keep_others_from_being_read(
         text = json.loads(whole[begin:end].partition(b"\0")[0]) | described
         written = json.dumps({name: x for name, x in text.items() if x is not None}).encode()
         whole[begin:end] = written.ljust(end - begin, b"\0")
-    assert [one.rank for one in flight_record.read(tmp_path)] == [0]
+    assert [one.rank for one in records.of_files(records.files_of(tmp_path))] == [0]
     assert list(top.sample([tmp_path]).ranks) == [0]
 
 
