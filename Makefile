@@ -135,10 +135,12 @@ test: $(QUICK_READY) ## run the tests that launch no job, and a job of each kind
 test-all: test test-rest ## run all tests, under Open MPI and under MPICH (25 minutes)
 
 test-rest: $(TEST_READY) ## run the tests that `make test` leaves out
-	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
+	$(MPI_DEMAND) $(PY) -m pytest --in-files-with served -m "served and not quick" $(ARGS) $(SELECTED)
+	$(MPI_DEMAND) $(PY) -m pytest -m "not ($(IN_QUICK)) and not served and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
 	$(MPI_DEMAND) $(PY) -m pytest --in-files-with two_at_a_time -m "not ($(IN_QUICK)) and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
 ifndef MPIEXEC
-	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and served" $(ARGS) $(SELECTED)
+	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and not served and not two_at_a_time" $(call at_once,4) $(ARGS) $(SELECTED)
 	HORO_LITE_TEST_MPI=mpich $(MPICH)/bin/python -m pytest --in-files-with mpi -m "mpi and two_at_a_time" $(call at_once,2) $(ARGS) $(SELECTED)
 endif
 

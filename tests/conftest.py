@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from launch import mpi_name
-from worlds import close_worlds
+from worlds import ON_RANKS, close_worlds
 
 # Make threads of OpenMP and OpenBLAS sleep while they wait. By default they spin, which costs more
 # than the work itself when jobs share two cores: ResNet-50 on one rank takes 39 s of CPU instead of
@@ -68,7 +68,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _refuse_unmarked_process(event: str, args: tuple[object, ...]) -> None:
-    """Raise in a test that starts a process and is not marked so (an audit hook)."""
+    """Raise in a test that starts a process, or shares ranks, and is not marked so."""
+    if event == ON_RANKS and _running and not _running.get_closest_marker("served"):
+        raise RuntimeError(
+            f"{_running.nodeid} uses ranks of others: mark it with pytest.mark.served"
+        )
     if event == "subprocess.Popen" and _running and not _running.get_closest_marker("launches"):
         raise RuntimeError(
             f"{_running.nodeid} starts {args[0]}: mark it with pytest.mark.launches (or mpi, if it "
@@ -83,12 +87,13 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is repeated under MPICH, or has an environment of its own, as launching.
+    """Mark what is served, repeated under MPICH, or has an environment of its own, as launching.
 
     Raise if a `shows` mark names a feature that docs/frameworks.md does not have.
     """
     for item in items:
-        if item.get_closest_marker("mpi") or item.path.parent.name in ("frameworks", "clusters"):
+        implied = any(item.get_closest_marker(name) for name in ("served", "mpi"))
+        if implied or item.path.parent.name in ("frameworks", "clusters"):
             item.add_marker("launches")
         for mark in item.iter_markers("shows"):
             unknown = [feature for feature in mark.args if feature not in FEATURES]

@@ -12,7 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 from conftest import FEATURES
-from launch import run_ranks, run_threads
+from launch import run_threads
+from worlds import script_on_ranks
 
 import horo_lite
 from horo_lite import errors
@@ -152,12 +153,13 @@ def learned(np: int, rows: str, names: list[str]) -> dict[str, list[float]]:
     """Return what each snippet has learned from `rows` of its batches (see snippets_ranks.py)."""
     script = ROOT / "tests" / "support" / "snippets_ranks.py"
     args = [rows, str(SNIPPETS), *names]
-    result = run_ranks(script, np, args=args, launcher=np > 1, timeout_s=60).check()
+    result = script_on_ranks(script, np, args=args, timeout_s=60)
     found: dict[str, list[float]] = json.loads(result.stdout)
     assert set(found) == set(names)
     return found
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     "names",
@@ -296,6 +298,7 @@ def test_every_cell_of_the_table_of_frameworks_has_a_test_and_every_test_a_cell(
     assert rows == {key: set().union(*map(shown_by, paths)) for key, paths in files.items()}
 
 
+@pytest.mark.served
 @needs_torch
 @pytest.mark.mpi
 def test_what_stands_beside_torch_distributed_does_the_same(tmp_path: Path) -> None:
@@ -386,5 +389,5 @@ def test_what_stands_beside_torch_distributed_does_the_same(tmp_path: Path) -> N
     hvd.shutdown()
     print("alike")
     """
-    result = run_ranks(code, 3, timeout_s=90).check()
+    result = script_on_ranks(code, 3, timeout_s=90)
     assert result.stdout.count("alike") == 3

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import RanksFailedError, run_ranks, run_threads
+from worlds import on_ranks
 
 import horo_lite as hvd
 from horo_lite import Average, Max, Min, Op, Product, Sum, ops
@@ -641,9 +642,10 @@ def test_sync_batch_norm_of_those_that_have_batches() -> None:
 
 # Real jobs.
 
-TORCH_JOB = """
-    import numpy as np
+
+def train_on_uneven_batches() -> None:
     import torch
+
     import horo_lite.torch as hvd
 
     pair = hvd.ProcessSet([0, 2])
@@ -671,15 +673,12 @@ TORCH_JOB = """
     hvd.join()
     if rank != 1:
         assert hvd.allreduce(torch.tensor(rank), op=hvd.Sum, process_set=pair) == 2
-    print("joined", flush=True)
-"""
 
 
-@pytest.mark.launches
+@pytest.mark.served
 def test_a_torch_job_with_uneven_batches() -> None:
     pytest.importorskip("torch")
-    result = run_ranks(TORCH_JOB, 3, timeout_s=90).check()
-    assert result.stdout.count("joined") == 3, str(result)
+    on_ranks(train_on_uneven_batches, 3, timeout_s=90)
 
 
 JOB = """

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from launch import run_ranks
+from worlds import script_on_ranks
 
 from horo_lite.__main__ import main
 from horo_lite.recording import recorder, timeline
@@ -415,6 +416,7 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.served
 @HOSTS
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
 def test_both_buckets_of_a_training_step_are_in_it(op: str, hosts: str, tmp_path: Path) -> None:
@@ -422,7 +424,7 @@ def test_both_buckets_of_a_training_step_are_in_it(op: str, hosts: str, tmp_path
     path = tmp_path / "trace-{rank}.json"
     env = {"HORO_LITE_TEST_HOSTS": hosts, "TRACE": str(path), "OP": op}
     env["HORO_LITE_OVERLAP"] = "always"
-    run_ranks(TORCH, 2, env=env, timeout_s=90).check()
+    script_on_ranks(TORCH, 2, env=env, timeout_s=90)
     for rank in range(2):
         done = check_pairs(events_of(Path(str(path).replace("{rank}", str(rank)))), rank)
         buckets = {name: e for name, e in done.items() if "bucket" in name}

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import run_ranks, run_threads
+from launch import run_threads
+from worlds import script_on_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -505,8 +506,9 @@ def test_the_memory_goes_with_the_optimizer_and_the_last_gradient() -> None:
 SCRIPT = Path(__file__).with_name("bucket_views_ranks.py")
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 def test_processes_forks_copies_cycles_and_sets() -> None:
-    result = run_ranks(SCRIPT, 3, timeout_s=60).check()
+    result = script_on_ranks(SCRIPT, 3, timeout_s=60)
     assert re.findall(r"shared (\w+)", result.stdout) == ["True"] * 3, result
     assert "Error" not in result.stderr, result

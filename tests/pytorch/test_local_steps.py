@@ -369,6 +369,7 @@ def two_steps() -> list[float]:
     return weights
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.timeout(180)
 def test_processes_on_two_hosts() -> None:

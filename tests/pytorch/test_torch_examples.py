@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launch import Result, run_ranks
+from worlds import script_on_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.timeout(6 * LIMIT_S)
 
 
 def run(example: str, np: int, *args: object) -> Result:
+    """Return what the example printed."""
+    arguments = [str(arg) for arg in args]
+    return script_on_ranks(EXAMPLES / example, np, args=arguments, timeout_s=LIMIT_S)
+
+
+def start(example: str, np: int, *args: object) -> Result:
     """Return how the example ended; one rank runs without a launcher, as for most users."""
     arguments = [str(arg) for arg in args]
     return run_ranks(EXAMPLES / example, np, args=arguments, launcher=np > 1, timeout_s=LIMIT_S)
@@ -41,28 +48,30 @@ def numbers(pattern: str, result: Result) -> list[float]:
     ],
 )
 def test_digits_are_learned(size: int, flags: str) -> None:
-    result = run("mnist.py", size, "--epochs", 6, *flags.split()).check()
+    as_users_do = start if not flags else run
+    result = as_users_do("mnist.py", size, "--epochs", 6, *flags.split())
     accuracies = numbers(r"accuracy ([\d.]+)", result)
     assert len(accuracies) == 6
     assert accuracies[-1] > 0.93, result
     assert result.stdout.count(f"parameters identical on {size} rank(s)") == 1
 
 
-@pytest.mark.launches
+@pytest.mark.served
 def test_mnist_takes_idx_files(tmp_path: Path) -> None:
     from test_examples import write_mnist
 
     write_mnist(tmp_path)
-    result = run("mnist.py", 1, "--epochs", 1, "--data", tmp_path).check()
+    result = run("mnist.py", 1, "--epochs", 1, "--data", tmp_path)
     assert "step 5 of 5" in result.stdout  # 130 images of noise
     assert numbers(r"accuracy ([\d.]+)", result)[0] * 20 % 1 == pytest.approx(0)
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_synthetic_benchmark_counts_images(size: int) -> None:
     flags = "--batch-size 2 --image-size 32 --num-warmup-batches 1 --num-iters 3"
-    result = run("synthetic_benchmark.py", size, *flags.split(), "--fp16-allreduce").check()
+    result = run("synthetic_benchmark.py", size, *flags.split(), "--fp16-allreduce")
     turns = numbers(r"with exchange, turn \d: ([\d.]+)", result)
     assert len(turns) == 3
     (of_one,) = numbers(r"images/s per rank: ([\d.]+)", result)
@@ -85,11 +94,12 @@ def test_its_resnet50_is_one() -> None:
 @pytest.mark.launches
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="it is there")
 def test_other_models_need_torchvision() -> None:
-    result = run("synthetic_benchmark.py", 1, "--model", "resnet18")
+    result = start("synthetic_benchmark.py", 1, "--model", "resnet18")
     assert result.returncode != 0
     assert "--model resnet18 needs torchvision: pip install torchvision" in result.stderr
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("size", "flags"),
@@ -100,7 +110,7 @@ def test_other_models_need_torchvision() -> None:
 )
 def test_the_language_model_knows_more_than_how_often_bytes_occur(size: int, flags: str) -> None:
     small = "--steps 80 --context 64 --width 64 --heads 2 --warmup 10 --lr 0.006"
-    result = run("language_model.py", size, *small.split(), *flags.split()).check()
+    result = run("language_model.py", size, *small.split(), *flags.split())
     (validation,) = numbers(r"validation loss ([\d.]+)", result)
     (without,) = numbers(r"unigram ([\d.]+)", result)
     assert 2.5 < without < 4.5, "nats per byte of Python's sources"

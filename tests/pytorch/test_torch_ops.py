@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from launch import run_ranks, run_threads
 from oracle import adasum_reference
+from worlds import on_ranks, script_on_ranks
 
 torch = pytest.importorskip("torch")
 
 import horo_lite.torch as hvd  # noqa: E402
 from horo_lite import ops  # noqa: E402
 from horo_lite.collectives.group import Group  # noqa: E402
-from horo_lite.errors import MismatchError  # noqa: E402
+from horo_lite.errors import MismatchError, NotInitializedError  # noqa: E402
 from horo_lite.state.optimizer_state import in_host_memory  # noqa: E402
 from horo_lite.torch import compression, mpi_ops  # noqa: E402
 from horo_lite.torch.adasum import adasum_  # noqa: E402
@@ -504,23 +505,21 @@ def test_gradients_are_horovods(size: int) -> None:
     run_threads(size, check_gradients, timeout_s=60)
 
 
+def check_gradients_in_process_sets() -> list[int]:
+    sets = [hvd.ProcessSet(ranks) for ranks in ([1], [0, 2], [0, 1, 3], [1, 2, 3])]
+    hvd.init(process_sets=sets)
+    own = [each for each in sets if each.included()]
+    for each in own:
+        check_gradients(each.group())
+    return [each.size() for each in own]
+
+
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize("hosts", ["4", "2,1,1"])
 def test_gradients_are_horovods_in_process_sets_of_one_to_three(hosts: str) -> None:
-    code = f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import horo_lite.torch as hvd
-        from test_torch_ops import check_gradients
-        sets = [hvd.ProcessSet(ranks) for ranks in ([1], [0, 2], [0, 1, 3], [1, 2, 3])]
-        hvd.init(process_sets=sets)
-        for each in sets:
-            if each.included():
-                check_gradients(each.group())
-        print("rank", hvd.rank(), "is done")
-    """
-    result = run_ranks(code, 4, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=120).check()
-    assert result.stdout.count("is done") == 4
+    checked = on_ranks(check_gradients_in_process_sets, 4, hosts=hosts, timeout_s=120)
+    assert checked == [[2, 3], [1, 3, 3], [2, 3], [3, 3]]
 
 
 def test_other_reductions_say_that_they_have_no_gradient() -> None:
@@ -990,98 +989,103 @@ def test_parameters_in_any_of_horovods_forms() -> None:
 
 # Real jobs.
 
-JOB = """
-    import json, os, pathlib, warnings
-    import torch
-    import horo_lite.torch as hvd
-    from horo_lite.errors import MismatchError, NotInitializedError
+
+def two_lives_with_process_sets() -> None:
+    even = hvd.ProcessSet([2, 0])
+    for _ in range(2):
+        live_with_process_sets(even)
+
+
+def live_with_process_sets(even: hvd.ProcessSet) -> None:
     from mpi4py import MPI
 
-    def fails(kind, call):
+    def fails(kind: type[Exception], call: Callable[[], object]) -> str:
         try:
             call()
         except kind as error:
             return str(error)
         raise AssertionError("no error")
 
-    even = hvd.ProcessSet([2, 0])
-    for cycle in range(2):
-        world = hvd.init(process_sets=[even, [1]])
-        assert hvd.init() is world
-        rank, size = hvd.rank(), hvd.size()
-        assert (size, hvd.global_process_set.process_set_id) == (3, 0)
-        assert hvd.global_process_set.ranks == [0, 1, 2] and hvd.global_process_set.rank() == rank
-        assert even.process_set_id == 1 and even.ranks == [0, 2] and even.size() == 2
-        assert even.included() == (rank != 1)
-        x = torch.full((4,), 10.0**rank)
-        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4  # unnamed: numbered again
+    world = hvd.init(process_sets=[even, [1]])
+    assert hvd.init() is world
+    rank, size = hvd.rank(), hvd.size()
+    assert (size, hvd.global_process_set.process_set_id) == (3, 0)
+    assert hvd.global_process_set.ranks == [0, 1, 2]
+    assert hvd.global_process_set.rank() == rank
+    assert even.process_set_id == 1
+    assert even.ranks == [0, 2]
+    assert even.size() == 2
+    assert even.included() == (rank != 1)
+    x = torch.full((4,), 10.0**rank)
+    assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4  # unnamed: numbered again
 
-        if even.included():
-            assert even.rank() == rank // 2
-            k = dict(process_set=even)
-            assert hvd.allreduce(x, op=hvd.Sum, **k)[0] == 101
-            assert hvd.allgather(x[:1], **k).tolist() == [1, 100]
-            assert hvd.broadcast(x, 2, **k)[0] == 100  # roots are named as in the world
-            assert hvd.alltoall(x, [1, 3], **k)[1].tolist() == [1 if rank == 0 else 3] * 2
-            assert hvd.reducescatter(x, op=hvd.Max, **k).tolist() == [100, 100]
-            assert hvd.allreduce(x, op=hvd.Adasum, **k)[0] > 1
-            assert hvd.broadcast_object(rank, 2, **k) == 2
-            assert hvd.allgather_object(rank, **k) == [0, 2]
-            hvd.barrier(even)
-            hvd.broadcast_parameters({"x": x.clone()}, 2, **k)
-            assert "root_rank" in fails(ValueError, lambda: hvd.broadcast(x, 1, **k))
-            text = fails(MismatchError, lambda: hvd.allreduce(x[: 1 + rank], **k))
-            assert "rank 0:" in text and "rank 2:" in text, text
-            y = x.clone().requires_grad_()
-            (hvd.allreduce(y, op=hvd.Sum, **k) * (rank + 1)).sum().backward()
-            assert y.grad.tolist() == [4.0] * 4
-        else:
-            assert "rank 1 is not" in fails(ValueError, lambda: hvd.barrier(even))
-            fails(ValueError, even.rank)
+    if even.included():
+        assert even.rank() == rank // 2
+        k = {"process_set": even}
+        assert hvd.allreduce(x, op=hvd.Sum, **k)[0] == 101
+        assert hvd.allgather(x[:1], **k).tolist() == [1, 100]
+        assert hvd.broadcast(x, 2, **k)[0] == 100  # roots are named as in the world
+        assert hvd.alltoall(x, [1, 3], **k)[1].tolist() == [1 if rank == 0 else 3] * 2
+        assert hvd.reducescatter(x, op=hvd.Max, **k).tolist() == [100, 100]
+        assert hvd.allreduce(x, op=hvd.Adasum, **k)[0] > 1
+        assert hvd.broadcast_object(rank, 2, **k) == 2
+        assert hvd.allgather_object(rank, **k) == [0, 2]
+        hvd.barrier(even)
+        hvd.broadcast_parameters({"x": x.clone()}, 2, **k)
+        assert "root_rank" in fails(ValueError, lambda: hvd.broadcast(x, 1, **k))
+        text = fails(MismatchError, lambda: hvd.allreduce(x[: 1 + rank], **k))
+        assert "rank 0:" in text, text
+        assert "rank 2:" in text, text
+        y = x.clone().requires_grad_()
+        (hvd.allreduce(y, op=hvd.Sum, **k) * (rank + 1)).sum().backward()
+        assert y.grad.tolist() == [4.0] * 4
+    else:
+        assert "rank 1 is not" in fails(ValueError, lambda: hvd.barrier(even))
+        fails(ValueError, even.rank)
 
-        # Overlapping sets, added and removed, used at the same time and in different orders.
-        sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [2, 0])]
-        assert [s.process_set_id for s in sets] == [3, 4, 0, 1]
-        handles = {}
-        for i in (range(4) if rank else reversed(range(4))):
-            if sets[i].included():
-                handles[i] = hvd.allreduce_async(x, name="same", op=hvd.Sum, process_set=sets[i])
-        for i, handle in handles.items():
-            assert hvd.synchronize(handle)[0] == sum(10.0**r for r in sets[i].ranks)
-        assert hvd.remove_process_set(sets[0]) and sets[0].process_set_id is None
-        assert not hvd.remove_process_set(hvd.global_process_set)
-        fails(ValueError, lambda: hvd.allreduce(x, process_set=sets[0]))
-        fails(ValueError, lambda: hvd.remove_process_set(sets[0]))
-        fails(MismatchError, lambda: hvd.add_process_set([rank]))
-        fails(ValueError, lambda: hvd.add_process_set([0, 7]))
-        assert hvd.add_process_set(sets[0]).process_set_id == 5
-        assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4
+    # Overlapping sets, added and removed, used at the same time and in different orders.
+    sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 1, 2], [2, 0])]
+    assert [s.process_set_id for s in sets] == [3, 4, 0, 1]
+    handles = {}
+    for i in range(4) if rank else reversed(range(4)):
+        if sets[i].included():
+            handles[i] = hvd.allreduce_async(x, name="same", op=hvd.Sum, process_set=sets[i])
+    for i, handle in handles.items():
+        assert hvd.synchronize(handle)[0] == sum(10.0**r for r in sets[i].ranks)
+    assert hvd.remove_process_set(sets[0])
+    assert sets[0].process_set_id is None
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    fails(ValueError, lambda: hvd.allreduce(x, process_set=sets[0]))
+    fails(ValueError, lambda: hvd.remove_process_set(sets[0]))
+    fails(MismatchError, lambda: hvd.add_process_set([rank]))
+    fails(ValueError, lambda: hvd.add_process_set([0, 7]))
+    assert hvd.add_process_set(sets[0]).process_set_id == 5
+    assert hvd.allreduce(x, op=hvd.Sum).tolist() == [111.0] * 4
 
-        # Parts of a split communicator: every rank passes its own, numbered in rank order.
-        part = hvd.ProcessSet(MPI.COMM_WORLD.Split(0 if rank == 1 else 1, -rank))
-        assert hvd.add_process_set(part).ranks == ([1] if rank == 1 else [0, 2])
-        assert part.process_set_id == (2 if rank == 1 else 1)
-        assert hvd.allreduce(x, op=hvd.Sum, process_set=part)[0] == (10 if rank == 1 else 101)
-        null = hvd.ProcessSet(MPI.COMM_WORLD.Split(MPI.UNDEFINED if rank == 1 else 1, rank))
-        assert hvd.add_process_set(null).process_set_id == (None if rank == 1 else 1)
+    # Parts of a split communicator: every rank passes its own, numbered in rank order.
+    part = hvd.ProcessSet(MPI.COMM_WORLD.Split(0 if rank == 1 else 1, -rank))
+    assert hvd.add_process_set(part).ranks == ([1] if rank == 1 else [0, 2])
+    assert part.process_set_id == (2 if rank == 1 else 1)
+    assert hvd.allreduce(x, op=hvd.Sum, process_set=part)[0] == (10 if rank == 1 else 101)
+    null = hvd.ProcessSet(MPI.COMM_WORLD.Split(MPI.UNDEFINED if rank == 1 else 1, rank))
+    assert hvd.add_process_set(null).process_set_id == (None if rank == 1 else 1)
 
-        fails(MismatchError, lambda: hvd.broadcast(x, rank))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            handle = hvd.allreduce_async(x, name="over the end")
-        hvd.shutdown()
-        assert not hvd.is_initialized() and even.process_set_id is None
-        fails(NotInitializedError, lambda: hvd.synchronize(handle))
-        fails(ValueError, lambda: hvd.allreduce(x, process_set=even))
-    print("rank", rank, "is done")
-"""
+    fails(MismatchError, lambda: hvd.broadcast(x, rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = hvd.allreduce_async(x, name="over the end")
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    assert even.process_set_id is None
+    fails(NotInitializedError, lambda: hvd.synchronize(handle))
+    fails(ValueError, lambda: hvd.allreduce(x, process_set=even))
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize("hosts", ["3", "2,1"])
 def test_a_job_with_process_sets_and_two_lives(hosts: str) -> None:
-    result = run_ranks(JOB, 3, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
-    assert result.stdout.count("is done") == 3
+    on_ranks(two_lives_with_process_sets, 3, hosts=hosts, timeout_s=60)
 
 
 @pytest.mark.mpi
@@ -1138,6 +1142,7 @@ def test_sets_without_thread_multiple_then_some_ranks_and_their_timeline(tmp_pat
         assert all(event["dur"] > 0 and event["pid"] == rank for event in events)
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 def test_a_script_as_horovods_documentation_has_it() -> None:
     code = """
@@ -1196,7 +1201,7 @@ def test_a_script_as_horovods_documentation_has_it() -> None:
         if hvd.rank() == 0:
             print("trained")
     """
-    assert "trained" in run_ranks(code, 2, timeout_s=60).check().stdout
+    assert "trained" in script_on_ranks(code, 2, timeout_s=60).stdout
 
 
 @pytest.mark.launches

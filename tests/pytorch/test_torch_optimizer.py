@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from launch import RanksFailedError, run_ranks, run_threads
 from recording import Recording
+from worlds import on_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -1781,47 +1782,49 @@ def test_a_scheduler_that_follows_a_ranks_own_loss_is_an_error() -> None:
     run_threads(2, rank)
 
 
-SETS = """
-import torch
-import horo_lite.torch as hvd
+def train_in_a_process_set_and_in_all() -> None:
+    import horo_lite.torch as hvd
 
-hvd.init()
-rank, size = hvd.rank(), hvd.size()
-some = hvd.add_process_set([0, 2])
-torch.manual_seed(rank)
-net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
-ones = hvd.DistributedOptimizer(torch.optim.Adam(net[0].parameters(), lr=0.1), process_set=some)
-all_ = hvd.DistributedOptimizer(torch.optim.SGD(net[2].parameters(), lr=0.1 + rank, momentum=0.9),
-                                net.named_parameters(), hvd.Compression.none, 1, hvd.Average,
-                                gradient_as_bucket_view=True)
-hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-hvd.broadcast_optimizer_state(all_, root_rank=0)
-for step in range(3):
-    x = torch.full((3, 4), float(rank + step + 1), dtype=torch.float64)
-    ones.zero_grad()
-    all_.zero_grad()
-    net(x).pow(2).sum().backward()
-    found = hvd.allgather_object([p.grad.tolist() for p in net.parameters()])
-    assert found[0][:2] == found[2][:2] != found[1][:2]
-    assert found[0][2:] == found[1][2:] == found[2][2:]
-    ones.step()
-    all_.step()
-assert all_._exchange.reducer.shared is None  # not between hosts
-found = hvd.allgather_object([p.tolist() for p in net.parameters()])
-assert found[0] == found[2]
-assert found[0][2:] == found[1][2:]
-try:
-    hvd.DistributedOptimizer(torch.optim.SGD([torch.zeros(2)], lr=0.1), op=hvd.Adasum)
-except ValueError as error:
-    assert "power of two, not 3" in str(error)
-    print("rank", rank, "done")
-"""
+    hvd.init()
+    rank = hvd.rank()
+    some = hvd.add_process_set([0, 2])
+    torch.manual_seed(rank)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    ).double()
+    ones = hvd.DistributedOptimizer(torch.optim.Adam(net[0].parameters(), lr=0.1), process_set=some)
+    all_ = hvd.DistributedOptimizer(
+        torch.optim.SGD(net[2].parameters(), lr=0.1 + rank, momentum=0.9),
+        net.named_parameters(),
+        hvd.Compression.none,
+        1,
+        hvd.Average,
+        gradient_as_bucket_view=True,
+    )
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(all_, root_rank=0)
+    for step in range(3):
+        x = torch.full((3, 4), float(rank + step + 1), dtype=torch.float64)
+        ones.zero_grad()
+        all_.zero_grad()
+        net(x).pow(2).sum().backward()
+        found = hvd.allgather_object([p.grad.tolist() for p in net.parameters()])
+        assert found[0][:2] == found[2][:2] != found[1][:2]
+        assert found[0][2:] == found[1][2:] == found[2][2:]
+        ones.step()
+        all_.step()
+    assert all_._exchange.reducer.shared is None  # not between hosts
+    found = hvd.allgather_object([p.tolist() for p in net.parameters()])
+    assert found[0] == found[2]
+    assert found[0][2:] == found[1][2:]
+    with pytest.raises(ValueError, match="power of two, not 3"):
+        hvd.DistributedOptimizer(torch.optim.SGD([torch.zeros(2)], lr=0.1), op=hvd.Adasum)
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 def test_process_sets_and_two_hosts() -> None:
-    result = run_ranks(SETS, 3, env={"HORO_LITE_TEST_HOSTS": "2,1"}, timeout_s=60).check()
-    assert result.stdout.count("done") == 3, result
+    on_ranks(train_in_a_process_set_and_in_all, 3, hosts="2,1", timeout_s=60)
 
 
 def test_a_world_of_one_has_no_hooks(watched: Any) -> None:

@@ -34,6 +34,8 @@ from typing import TextIO, TypeVar
 import launch
 
 T = TypeVar("T")
+ON_RANKS = "worlds.on_ranks"  # an audit event: conftest.py requires a mark
+_NOT_OURS = {"tqdm_monitor"}  # threads of frameworks
 _OF_INIT = re.compile(r"HORO_LITE_|\w+_NUM_THREADS$")
 
 
@@ -66,6 +68,7 @@ def on_ranks(
     all ranks' exceptions with the values of their variables and their output, the next test has a
     new world.
     """
+    sys.audit(ON_RANKS)
     call = _Call(
         function.__code__.co_filename,  # type: ignore[attr-defined]
         function.__qualname__,
@@ -196,11 +199,15 @@ def _state() -> dict[str, object]:
         with contextlib.suppress(OSError):
             links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return {
-        "Python threads": sorted(thread.name for thread in threading.enumerate()),
+        "Python threads": sorted({thread.name for thread in threading.enumerate()} - _NOT_OURS),
         "native threads": sorted(name for name in threads if name.startswith("horo")),
         "shared memory": sorted(link for link in links if "memfd:" in link),
         "signal handlers": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)],
-        "hooks": (sys.excepthook, threading.excepthook, sys.exit),
+        "hooks": [  # torch.distributed leaves its own
+            hook
+            for hook in (sys.excepthook, threading.excepthook, sys.exit)
+            if (hook.__module__ or "").startswith("horo_lite")
+        ],
         # Frameworks set others when they are imported.
         **{f"${name}": value for name, value in os.environ.items() if _OF_INIT.match(name)},
         "working directory": os.getcwd(),

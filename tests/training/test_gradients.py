@@ -13,7 +13,8 @@ import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from launch import run_ranks, run_threads
+from launch import run_threads
+from worlds import script_on_ranks
 
 from horo_lite import Average, Compression, Group, Max, MismatchError, Sum, grad_and_average, ops
 from horo_lite import average_gradients as average
@@ -399,6 +400,7 @@ def test_torchs_functions() -> None:
     run_threads(2, rank)
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 def test_in_a_job() -> None:
     """The world's group is the default, and a world of one needs no launcher."""
@@ -412,5 +414,5 @@ def test_in_a_job() -> None:
     square = hvd.grad_and_average(lambda x: (x * x, 2 * x))
     assert square(1.0 * hvd.rank(), weight=hvd.rank() + 1)[1] == {1: 0.0, 3: 8 / 3}[hvd.size()]
     """
-    run_ranks(code, 3).check()
-    run_ranks(code, 1, launcher=False).check()
+    script_on_ranks(code, 3)
+    script_on_ranks(code, 1)

@@ -9,12 +9,12 @@ import re
 import sys
 import textwrap
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from launch import run_ranks, run_threads
+from launch import run_threads
+from worlds import on_ranks
 
 from horo_lite import adapters, ops
 from horo_lite.adapters import Adapter, from_numpy, register_adapter, to_host
@@ -827,56 +827,46 @@ def test_no_framework_is_imported() -> None:
     assert shown.stdout == "[]\n"
 
 
-PROCESSES = f"""
-import pickle
-import sys
+def train_in_a_job() -> str:
+    import horo_lite as hvd
 
-import numpy as np
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import test_optimizer as t
-
-import horo_lite as hvd
-
-world = hvd.init()
-net = t.network(seed=world.rank)
-hvd.broadcast_parameters(net)
-optimizer = hvd.DistributedOptimizer(t.Momentum(net), named_parameters=net.items())
-for step in range(4):
-    optimizer.zero_grad()
-    x, y = t.samples(12, step)
-    t.backward(net, x[world.rank :: world.size], y[world.rank :: world.size])
-    optimizer.step()
-assert t.close(net, t.alone(4))
-bits = [net[name].data.tobytes() for name in net]
-assert hvd.allgather_object(bits, group=world.group) == [bits] * world.size
-
-again = pickle.loads(pickle.dumps(optimizer))
-assert type(again) is hvd.DistributedOptimizer
-assert [name for name, _ in again._own.named()] == ["w", "b"]
-again.params["b"].grad = np.full(2, float(world.rank))
-again.step()
-assert (again.params["b"].grad == (world.size - 1) / 2).all()
-
-if world.size > 1:
-    if world.rank == world.size - 1:
-        net["w"].grad = np.zeros((7, 2))
-    try:
+    world = hvd.init()
+    net = network(seed=world.rank)
+    hvd.broadcast_parameters(net)
+    optimizer = hvd.DistributedOptimizer(Momentum(net), named_parameters=net.items())
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = samples(12, step)
+        backward(net, x[world.rank :: world.size], y[world.rank :: world.size])
         optimizer.step()
-        raise AssertionError("no mismatch")
-    except hvd.MismatchError as error:
-        assert f"rank {{world.size - 1}} has 'w' float64[7, 2]" in str(error), error
-    net["w"].grad = np.zeros((3, 2))
-    optimizer.step()
-hvd.shutdown()
-print("all is well over", world.transport)
-"""
+    assert close(net, alone(4))
+    bits = [net[name].data.tobytes() for name in net]
+    assert hvd.allgather_object(bits, group=world.group) == [bits] * world.size
+
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert type(again) is hvd.DistributedOptimizer
+    assert [name for name, _ in again._own.named()] == ["w", "b"]
+    again.params["b"].grad = np.full(2, float(world.rank))
+    again.step()
+    assert (again.params["b"].grad == (world.size - 1) / 2).all()
+
+    if world.size > 1:
+        if world.rank == world.size - 1:
+            net["w"].grad = np.zeros((7, 2))
+        with pytest.raises(
+            hvd.MismatchError, match=rf"rank {world.size - 1} has 'w' float64\[7, 2\]"
+        ):
+            optimizer.step()
+        net["w"].grad = np.zeros((3, 2))
+        optimizer.step()
+    return world.transport
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "hosts", "transport"),
     [(1, "", "solo"), (2, "", "shm"), (3, "", "shm"), (2, "1,1", "mpi"), (4, "2,2", "mpi")],
 )
 def test_processes(ranks: int, hosts: str, transport: str) -> None:
-    result = run_ranks(PROCESSES, ranks, env={"HORO_LITE_TEST_HOSTS": hosts}, timeout_s=60).check()
-    assert result.stdout.count(f"all is well over {transport}") == ranks
+    assert set(on_ranks(train_in_a_job, ranks, hosts=hosts, timeout_s=60)) == {transport}

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import run_ranks, run_threads
+from launch import run_threads
+from worlds import script_on_ranks
 
 import horo_lite as hvd
 from horo_lite import context
@@ -136,6 +137,7 @@ def test_a_reducer_measures_from_the_first_gradient_to_the_last(clocks: Clocks) 
     run_threads(1, rank)
 
 
+@pytest.mark.served
 @pytest.mark.mpi
 def test_gradients_are_the_same_bits_whenever_they_leave(tmp_path: Any) -> None:
     """Each rank may have its own setting; the trace shows when they were sent."""
@@ -170,7 +172,7 @@ def test_gradients_are_the_same_bits_whenever_they_leave(tmp_path: Any) -> None:
     for setting in ("never", "always", "auto", "each its own"):
         path = tmp_path / f"{setting}.json"
         env = {"HORO_LITE_TIMELINE": str(path)}
-        done = run_ranks(code, 2, args=[setting], env=env).check()
+        done = script_on_ranks(code, 2, args=[setting], env=env)
         (found[setting],) = {line for line in done.stdout.splitlines() if "bits" in line}
         if setting != "auto":  # this one depends on how busy the machine is
             assert ("bucket 1 of" in path.read_text()) == (setting != "never")
