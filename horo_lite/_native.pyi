@@ -302,8 +302,6 @@ class Carrier(PointToPoint):
             Callable[[], bool],
         ],
         allgather: Callable[[int, int, int], Callable[[], bool]],
-        wait: Callable[[Callable[[], bool], Callable[[], object]], None] | None = None,
-        largest_message: int | None = None,
     ) -> Carrier:
         """Over anything.
 
@@ -311,9 +309,6 @@ class Carrier(PointToPoint):
             start: As of `PointToPoint.calling`.
             allgather: Given (address, n_bytes, address), leaves every rank's bytes at the second
                 address, in rank order; collective.
-            wait: Given what these have returned and `on_idle`, returns when that is complete.
-                Calls `on_idle` some 20 times a second, which raises to stop it.
-            largest_message: Bytes; longer ones are sent in pieces.
         """
 
 class ControlChannel:
@@ -477,13 +472,8 @@ class HostsGroup(EngineGroup):
         training thread.
         """
 
-    def for_engine(
-        self, wake_ups: ControlChannel, on_stop: Callable[[], object] | None = None
-    ) -> None:
-        """Let an engine use it: to be called before `Engine.over`.
-
-        `on_stop` ends what other threads were to do for the engine's.
-        """
+    def for_engine(self, wake_ups: ControlChannel) -> None:
+        """Let an engine use it: to be called before `Engine.over`."""
 
     @property
     def label(self) -> str:
@@ -566,8 +556,8 @@ class Job:
     def withdraw(self, beside: bool = False) -> bool:
         """True where it was not run and never will be; False where it is done.
 
-        Waits for no other rank's program. `beside` the thread that may call MPI, which then has to
-        let the engine go on.
+        Waits for no other rank's program. `beside` the training thread: asks for the GIL only once
+        it is done.
         """
 
     def wait(self, beside: bool = False) -> None:
@@ -630,12 +620,8 @@ class Engine:
         direct: EngineGroup,
         ranks: Sequence[int],
         explain: Callable[[str, list[str], list[int]], str],
-        serve: Callable[[float], bool] | None = None,
     ) -> Engine:
-        """Over a group that is the engines' own; `direct` is that of the same ranks' direct calls.
-
-        `serve(timeout_s)`, where MPI allows one thread only, makes the calls that `group` asks for.
-        """
+        """Over a group of the engines' own; `direct` is that of the same ranks' direct calls."""
 
     def watched_by(self, detector: StallDetector) -> None:
         """To be called at once, if at all."""

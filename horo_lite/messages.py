@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -479,16 +478,12 @@ class Messages:
         return bool(self._receiving or self._fetching) or any(self._outgoing)
 
     def _run_beside(self) -> None:
-        executor = self._transport.executor
-        progress = self._progress_beside
-        if executor is not None:
-            progress = partial(executor.call, progress)
         while True:
             with self._lock:
                 while not self._is_closed and (self._n_waiting or not self._is_under_way()):
                     self._to_do.wait()
             try:
-                progress()
+                self._progress_beside()
             except OSError:  # short of descriptors: try again later
                 pass
             except HoroLiteError:  # the world has ended, or is lost: `wait` raises it, too

@@ -33,7 +33,6 @@ from horo_lite.collectives.compression import Compression, Compressor
 from horo_lite.collectives.group import Group, NullGroup
 from horo_lite.collectives.handle import Handle
 from horo_lite.collectives.reductions import AllReduce, Average, Op, ReduceScatter
-from horo_lite.errors import HoroLiteError
 
 if TYPE_CHECKING:
     from horo_lite.messages import Message
@@ -1116,14 +1115,8 @@ def join() -> int:
             that has joined, alltoall, reducescatter, objects, a new process set, arrays on a GPU);
             the rank in join() keeps waiting.
         PeerLostError: A rank ended or failed meanwhile.
-        HoroLiteError: There are process sets, and MPI was initialised without THREAD_MULTIPLE.
     """
     everyone, *parts = context.groups()
-    if parts and not context.world().thread_multiple:
-        raise HoroLiteError(
-            "join() waits in every group of ranks at once, but MPI was initialised without "
-            "THREAD_MULTIPLE: let horo_lite.init() initialise it, or do not use process sets"
-        )
     errors: list[BaseException] = []
 
     def join_part(part: Group) -> None:

@@ -34,6 +34,7 @@ std::vector<double> weights_of(const std::vector<Entry>& entries) {
   return weights;
 }
 
+constexpr double kBetweenSignalsSeconds = 0.05;  // how long a wait may delay Ctrl-C
 constexpr double kForeverSeconds = 3600.0;
 
 struct PyJob {
@@ -45,7 +46,7 @@ struct PyJob {
     while (!job->done()) {
       {
         const WithoutGil release;
-        engine->wait(*job);
+        job->wait(kBetweenSignalsSeconds);
       }
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
@@ -129,18 +130,13 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro(
           "position", [](const PyJob& job) { return job.job->position(); },
           "The job's number, the same on all ranks; 0: not announced yet.")
-      .def("done",
-           [](PyJob& job) {
-             if (job.job->done()) return true;
-             const WithoutGil release;
-             return job.engine->poll(*job.job);
-           })
+      .def("done", [](const PyJob& job) { return job.job->done(); })
       .def(
           "begin_wait", [](PyJob& job) { job.engine->begin_wait(job.job); },
           "Count this thread as waiting for the job from now on, until wait() returns.")
       .def("withdraw", &PyJob::withdraw, "beside"_a = false,
            "Return True if it was not run and never will be; False if it is done. Does not wait for other ranks' "
-           "programs. `beside`: not the thread that may call MPI, which must let the engine continue.")
+           "programs. `beside`: not the training thread; this one asks for the GIL only once it is done.")
       .def("wait", &PyJob::wait, "beside"_a = false, "`beside`: not the training thread, which may continue meanwhile.")
       .def_prop_ro(
           "times",
@@ -165,20 +161,11 @@ void bind_engine(nb::module_& m) {
       .def_static(
           "over",
           [](const std::shared_ptr<EngineGroup>& group, const std::shared_ptr<EngineGroup>& direct,
-             std::vector<int> ranks, nb::callable explain, nb::object serve) {
+             std::vector<int> ranks, nb::callable explain) {
             const auto direct_waits = [direct] { return direct->direct_wait(); };
-            auto engine = new_engine(group->engine_channel(group), std::move(ranks), explain, direct_waits);
-            if (!serve.is_none()) {
-              engine->serve = [held = shared(serve)](double timeout_s) {
-                return in_python([&] { return nb::cast<bool>(nb::handle(held.get())(timeout_s)); });
-              };
-            }
-            return engine;
+            return new_engine(group->engine_channel(group), std::move(ranks), explain, direct_waits);
           },
-          "group"_a, "direct"_a, "ranks"_a, "explain"_a, "serve"_a = nb::none(),
-          "`direct` is the group of the same ranks for direct calls. `serve(timeout_s)`, if MPI allows one thread "
-          "only, "
-          "runs the MPI calls of the group.")
+          "group"_a, "direct"_a, "ranks"_a, "explain"_a, "`direct` is the group of the same ranks for direct calls.")
       .def(
           "watched_by",
           [](Engine& engine, std::shared_ptr<PyStallDetector> detector) { engine.watched_by(std::move(detector)); },

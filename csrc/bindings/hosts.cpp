@@ -51,25 +51,13 @@ std::vector<Message> messages(const std::vector<MessageTuple>& tuples) {
 
 class PythonTransfer : public Transfer {
  public:
-  // `wait`, if any, is how to wait in a thread that has other work to do meanwhile.
-  PythonTransfer(Shared done, Shared wait) : done_(std::move(done)), wait_(std::move(wait)) {}
+  explicit PythonTransfer(Shared done) : done_(std::move(done)) {}
   bool done() override {
     return in_python([&] { return nb::cast<bool>(nb::handle(done_.get())()); });
-  }
-  void wait(const std::function<void()>& on_idle) override {
-    if (wait_ == nullptr) return Transfer::wait(on_idle);
-    in_python([&] {
-      const auto idle = [&on_idle] {
-        const WithoutGil release;
-        if (on_idle) on_idle();
-      };
-      nb::handle(wait_.get())(nb::handle(done_.get()), nb::cpp_function(idle));
-    });
   }
 
  private:
   Shared done_;
-  Shared wait_;
 };
 
 class PythonPointToPoint : public PointToPoint {
@@ -80,7 +68,7 @@ class PythonPointToPoint : public PointToPoint {
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
       const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
-      return std::make_unique<PythonTransfer>(shared(done), nullptr);
+      return std::make_unique<PythonTransfer>(shared(done));
     });
   }
 
@@ -92,30 +80,24 @@ class PythonPointToPoint : public PointToPoint {
 // A Python object with the methods of carrier.py's Carrier.
 class PythonCarrier : public Carrier {
  public:
-  PythonCarrier(nb::callable start, nb::callable allgather, nb::object wait, size_t largest_message)
-      : start_(shared(start)),
-        allgather_(shared(allgather)),
-        wait_(wait.is_none() ? nullptr : shared(wait)),
-        largest_message_(largest_message) {}
-  size_t largest_message() const override { return largest_message_; }
+  PythonCarrier(nb::callable start, nb::callable allgather) : start_(shared(start)), allgather_(shared(allgather)) {}
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
-    return in_python([&] { return transfer(nb::handle(start_.get())(tuples(receive), tuples(send))); });
+    return in_python([&] {
+      const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
+      return std::make_unique<PythonTransfer>(shared(done));
+    });
   }
   std::unique_ptr<Transfer> allgather(const uint8_t* mine, size_t n_bytes, uint8_t* everyone) override {
     return in_python([&] {
-      return transfer(nb::handle(allgather_.get())(reinterpret_cast<uintptr_t>(mine), n_bytes,
-                                                   reinterpret_cast<uintptr_t>(everyone)));
+      const nb::object done = nb::handle(allgather_.get())(reinterpret_cast<uintptr_t>(mine), n_bytes,
+                                                           reinterpret_cast<uintptr_t>(everyone));
+      return std::make_unique<PythonTransfer>(shared(done));
     });
-  }
-  std::unique_ptr<Transfer> transfer(nb::handle done) const {
-    return std::make_unique<PythonTransfer>(shared(done), wait_);
   }
 
  private:
   Shared start_;
   Shared allgather_;
-  Shared wait_;
-  size_t largest_message_;
 };
 
 // A Python object with the methods of carrier.py's Channel.
@@ -145,9 +127,6 @@ class PythonControlChannel : public ControlChannel {
       for (nb::handle one : method("ended")()) ended.push_back(nb::cast<int>(one));
       return ended;
     });
-  }
-  bool is_over() override {
-    return in_python([&] { return nb::cast<bool>(method("is_over")()); });
   }
 
  private:
@@ -211,9 +190,7 @@ struct PyHostsBroadcast {
 // A group of ranks on several hosts, and the objects that it works on.
 struct PyHostsGroup : EngineGroup {
   std::shared_ptr<PyShmGroup> host;
-  std::shared_ptr<Carrier> carrier;
   std::shared_ptr<ControlChannel> wake_ups;  // of the engines' group
-  Shared on_stop;
   HostsGroup hosts;
 
   PyHostsGroup(std::shared_ptr<PyShmGroup> host, const std::shared_ptr<Carrier>& carrier,
@@ -221,7 +198,6 @@ struct PyHostsGroup : EngineGroup {
                size_t least_window, uintptr_t memory, std::shared_ptr<PyStallDetector> detector, std::vector<int> ranks,
                std::vector<std::string> names, bool direct)
       : host(host),
-        carrier(carrier),
         hosts(host->shm, carrier, control, {std::move(all), here, least_window}, static_cast<uint8_t*>(pointer(memory)),
               std::move(detector), std::move(ranks), std::move(names), direct) {
     hosts.on_idle = check_signals;
@@ -229,10 +205,7 @@ struct PyHostsGroup : EngineGroup {
 
   std::unique_ptr<Channel> engine_channel(const std::shared_ptr<EngineGroup>& self) override {
     host->shm.on_idle = hosts.on_idle = nullptr;  // the training thread handles signals
-    const auto stop = [held = on_stop] {
-      if (held != nullptr) in_python([&] { nb::handle(held.get())(); });
-    };
-    return std::make_unique<HostsChannel>(std::shared_ptr<HostsGroup>(self, &hosts), wake_ups, stop);
+    return std::make_unique<HostsChannel>(std::shared_ptr<HostsGroup>(self, &hosts), wake_ups);
   }
   Engine::DirectWait direct_wait() const override {
     const uint64_t number = hosts.n_waits();
@@ -269,11 +242,10 @@ void bind_hosts(nb::module_& m) {
   nb::class_<Carrier, PointToPoint>(m, "Carrier", "Carries bytes between ranks of different hosts.")
       .def_static(
           "made_of",
-          [](nb::callable start, nb::callable allgather, nb::object wait, std::optional<size_t> largest_message) {
-            return std::shared_ptr<Carrier>(
-                std::make_shared<PythonCarrier>(start, allgather, wait, largest_message.value_or(SIZE_MAX)));
+          [](nb::callable start, nb::callable allgather) {
+            return std::shared_ptr<Carrier>(std::make_shared<PythonCarrier>(start, allgather));
           },
-          "start"_a, "allgather"_a, "wait"_a = nb::none(), "largest_message"_a = nb::none());
+          "start"_a, "allgather"_a);
 
   nb::class_<ControlChannel>(m, "ControlChannel", "Short messages between ranks of different hosts.")
       .def_static(
@@ -384,11 +356,8 @@ void bind_hosts(nb::module_& m) {
            "ranks"_a, "names"_a, "direct"_a)
       .def(
           "for_engine",
-          [](PyHostsGroup& g, std::shared_ptr<ControlChannel> wake_ups, nb::object on_stop) {
-            g.wake_ups = std::move(wake_ups);
-            g.on_stop = on_stop.is_none() ? nullptr : shared(on_stop);
-          },
-          "wake_ups"_a, "on_stop"_a = nb::none())
+          [](PyHostsGroup& g, std::shared_ptr<ControlChannel> wake_ups) { g.wake_ups = std::move(wake_ups); },
+          "wake_ups"_a)
       .def_prop_ro("label", [](const PyHostsGroup& g) { return g.hosts.peers().label(); })
       .def(
           "agree",
@@ -449,9 +418,9 @@ void bind_hosts(nb::module_& m) {
               g.hosts.wait(*native->transfer);
               return;
             }
-            const auto called = dynamic_cast<PythonCarrier&>(*g.carrier).transfer(transfer);
+            PythonTransfer called(shared(transfer));
             const WithoutGil release;
-            g.hosts.wait(*called);
+            g.hosts.wait(called);
           },
           "transfer"_a)
       .def(

@@ -22,10 +22,6 @@ constexpr double kBlockedSeconds = 0.05;
 constexpr double kForeverSeconds = 3600.0;
 // The name of the engine's thread in `top -H`, gdb and py-spy; the kernel allows 15 characters.
 constexpr const char* kThreadName = "horo_lite async";
-// Without THREAD_MULTIPLE: how soon the engine makes its next MPI call, unless it waits for a peer, and how many of
-// these calls one poll() executes at most.
-constexpr double kNextCallSeconds = 100e-6;
-constexpr int kCallsPerPoll = 100;
 
 int this_thread() { return static_cast<int>(syscall(SYS_gettid)); }
 
@@ -168,7 +164,7 @@ Engine::~Engine() {
     stopped_ = true;
   }
   try {
-    channel_->stop();
+    channel_->wake();
   } catch (...) {  // Python is shutting down; the thread wakes up by itself after a while
   }
   thread_.join();
@@ -290,17 +286,6 @@ std::string Engine::waits_in() {
     if (stopping_) return "shutdown()";
   }
   return direct_waits_ ? direct_waits_().label : "";
-}
-
-void Engine::wait(Job& job) {
-  if (serve) serve(kBlockedSeconds);
-  else job.wait(kBlockedSeconds);
-}
-
-bool Engine::poll(const Job& job) {
-  for (int i = 0; serve && i < kCallsPerPoll && !job.done() && serve(kNextCallSeconds); ++i) {
-  }
-  return job.done();
 }
 
 size_t Engine::n_in_flight() {
@@ -724,11 +709,9 @@ void Engine::drain() {
   channel_->wake();
   const auto has_ended = [this] {
     std::unique_lock lock(mutex_);
-    const auto patience = std::chrono::duration<double>(serve ? 0.0 : kBlockedSeconds);
-    return end_.wait_for(lock, patience, [this] { return ended_; });
+    return end_.wait_for(lock, std::chrono::duration<double>(kBlockedSeconds), [this] { return ended_; });
   };
   while (!has_ended()) {
-    if (serve) serve(1e-3);
     if (on_idle) on_idle();
   }
   if (thread_.joinable()) thread_.join();

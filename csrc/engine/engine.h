@@ -54,8 +54,6 @@ class Channel {
   // Returns when `wake` was called, when a peer has entered a round that this rank has not, or after the time-out.
   virtual void wait(double timeout_s) = 0;
   virtual void wake() = 0;
-  // The engine ends: stop waiting, if possible.
-  virtual void stop() = 0;
   virtual bool peer_is_ahead() = 0;
   // Throws if `rank`, which has not submitted `name`, never will, because it has left or died.
   virtual void check(int rank, const std::string& name) = 0;
@@ -137,10 +135,6 @@ class Engine {
   Engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain, DirectWaits direct_waits = nullptr);
   ~Engine();
 
-  // If the channel needs the training thread for MPI calls: executes these for up to timeout_s, and returns whether
-  // there were any. Must be set immediately, or not at all.
-  std::function<bool(double timeout_s)> serve;
-
   // Called a few times per second while draining, to handle signals; throws to stop waiting.
   std::function<void()> on_idle;
 
@@ -160,10 +154,6 @@ class Engine {
   // order on all ranks: it is a mismatch if all ranks wait in this way.
   void begin_wait(std::shared_ptr<Job> job, bool beside = false);
   void end_wait(const Job& job);
-  // Lets the engine continue; returns when the job is done, or after a while.
-  void wait(Job& job);
-  // Returns whether the job is done; lets the engine continue a little, if it needs this thread.
-  bool poll(const Job& job);
   size_t n_in_flight();
   // How often all operations without a match have failed; the same on all ranks.
   uint64_t n_failed() const { return n_failed_; }

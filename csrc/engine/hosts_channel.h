@@ -23,10 +23,8 @@ namespace horo {
 // thread that waits for a message, so an idle engine checks for one now and then.
 class HostsChannel : public Channel {
  public:
-  // `on_stop` ends the work of other threads for this channel, if there is any.
-  HostsChannel(std::shared_ptr<HostsGroup> group, std::shared_ptr<ControlChannel> wake_ups,
-               std::function<void()> on_stop = nullptr)
-      : group_(std::move(group)), wake_ups_(std::move(wake_ups)), on_stop_(std::move(on_stop)) {}
+  HostsChannel(std::shared_ptr<HostsGroup> group, std::shared_ptr<ControlChannel> wake_ups)
+      : group_(std::move(group)), wake_ups_(std::move(wake_ups)) {}
   int rank() const override { return group_->rank(); }
   int size() const override { return group_->size(); }
   std::vector<std::string> exchange(const std::string& mine, const std::string& label) override {
@@ -62,10 +60,6 @@ class HostsChannel : public Channel {
     ++n_wake_ups_;
     futex_wake(n_wake_ups_);
   }
-  void stop() override {
-    wake();
-    if (on_stop_) on_stop_();
-  }
   void check(int rank, const std::string& name) override { group_->peers().check_one(rank, name); }
   void abandon(const std::string& reason) override { group_->abandon(reason); }
   void pass_on(const PeerLost& lost) override { group_->pass_on(lost); }
@@ -78,7 +72,6 @@ class HostsChannel : public Channel {
 
   std::shared_ptr<HostsGroup> group_;
   std::shared_ptr<ControlChannel> wake_ups_;
-  std::function<void()> on_stop_;
   uint64_t round_ = 0;
   bool is_behind_ = false;  // a peer has entered a round that this rank has not
   std::atomic<uint32_t> n_wake_ups_{0};

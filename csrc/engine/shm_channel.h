@@ -32,7 +32,6 @@ class ShmChannel : public Channel {
   }
   void wait(double timeout_s) override { group_->wait_for_wake_up(timeout_s); }
   void wake() override { group_->wake(rank()); }
-  void stop() override { wake(); }
   bool peer_is_ahead() override { return group_->peer_is_ahead(); }
   void check(int rank, const std::string& name) override { group_->check_peers(rank, name); }
   void abandon(const std::string& reason) override { group_->abandon(reason); }

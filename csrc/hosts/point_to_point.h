@@ -31,7 +31,7 @@ class Transfer {
   virtual bool done() = 0;
   // Waits until all have been. Calls `on_idle`, if any, some 20 times per second; it throws to stop waiting. If it
   // reports a lost peer, this is ignored if that peer has completed its part.
-  virtual void wait(const std::function<void()>& on_idle);
+  void wait(const std::function<void()>& on_idle);
 };
 
 class PointToPoint {

@@ -400,8 +400,6 @@ class Group:
                 "ranks would no longer make the same calls in the same order. Set a flag there, "
                 "and make the call when the first one has returned"
             )
-        if (executor := self._own[0].executor) is not None:
-            executor.check_thread()  # before anything is sent that peers would wait for
         failed = True
         recorder.enter(self._channel)
         try:

@@ -183,10 +183,7 @@ _made: dict[tuple[int, ...], Any] = {}
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may use MPI at once.
-
-    If not, asynchronous operations progress only inside calls.
-    """
+    """Return whether several threads may use MPI at once."""
     return world().thread_multiple
 
 

@@ -284,10 +284,8 @@ class _Hooks:
                 write(f"[horo_lite] {self.name} ends the job{where}:\n")
                 previous()
                 write("")
-            # Without THREAD_MULTIPLE, a thread other than init()'s could wait for that one here.
-            if not where or self.MPI is None or self.MPI.Query_thread() == self.MPI.THREAD_MULTIPLE:
-                for transport in self.transports:
-                    transport.abandon(in_one_line(error))
+            for transport in self.transports:
+                transport.abandon(in_one_line(error))
         finally:
             if not first:
                 self._leave_it_to_the_first()

@@ -350,8 +350,6 @@ def _connected_session(settings: Settings, comm: Any, MPI: Any) -> Session:
         threads=settings.threads,
     )
     thread_multiple = comm is None or MPI is None or MPI.Query_thread() >= MPI.THREAD_MULTIPLE
-    if not thread_multiple and rank == 0:
-        _warn_of_one_thread()
     token = everyone[0].token
     links = connect(comm, host_of_rank, token=token, watchdog=device.kind == "cuda")
     ending.watch(links.transports(), None if MPI is None else comm)
@@ -414,14 +412,6 @@ def _take_device(
             )
         devices.make_current(gpus[rank])
     return device
-
-
-def _warn_of_one_thread() -> None:
-    warn(
-        "MPI was initialised without THREAD_MULTIPLE: asynchronous operations "
-        "progress only inside calls, which must come from this thread. Let horo_lite.init() "
-        "initialise MPI, or request MPI.THREAD_MULTIPLE."
-    )
 
 
 def _introduce(settings: Settings, rank: int, size: int, comm: Any) -> list[RankInfo]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from horo_lite import _native
 
 if TYPE_CHECKING:
-    from horo_lite.transports.mpi.executor import MainThreadExecutor
     from horo_lite.transports.shm import SharedMemory
 
 __all__ = ["Header", "OverHost", "QueuedReductions", "Reduction", "Transport"]
@@ -86,8 +85,6 @@ class Transport(ABC):
     """The ranks' numbers in the world, which are used in messages."""
     stall_detector: _native.StallDetector | None = None
     """Records which rank waits for which; None if no rank can wait."""
-    executor: MainThreadExecutor | None = None
-    """Makes all MPI calls in one thread, if MPI does not grant THREAD_MULTIPLE."""
     native_group: _native.ShmGroup | None = None
     """The transport's C++ group, if all ranks are on one host."""
     engine_group: _native.EngineGroup | None = None
@@ -227,7 +224,6 @@ class OverHost(Transport):
         self.size = host.size
         self.ranks = host.ranks
         self.stall_detector = host.stall_detector
-        self.executor = host.executor
 
     @property
     def host(self) -> Transport:

@@ -14,8 +14,7 @@ from horo_lite.transports.hosts.mailbox import HostsMailbox
 from horo_lite.transports.hosts.transport import HostsTransport
 from horo_lite.transports.interface import Transport
 from horo_lite.transports.mailbox import Mailbox
-from horo_lite.transports.mpi.carrier import MpiCarrier
-from horo_lite.transports.mpi.executor import MainThreadExecutor
+from horo_lite.transports.mpi.carrier import MpiCarrier, require_threads
 from horo_lite.transports.peers import NAME, ObjectCommunicator, allgather_objects
 from horo_lite.transports.pipes import Pipes
 from horo_lite.transports.shm import ShmTransport
@@ -79,7 +78,7 @@ def connect(
 
     Raises:
         LauncherError: Without MPI, the ranks of a host cannot share memory, or hosts cannot be
-            connected.
+            connected; or MPI, which must carry the bytes, does not let several threads call it.
         OSError: There is no shared memory, not even for one rank.
     """
     if ranks is None:
@@ -88,9 +87,7 @@ def connect(
         solo = SoloTransport(ranks)
         others = SoloTransport(ranks), SoloTransport(ranks) if watchdog else None
         return Links(solo, *others, Pipes() if beside is None else None)
-    # A rank that waits in a part of a world must let the world's engine continue.
-    executor = None if beside is None else beside.executor
-    between_hosts = len(set(host_of_rank)) > 1 or executor is not None
+    between_hosts = len(set(host_of_rank)) > 1
     roles = [Role.DIRECT, Role.ENGINE, *([Role.WATCHDOG] if watchdog else [])]
     carrier = GlooCarrier if isinstance(comm, ObjectCommunicator) else MpiCarrier
     share = partial(
@@ -122,7 +119,7 @@ def connect(
     if pipes is not None:
         pipes.close()
     names = allgather_objects(comm, host.names[host.rank], NAME)
-    carriers = _carriers(comm, roles, ranks, executor)
+    carriers = _carriers(comm, roles, ranks)
     hosts = {role: HostsTransport(carriers[role], host, role, names) for role in roles}
     direct = hosts[Role.DIRECT]
     mailbox = HostsMailbox(direct.carrier.world_channel(), direct) if beside is None else None
@@ -150,9 +147,12 @@ def _carriers(
     comm: MPI.Comm | ObjectCommunicator,
     roles: Sequence[Role],
     ranks: Sequence[int],
-    executor: MainThreadExecutor | None,
 ) -> Mapping[Role, Carrier]:
-    """Return the carrier between hosts for each of the transports; collective."""
+    """Return the carrier between hosts for each of the transports; collective.
+
+    Raises:
+        LauncherError: MPI does not let several threads call it.
+    """
     if isinstance(comm, ObjectCommunicator):
         connections = comm.connections()
         first = max(allgather_objects(comm, connections.next_channel, int))
@@ -160,6 +160,6 @@ def _carriers(
             role: GlooCarrier(connections, ranks, first + GlooCarrier.N_CHANNELS * i)
             for i, role in enumerate(roles)
         }
+    require_threads(comm, ranks)
     MpiCarrier.free_closed(comm)
-    executor = MainThreadExecutor.if_needed(executor)
-    return {role: MpiCarrier(comm, executor, is_direct=role == Role.DIRECT) for role in roles}
+    return {role: MpiCarrier(comm) for role in roles}

@@ -42,7 +42,6 @@ _IDLE, _DIFFERS, _FOLLOWS, _FAILED, _LEAVES = range(5)
 _N_STATES = 8
 ROUND_S = 0.2
 ABORT_S = 10.0
-MAX_BEHIND = 8
 MAX_AHEAD = 256  # notices of a rank without a match on others; CUDA itself queues about 1,000
 _ELSEWHERE = digest_of("not this call: it has queued something on its GPU that nobody else has")
 
@@ -94,7 +93,6 @@ class Watchdog:
         self, transport: Transport, direct: CountedTransport, streams: Sequence[Watched]
     ) -> None:
         self._transport = transport
-        self._executor = transport.executor
         self._direct = direct
         self._streams = streams
         self._error: Exception | None = None
@@ -139,8 +137,6 @@ class Watchdog:
 
         notice = Notice(label, digest, describe_all, state, n_agreed, self._generation)
         self._notices.put(notice)
-        if self._executor is not None:  # the watchdog calls MPI through this thread
-            self._serve_until(lambda _: self._notices.qsize() < MAX_BEHIND)
         self._latest.append(notice)
         if len(self._latest) > MAX_AHEAD:
             self.wait(self._latest.popleft())
@@ -159,7 +155,7 @@ class Watchdog:
                 if not self._is_stopping:
                     yield self._submitted
                     return
-            self._serve_until(self._stopped_or_raised)
+            self._wait_until(self._stopped_or_raised)
 
     def _stopped_or_raised(self, timeout_s: float) -> bool:
         """Return whether there is an error to raise, or another thread has raised it already."""
@@ -172,7 +168,7 @@ class Watchdog:
 
     def wait(self, notice: Notice) -> None:
         """Wait until all ranks have announced it; raise if they differ, or never will."""
-        self._serve_until(notice.settled.wait)
+        self._wait_until(notice.settled.wait)
         self.check()
 
     def check(self) -> None:
@@ -206,18 +202,18 @@ class Watchdog:
     def raise_common(self) -> None:
         """If a GPU of any rank has failed, wait until all ranks know, and raise the error."""
         if self._failure() or any(stream.peer_failed for stream in self._streams):
-            self._serve_until(self._stopped.wait)
+            self._wait_until(self._stopped.wait)
         self.check()
 
     def raise_what_voided(self) -> None:
         """Raise the error for which an operation was withdrawn, unless it was raised before."""
         if self._is_stopping:
-            self._serve_until(self._stopped_or_raised)
+            self._wait_until(self._stopped_or_raised)
         self.check()
 
     def raise_elsewhere(self) -> None:
         """Raise the same error as all ranks, since some are not in this rank's direct call."""
-        self._serve_until(self._stopped.wait)
+        self._wait_until(self._stopped.wait)
         self.check()
 
     def is_awaited(self) -> bool:
@@ -227,7 +223,7 @@ class Watchdog:
     def close(self) -> None:
         """Wait until all notices have been compared; raise if there was a difference."""
         self._notices.put(None)
-        self._serve_until(self._has_ended)
+        self._wait_until(self._has_ended)
         self._direct.watchdog = None
         self.check()
 
@@ -235,14 +231,11 @@ class Watchdog:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _serve_until(self, is_over: Callable[[float], bool]) -> None:
+    def _wait_until(self, is_over: Callable[[float], bool]) -> None:
         """Wait until `is_over`, or until the watchdog's thread has ended."""
-        while self._thread.is_alive():
-            # In short waits, so that Ctrl-C works.
-            if is_over(0.1 if self._executor is None else 0.0):
-                return
-            if self._executor is not None:  # only this thread may call MPI
-                self._executor.serve(0.05)
+        # In short waits, so that Ctrl-C works.
+        while self._thread.is_alive() and not is_over(0.1):
+            pass
 
     def _loop(self) -> None:
         try:

@@ -148,25 +148,25 @@ elif rank == 1 and channel is not None:
         assert (got == expected).all(), (tag, got)
 hvd.barrier()
 
+
 # Two threads, each with its own messages.
-if world.thread_multiple:
+def exchange(tag):
+    got = np.empty(4000)
+    for i in range(20):
+        handle = hvd.isend(np.full(4000, 100.0 * rank + i + tag), right, tag=tag)
+        hvd.recv(got, left, tag=tag)
+        handle.wait()
+        assert (got == 100.0 * left + i + tag).all()
+    good.append(tag)
 
-    def exchange(tag):
-        got = np.empty(4000)
-        for i in range(20):
-            handle = hvd.isend(np.full(4000, 100.0 * rank + i + tag), right, tag=tag)
-            hvd.recv(got, left, tag=tag)
-            handle.wait()
-            assert (got == 100.0 * left + i + tag).all()
-        good.append(tag)
 
-    good = []
-    threads = [threading.Thread(target=exchange, args=(tag,)) for tag in (50, 60)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(good) == [50, 60]
+good = []
+threads = [threading.Thread(target=exchange, args=(tag,)) for tag in (50, 60)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert sorted(good) == [50, 60]
 
 
 # Errors.

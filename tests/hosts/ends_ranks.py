@@ -1,21 +1,20 @@
 """The ranks of test_hosts.py that leave every kind of short message to peers, and end.
 
-ends_ranks.py together|late multiple|serialized
+ends_ranks.py together|late
 
 `together`: rank 0 ends a little later, within the time that ending ranks wait for the last messages
-of others. `late`: rank 0 continues for longer than that. Second argument: MPI's thread level.
+of others. `late`: rank 0 continues for longer than that.
 """
 
 import sys
 import time
 
-import mpi4py
 import numpy as np
 
 import horo_lite as hvd
 from horo_lite.start import mpi
 
-how, mpi4py.rc.thread_level = sys.argv[1:]
+(how,) = sys.argv[1:]
 if how == "together":
     mpi._LAST_MESSAGES_S = 1e6
 hvd.init(device="cpu")

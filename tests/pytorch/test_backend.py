@@ -29,8 +29,11 @@ def test_collectives_as_gloo_does_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_collectives_between_hosts() -> None:
-    env = {"HORO_LITE_TEST_HOSTS": "2,1"}
+@pytest.mark.parametrize(("hosts", "level"), [("2,1", "multiple"), ("3", "single")])
+def test_collectives_between_hosts_and_where_one_thread_may_call_mpi(
+    hosts: str, level: str
+) -> None:
+    env = {"HORO_LITE_TEST_HOSTS": hosts, "MPI4PY_RC_THREAD_LEVEL": level}
     result = run_ranks(HERE / "backend_ranks.py", 3, env=env, timeout_s=90).check()
     assert result.stdout.count("right") == 3
 

@@ -356,24 +356,6 @@ def test_communicators_of_the_callers() -> None:
 
 
 @pytest.mark.mpi
-def test_mpi_without_threads_is_said_once() -> None:
-    result = run_ranks(
-        """
-        import mpi4py
-        mpi4py.rc.threads = False
-        import horo_lite as hvd
-        w = hvd.init()
-        from mpi4py import MPI
-        assert w.thread_multiple == (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
-        print("I", w.thread_multiple)
-        """,
-        2,
-    )
-    assert said(result) == ["False", "False"]
-    assert result.stderr.count("THREAD_MULTIPLE: asynchronous") == 1
-
-
-@pytest.mark.mpi
 @pytest.mark.skipif(mpi_name() != "openmpi", reason="Open MPI's components")
 def test_fabrics_are_left_out_on_one_host_unless_somebody_has_chosen(tmp_path: Path) -> None:
     """Open MPI's component for them makes every rank sleep for a second if there are none."""

@@ -12,6 +12,7 @@ import faulthandler
 import hashlib
 import math
 import os
+import random
 import threading
 import time
 import traceback
@@ -774,6 +775,41 @@ def check_async_and_sync_together(group: Group) -> None:
     assert np.all(group.synchronize(handle) == sum(range(1, group.size + 1)))
 
 
+def check_random_orders(group: Group) -> None:
+    """Direct calls, submissions, polls, waits and pauses in a different order on every rank.
+
+    All make the same direct calls in the same order. From a common order of events, each rank
+    submits earlier, and waits later, by random amounts: so only the library could cause a deadlock.
+    """
+    common, own = random.Random(5), random.Random(100 + group.rank)
+    events = []
+    for i in range(40):
+        if common.random() < 0.4:
+            events.append((i, "direct", i))
+        else:
+            later = i + 0.5 + common.randrange(6)
+            events.append((i - 0.1 - own.randrange(6), "submit", i))
+            events.append((later + own.randrange(6), "wait", i))
+    sizes = [common.choice([1, 1000, 150_000, 400_000]) for _ in range(40)]
+    handles: dict[int, Any] = {}
+    for _, what, i in sorted(events):
+        x = np.full(sizes[i], group.rank + i + 1, np.float32)
+        if own.random() < 0.2:
+            time.sleep(own.random() * 0.01)
+        if handles and own.random() < 0.3:
+            group.poll(own.choice(list(handles.values())))
+        if what == "submit":
+            handles[i] = ops.allreduce_async(x, Sum, name=str(i), group=group)
+            continue
+        if what == "direct":
+            got = ops.allreduce(x, Sum, group=group)
+        else:
+            while own.random() < 0.5 and not group.poll(handles[i]):
+                pass
+            got = group.synchronize(handles.pop(i))
+        assert np.all(got == sum(range(group.size)) + (i + 1) * group.size), (i, what)
+
+
 def check_a_name_in_flight_is_taken(group: Group) -> None:
     if group.rank != 0:
         ops.barrier(group=group)
@@ -804,8 +840,8 @@ def check_names_known_to_some_ranks_only(group: Group) -> None:
 
 def check_one_threads_wait_does_not_hide_anothers(group: Group) -> None:
     """A mismatch is found although another thread waits too, and is done first."""
-    if group.size == 1 or group.transport.executor is not None:
-        return  # without THREAD_MULTIPLE only one thread may wait
+    if group.size == 1:
+        return
     group.synchronize(done := ops.allreduce_async(np.ones(2), group=group))
     name = "only here, too" if group.rank == 0 else "only there, too"
     handle = ops.allreduce_async(np.ones(2), name=name, group=group)
@@ -825,7 +861,7 @@ def check_one_threads_wait_does_not_hide_anothers(group: Group) -> None:
 
 def check_waiting_beside_the_training_thread(group: Group) -> None:
     """Waiting in a thread while the training thread does other things is not a mismatch."""
-    if group.size == 1 or group.transport.executor is not None:
+    if group.size == 1:
         return
     last = group.rank == group.size - 1
     results: list[Any] = []
@@ -899,7 +935,6 @@ def check_errors_can_be_asked_for_again(group: Group) -> None:
     handles = {name: make() for name, make in wrong.items()}
     beside = ops.allreduce_async(np.full(3, group.rank + 1.0), Sum, name="right", group=group)
     seen: dict[str, list[BaseException]] = {name: [] for name in wrong}
-    may_wait_beside = group.transport.executor is None
 
     def ask() -> None:
         for _ in range(20):
@@ -912,9 +947,7 @@ def check_errors_can_be_asked_for_again(group: Group) -> None:
                     assert depth < 20, f"{name}: {depth} frames, including those of earlier threads"
 
     ask()
-    threads = [
-        threading.Thread(target=ask, daemon=True) for _ in range(3 if may_wait_beside else 0)
-    ]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

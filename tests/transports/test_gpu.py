@@ -43,23 +43,6 @@ def test_processes(ranks: int, hosts: str, gpus: str, transport: str) -> None:
     assert result.stdout.count("told 1 times") == (transport == "staged")
 
 
-@pytest.mark.mpi
-def test_mpi_that_takes_calls_from_one_thread_only() -> None:
-    """The asynchronous comparison then makes progress whenever the training thread calls."""
-    result = run_ranks(
-        """
-        import mpi4py
-        mpi4py.rc.thread_level = "single"
-        import gpu_checks
-        gpu_checks.main()
-        """,
-        2,
-        env=environment(2, "1,1"),
-        timeout_s=100,
-    ).check()
-    assert result.stdout.count("checks passed over nccl") == 2
-
-
 @pytest.mark.launches
 def test_buckets_that_differ_are_told_before_the_gpus_wait_for_ever() -> None:
     result = run_ranks(

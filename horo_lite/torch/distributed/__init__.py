@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 from horo_lite import context, ops
-from horo_lite.errors import LauncherError
 from horo_lite.start import groups, session, stall
 from horo_lite.torch.distributed.process_group import ProcessGroup
 
@@ -47,11 +46,6 @@ def new_process_group(options: Any) -> ProcessGroup:
         owns_world = True
         _limit_waits(timeout_s)
     world = context.world()
-    if not world.thread_multiple:
-        raise LauncherError(
-            "the backend horo_lite of torch.distributed needs MPI with THREAD_MULTIPLE: let "
-            "horo_lite initialise MPI, or request MPI.THREAD_MULTIPLE"
-        )
     if not ranks and (world.rank, world.size) != (rank, size):
         raise ValueError(
             f"this process is rank {world.rank} of {world.size} in horo_lite's world, and rank "

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from horo_lite import _native
 from horo_lite.transports.gloo.connections import GlooConnections, Transfer
-from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
+from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message, memory_at
 
 # Gloo's tags, of 31 bits: those of the world's channel, followed by a few for each other channel.
 _WORLD_TAGS = 1 << 30
@@ -116,7 +117,7 @@ class GlooChannel(Channel):
         return [self._place[peer] for peer in tuple(ended) if peer in self._place] if ended else ()
 
     def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        """Gather every rank's few bytes, like the carrier's allgather."""
+        """Gather every rank's few bytes, in rank order; collective."""
         rows = everyone.reshape(self.size, -1)
         rows[self.rank] = mine
         peers = [place for place in range(self.size) if place != self.rank]
@@ -165,8 +166,21 @@ class GlooCarrier(Carrier):
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
         return self._main.exchange(receive, send)
 
-    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        return self._main.allgather(mine, everyone)
+    def native(self) -> _native.Carrier:
+        def messages(of: Sequence[tuple[int, int, int, int]]) -> list[Message]:
+            return [(peer, tag, memory_at(address, n)) for peer, tag, address, n in of]
+
+        def start(
+            receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
+        ) -> Done:
+            return self.exchange(messages(receive), messages(send))
+
+        def allgather(mine: int, n_bytes: int, everyone: int) -> Done:
+            return self._main.allgather(
+                memory_at(mine, n_bytes), memory_at(everyone, self.size * n_bytes)
+            )
+
+        return _native.Carrier.made_of(start, allgather)
 
     def channel(self) -> GlooChannel:
         return self._new_channel()

@@ -5,15 +5,12 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horo_lite import _native
-
-if TYPE_CHECKING:
-    from horo_lite.transports.mpi.executor import MainThreadExecutor
 
 __all__ = ["Carrier", "Channel", "Done", "Message", "memory_at"]
 
@@ -61,10 +58,6 @@ class Channel(ABC):
         """Return peers that have died or left; `receive` then returns all that they have sent."""
         return ()
 
-    def is_over(self) -> bool:
-        """Return whether nothing can be sent any more, because this process is about to end."""
-        return False
-
     def native(self) -> _native.ControlChannel:
         """Return this channel's short messages for C++, which then receives all of them."""
         return _native.ControlChannel.calling(self)
@@ -83,10 +76,6 @@ class Carrier(ABC):
     size: int
     least_window: ClassVar[int] = 0
     """Minimum bytes of an all-reduce's or broadcast's window, if messages cost more than usual."""
-    executor: MainThreadExecutor | None = None
-    """Makes all MPI calls in one thread, if necessary."""
-    serve: Callable[[float], bool] | None = None
-    """Makes the calls of other threads while a direct call waits, if necessary."""
 
     def __init__(self) -> None:
         self.memory: dict[str, Any] = {}
@@ -104,40 +93,8 @@ class Carrier(ABC):
         """Exchange messages, as a channel does. Only Python uses tag 0."""
 
     @abstractmethod
-    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        """Gather a few bytes of every rank in `everyone`, in rank order; collective."""
-
     def native(self) -> _native.Carrier:
         """Return this carrier for C++: for its handshakes, and for messages with tags above 0."""
-        return self.called_by_native()
-
-    def called_by_native(
-        self,
-        wait: Callable[[Done, Callable[[], object]], None] | None = None,
-        largest_message: int | None = None,
-    ) -> _native.Carrier:
-        """Return a C++ carrier that calls `exchange` and `allgather`.
-
-        Args:
-            wait: Returns when an operation is complete. It calls its second argument some 20 times
-                per second, which raises to stop it. By default C++ waits.
-            largest_message: Bytes; longer messages are sent in pieces.
-        """
-
-        def messages(of: Sequence[tuple[int, int, int, int]]) -> list[Message]:
-            return [(peer, tag, memory_at(address, n)) for peer, tag, address, n in of]
-
-        def start(
-            receive: Sequence[tuple[int, int, int, int]], send: Sequence[tuple[int, int, int, int]]
-        ) -> Done:
-            return self.exchange(messages(receive), messages(send))
-
-        def allgather(mine: int, n_bytes: int, everyone: int) -> Done:
-            return self.allgather(
-                memory_at(mine, n_bytes), memory_at(everyone, self.size * n_bytes)
-            )
-
-        return _native.Carrier.made_of(start, allgather, wait, largest_message)
 
     @abstractmethod
     def channel(self) -> Channel:

@@ -83,8 +83,7 @@ class HostsMailbox:
         return HostsFetch(self.channel, peer, location, address, n_bytes)
 
     def wait(self, timeout_s: float) -> None:
-        pause = self._transport.serve or time.sleep
-        pause(min(self._pause_s, timeout_s))
+        time.sleep(min(self._pause_s, timeout_s))
         self._pause_s = min(_LONGEST_PAUSE_S, 1.2 * self._pause_s)
 
     def wait_beside(self, timeout_s: float) -> None:

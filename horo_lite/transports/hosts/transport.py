@@ -83,8 +83,6 @@ class HostsTransport(Transport):
     ) -> None:
         self.name = carrier.name
         self.carrier = carrier
-        self.executor = carrier.executor
-        self.serve = carrier.serve
         self.rank = carrier.rank
         self.size = carrier.size
         self.ranks = host.ranks
@@ -108,8 +106,7 @@ class HostsTransport(Transport):
         )
         carrier.memory["group"] = self.group
         if role == Role.ENGINE:
-            stop = None if self.executor is None else self.executor.close
-            self.group.for_engine(carrier.channel().native(), stop)
+            self.group.for_engine(carrier.channel().native())
 
     # Agreeing and reducing.
 
@@ -120,8 +117,6 @@ class HostsTransport(Transport):
     def agree(
         self, digest: int, count: int = 0, weight: float = 1.0, *, label: str = ""
     ) -> list[Header]:
-        if self.serve is not None:
-            self.serve(0.0)  # even if this call never waits
         return [Header(*header) for header in self.group.agree(label, digest, count, weight)]
 
     def allreduce(self, tensors: _native.Tensors, reduction: Reduction) -> None:
@@ -236,10 +231,7 @@ class HostsTransport(Transport):
         self, direct: Transport, explain: Callable[[str, list[str], list[int]], str]
     ) -> _native.Engine | None:
         assert direct.engine_group is not None
-        # Lets the engine continue while a thread waits; None if the engine does not need this.
-        serve = None if self.executor is None else self.executor.serve
-        ranks = list(self.ranks)
-        engine = _native.Engine.over(self.group, direct.engine_group, ranks, explain, serve)
+        engine = _native.Engine.over(self.group, direct.engine_group, list(self.ranks), explain)
         engine.watched_by(self._detector)
         return engine
 

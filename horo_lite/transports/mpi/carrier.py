@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, ClassVar
 
 from horo_lite import _native
-from horo_lite.errors import PeerLostError
+from horo_lite.errors import LauncherError, PeerLostError, ranks_in_words
 from horo_lite.transports.hosts.carrier import Carrier, Channel, Done, Message
-from horo_lite.transports.mpi.point_to_point import largest_message, point_to_point
+from horo_lite.transports.mpi.point_to_point import point_to_point
 from horo_lite.transports.peers import allgather_objects
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from horo_lite.transports.mpi.executor import MainThreadExecutor
 
 # The tag of short messages on a communicator that carries others, too.
 SHORT = 1
@@ -29,47 +23,69 @@ _kept: list[MpiChannel] = []
 """Channels for messages, whose requests may be in flight until MPI ends."""
 
 
+def require_threads(comm: MPI.Comm, ranks: Sequence[int]) -> None:
+    """Check that MPI lets any thread of any rank call it. Every rank of `comm` calls this.
+
+    THREAD_SERIALIZED is not enough: while threads of this package call MPI (one at a time), the
+    program may call it as well, and so does mpi4py when this package creates a world or a group.
+
+    Args:
+        comm: The ranks' communicator.
+        ranks: Their numbers in the world, for the message.
+
+    Raises:
+        LauncherError: On every rank, if MPI did not grant THREAD_MULTIPLE on one of them.
+    """
+    import mpi4py
+    from mpi4py import MPI
+
+    rc = mpi4py.rc
+    requested = f"thread_level = {rc.thread_level!r}" if rc.threads else "threads = False"
+    of_rank = allgather_objects(comm, (MPI.Query_thread(), requested))
+    ranks_at: dict[int, list[int]] = {}
+    for rank, (level, _) in zip(ranks, of_rank, strict=True):
+        if level < MPI.THREAD_MULTIPLE:
+            ranks_at.setdefault(level, []).append(rank)
+    if not ranks_at:
+        return
+    names = {
+        MPI.THREAD_SINGLE: "THREAD_SINGLE",
+        MPI.THREAD_FUNNELED: "THREAD_FUNNELED",
+        MPI.THREAD_SERIALIZED: "THREAD_SERIALIZED",
+    }
+    granted = ", ".join(f"{names[level]} on {ranks_in_words(at)}" for level, at in ranks_at.items())
+    requested = next(asked for level, asked in of_rank if level < MPI.THREAD_MULTIPLE)
+    if requested == "thread_level = 'multiple'":
+        cause = (
+            "The program, or a library that it uses, has initialised MPI before init(), or the MPI "
+            "library does not grant more"
+        )
+    else:
+        cause = f"The program, or a variable MPI4PY_RC_…, has set mpi4py.rc.{requested}"
+    raise LauncherError(
+        "ranks that exchange through MPI, as between hosts, need MPI.THREAD_MULTIPLE, since "
+        "threads of horo_lite call MPI beside the program's; but MPI was initialised with "
+        f"{granted}. {cause}. What to do: let horo_lite.init() initialise MPI, or request "
+        "MPI.THREAD_MULTIPLE before (mpi4py.rc.thread_level = 'multiple', which is the default, "
+        "or MPI.Init_thread(MPI.THREAD_MULTIPLE)). If the library does not support it: with "
+        "PyTorch, ranks can start without MPI, by init(rank=…, size=…, address='host:port')"
+    )
+
+
 def _addresses(messages: Sequence[Message]) -> list[tuple[int, int, int, int]]:
     return [(peer, tag, memory.ctypes.data, memory.nbytes) for peer, tag, memory in messages]
 
 
-def _at_once(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def _noticing_the_dead(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call`, raising PeerLostError if fault-tolerant MPI reports the death of a rank."""
-    from mpi4py import MPI
-
-    def noticing(*args: Any) -> Any:
-        try:
-            return call(*args)
-        except MPI.Exception as error:
-            raise PeerLostError(f"a rank died ({error})") from error
-
-    return noticing
-
-
 class MpiChannel(Channel):
-    """Messages over a communicator.
+    """Messages over a communicator, without mpi4py, which releases the GIL in each call.
 
     Args:
         comm: The communicator.
-        call: Makes an MPI call, in the thread that may.
-        executed: One thread makes the calls of all threads, and lets others continue while it
-            waits.
         is_shared: The communicator carries long messages, too; then short ones have the tag SHORT,
             and long ones greater tags.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Comm,
-        call: Callable[..., Any],
-        *,
-        executed: bool,
-        is_shared: bool = False,
-    ) -> None:
+    def __init__(self, comm: MPI.Comm, *, is_shared: bool = False) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
@@ -77,94 +93,31 @@ class MpiChannel(Channel):
         self.rank = comm.rank
         self.size = comm.size
         self.largest_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32_767)
-        self._call = _noticing_the_dead(call)
-        self.messages = None if executed else point_to_point(comm)
-        """MPI calls without mpi4py, which releases the GIL in each call."""
-        tag = SHORT if is_shared else None
-        self._native = None if self.messages is None else self.messages.control_channel(tag)
-        self._probed = MPI.ANY_TAG if tag is None else tag
-        self._n_sent = [0] * comm.size  # short messages, to each peer
-        self._n_received = [0] * comm.size
-        self._under_way: list[Done] = []
+        self.messages = point_to_point(comm)
+        self._short = self.messages.control_channel(SHORT if is_shared else None)
 
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
-        if self.messages is not None:
-            owner = receive, send
-            return self.messages.start(_addresses(receive), _addresses(send), owner)
-        return self._polled(self._call(self._post, receive, send))
-
-    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        """Gather every rank's few bytes, like the carrier's allgather."""
-        byte = self._mpi.BYTE
-        return self._polled([self._call(self.comm.Iallgather, [mine, byte], [everyone, byte])])
-
-    def _polled(self, requests: list[MPI.Request]) -> Done:
-        return partial(self._call, self._mpi.Request.Testall, requests)
-
-    def _post(self, receive: Sequence[Message], send: Sequence[Message]) -> list[MPI.Request]:
-        byte = self._mpi.BYTE
-        receiving = [self.comm.Irecv([memory, byte], peer, tag) for peer, tag, memory in receive]
-        return receiving + [
-            self.comm.Isend([memory, byte], peer, tag) for peer, tag, memory in send
-        ]
+        owner = receive, send
+        return self.messages.start(_addresses(receive), _addresses(send), owner)
 
     def send(self, texts: Mapping[int, bytes], tag: int) -> None:
-        if self._native is not None:
-            self._native.send(texts, tag)
-        else:
-            self._call(self._send, texts, tag)
-
-    def _send(self, texts: Mapping[int, bytes], tag: int) -> None:
-        self._under_way = [sent for sent in self._under_way if not sent()]
-        for peer, text in texts.items():
-            self._n_sent[peer] += 1
-            self._under_way.append(self.exchange([], [(peer, tag, np.frombuffer(text, np.uint8))]))
+        self._short.send(texts, tag)
 
     def receive(self) -> list[tuple[int, int, bytes]]:
-        if self._native is not None:
-            return self._native.receive()
-        received: list[tuple[int, int, bytes]] = self._call(self._receive)
-        return received
-
-    def _receive(self) -> list[tuple[int, int, bytes]]:
-        received = []
-        status = self._mpi.Status()
-        try:
-            while self.comm.Iprobe(self._mpi.ANY_SOURCE, self._probed, status):
-                received.append(self._receive_one(status))
-        except self._mpi.Exception as error:  # raised by MPI with fault tolerance
-            if not received:
-                raise PeerLostError(f"a rank died ({error})") from error
-        return received
-
-    def _receive_one(self, probed: MPI.Status) -> tuple[int, int, bytes]:
-        peer, tag = probed.Get_source(), probed.Get_tag()
-        text = np.empty(probed.Get_count(self._mpi.BYTE), np.uint8)
-        self.comm.Recv([text, self._mpi.BYTE], peer, tag)
-        self._n_received[peer] += 1
-        return peer, tag, text.tobytes()
-
-    def is_over(self) -> bool:
-        return bool(self._mpi.Is_finalized())
+        return self._short.receive()
 
     def native(self) -> _native.ControlChannel:
-        return super().native() if self._native is None else self._native
+        return self._short
 
     def sent(self) -> list[int]:
         """Return the number of short messages that were sent to each rank."""
-        if self._native is None:
-            return list(self._n_sent)
-        return [self._native.n_sent(peer) for peer in range(self.size)]
+        return [self._short.n_sent(peer) for peer in range(self.size)]
 
     def drain(self) -> None:
         """Receive and discard the short messages that have arrived."""
-        if self.comm == self._mpi.COMM_NULL:
-            return
-        with suppress(PeerLostError):
-            if self._native is not None:
-                self._native.drained([0] * self.size)
-            else:
-                self._receive()
+        if self.comm != self._mpi.COMM_NULL:
+            with suppress(PeerLostError):
+                self._short.drained([0] * self.size)
 
     def free(self, n_sent: Sequence[int]) -> None:
         """Free the communicator; `n_sent` has the number of short messages from each rank.
@@ -172,15 +125,7 @@ class MpiChannel(Channel):
         All are received first: otherwise they could appear on the next communicator, which may get
         the same context ID.
         """
-        if self._native is not None:
-            while not self._native.drained(n_sent):
-                time.sleep(1e-4)
-        status = self._mpi.Status()
-        for peer, n in enumerate(n_sent):
-            while self._native is None and self._n_received[peer] < n:
-                self.comm.Probe(peer, self._mpi.ANY_TAG, status)
-                self._receive_one(status)
-        while any([not sent() for sent in self._under_way]):  # noqa: C419  test all of them
+        while not self._short.drained(n_sent):
             time.sleep(1e-4)
         self.comm.Free()
 
@@ -190,8 +135,6 @@ class MpiCarrier(Carrier):
 
     Args:
         comm: The communicator of the transport's ranks.
-        executor: Makes all MPI calls in one thread, if not all threads may.
-        is_direct: The transport is for direct calls, which are made in that thread.
     """
 
     name = "mpi"
@@ -200,24 +143,13 @@ class MpiCarrier(Carrier):
     unusable: ClassVar[list[MpiCarrier]] = []
     """All that can never be freed."""
 
-    def __init__(
-        self, comm: MPI.Comm, executor: MainThreadExecutor | None, *, is_direct: bool
-    ) -> None:
-        from mpi4py import MPI
-
+    def __init__(self, comm: MPI.Comm) -> None:
         super().__init__()
-        self._mpi = MPI
         self.rank = comm.rank
         self.size = comm.size
-        self.executor = executor
-        self._call: Callable[..., Any] = _at_once
-        if executor is not None and is_direct:
-            self.serve = executor.serve
-        elif executor is not None:
-            self._call = executor.call
         # All are created from `comm`: ranks left waiting when one dies meanwhile learn of it there.
         self._parent = comm
-        self._main = MpiChannel(comm.Dup(), self._call, executed=executor is not None)
+        self._main = MpiChannel(comm.Dup())
         self.comm = self._main.comm
         self._channels: list[MpiChannel] = []
         self._is_closed = False  # nothing was interrupted, and this rank no longer needs them
@@ -226,45 +158,16 @@ class MpiCarrier(Carrier):
     def exchange(self, receive: Sequence[Message], send: Sequence[Message]) -> Done:
         return self._main.exchange(receive, send)
 
-    def allgather(self, mine: NDArray[np.uint8], everyone: NDArray[np.uint8]) -> Done:
-        return self._main.allgather(mine, everyone)
-
     def native(self) -> _native.Carrier:
-        if self._main.messages is not None:
-            return self._main.messages
-        wait = None if self.serve is None else self._serving_wait
-        return self.called_by_native(wait, largest_message())
-
-    def _serving_wait(self, done: Done, on_idle: Callable[[], object]) -> None:
-        """Make other threads' calls while waiting. Ignore a PeerLostError if `done`."""
-        assert self.serve is not None
-        n_polls = 0
-        due = time.monotonic() + 0.05
-        while not done():
-            n_polls += 1
-            if n_polls < 200:
-                self.serve(0.0)
-                continue
-            self.serve(min(1e-3, 2e-6 * (n_polls - 199)))
-            if time.monotonic() < due:
-                continue
-            due = time.monotonic() + 0.05
-            try:
-                on_idle()
-            except PeerLostError:
-                if not done():
-                    raise
-                return
+        return self._main.messages
 
     def channel(self) -> MpiChannel:
-        executed = self.executor is not None
-        self._channels.append(MpiChannel(self._parent.Dup(), self._call, executed=executed))
+        self._channels.append(MpiChannel(self._parent.Dup()))
         return self._channels[-1]
 
     def world_channel(self) -> MpiChannel:
         """Create it on the world's communicator, which otherwise has only collective operations."""
-        executed = self.executor is not None
-        channel = MpiChannel(self._parent, self._call, executed=executed, is_shared=True)
+        channel = MpiChannel(self._parent, is_shared=True)
         _kept.append(channel)
         return channel
 
