@@ -19,7 +19,7 @@ from pathlib import Path
 from horo_lite import __version__
 from horo_lite.errors import CheckpointError, LauncherError, ranks_in_words
 from horo_lite.horovod import aliases
-from horo_lite.launch import bench, doctor, horovodrun, hostfile, jobs, output, scaling, top
+from horo_lite.launch import bench, doctor, horovodrun, hostfile, jobs, output, top
 from horo_lite.recording import flight_record, records, timeline
 from horo_lite.start import launcher
 
@@ -33,7 +33,6 @@ examples:
   %(prog)s -n 4 --as-horovod train.py       (an unchanged script for Horovod)
   %(prog)s doctor
   %(prog)s bench -n 4 --compare             (speed of collective operations here)
-  %(prog)s model --parameters 25.6e6 --compute-s 0.2 --hosts 2 8 64 --gbit 10
 
 Without restarts, mpiexec replaces this process: its exit code and signals are those of mpiexec.
 """
@@ -50,13 +49,11 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [run] -n N [options] {script.py | -m module | command} [arguments]\n"
         "       %(prog)s doctor [--json]\n"
         "       %(prog)s bench [-n N] [--op OP] [options]\n"
-        "       %(prog)s model [--hosts H ...] [--gbit B] [options]\n"
         "       %(prog)s top [FOLDER] [--interval S] [--once]\n"
         "       %(prog)s flight-record FOLDER | trace FILE",
         description="Run a program on several ranks (`run` may be omitted), check what is\n"
-        "installed with `doctor`, time collective operations with `bench`, predict with\n"
-        "`model` how training scales to other numbers of hosts, watch a job with `top`,\n"
-        "or write the last operations of the ranks of a job that hangs or was killed.",
+        "installed with `doctor`, time collective operations with `bench`, watch a job with\n"
+        "`top`, or write the last operations of the ranks of a job that hangs or was killed.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -142,10 +139,6 @@ def _bench(arguments: Sequence[str]) -> int:
     return main(["-n", str(options.n), *hosts, "-m", bench.__name__, *arguments])
 
 
-def _model(arguments: Sequence[str]) -> int:
-    return scaling.main(arguments, f"{_prog()} model")
-
-
 def _flight_record(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{_prog()} flight-record",
@@ -212,7 +205,6 @@ _COMMANDS = {
     "bench": _bench,
     "doctor": _doctor,
     "flight-record": _flight_record,
-    "model": _model,
     "top": _top,
     "trace": _trace,
 }

@@ -15,9 +15,9 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from horo_lite.launch import model  # noqa: E402  needs neither the core nor NumPy
+import scaling as model  # noqa: E402  needs neither the core nor NumPy
 
 INK, SOFT, PAPER = "#24292f", "#8c959f", "#ffffff"
 COLORS = ["#0a7d91", "#c26401", "#5b57c7", "#4d7c0f"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,10 @@ import oracle
 import pytest
 
 from horo_lite import _native
-from horo_lite.launch import model
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import scaling
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -475,9 +480,10 @@ def test_more_ranks_than_a_window_has_blocks(hosts: int, ranks: int, here: int) 
     world = OneOfMany(hosts, ranks, here, n_windows=2)
     assert world.allreduces[0].window_bytes < hosts * ranks * 4096
     world.run()
-    costs, network = model.Costs(1, 0, 0, 0, 0, {}), model.Network(1, 0, largest_message=1 << 40)
-    fp32 = model.Wire(4, 0, 0, 0)
-    predicted = model.allreduce(world.numbers.size, hosts, ranks, fp32, costs, network)
+    costs = scaling.Costs(1, 0, 0, 0, 0, {})
+    network = scaling.Network(1, 0, largest_message=1 << 40)
+    fp32 = scaling.Wire(4, 0, 0, 0)
+    predicted = scaling.allreduce(world.numbers.size, hosts, ranks, fp32, costs, network)
     if (ranks, here) == (1, 0):  # one of those that send most
         assert max(world.sent.values()) == pytest.approx(predicted.n_messages, rel=0.01)
     else:
@@ -533,16 +539,16 @@ def test_handles_of_no_known_mpi_are_refused() -> None:
 def test_the_cost_model_counts_the_bytes_and_messages_that_are_sent(
     hosts: int, ranks: int, largest: int
 ) -> None:
-    """horo_lite/launch/model.py has formulas for what the C++ code does."""
+    """benchmarks/scaling.py has formulas for what the C++ code does."""
     world = World([ranks] * hosts, largest_message=largest)
-    window = model.window_bytes(hosts, ranks)
+    window = scaling.window_bytes(hosts, ranks)
     assert {allreduce.window_bytes for allreduce in world.allreduces.values()} == {window}
     n_elements = 3 * window // 4
     world.run([[np.full(n_elements, rank, np.float32)] for rank in range(world.size)])
-    costs = model.Costs(1, 0, 0, 0, 0, {})
-    network = model.Network(8e-9, 0, framing=1, largest_message=largest)  # a byte per second
-    fp32 = model.Wire(4, 0, 0, 0)
-    predicted = model.allreduce(n_elements, hosts, ranks, fp32, costs, network)
+    costs = scaling.Costs(1, 0, 0, 0, 0, {})
+    network = scaling.Network(8e-9, 0, framing=1, largest_message=largest)  # a byte per second
+    fp32 = scaling.Wire(4, 0, 0, 0)
+    predicted = scaling.allreduce(n_elements, hosts, ranks, fp32, costs, network)
     sent = [0] * hosts
     host_of = {rank: i for i, host in enumerate(world.hosts) for rank in host}
     for (sender, _), n_bytes in world.network.n_bytes.items():

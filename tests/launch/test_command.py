@@ -275,3 +275,13 @@ def test_a_chroot_without_proc() -> None:
 @pytest.mark.launches
 def test_memory_is_opened_by_another_process() -> None:
     assert doctor._shared_memory() == doctor._Found("anonymous, opened through /proc")
+
+
+@pytest.mark.launches
+def test_a_reader_that_has_enough_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "horo_lite", "doctor"]
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| true`
+    with open(writing, "wb") as nobody:
+        ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=60)
+    assert (ended.returncode, ended.stderr) == (141, b"")

@@ -1,13 +1,11 @@
-"""The cost model: against the benchmark's results, its limits, and the command."""
+"""The cost model of benchmarks/scaling.py: against the benchmark's results, and its limits."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,11 +14,14 @@ from pathlib import Path
 import pytest
 
 from horo_lite import _native
-from horo_lite.__main__ import main
-from horo_lite.launch import model
-from horo_lite.launch.model import Costs, Network, Wire, allreduce, step
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import scaling  # noqa: E402
+from scaling import Costs, Network, Wire, allreduce, step  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
 COSTS = {
     mpi: Costs.read(json.loads((RESULTS / f"intel-xeon-2-cores-costs-{name}.json").read_text()))
     for mpi, name in (("Open MPI", "openmpi"), ("MPICH", "mpich"))
@@ -106,7 +107,7 @@ def test_latency_sets_the_pace_where_the_windows_under_way_do_not_fill_the_link(
         latency_us: allreduce(n_bytes / 4, 2, 1, wire, FREE, Network(1, latency_us, framing=1))
         for latency_us in (0, 1000, 20_000, 200_000)
     }
-    n_windows = n_bytes / model.window_bytes(2, 1)
+    n_windows = n_bytes / scaling.window_bytes(2, 1)
     link_s = times[0].total_s
     assert times[1000].total_s == pytest.approx(link_s, rel=0.01)
     for latency_us in (20_000, 200_000):
@@ -187,8 +188,8 @@ def test_more_bytes_take_longer_and_more_bandwidth_less(hosts: int) -> None:
 
 
 def test_two_levels_are_factors_and_send_as_many_bytes_in_fewer_messages() -> None:
-    assert [math.prod(model.two_levels(n)) for n in (2, 8, 13, 64, 1024)] == [2, 8, 13, 64, 1024]
-    assert model.two_levels(1024) == (32, 32)
+    assert [math.prod(scaling.two_levels(n)) for n in (2, 8, 13, 64, 1024)] == [2, 8, 13, 64, 1024]
+    assert scaling.two_levels(1024) == (32, 32)
     flat, leveled = (
         allreduce(N, 1024, 1, FP32, XEON, Network(10, 50), levels) for levels in (None, (32, 32))
     )
@@ -209,89 +210,51 @@ def test_what_a_step_hides() -> None:
     assert step(0.01, exchange, overlap=0, every=4).exposed_s == exchange.total_s / 4
 
 
-COSTS_FILE = RESULTS / "intel-xeon-2-cores-costs-openmpi.json"
-
-
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--parameters", "25.6e6", "--hosts", "2", "64", "--gbit", "10", "--every", "1"]
-    assert main(["model", *asked, "--costs", str(COSTS_FILE)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("102.4 MB of float32 gradients, 1 rank(s) on each host, 10 Gbit/s")
-    rows = [line.split() for line in lines if line.split()[:1] in (["2"], ["64"])]
-    assert [row[:2] for row in rows] == [[n, w] for n in ("2", "64") for w in ("fp32", "fp16")]
-    network = Network(10, 50)
-    expected = allreduce(N, 64, 1, FP16, XEON, network)
-    assert rows[3][2:4] == [f"{1e3 * expected.total_s:.1f}", "ms"]
-
-
-def test_the_command_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--bytes", "1e8", "--hosts", "8", "--wires", "fp32", "int8", "--every", "1", "4"]
-    asked += ["--ranks", "2", "--cores", "4", "--json", "--costs"]
-    assert main(["model", *asked, str(COSTS_FILE)]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["costs"]["cores"] == 4
-    assert report["costs"]["tcp_ns"] == XEON.tcp_ns
-    rows = {(row["wire"], row["every"]): row for row in report["rows"]}
-    assert {row["ranks"] for row in report["rows"]} == {16}
-    quarter = rows["fp32", 1]["link_s"] / rows["int8", 1]["link_s"]
-    assert quarter == pytest.approx(4, rel=0.01)
-    exposed = [rows["fp32", every]["exposed_s"] for every in (1, 4)]
-    assert exposed[0] == pytest.approx(4 * exposed[1])
-    # Its output can be used as a file of costs.
-    written = tmp_path / "forecast.json"
-    written.write_text(json.dumps(report))
-    assert main(["model", *asked, str(written)]) == 0
-    assert json.loads(capsys.readouterr().out) == report
-
-
 def test_the_command_measures_what_it_is_not_given(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from horo_lite.launch import measure
-
-    monkeypatch.setattr(measure, "_N_ELEMENTS", 1 << 18)
-    monkeypatch.setattr(measure, "_BYTES_BY_TCP", 4 << 20)
-    assert main(["model", "--hosts", "2", "--json"]) == 0
-    costs = Costs.read(json.loads(capsys.readouterr().out)["costs"])
+    """And its output can be used as a file of costs."""
+    monkeypatch.setattr(scaling, "_N_ELEMENTS", 1 << 18)
+    monkeypatch.setattr(scaling, "_BYTES_BY_TCP", 4 << 20)
+    asked = ["scaling.py", "--bytes", "1e8", "--hosts", "8", "--wires", "fp32", "int8"]
+    monkeypatch.setattr(sys, "argv", [*asked, "--ranks", "2", "--cores", "4", "--json"])
+    scaling.main()
+    text = capsys.readouterr().out
+    costs, rows = Costs.read(json.loads(text)["costs"]), json.loads(text)["rows"]
+    assert costs.cores == 4
     assert 0 < costs.tcp_ns < 100
     for wire in costs.wires.values():
         assert 0 < wire.encode_ns < 100
         assert 0 < wire.reduce_ns < 100
         assert 0 < wire.decode_ns < 100
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (["--hosts", "0"], "--hosts: must be an integer more than 0"),
-        (["--parameters", "0"], "--parameters: must be more than 0"),
-        (["--gbit", "nan"], "--gbit: must be more than 0"),
-        (["--flow-gbit", "0"], "--flow-gbit: must be more than 0"),
-        (["--latency-us", "-5"], "--latency-us: must be 0 or more"),
-        (["--overlap", "1.5"], "--overlap: must be from 0 to 1"),
-        (["--costs", "/nowhere"], "FileNotFoundError"),
-        (["--bytes", "1", "--parameters", "1"], "not allowed with"),
-    ],
-)
-def test_wrong_arguments_of_the_command(
-    asked: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["model", *asked])
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+    found = {(row["wire"], row["every"]): row for row in rows}
+    assert found["fp32", 1]["link_s"] / found["int8", 1]["link_s"] == pytest.approx(4, rel=0.01)
+    assert found["fp32", 1]["exposed_s"] == pytest.approx(4 * found["fp32", 4]["exposed_s"])
+    expected = allreduce(25e6, 8, 2, costs.wires["fp32"], costs, Network(10, 50))
+    assert found["fp32", 1]["allreduce_s"] == expected.total_s
+    written = tmp_path / "costs.json"
+    written.write_text(text)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--costs", str(written)])
+    scaling.main()
+    assert json.loads(capsys.readouterr().out) == json.loads(text)
+    sys.argv.remove("--json")
+    scaling.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("100.0 MB of float32 gradients, 2 rank(s) on each host, 10 Gbit/s")
+    shown = [line.split()[1:4] for line in lines if line.split()[:1] == ["8"]]
+    assert shown[0] == ["fp32", f"{1e3 * expected.total_s:.1f}", "ms"]
 
 
 def test_the_page_has_what_the_model_says() -> None:
-    page = (RESULTS.parents[1] / "docs" / "scaling.md").read_text()
+    page = (ROOT / "docs" / "scaling.md").read_text()
     rows = re.findall(r"^\| (\d+) Gbit/s, (\d+) × (\d) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == 9
-    wires = {**XEON.wires, "int8": model.eight_bits(FP16)}
+    wires = {**XEON.wires, "int8": scaling.eight_bits(FP16)}
     columns = [("fp32", 1), ("fp32", 1), ("fp16", 1), ("int8", 1), ("fp32", 4), ("fp16", 4)]
     for gbit, hosts, ranks, cells in rows:
         costs = replace(XEON, cores=int(ranks))
         for i, (cell, (name, every)) in enumerate(zip(cells.split(" | "), columns, strict=True)):
-            levels = model.two_levels(int(hosts)) if i == 1 else None
+            levels = scaling.two_levels(int(hosts)) if i == 1 else None
             network = Network(int(gbit), 30)
             found = allreduce(N, int(hosts), int(ranks), wires[name], costs, network, levels)
             stepped = step(0.2, found, last=1 / 8, every=every)
@@ -308,7 +271,7 @@ def test_two_levels_pay_from_256_ranks_on_as_the_page_says(
 
     def gain(n: int) -> float:
         flat = allreduce(N, n, ranks, FP32, costs, network)
-        leveled = allreduce(N, n, ranks, FP32, costs, network, model.two_levels(n))
+        leveled = allreduce(N, n, ranks, FP32, costs, network, scaling.two_levels(n))
         return flat.total_s / leveled.total_s
 
     assert gain(hosts // 2) < 1.1 <= gain(hosts) < 1.5 <= gain(4 * hosts)
@@ -319,14 +282,4 @@ def test_windows_are_those_of_the_core() -> None:
         for ranks in (1, 2, 8, 64):
             numbered = [[ranks * h + r for r in range(ranks)] for h in range(hosts)]
             n_bytes = _native.HostsAllreduce.memory_bytes(numbered, 0)
-            assert model.window_bytes(hosts, ranks) == n_bytes // (4 * (ranks + 2))
-
-
-@pytest.mark.launches
-def test_a_reader_that_has_enough_gets_no_traceback() -> None:
-    command = [sys.executable, "-m", "horo_lite", "model", "--costs", str(COSTS_FILE)]
-    reading, writing = os.pipe()
-    os.close(reading)  # as `| true`
-    with open(writing, "wb") as nobody:
-        ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=60)
-    assert (ended.returncode, ended.stderr) == (141, b"")
+            assert scaling.window_bytes(hosts, ranks) == n_bytes // (4 * (ranks + 2))
