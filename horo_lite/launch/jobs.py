@@ -134,7 +134,7 @@ def _asked(path: str) -> Mpiexec:
 
 # Variables that a launcher sets for its ranks: a job that a rank starts must not inherit them.
 # (Slurm's are kept: mpiexec finds its hosts by them.)
-_OF_A_LAUNCHER = re.compile(
+OF_A_LAUNCHER = re.compile(
     r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|TORCHELASTIC)_|(RANK|WORLD_SIZE)$|"
     r"HORO_LITE_(RANK|SIZE|ADDRESS)$"
 )
@@ -145,7 +145,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
     It permits more ranks than cores, and root; and has HOME, without which Open MPI 5 fails.
     """
-    env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
+    env = {name: value for name, value in os.environ.items() if not OF_A_LAUNCHER.match(name)}
     # Permits more ranks than cores in Open MPI 5 and 4; --map-by takes precedence.
     env.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
     env.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import select
 import shlex
 import shutil
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from horo_lite.launch.jobs import LauncherWatch
+from horo_lite.launch.jobs import OF_A_LAUNCHER, LauncherWatch
 
 if TYPE_CHECKING:
     from horo_lite._native import StallDetector
@@ -39,8 +38,6 @@ T = TypeVar("T")
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 LAUNCHERS = ("openmpi", "mpich")
-# Variables that a job sets for its ranks: a launch from inside a job must not inherit them.
-_OF_A_LAUNCHER = re.compile(r"(OMPI|PRTE)_(?!MCA_)|(PMIX|PMI|HYDI?|MPIR|HYDRA|SLURM)_")
 _TAG = "HORO_LITE_TEST_LAUNCH"
 # Time limits are given for an idle machine, and only end hangs: a busy machine is not a failure.
 PATIENCE = 3
@@ -134,7 +131,11 @@ def that_leave_survivors() -> list[str]:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a job's processes, without variables of an outer launcher."""
-    env = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.match(name)}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not (OF_A_LAUNCHER.match(name) or name.startswith("SLURM_"))
+    }
     # Unbuffered, print() writes text and newline separately, and lines of two ranks are mixed.
     env.pop("PYTHONUNBUFFERED", None)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SUPPORT), env.get("PYTHONPATH", "")]))
