@@ -11,11 +11,11 @@ import secrets
 from typing import Any
 
 from ray.train.backend import Backend, BackendConfig
-from ray.util import get_node_ip_address
 
 # ruff: noqa: F403
 from horo_lite import *
-from horo_lite.launch.tasks import address_of, free_port
+from horo_lite.launch.on_ray import here
+from horo_lite.launch.tasks import address_of
 from horo_lite.start.launcher import JOB_TOKEN
 
 
@@ -40,18 +40,14 @@ class HoroLiteConfig(BackendConfig):
 class _Backend(Backend):
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Tell every worker which rank it is; Ray calls it before the training function."""
-        host, port = worker_group.execute_single(0, _place)
+        node, port, _ = worker_group.execute_single(0, here)
         world = {
             "HORO_LITE_SIZE": str(len(worker_group)),
-            "HORO_LITE_ADDRESS": address_of(host, port),
+            "HORO_LITE_ADDRESS": address_of(node, port),
             JOB_TOKEN: secrets.token_hex(16),
         }
         for rank in range(len(worker_group)):
             worker_group.execute_single(rank, _become, world | {"HORO_LITE_RANK": str(rank)})
-
-
-def _place() -> tuple[str, int]:
-    return get_node_ip_address(), free_port()
 
 
 def _become(rank: dict[str, str]) -> None:

@@ -8,30 +8,15 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.util import get_node_ip_address, remove_placement_group
-from ray.util.placement_group import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from horo_lite import context
-from horo_lite.errors import PeerLostError, in_one_line
 from horo_lite.horovod.runner import UnderTheName
-from horo_lite.launch.on_ray import reserve
-from horo_lite.launch.tasks import address_of, free_port, ranks_by_host
-from horo_lite.settings import Settings
-from horo_lite.start import rendezvous, session
+from horo_lite.launch.on_ray import Workers
 from horo_lite.start.launcher import JOB_TOKEN
-from horo_lite.start.rendezvous_spec import RendezvousSpec, rendezvous_spec
 
 __all__ = ["RayExecutor"]
-
-CAUSE_S = 10.0  # how long to wait for the error that caused the others
 
 
 @dataclass
@@ -114,14 +99,9 @@ class RayExecutor:
         if use_gpu:
             self._needs["GPU"] = gpus_per_worker or 1
         self._n_hosts = num_hosts
-        self._per_host = num_workers_per_host
         self.num_workers = num_workers or (num_hosts or 0) * num_workers_per_host
         self._inherits = use_current_placement_group
-        self._reserved: Any = None  # the placement group, if it is this executor's own
-        self.workers: list[Any] = []
-        """The actors, in rank order."""
-        self._n_calls = 0
-        self._went_well = True  # the previous call, as far as is known
+        self._workers: Workers | None = None
 
     @classmethod
     def create_settings(
@@ -163,42 +143,39 @@ class RayExecutor:
             LauncherError: The cluster does not have the resources that the workers need.
             RuntimeError: The workers have already been started.
         """
-        if self.workers:
+        if self._workers is not None:
             raise RuntimeError(
                 "the workers have already been started: call shutdown() before another start()"
             )
-        if not ray.is_initialized():
-            ray.init()
+        self._workers = Workers(
+            self.num_workers,
+            self._needs,
+            timeout_s=self.settings.placement_group_timeout_s,
+            limit="create_settings(placement_group_timeout_s=…)",
+            n_hosts=self._n_hosts,
+            inherits=self._inherits,
+        )
+        own_names = ("HORO_LITE_", "HOROVOD_")
+        env = {k: v for k, v in os.environ.items() if k.startswith(own_names)}
+        env |= {
+            "HORO_LITE_SIZE": str(self.num_workers),
+            "HORO_LITE_ADDRESS": self._workers.address,
+            "HORO_LITE_START_TIMEOUT_S": str(self.settings.timeout_s),
+            JOB_TOKEN: secrets.token_hex(16),
+        }
         try:
-            workers = [worker.remote() for worker in self._placed()]
-            where = ray.get([worker.where.remote() for worker in workers])
-            hosts = [host for host, _ in where]
-            ranks = ranks_by_host(hosts)
-            order = sorted(range(len(workers)), key=ranks.__getitem__)
-            self.workers = [workers[i] for i in order]
-            own_names = ("HORO_LITE_", "HOROVOD_")
-            env = {k: v for k, v in os.environ.items() if k.startswith(own_names)}
-            env |= {
-                "HORO_LITE_SIZE": str(self.num_workers),
-                "HORO_LITE_ADDRESS": address_of(*where[order[0]]),
-                "HORO_LITE_START_TIMEOUT_S": str(self.settings.timeout_s),
-                JOB_TOKEN: secrets.token_hex(16),
-            }
-            env |= extra_env_vars or {}
-            gpus = self._gpus_by_host([hosts[i] for i in order])
-            path = [os.path.abspath(entry) for entry in sys.path]
-            started = []
-            for rank, i in enumerate(order):
-                own = env | gpus.get(hosts[i], {}) | {"HORO_LITE_RANK": str(rank)}
-                started.append(self.workers[rank].become.remote(own, path))
-            ray.get(started)
+            self._workers.become_ranks(env | dict(extra_env_vars or {}))
             if executable_cls is not None:
                 made = UnderTheName(executable_cls)
-                args, kwargs = list(executable_args or ()), dict(executable_kwargs or {})
-                ray.get([w.start_executable.remote(made, args, kwargs) for w in self.workers])
+                self._workers.make(made, list(executable_args or ()), dict(executable_kwargs or {}))
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors, in rank order."""
+        return [] if self._workers is None else self._workers.actors
 
     def run(
         self,
@@ -221,7 +198,7 @@ class RayExecutor:
                 PeerLostError.
         """
         _refuse_callbacks(callbacks)
-        return self._results(self.run_remote(fn, args, kwargs))
+        return self._started().results(self.run_remote(fn, args, kwargs))
 
     def run_remote(
         self,
@@ -234,7 +211,7 @@ class RayExecutor:
         The next call waits until this one has ended.
         """
         given, named = list(args or ()), dict(kwargs or {})
-        return self._called(lambda _: fn(*given, **named))
+        return self._started().submit(UnderTheName(lambda _: fn(*given, **named)))
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Any = None) -> list[Any]:
         """Call a function on every rank, with the object that the worker created in `start`.
@@ -247,7 +224,8 @@ class RayExecutor:
             Its results, in rank order.
         """
         _refuse_callbacks(callbacks)
-        return self._results(self._called(fn))
+        workers = self._started()
+        return workers.results(workers.submit(UnderTheName(fn)))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Call a function on rank 0 only, with the object that the worker created in `start`.
@@ -255,88 +233,19 @@ class RayExecutor:
         Returns:
             Its result.
         """
-        return self._results(self._called(fn, only_first=True))[0]
+        workers = self._started()
+        return workers.results(workers.submit(UnderTheName(fn), only_first=True))[0]
 
     def shutdown(self) -> None:
         """Kill the workers, whatever they are doing."""
-        workers, self.workers = self.workers, []
-        for worker in workers:
-            ray.kill(worker)
-        reserved, self._reserved = self._reserved, None
-        if reserved is not None:
-            remove_placement_group(reserved)  # which also ends everything that runs in it
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.kill()
 
-    def _placed(self) -> list[Any]:
-        """Return the actor class once for each worker, with its placement."""
-        group = get_current_placement_group() if self._inherits else None
-        bundles = [-1] * self.num_workers  # any bundle of it that has room
-        if group is None:
-            shares, strategy, per_bundle = self.num_workers, "PACK", 1
-            if self._n_hosts is not None:
-                shares, strategy, per_bundle = self._n_hosts, "STRICT_SPREAD", self._per_host
-            share = {kind: n * per_bundle for kind, n in self._needs.items()}
-            each = ", ".join(f"{kind} {n:g}" for kind, n in self._needs.items())
-            on = "" if self._n_hosts is None else f" on {self._n_hosts} nodes"
-            group = self._reserved = reserve(
-                [share] * shares,
-                strategy,
-                self.settings.placement_group_timeout_s,
-                f"{self.num_workers} workers on Ray{on} need {each} each",
-                "create_settings(placement_group_timeout_s=…)",
-            )
-            bundles = [rank // per_bundle for rank in range(self.num_workers)]
-        return [
-            ray.remote(_Worker).options(
-                num_cpus=self._needs["CPU"],
-                num_gpus=self._needs.get("GPU", 0),
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=bundle
-                ),
-            )
-            for bundle in bundles
-        ]
-
-    def _gpus_by_host(self, hosts: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Return, for each host, the variable that makes all its ranks' GPUs visible to each.
-
-        Ray makes only a worker's own GPUs visible, so `torch.cuda.set_device(hvd.local_rank())`,
-        which scripts use, would fail.
-        """
-        if "GPU" not in self._needs:
-            return {}
-        all_of: dict[str, list[str]] = {host: [] for host in hosts}
-        each = ray.get([worker.gpus.remote() for worker in self.workers])
-        for host, gpus in zip(hosts, each, strict=True):
-            all_of[host] += [gpu for gpu in gpus if gpu not in all_of[host]]
-        return {host: {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for host, gpus in all_of.items()}
-
-    def _called(self, fn: Callable[[Any], Any], only_first: bool = False) -> list[Any]:
-        if not self.workers:
+    def _started(self) -> Workers:
+        if self._workers is None:
             raise RuntimeError("there are no workers: call start() first")
-        if not self._went_well:
-            # A rank may have returned from the function before another one raised.
-            ray.get([worker.be_idle.remote() for worker in self.workers])
-            ray.get([worker.leave_lost_world.remote() for worker in self.workers])
-        self._went_well = False
-        self._n_calls += 1
-        sent = ray.put(UnderTheName(fn))
-        workers = self.workers[:1] if only_first else self.workers
-        return [worker.execute.remote(sent, self._n_calls) for worker in workers]
-
-    def _results(self, references: Sequence[Any]) -> list[Any]:
-        """Return the ranks' results; if ranks failed, raise the error that caused the others."""
-        try:
-            results: list[Any] = ray.get(list(references))
-        except PeerLostError:
-            for reference in references:  # the error of the rank that the others waited for
-                try:
-                    ray.get(reference, timeout=CAUSE_S)
-                except (PeerLostError, ray.exceptions.GetTimeoutError):
-                    continue
-            raise
-        self._went_well = True
-        return results
+        return self._workers
 
 
 def _refuse_callbacks(callbacks: Any) -> None:
@@ -345,74 +254,3 @@ def _refuse_callbacks(callbacks: Any) -> None:
             "callbacks are not supported, since horo_lite has no horovod.ray.ray_logger: return "
             "the values from the function"
         )
-
-
-class _Worker:
-    """A rank: an actor."""
-
-    def __init__(self) -> None:
-        self._executable: Any = None
-
-    def where(self) -> tuple[str, int]:
-        """Return this host's address, and a free port."""
-        return get_node_ip_address(), free_port()
-
-    def gpus(self) -> list[str]:
-        """Return the GPUs that Ray has assigned to this actor."""
-        return [str(gpu) for gpu in ray.get_gpu_ids()]
-
-    def become(self, env: dict[str, str], path: list[str]) -> None:
-        """Make this process a rank, as the variables say, with access to the caller's modules."""
-        os.environ.update(env)
-        sys.path += [entry for entry in path if entry not in sys.path]
-        spec = _rendezvous()
-        if spec.rank == 0 and spec.size > 1:
-            # Before any function runs, so that ranks that fail before init() can report it.
-            with suppress(ImportError, RuntimeError):  # init() will raise it, if it is called
-                rendezvous.keep_store(spec)
-
-    def start_executable(
-        self, make: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Create the object that is passed to functions."""
-        self._executable = make(*args, **kwargs)
-
-    def be_idle(self) -> None:
-        """Return once all previous functions have ended."""
-
-    def leave_lost_world(self) -> None:
-        """Leave the world if another rank has left it: the next `init()` then makes a new one."""
-        if context.is_initialized():
-            try:
-                context.world().group.transport.check_peer(-1, "the next function")
-            except PeerLostError:
-                _leave_world("another rank failed")
-
-    def execute(self, fn: Callable[[Any], Any], number: int) -> Any:
-        """Call the function with that number, as all ranks do."""
-        # So that the rendezvous does not find ranks of an earlier, failed call. Torch's variable.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        try:
-            return fn(self._executable)
-        except BaseException as error:
-            reason = f"it raised {in_one_line(error)}"
-            _leave_world(reason)
-            with suppress(Exception):  # the function may have changed the environment
-                rendezvous.report_failure(_rendezvous(), reason)
-            raise
-
-
-def _rendezvous() -> RendezvousSpec:
-    """Return where this rank finds the others, from the environment that `become` has set."""
-    spec = rendezvous_spec(Settings.read({}, os.environ), os.environ)
-    assert spec is not None
-    return spec
-
-
-def _leave_world(reason: str) -> None:
-    """Make ranks that wait for this one raise PeerLostError; `init()` then makes a new world."""
-    if context.is_initialized():
-        for transport in context.world().group.transports():
-            transport.abandon(reason)
-        with suppress(Exception):  # operations in flight have failed
-            session.shutdown()

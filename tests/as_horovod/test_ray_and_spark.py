@@ -18,6 +18,7 @@ import pytest
 
 import horo_lite as hvd
 import horo_lite.horovod
+import horo_lite.launch
 from horo_lite.horovod import aliases
 from horo_lite.launch import clusters, tasks
 from horo_lite.launch.tasks import RankEnd, RankTask
@@ -47,6 +48,8 @@ def ray(horovod: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(FAKE))
     for name in (*ours, *(name for name in sys.modules if name.partition(".")[0] == "ray")):
         monkeypatch.delitem(sys.modules, name, raising=False)
+    # Of an earlier test: `from horo_lite.launch import on_ray` would find it.
+    monkeypatch.delattr(horo_lite.launch, "on_ray", raising=False)
     import ray
 
     assert Path(ray.__file__ or "").is_relative_to(FAKE)
@@ -140,6 +143,25 @@ def test_ray_executor(ray: Any) -> None:
 
 
 @pytest.mark.launches
+def test_run_on_ray(ray: Any) -> None:
+    """The same actors as a RayExecutor's, each with a rank as a process of its own."""
+
+    def train(fails: bool) -> tuple[int, float]:
+        world = hvd.init()
+        if fails and world.rank == 1:
+            raise ValueError("share 1 is missing")
+        return world.rank, hvd.allreduce(torch.tensor([world.rank + 1.0]))[0].item()
+
+    found = hvd.run(train, (False,), np=3, on="ray", env=ENV)
+    assert found == [(0, 2.0), (1, 2.0), (2, 2.0)]
+    with pytest.raises(ValueError, match="share 1 is missing"):
+        hvd.run(train, (True,), np=3, on="ray", env=ENV)
+    assert [group.bundles for group in ray.util.removed] == [[{"CPU": 1}] * 3] * 2
+    with pytest.raises(hvd.LauncherError, match=r"9 ranks on Ray need CPU 1 each.*free: 8"):
+        hvd.run(train, (False,), np=9, on="ray", env={"HORO_LITE_START_TIMEOUT_S": "3"})
+
+
+@pytest.mark.launches
 def test_what_a_ray_executor_asks_for(ray: Any) -> None:
     from horovod.ray import RayExecutor
 
@@ -151,7 +173,7 @@ def test_what_a_ray_executor_asks_for(ray: Any) -> None:
     (group,) = ray.util.removed
     assert (group.strategy, group.bundles) == ("STRICT_SPREAD", [{"CPU": 4}] * 2)
     few = RayExecutor(settings, num_hosts=3)
-    with pytest.raises(hvd.LauncherError, match=r"3 workers on Ray on 3 nodes .*within 3 s.*8"):
+    with pytest.raises(hvd.LauncherError, match=r"3 ranks on Ray on 3 nodes .*within 3 s.*8"):
         few.start()
     assert few.workers == []
 

@@ -30,7 +30,7 @@ def test_run() -> None:
 
 def test_a_cluster_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HORO_LITE_START_TIMEOUT_S", "2")
-    with pytest.raises(hvd.LauncherError, match=r"99 ranks on Ray .*in all: 4"):
+    with pytest.raises(hvd.LauncherError, match=r"99 ranks on Ray .*total: 4"):
         hvd.run(int, np=99, on="ray")
 
 

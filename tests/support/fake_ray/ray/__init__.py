@@ -1,4 +1,4 @@
-"""The part of Ray that horo_lite.horovod.ray uses: processes as actors, simulated resources.
+"""The part of Ray that horo_lite.launch.on_ray uses: processes as actors, simulated resources.
 
 Four CPUs and two GPUs on each of two simulated nodes. Only names and semantics are Ray's; the real
 Ray is used in tests/clusters.
@@ -58,8 +58,24 @@ def put(value: Any) -> Reference:
 
 
 class exceptions:  # noqa: N801 (a module of Ray's)
-    class GetTimeoutError(Exception):
+    class RayError(Exception):
         pass
+
+    class GetTimeoutError(RayError):
+        pass
+
+
+def wait(
+    references: list[Reference], num_returns: int, timeout: float | None
+) -> tuple[list[Reference], list[Reference]]:
+    assert num_returns == 1
+    from concurrent.futures import FIRST_COMPLETED, wait
+
+    done = wait([one.future for one in references], timeout, FIRST_COMPLETED).done
+    return (
+        [one for one in references if one.future in done],
+        [one for one in references if one.future not in done],
+    )
 
 
 def get(references: Any, timeout: float | None = None) -> Any:
