@@ -224,6 +224,9 @@ fix: $(VENV)/.test ## format, and apply the linters' automatic fixes
 
 bench: $(TEST_READY) .venv-jax/.ready ## time the collectives, the checks, and steps of PyTorch and JAX, next to memcpy, MPI and gloo
 	@$(PY) benchmarks/allreduce.py $(ARGS)
+	@$(if $(MPIEXEC),,echo && $(MPICH)/bin/python benchmarks/allreduce.py $(ARGS))
+	@for op in broadcast allgather alltoall; do for n in 2 4; do echo; \
+	  $(PY) -m horo_lite bench -n $$n --op $$op -b 64M -e 64M --compare || exit; done; done
 	@echo && $(PY) benchmarks/guards.py
 	@$(if $(TORCH),echo && $(PY) benchmarks/torch_step.py $(STEP_ARGS))
 	@echo && .venv-jax/bin/python benchmarks/jax_step.py

@@ -1,10 +1,8 @@
-"""Time averaging gradients and moving arrays among the ranks of one host, next to baselines.
+"""Time averaging gradients among the ranks of one host, next to baselines.
 
 `python benchmarks/allreduce.py` (or `make bench`) starts mpiexec jobs itself and prints one table
-per set of arrays and number of ranks. Within a job all contenders take turns, so that other load on
-the machine affects them equally; a figure is the median over the turns of the slowest rank's time.
-Before each turn every rank fills its arrays with its own numbers, and afterwards compares them with
-the exact result: a wrong result ends the benchmark.
+per set of gradients and number of ranks: that of `horo-lite bench`, in whose turns every rank fills
+its arrays with its own numbers, and compares them with the exact result afterwards.
 
 Cores may share an L3 cache or not, and for virtual cores this changes within seconds. So a
 core-to-core round trip is measured before and after each turn: if both take at most 320 ns, the
@@ -15,9 +13,8 @@ Turns continue until each contender has enough of both kinds, or the time is ove
 The unit is one memcpy of the same bytes by one rank while the others sleep. The ratio of several
 cores' memory bandwidth to that of one differs between machines, so there is another row: "read and
 write, every rank", in which all negate their own arrays in place, concurrently. Averaging arrays
-that fit into no cache can hardly take less. The MPI rows of the all-reduce only sum; the others
-also divide. Unless a row says otherwise, arrays are allocated by NumPy: large ones begin 16 bytes
-into a page.
+that fit into no cache can hardly take less. The MPI rows only sum; the others also divide. Unless a
+row says otherwise, arrays are allocated by NumPy: large ones begin 16 bytes into a page.
 """
 
 from __future__ import annotations
@@ -38,18 +35,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from horo_lite.launch import bench
+from horo_lite.launch.bench import Array, Way, distance_of
+
 HERE = Path(__file__).resolve()
 BUCKET_BYTES = 25 << 20  # DistributedDataParallel's default
 MEMCPY = "memcpy, one rank"
 LIMIT = "read and write, every rank"
-NEAR, FAR, UNCLEAR = "near", "far", "unclear"
-FAR_NS = 320.0  # as in csrc/shm/distance.cpp
+NEAR, FAR, UNCLEAR = "near", "far", ""
 PAGE_BYTES = 4096
 MAPPED_BYTES = 128 << 10  # malloc gives an array of this size or more its own pages
-COLLECTIVES = "collectives"
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -115,58 +111,6 @@ class Gradients:
             np.copyto(array.reshape(-1), filling)
 
 
-class Transfers:
-    """Numbers that are unique in the job, and each rank's results of the other collectives."""
-
-    N_BYTES = 64 << 20  # of every rank's result
-
-    def __init__(self, rank: int, size: int) -> None:
-        n = self.N_BYTES // 4 // size * size
-        of_rank = [np.arange(r * n, (r + 1) * n, dtype=np.int32) for r in range(size)]
-        self.own = of_rank[rank]
-        self.part = slice(0, n // size)
-        self.broadcast = of_rank[0]
-        self.gathered = np.concatenate([numbers[self.part] for numbers in of_rank])
-        self.exchanged = np.concatenate([numbers.reshape(size, -1)[rank] for numbers in of_rank])
-
-    def fill(self, arrays: Sequence[Array]) -> None:
-        """Write the first of this rank's own numbers into each array."""
-        for array in arrays:
-            np.copyto(array, self.own[: array.size])
-
-
-class Contender:
-    """One way of reducing or moving arrays: the timed function, and what it must compute.
-
-    Args:
-        name: The row's title.
-        run: The timed function. It returns a list of results, or None if they are in `arrays`.
-        arrays: The arrays to fill before each turn.
-        exact: The expected results.
-        alone: Only rank 0 runs it; the others sleep.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        run: Callable[[], Any],
-        arrays: Sequence[Array] = (),
-        exact: Sequence[Array] = (),
-        *,
-        alone: bool = False,
-    ) -> None:
-        self.name, self.run, self.arrays = name, run, arrays
-        self.exact, self.alone = exact, alone
-        self.times: list[float] = []  # milliseconds
-        self.distances: list[str] = []  # of the same turns: NEAR, FAR or UNCLEAR
-
-    def check(self, results: Sequence[Array]) -> None:
-        """Check the results of a turn."""
-        for index, (array, expected) in enumerate(zip(results, self.exact, strict=True)):
-            if not np.array_equal(array.reshape(-1), expected):
-                raise ValueError(f"{self.name} is wrong in array {index}")
-
-
 class Cores:
     """Measures how far the cores of this job's ranks are from each other."""
 
@@ -214,12 +158,6 @@ class Cores:
         return ns, is_new
 
 
-def distance(*round_trips_ns: float) -> str:
-    """Classify a turn by the round trips before and after it: NEAR, FAR or UNCLEAR."""
-    kinds = {UNCLEAR if ns == 0 else NEAR if ns <= FAR_NS else FAR for ns in round_trips_ns}
-    return kinds.pop() if len(kinds) == 1 else UNCLEAR
-
-
 def at_a_page(shape: tuple[int, ...]) -> Array:
     """Return a new array, which is aligned to a page if it is large."""
     n = math.prod(shape)
@@ -230,7 +168,7 @@ def at_a_page(shape: tuple[int, ...]) -> Array:
     return memory[skip : skip + n].reshape(shape)
 
 
-def averaging(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
+def averaging(gradients: Gradients, comm: Any, store: str) -> list[Way]:
     """Return all ways of averaging that this environment supports."""
     from mpi4py import MPI
 
@@ -262,16 +200,16 @@ def averaging(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
 
     def horo_lite(
         name: str, compression: Any = hvd.Compression.none, arrays: Sequence[Array] = arrays
-    ) -> Contender:
+    ) -> Way:
         def run() -> None:
             hvd.grouped_allreduce_(arrays, op=hvd.Average, compression=compression)
 
-        return Contender(f"horo_lite {name}", run, arrays, gradients.averages)
+        return Way(f"horo_lite {name}", run, arrays, gradients.averages)
 
     field = [
-        Contender(MEMCPY, copy, alone=True),
-        Contender("memcpy, every rank at once", copy),
-        Contender(LIMIT, rewrite),
+        Way(MEMCPY, copy, alone=True),
+        Way("memcpy, every rank at once", copy),
+        Way(LIMIT, rewrite),
         horo_lite("fp32"),
     ]
     if any(array.nbytes >= MAPPED_BYTES for array in arrays):
@@ -282,14 +220,14 @@ def averaging(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
         *in_shared_memory(gradients),
         horo_lite("fp16", hvd.Compression.fp16),
         horo_lite("bf16", hvd.Compression.bf16),
-        Contender("MPI, one call per array", mpi_each, arrays, gradients.sums),
-        Contender("MPI, one flat buffer", mpi_flat, views, gradients.sums),
-        Contender("MPI, one flat buffer, packed", mpi_packed, arrays, gradients.sums),
+        Way("MPI, one call per array", mpi_each, arrays, gradients.sums),
+        Way("MPI, one flat buffer", mpi_flat, views, gradients.sums),
+        Way("MPI, one flat buffer, packed", mpi_packed, arrays, gradients.sums),
         *gloo(gradients, comm, store),
     ]
 
 
-def in_shared_memory(gradients: Gradients) -> list[Contender]:
+def in_shared_memory(gradients: Gradients) -> list[Way]:
     """Average in place, like PyTorch's optimizer with gradient_as_bucket_view=True."""
     import horo_lite as hvd
     from horo_lite.collectives.shared_memory import share
@@ -309,10 +247,10 @@ def in_shared_memory(gradients: Gradients) -> list[Contender]:
     def run() -> None:
         group.exchange(arrays, names=names, label="gradients", shared=memory)
 
-    return [Contender("horo_lite fp32, shared memory", run, arrays, gradients.averages)]
+    return [Way("horo_lite fp32, shared memory", run, arrays, gradients.averages)]
 
 
-def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
+def gloo(gradients: Gradients, comm: Any, store: str) -> list[Way]:
     """Average in buckets, like DistributedDataParallel, if PyTorch is installed."""
     try:
         import torch
@@ -348,46 +286,7 @@ def gloo(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
             torch._foreach_copy_(bucket, view)
 
     arrays, averages = gradients.arrays, gradients.averages
-    return [Contender("torch gloo, 25 MiB buckets", run, arrays, averages)]
-
-
-def moving(transfers: Transfers, comm: Any) -> list[Contender]:
-    """Return the other collectives.
-
-    Those of horo_lite return new arrays, whose memory the system clears; MPI's receive into
-    existing arrays, so there is another row with new arrays for MPI.
-    """
-    import horo_lite as hvd
-
-    x = np.empty_like(transfers.own)
-    to = np.empty_like(x)
-    part = x[transfers.part]
-
-    def copy() -> None:
-        np.copyto(to, x)
-
-    def mpi(name: str, send: Array, exact: Array) -> list[Contender]:
-        def run(new: bool) -> list[Array]:
-            received = np.empty_like(to) if new else to
-            getattr(comm, name)(send, received)
-            return [received]
-
-        return [
-            Contender(f"MPI {name}", lambda: run(False), [x, to], [exact]),
-            Contender(f"MPI {name}, new array", lambda: run(True), [x], [exact]),
-        ]
-
-    return [
-        Contender(MEMCPY, copy, alone=True),
-        Contender(
-            "horo_lite broadcast", lambda: [hvd.broadcast_(x, 0)], [x], [transfers.broadcast]
-        ),
-        Contender("MPI Bcast", lambda: comm.Bcast(x, 0), [x], [transfers.broadcast]),
-        Contender("horo_lite allgather", lambda: [hvd.allgather(part)], [x], [transfers.gathered]),
-        *mpi("Allgather", part, transfers.gathered),
-        Contender("horo_lite alltoall", lambda: [hvd.alltoall(x)], [x], [transfers.exchanged]),
-        *mpi("Alltoall", x, transfers.exchanged),
-    ]
+    return [Way("torch gloo, 25 MiB buckets", run, arrays, averages)]
 
 
 def rest(comm: Any) -> None:
@@ -397,110 +296,70 @@ def rest(comm: Any) -> None:
         time.sleep(0.0002)
 
 
-def measure(
-    which: str, repeats: int, seconds: float, comm: Any, cores: Cores, store: str
-) -> dict[str, Any]:
-    """Return the times of every contender on one set, the same on every rank."""
-    numbers: Gradients | Transfers
-    if which == COLLECTIVES:
-        numbers = Transfers(comm.rank, comm.size)
-        n_bytes = numbers.own.nbytes
-        title = f"{which}: {n_bytes / 2**20:.1f} MiB of int32 for every rank"
-        field = moving(numbers, comm)
-    else:
-        numbers = Gradients(SETS[which](), comm.rank, comm.size)
-        numbers.fill(numbers.arrays)
-        n_bytes = numbers.flat.nbytes
-        title = f"{which}: {len(numbers.arrays)} float32 arrays, {n_bytes / 2**20:.1f} MiB"
-        field = averaging(numbers, comm, store)
-    take_turns(numbers, field, comm, counts=False)  # warms up
-    until = time.monotonic() + seconds
+def measure(which: str, options: argparse.Namespace, comm: Any, cores: Cores) -> dict[str, Any]:
+    """Return the rows of the table of one set, the same on every rank."""
+    gradients = Gradients(SETS[which](), comm.rank, comm.size)
+    gradients.fill(gradients.arrays)
+    n_bytes = gradients.flat.nbytes
+    field = averaging(gradients, comm, f"{options.output}.store")
+    repeats = options.repeats * (4 if which == "1000x256" else 1)
+    found: dict[str, dict[str, list[float]]] = {way.name: {} for way in field}
+    for way in field:  # warms up
+        way.take_turn(gradients.fill)
+    until = time.monotonic() + options.seconds / len(options.sets)
     is_done = False
     while not is_done:
-        take_turns(numbers, field, comm, cores, counts=True)
-        fewest = min(c.distances.count(kind) for c in field for kind in (NEAR, FAR))
+        for way in field:
+            before = cores.round_trip_ns()
+            seconds = way.take_turn(gradients.fill)
+            way.seconds.append(seconds)
+            kind = distance_of(before, cores.round_trip_ns())
+            found[way.name].setdefault(kind, []).append(seconds)
+        fewest = min(len(of.get(kind, ())) for of in found.values() for kind in (NEAR, FAR))
         is_late = comm.bcast(time.monotonic() > until)
-        is_done = len(field[0].times) >= repeats and (fewest >= repeats or is_late)
+        is_done = len(field[0].seconds) >= repeats and (fewest >= repeats or is_late)
+    memcpys = field[0].seconds  # independent of the distance
+    factor = 2 * (comm.size - 1) / comm.size
+    kinds = [kind for kind in (NEAR, FAR) if any(kind in of for of in found.values())] or [UNCLEAR]
+    rows = [
+        bench.row(way, n_bytes, factor, memcpys, found[way.name][kind], kind)
+        for kind in kinds
+        for way in field
+        if kind in found[way.name]
+    ]
+    # The first indication of other load on the machine.
+    low, high = 1e3 * np.quantile(memcpys, [0.25, 0.75])
     return {
-        "set": which,
-        "title": title,
-        "bytes": n_bytes,
-        "milliseconds": {c.name: c.times for c in field},
-        "distances": {c.name: c.distances for c in field},
+        "title": f"{which}: {len(gradients.arrays)} float32 arrays, {n_bytes / 2**20:.1f} MiB",
+        "rows": [row._asdict() for row in rows],
+        "note": f"memcpy's quartiles {low:.2f}-{high:.2f} ms",
+        "seconds": found,
     }
 
 
-def take_turns(
-    numbers: Gradients | Transfers,
-    field: Sequence[Contender],
-    comm: Any,
-    cores: Cores | None = None,
-    *,
-    counts: bool,
-) -> None:
-    """Give every contender a turn and check its result; record time and distance if it counts."""
-
-    def round_trip_ns() -> float:
-        return 0.0 if cores is None else cores.round_trip_ns()
-
-    for contender in field:
-        before = round_trip_ns()
-        if contender.arrays:
-            numbers.fill(contender.arrays)
-        rest(comm)
-        if not contender.alone:
-            comm.Barrier()
-        elapsed = 0.0
-        results = None
-        if comm.rank == 0 or not contender.alone:
-            began = time.perf_counter()
-            results = contender.run()
-            elapsed = time.perf_counter() - began
-        rest(comm)
-        after = round_trip_ns()
-        if contender.exact:
-            contender.check(contender.arrays if results is None else results)
-        del results  # not during the next contender's turn
-        slowest = max(comm.allgather(elapsed))
+def take_turns(gradients: Gradients, field: Sequence[Way], counts: bool) -> None:
+    """Give every way a turn and check its result; record the time if it counts."""
+    for way in field:
+        seconds = way.take_turn(gradients.fill)
         if counts:
-            contender.times.append(1e3 * slowest)
-            contender.distances.append(distance(before, after))
+            way.seconds.append(seconds)
 
 
-def work(sets: Sequence[str], repeats: int, seconds: float, output: Path) -> None:
-    """Run one rank's part of a job; rank 0 writes the results."""
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one rank's part of a job."""
     import horo_lite as hvd
 
-    world = hvd.init()
+    hvd.init()
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD
-    cores = Cores(comm)
-    found = [
-        measure(
-            which,
-            4 * repeats if which == "1000x256" else repeats,
-            seconds / len(sets),
-            comm,
-            cores,
-            f"{output}.store",
-        )
-        for which in sets
-    ]
-    if comm.rank == 0:
-        library = MPI.Get_library_version().replace("\0", "").splitlines()[0].split(", package")[0]
-        output.write_text(
-            json.dumps(
-                {"ranks": comm.size, "mpi": library, "transport": world.transport}
-                | {"results": found}
-            )
-        )
+    cores = Cores(MPI.COMM_WORLD)
+    found = [measure(which, options, MPI.COMM_WORLD, cores) for which in options.sets]
     if "torch" in sys.modules:
         import torch.distributed as dist
 
         if dist.is_initialized():
             dist.destroy_process_group()
-    hvd.shutdown()
+    return {"results": found}
 
 
 def time_start(how: str, output: Path) -> None:
@@ -575,10 +434,10 @@ def launch(
 
         mpi = "openmpi" if "Open MPI" in version.stdout else "mpich"
         command = network.launch(mpi, mpiexec, ranks // len(network.hosts))
-        env |= environment(mpi)
+        env |= environment(mpi) | {"HORO_LITE_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
-        command += [python, str(script), "--output", str(output), *arguments]
+        command += [python, str(script), *arguments, "--output", str(output)]
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -588,110 +447,78 @@ def launch(
 
 
 def drive(
-    description: str,
+    parser: argparse.ArgumentParser,
     script: Path,
-    repeats: int,
-    work: Callable[[int, Path], None],
+    work: Callable[[argparse.Namespace], dict[str, Any]],
     tables: Callable[[dict[str, Any]], Sequence[str]],
+    ranks: Sequence[int] = (2,),
 ) -> None:
-    """Run the benchmark `script`, either as a rank or as the driver that starts jobs."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="job sizes")
-    parser.add_argument("--repeats", type=int, default=repeats, help="turns")
+    """Run the benchmark `script`, either as a rank or as the driver that starts jobs.
+
+    Args:
+        parser: With the arguments of this benchmark; those of all are added.
+        script: Its file.
+        work: Runs one rank's part of a job, and returns what rank 0 reports.
+        tables: Returns the tables of a report.
+        ranks: The default sizes of jobs.
+    """
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="job sizes")
     parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(options.repeats, options.output)
+        import horo_lite as hvd
+
+        found = work(options)
+        from mpi4py import MPI
+
+        library = MPI.Get_library_version().replace("\0", "").splitlines()[0].split(", package")[0]
+        found |= {"ranks": hvd.size(), "mpi": library, "transport": hvd.world().transport}
+        if hvd.rank() == 0:
+            options.output.write_text(json.dumps(found))
+        hvd.shutdown()
         return
     here = machine()
     print("  ".join(f"{name}: {value}" for name, value in here.items()))
     jobs = []
-    for ranks in options.ranks:
-        arguments = ["--work", "--repeats", str(options.repeats)]
-        jobs.append(launch(sys.executable, ranks, arguments, 600, script))
-        for table in tables(jobs[-1]):
+    for n in options.ranks:
+        job = launch(sys.executable, n, [*sys.argv[1:], "--work"], 1800, script)
+        print(f"\n{n} ranks: {job['mpi']}, transport {job['transport']}")
+        jobs.append(job)
+        for table in tables(job):
             print(f"\n{table}", flush=True)
     if options.output:
         options.output.write_text(json.dumps({"machine": here, "jobs": jobs}, indent=1))
 
 
-def start_times(python: str, repeats: int = 5) -> dict[str, float]:
+def start_times(repeats: int = 5) -> dict[str, float]:
     """Return the median seconds of MPI_Init and of `init()` on 2 ranks, alternating."""
     times: dict[str, list[float]] = {"MPI_Init": [], "init": []}
     for _ in range(repeats):
         for how, into in times.items():
-            into.append(launch(python, 2, ["--time-start", how], 60))
+            into.append(launch(sys.executable, 2, ["--time-start", how], 60))
     return {how: statistics.median(seconds) for how, seconds in times.items()}
 
 
-def table(jobs: Sequence[dict[str, Any]], which: str) -> str:
-    """Format milliseconds, multiples of one memcpy and numbers of turns of jobs side by side."""
-    columns: list[tuple[str, float, dict[str, list[float]]]] = []
-    notes = []
-    title = ""
-    for job in jobs:
-        for result in job["results"]:
-            if result["set"] != which:
-                continue
-            title = f"{result['title']}, {job['ranks']} ranks"
-            memcpys = result["milliseconds"][MEMCPY]  # independent of the distance
-            kinds = [kind for of_row in result["distances"].values() for kind in of_row]
-            for kind in (NEAR, FAR) if {NEAR, FAR} & set(kinds) else (UNCLEAR,):
-                name = f"{job['name']}, {kind}"
-                columns.append((name, statistics.median(memcpys), turns_of(result, kind)))
-            # The first indication of other load on the machine.
-            low, high = np.quantile(memcpys, [0.25, 0.75])
-            counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in (NEAR, FAR, UNCLEAR))
-            notes.append(
-                f"{job['name']}: memcpy's quartiles {low:.2f}-{high:.2f} ms; turns: {counts}"
-            )
-    names = list(dict.fromkeys(row for _, _, times in columns for row in times))
-    width = max(map(len, names))
-    lines = [
-        title,
-        " " * width + "".join(f"{name:>24}" for name, _, _ in columns),
-        " " * width + f"{'ms':>10}{'memcpys':>8}{'turns':>6}" * len(columns),
-    ]
-    for row in names:
-        line = f"{row:<{width}}"
-        for _, memcpy, times in columns:
-            ms = times.get(row)
-            if ms:
-                median = statistics.median(ms)
-                line += f"{median:>10.2f}{median / memcpy:>8.2f}{len(ms):>6}"
-            else:
-                line += f"{'-':>10}{'-':>8}{0:>6}"
-        lines.append(line)
-    return "\n".join([*lines, *notes])
-
-
-def turns_of(result: dict[str, Any], kind: str) -> dict[str, list[float]]:
-    """Return the milliseconds of all turns at that distance, by row."""
-    return {
-        row: [
-            ms for ms, found in zip(times, result["distances"][row], strict=True) if found == kind
-        ]
-        for row, times in result["milliseconds"].items()
-    }
+def tables(job: dict[str, Any]) -> list[str]:
+    """Return the table of each set of a job."""
+    made = []
+    for result in job["results"]:
+        rows = [bench.Row(**row) for row in result["rows"]]
+        width = max(len(row.way) for row in rows)
+        lines = [bench.line(row, width) for row in rows]
+        made.append("\n".join([result["title"], bench.head(width), *lines, result["note"]]))
+    return made
 
 
 def main() -> None:
     """Measure, print, and write the JSON if requested."""
     parser = argparse.ArgumentParser(
-        description="time the all-reduce and other collectives against memcpy, MPI and gloo",
+        description="time averaging gradients against memcpy, MPI and gloo",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    default = HERE.parent.parent / ".venv-mpich/bin/python"
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="job sizes")
     parser.add_argument(
-        "--sets",
-        nargs="+",
-        choices=[*SETS, COLLECTIVES],
-        default=[*SETS, COLLECTIVES],
-        help="gradients to average; the other collectives",
+        "--sets", nargs="+", choices=SETS, default=list(SETS), help="gradients to average"
     )
     parser.add_argument(
         "--repeats",
@@ -705,51 +532,16 @@ def main() -> None:
         default=60.0,
         help="how long a job may continue while near or far turns are missing",
     )
-    parser.add_argument(
-        "--mpich-python",
-        default=str(default) if default.exists() else None,
-        help="the Python of an environment with the other MPI, to measure there too",
-    )
-    parser.add_argument("--output", type=Path, help="also write all results to this file, as JSON")
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--time-start", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_known_args()[0]
     if options.time_start:
-        time_start(options.time_start, options.output)
+        time_start(options.time_start, Path(sys.argv[-1]))
         return
-    if options.work:
-        work(options.sets, options.repeats, options.seconds, options.output)
-        return
-
-    here = machine()
-    print("  ".join(f"{name}: {value}" for name, value in here.items()))
-    jobs: list[dict[str, Any]] = []
-    for python in filter(None, (sys.executable, options.mpich_python)):
-        for ranks in options.ranks:
-            arguments = ["--work", "--repeats", str(options.repeats), "--sets", *options.sets]
-            arguments += ["--seconds", str(options.seconds)]
-            job = launch(python, ranks, arguments, 1200 + options.seconds)
-            job["name"] = "Open MPI" if "Open MPI" in job["mpi"] else "MPICH"
-            jobs.append(job)
-            print(f"{ranks} ranks: {job['mpi']}, transport {job['transport']}")
-    for which in options.sets:
-        for ranks in options.ranks:
-            print(f"\n{table([job for job in jobs if job['ranks'] == ranks], which)}")
-    print(f"\nnear, far: both of a turn's round trips at most, or more than, {FAR_NS:.0f} ns")
-    starts = {
-        job["name"]: start_times(python)
-        for python, job in zip(
-            filter(None, (sys.executable, options.mpich_python)),
-            jobs[:: len(options.ranks)],
-            strict=True,
-        )
-    }
-    print("\nstarting 2 ranks, seconds")
-    for name, times in starts.items():
-        print(f"  {name:<9} MPI_Init {times['MPI_Init']:.3f}  init() {times['init']:.3f}")
-    if options.output:
-        report = {"machine": here, "jobs": jobs, "start_seconds": starts}
-        options.output.write_text(json.dumps(report, indent=1))
+    drive(parser, HERE, work, tables, ranks=(2, 4))
+    if "--work" not in sys.argv:
+        times = start_times()
+        said = ", ".join(f"{how} {seconds:.3f} s" for how, seconds in times.items())
+        print(f"\nstarting 2 ranks: {said}")
 
 
 if __name__ == "__main__":

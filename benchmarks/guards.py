@@ -1,7 +1,7 @@
 """The cost of a step's default and optional checks, and of a timeline.
 
 `python benchmarks/guards.py` (or `make bench`) starts mpiexec jobs itself. Within a job all
-contenders take turns, as in allreduce.py; a time is the slowest rank's, and every result is
+contenders take turns, as in `horo-lite bench`; a time is the slowest rank's, and every result is
 compared with the exact one. The cost of a check is the median, over the turns, of the additional
 time of a step with it over the bare exchange in the same turn: collecting the gradients, a
 handshake that compares nothing, and the reduction, in separate shared memory without stall
@@ -18,22 +18,16 @@ training step also has forward and backward passes, so its share is smaller.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from allreduce import (
-    MEMCPY,
-    Array,
-    Contender,
-    Gradients,
-    drive,
-    resnet50_shapes,
-    take_turns,
-)
+from allreduce import MEMCPY, Gradients, drive, resnet50_shapes, take_turns
+
+from horo_lite.launch.bench import Array, Way
 
 HERE = Path(__file__).resolve()
 SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
@@ -95,9 +89,7 @@ def record() -> None:
         recorder.leave(False)
 
 
-def contenders(
-    gradients: Gradients, comm: Any
-) -> tuple[list[Contender], list[Contender], Contender]:
+def contenders(gradients: Gradients, comm: Any) -> tuple[list[Way], list[Way], Way]:
     """Return contenders without a timeline, with one, and the step to compare the latter with."""
     import horo_lite as hvd
     from horo_lite._native import Tensors
@@ -126,26 +118,26 @@ def contenders(
             np.copyto(to, array)
 
     field = [
-        Contender(MEMCPY, copy, alone=True),
-        Contender(BARE, exchange(unwatched(comm)), arrays, exact),
-        Contender(WATCHED, exchange(hvd.world().group.transport.group), arrays, exact),
-        Contender(STEP, step(), arrays, exact),
-        Contender('step, check_finite="raise"', step(check_finite="raise"), arrays, exact),
-        Contender(COMPARISON, lambda: hvd.check_in_sync(replica)),
-        Contender(RECORDING, record, alone=True),
+        Way(MEMCPY, copy, alone=True),
+        Way(BARE, exchange(unwatched(comm)), arrays, exact),
+        Way(WATCHED, exchange(hvd.world().group.transport.group), arrays, exact),
+        Way(STEP, step(), arrays, exact),
+        Way('step, check_finite="raise"', step(check_finite="raise"), arrays, exact),
+        Way(COMPARISON, lambda: hvd.check_in_sync(replica)),
+        Way(RECORDING, record, alone=True),
     ]
     traced = [
-        Contender(TIMELINE, step(), arrays, exact),
-        Contender(RECORDING_TIMELINE, record, alone=True),
+        Way(TIMELINE, step(), arrays, exact),
+        Way(RECORDING_TIMELINE, record, alone=True),
     ]
-    return field, traced, Contender(WITHOUT, step(), arrays, exact)
+    return field, traced, Way(WITHOUT, step(), arrays, exact)
 
 
-def work(repeats: int, output: Path) -> None:
-    """Run one rank's part of a job; rank 0 writes the results."""
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one rank's part of a job."""
     import horo_lite as hvd
 
-    world = hvd.init()
+    hvd.init()
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -154,28 +146,27 @@ def work(repeats: int, output: Path) -> None:
         gradients = Gradients(shapes(), comm.rank, comm.size)
         gradients.fill(gradients.arrays)
         field, traced, without = contenders(gradients, comm)
-        for turn in range(repeats + 2):  # the second step is the first with an agreed plan
-            take_turns(gradients, field, comm, counts=turn > 1)
+        for turn in range(options.repeats + 2):  # the second step is the first with an agreed plan
+            take_turns(gradients, field, counts=turn > 1)
             # Both after a step that is not timed: the first with a timeline writes all names.
-            take_turns(gradients, [without], comm, counts=False)
-            take_turns(gradients, [without], comm, counts=turn > 1)
-            hvd.start_timeline(f"{output}.trace")
-            take_turns(gradients, traced[:1], comm, counts=False)
-            take_turns(gradients, traced, comm, counts=turn > 1)
+            take_turns(gradients, [without], counts=False)
+            take_turns(gradients, [without], counts=turn > 1)
+            hvd.start_timeline(f"{options.output}.trace")
+            take_turns(gradients, traced[:1], counts=False)
+            take_turns(gradients, traced, counts=turn > 1)
             hvd.stop_timeline()
             comm.Barrier()  # a rank that starts a timeline while another's is active joins it
         results.append(
             {
                 "set": which,
                 "bytes": gradients.flat.nbytes,
-                "milliseconds": {each.name: each.times for each in [*field, without, *traced]},
+                "milliseconds": {
+                    each.name: [1e3 * seconds for seconds in each.seconds]
+                    for each in [*field, without, *traced]
+                },
             }
         )
-    if comm.rank == 0:
-        output.write_text(
-            json.dumps({"ranks": comm.size, "transport": world.transport, "results": results})
-        )
-    hvd.shutdown()
+    return {"results": results}
 
 
 # --- the driver -------------------------------------------------------------------------------
@@ -205,10 +196,6 @@ def table(job: dict[str, Any], result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    drive(
-        "time the checks for drift, mismatches and NaN",
-        HERE,
-        60,
-        work,
-        lambda job: [table(job, result) for result in job["results"]],
-    )
+    parser = argparse.ArgumentParser(description="time the checks for drift, mismatches and NaN")
+    parser.add_argument("--repeats", type=int, default=60, help="turns (default: 60)")
+    drive(parser, HERE, work, lambda job: [table(job, result) for result in job["results"]])

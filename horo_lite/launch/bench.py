@@ -1,11 +1,13 @@
 """`horo-lite bench`: measure the speed of collective operations here, size by size.
 
-Its output reads like that of nccl-tests. A time is the slowest rank's median over turns; all
-implementations take turns, so that other load on the machine affects them equally. "alg." is bytes
-over time, "bus" is that times the share of the bytes that each rank must send and receive with any
-algorithm: 2 (n - 1) / n for an all-reduce, (n - 1) / n for allgather, reducescatter and alltoall, 1
-for a broadcast
+Its output reads like that of nccl-tests. A time is the median over turns of the slowest rank's
+time; all implementations take turns, so that other load on the machine affects them equally, and
+every result is checked. "alg." is bytes over time, "bus" is that times the share of the bytes that
+each rank must send and receive with any algorithm: 2 (n - 1) / n for an all-reduce, (n - 1) / n for
+allgather, reducescatter and alltoall, 1 for a broadcast
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+
+The benchmarks of the repository use the same turns and the same table for other arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from horo_lite import files
 from horo_lite.launch.tasks import free_port
 from horo_lite.start import session
 
-Array = NDArray[np.float32]
+Array = NDArray[Any]
 
 OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall")
 FAR_NS = 320.0  # docs/performance.md: with longer round trips, two cores share no L3 cache
@@ -41,13 +43,72 @@ _TURNS = 7
 _TURN_S = 0.02  # operations that take less are repeated within a turn
 
 
-class Way(NamedTuple):
-    """An implementation of an operation; `run`, which is timed, returns the result."""
+class Way:
+    """An implementation of an operation.
 
-    name: str
-    run: Callable[[], Array]
-    divisor: int = 1
-    """Divisor of the expected sum, if the result is an average."""
+    Args:
+        name: The row's title.
+        run: The timed function. It returns a list of results, or None if they are in `arrays`.
+        arrays: The arrays to fill before each turn.
+        exact: The expected results.
+        alone: Only rank 0 runs it; the others sleep.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[], Any],
+        arrays: Sequence[Array] = (),
+        exact: Sequence[Array] = (),
+        *,
+        alone: bool = False,
+    ) -> None:
+        self.name, self.run, self.arrays = name, run, arrays
+        self.exact, self.alone = exact, alone
+        self.seconds: list[float] = []
+        """The time of the slowest rank in each turn."""
+
+    def check(self, results: Sequence[Array], tolerance: float) -> None:
+        """Check the results of a turn.
+
+        Raises:
+            ValueError: A result is wrong.
+        """
+        for i, (array, expected) in enumerate(zip(results, self.exact, strict=True)):
+            flat = np.asarray(array).reshape(-1)
+            if not (
+                np.allclose(flat, expected, rtol=tolerance, atol=0)
+                if tolerance
+                else np.array_equal(flat, expected)
+            ):
+                raise ValueError(f"{self.name} is wrong in array {i}")
+
+    def take_turn(
+        self, fill: Callable[[Sequence[Array]], None], tolerance: float = 0.0, repeats: int = 1
+    ) -> float:
+        """Return the slowest rank's seconds, after checking the result. All ranks call it.
+
+        Args:
+            fill: Writes this rank's own numbers into each array.
+            tolerance: The relative error that a result may have.
+            repeats: How often to run it; the time is that of one run.
+
+        Raises:
+            ValueError: A result is wrong.
+        """
+        if self.arrays:
+            fill(self.arrays)
+        horo_lite.barrier()  # which sleeps, so that waiting does not occupy a core
+        results, own_s = None, 0.0
+        if not self.alone or horo_lite.rank() == 0:
+            began = time.perf_counter()
+            for _ in range(repeats):
+                results = self.run()
+            own_s = (time.perf_counter() - began) / repeats
+        horo_lite.barrier()
+        if self.exact:
+            self.check(self.arrays if results is None else results, tolerance)
+        return float(horo_lite.allreduce(np.array([own_s]), op=horo_lite.Max)[0])
 
 
 class Row(NamedTuple):
@@ -57,13 +118,14 @@ class Row(NamedTuple):
     n_bytes: int
     """As in nccl-tests: what a rank receives in an allgather, otherwise what it contributes."""
     us: float
-    """The median time of the slowest rank, in microseconds."""
+    """The median over the turns of the slowest rank's time, in microseconds."""
     algorithm_gb_s: float
     bus_gb_s: float
     memcpys: float
     """The time as a multiple of one rank's memcpy of the same bytes."""
-    round_trip_ns: float
-    """The core-to-core round trip, if the operation measured it; otherwise 0."""
+    distance: str
+    """Whether the ranks' cores share an L3 cache, "near" or "far"; "" if that is not known."""
+    turns: int
 
 
 class Case:
@@ -103,55 +165,62 @@ class Case:
         factors = {"allreduce": 2 * (size - 1) / size, "broadcast": 1.0}
         return factors.get(self.operation, (size - 1) / size)
 
-    def check(self, way: Way, tolerance: float) -> None:
-        """Run an implementation once; raise ValueError if the result is wrong."""
-        result = np.asarray(way.run()).reshape(-1)
-        if not np.allclose(result, self.expected / way.divisor, rtol=tolerance, atol=0):
-            raise ValueError(f"{way.name}: wrong result of {self.operation}, {self.n_bytes} bytes")
+    def fill(self, arrays: Sequence[Array]) -> None:
+        """Write this rank's input into each array."""
+        for array in arrays:
+            np.copyto(array, self.given)
 
 
-def ours(case: Case, size: int, compression: Any) -> Way:
+def ours(case: Case, size: int, compression: Any) -> list[Way]:
     """Return this library's implementation: all-reduce (an average) and broadcast are in place."""
-    x = case.given.copy()
-
-    def in_place(operation: Callable[..., object], **options: Any) -> Callable[[], Array]:
-        def run() -> Array:
-            operation(x, **options)
-            return x
-
-        return run
-
+    x, exact = case.given.copy(), case.expected
     ways: dict[str, Callable[[], Any]] = {
-        # Averages, since repeated sums would reach infinity.
-        "allreduce": in_place(horo_lite.allreduce_, compression=compression),
-        "broadcast": in_place(horo_lite.broadcast_, root_rank=0),
+        # An average, since repeated sums would reach infinity.
+        "allreduce": lambda: horo_lite.allreduce_(x, compression=compression),
+        "broadcast": lambda: horo_lite.broadcast_(x, root_rank=0),
         "allgather": lambda: horo_lite.allgather(x),
         "reducescatter": lambda: horo_lite.reducescatter(
             x, op=horo_lite.Sum, compression=compression
         ),
         "alltoall": lambda: horo_lite.alltoall(x),
     }
-    return Way("horo_lite", ways[case.operation], size if case.operation == "allreduce" else 1)
+    run = ways[case.operation]
+    if case.operation == "allreduce":
+        exact = exact / np.float32(size)
+    return [Way("horo_lite", lambda: [run()], [x], [exact])]
 
 
-def mpi(case: Case, comm: Any) -> Way:
-    """Return MPI's implementation, into preallocated memory."""
+def mpi(case: Case, comm: Any) -> list[Way]:
+    """Return MPI's implementations, into preallocated memory and into new arrays."""
     from mpi4py import MPI
 
-    x, result = case.given.copy(), np.empty_like(case.expected)
-    ways: dict[str, Callable[[], None]] = {
-        "allreduce": lambda: comm.Allreduce(x, result),
-        "broadcast": lambda: comm.Bcast(result),
-        "allgather": lambda: comm.Allgather(x, result),
-        "reducescatter": lambda: comm.Reduce_scatter_block(x, result, MPI.SUM),
-        "alltoall": lambda: comm.Alltoall(x, result),
+    x = case.given.copy()
+    ways: dict[str, Callable[[Array], None]] = {
+        "allreduce": lambda result: comm.Allreduce(x, result),
+        "allgather": lambda result: comm.Allgather(x, result),
+        "reducescatter": lambda result: comm.Reduce_scatter_block(x, result, MPI.SUM),
+        "alltoall": lambda result: comm.Alltoall(x, result),
     }
-    if comm.rank == 0 and case.operation == "broadcast":
-        result[:] = x
-    return Way("MPI", _then(ways[case.operation], result))
+    if case.operation == "broadcast":
+        return [Way("MPI", lambda: comm.Bcast(x, 0), [x], [case.expected])]
+    kept = np.empty_like(case.expected)
+
+    def into(make: Callable[[], Array]) -> Callable[[], list[Array]]:
+        def run() -> list[Array]:
+            result = make()
+            ways[case.operation](result)
+            return [result]
+
+        return run
+
+    found = [Way("MPI", into(lambda: kept), [x], [case.expected])]
+    if case.operation != "allreduce":  # the others return new arrays here, which the system clears
+        new = into(lambda: np.empty_like(case.expected))
+        found.append(Way("MPI, new", new, [x], [case.expected]))
+    return found
 
 
-def gloo(case: Case) -> Way:
+def gloo(case: Case) -> list[Way]:
     """Return gloo's implementation (of PyTorch), into preallocated memory."""
     import torch
     import torch.distributed as dist
@@ -159,14 +228,13 @@ def gloo(case: Case) -> Way:
     given, result = torch.from_numpy(case.given.copy()), torch.empty(case.expected.size)
     ways: dict[str, Callable[[], object]] = {
         "allreduce": lambda: dist.all_reduce(result.copy_(given)),
-        "broadcast": lambda: dist.broadcast(result, 0),
+        "broadcast": lambda: dist.broadcast(given, 0),
         "allgather": lambda: _named(dist, "all_gather")(result, given),
         "reducescatter": lambda: _named(dist, "reduce_scatter")(result, given),
         "alltoall": lambda: dist.all_to_all_single(result, given),
     }
-    if dist.get_rank() == 0 and case.operation == "broadcast":
-        result.copy_(given)
-    return Way("gloo", _then(ways[case.operation], result.numpy()))
+    run, found = ways[case.operation], given if case.operation == "broadcast" else result
+    return [Way("gloo", lambda: [run(), found.numpy()][1:], [given.numpy()], [case.expected])]
 
 
 def _named(dist: Any, operation: str) -> Callable[..., object]:
@@ -178,22 +246,14 @@ def _named(dist: Any, operation: str) -> Callable[..., object]:
     return found
 
 
-def _then(operation: Callable[[], object], result: Array) -> Callable[[], Array]:
-    def run() -> Array:
-        operation()
-        return result
-
-    return run
-
-
 @contextmanager
-def peers(wanted: bool) -> Iterator[list[Callable[[Case], Way]]]:
+def peers(wanted: bool) -> Iterator[list[Callable[[Case], list[Way]]]]:
     """Provide the available peers: MPI, if it started this job, and PyTorch's gloo."""
     if not wanted:
         yield []
         return
     comm = session.communicator()
-    found: list[Callable[[Case], Way]] = []
+    found: list[Callable[[Case], list[Way]]] = []
     if comm is not None:
         found.append(lambda case: mpi(case, comm))
     try:
@@ -216,48 +276,55 @@ def peers(wanted: bool) -> Iterator[list[Callable[[Case], Way]]]:
 
 
 def measure(case: Case, ways: Sequence[Way], tolerance: float) -> list[Row]:
-    """Check the results of all implementations, then time them in turn. All ranks call it.
+    """Time all implementations in turn. All ranks call it.
 
     Raises:
         ValueError: A result is wrong.
     """
     world = session.current().world
-    for way in ways:
-        case.check(way, tolerance)
-    native = world.group.transport.native_group
     source, copy = np.ones(case.n_bytes // 4, np.float32), np.empty(case.n_bytes // 4, np.float32)
-
-    def memcpy() -> None:
-        if world.rank == 0:
-            np.copyto(copy, source)
-
-    timed: list[Callable[[], object]] = [memcpy, *(way.run for way in ways)]
-    once = horo_lite.allreduce(np.array([_turn(run, 1) for run in timed]), op=horo_lite.Max)
+    memcpy = Way("memcpy", lambda: np.copyto(copy, source), alone=True)
+    timed = [memcpy, *ways]
+    once = [way.take_turn(case.fill, tolerance) for way in timed]
     repeats = [max(1, min(1000, int(_TURN_S / seconds))) for seconds in once]
-    turns = [[_turn(run, n) for run, n in zip(timed, repeats, strict=True)] for _ in range(_TURNS)]
-    own = np.array([statistics.median(times) for times in zip(*turns, strict=True)])
-    slowest = horo_lite.allreduce(own, op=horo_lite.Max)
-    copying, round_trip_ns = slowest[0], 0.0 if native is None else float(native.round_trip_ns)
-    return [
-        Row(
-            way.name,
-            case.n_bytes,
-            round(1e6 * seconds, 2),
-            round(case.n_bytes / seconds / 1e9, 3),
-            round(case.n_bytes / seconds / 1e9 * case.bus_factor(world.size), 3),
-            round(seconds / copying, 3),
-            round_trip_ns,
-        )
-        for way, seconds in zip(ways, slowest[1:].tolist(), strict=True)
-    ]
+    for _ in range(_TURNS):
+        for way, n in zip(timed, repeats, strict=True):
+            way.seconds.append(way.take_turn(case.fill, tolerance, n))
+    native = world.group.transport.native_group
+    ns = horo_lite.allreduce(
+        np.array([0.0 if native is None else native.round_trip_ns]), op=horo_lite.Max
+    )[0]
+    factor = case.bus_factor(world.size)
+    distance = distance_of(float(ns))
+    return [row(way, case.n_bytes, factor, memcpy.seconds, way.seconds, distance) for way in ways]
 
 
-def _turn(run: Callable[[], object], repeats: int) -> float:
-    horo_lite.barrier()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    return (time.perf_counter() - began) / repeats
+def distance_of(*round_trips_ns: float) -> str:
+    """Return "near" or "far" if all these round trips between cores say so, otherwise ""."""
+    kinds = {"" if ns == 0 else "near" if ns <= FAR_NS else "far" for ns in round_trips_ns}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def row(
+    way: Way,
+    n_bytes: int,
+    bus_factor: float,
+    memcpys_s: Sequence[float],
+    seconds: Sequence[float],
+    distance: str,
+) -> Row:
+    """Return what an implementation's turns, or those at one distance, have shown."""
+    median = statistics.median(seconds)
+    return Row(
+        way.name,
+        n_bytes,
+        round(1e6 * median, 2),
+        round(n_bytes / median / 1e9, 3),
+        round(n_bytes / median / 1e9 * bus_factor, 3),
+        round(median / statistics.median(memcpys_s), 3),
+        distance,
+        len(seconds),
+    )
 
 
 def sizes(begin: int, end: int, factor: float) -> list[int]:
@@ -322,16 +389,17 @@ def work(argv: Sequence[str] | None = None) -> None:
         print(
             f"{options.op}, float32, compression: {options.compression}; {world.size} ranks, "
             f"through {world.transport}; {platform.node()}: {os.cpu_count()} cores, load "
-            f"{os.getloadavg()[0]:.1f}\n\n{_HEAD}"
+            f"{os.getloadavg()[0]:.1f}\n\n{head()}"
         )
     rows: list[Row] = []
     with peers(options.compare) as others:
         for n_bytes in sizes(options.begin, options.end, options.factor):
             case = Case(options.op, n_bytes, world.rank, world.size)
-            ways = [ours(case, world.size, compression), *(other(case) for other in others)]
+            ways = ours(case, world.size, compression)
+            ways += [way for other in others for way in other(case)]
             rows += measure(case, ways, tolerance)
             if is_first:
-                print(*map(_line, rows[-len(ways) :]), sep="\n", flush=True)
+                print(*map(line, rows[-len(ways) :]), sep="\n", flush=True)
     if is_first and options.json:
         found = {"op": options.op, "compression": options.compression, "ranks": world.size}
         found |= {"transport": world.transport, "rows": [row._asdict() for row in rows]}
@@ -342,17 +410,21 @@ def work(argv: Sequence[str] | None = None) -> None:
     horo_lite.shutdown()
 
 
-_HEAD = f"{'bytes':>12} {'':10} {'us':>12} {'alg. GB/s':>10} {'bus GB/s':>9} {'memcpys':>8}"
 _LARGE = 64 << 10  # from here on, the number of bytes determines the time
 
 
-def _line(row: Row) -> str:
-    near, memcpys = "", f"{row.memcpys:8.2f}" if row.n_bytes >= _LARGE else ""
-    if row.way == "horo_lite" and row.round_trip_ns:
-        near = f"  {'near' if row.round_trip_ns <= FAR_NS else 'far'} ({row.round_trip_ns:.0f} ns)"
+def head(width: int = 10) -> str:
+    """Return the table's first line, with so much room for the names of implementations."""
+    columns = f"{'us':>12} {'alg. GB/s':>10} {'bus GB/s':>9} {'memcpys':>8} {'turns':>6}"
+    return f"{'bytes':>12} {'':{width}} {columns}"
+
+
+def line(row: Row, width: int = 10) -> str:
+    """Return a line of the table."""
+    memcpys = f"{row.memcpys:8.2f}" if row.n_bytes >= _LARGE else f"{'':8}"
     return (
-        f"{row.n_bytes:12,} {row.way:10} {row.us:12,.2f} {row.algorithm_gb_s:10.3f} "
-        f"{row.bus_gb_s:9.3f} {memcpys}{near}".rstrip()
+        f"{row.n_bytes:12,} {row.way:{width}} {row.us:12,.2f} {row.algorithm_gb_s:10.3f} "
+        f"{row.bus_gb_s:9.3f} {memcpys} {row.turns:6}  {row.distance}".rstrip()
     )
 
 
