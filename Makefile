@@ -66,6 +66,7 @@ DOCS := .venv-docs
 DOCS_NEEDS = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
 SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 BUILD_NEEDS = $(shell sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ,)
+SETUP_NEEDS = $(wordlist 1,2,$(BUILD_NEEDS))
 # Python compiles only the modules that it imports, a small part; pip would compile all.
 PIP := -m pip -qq --no-input install --no-compile
 # Without pip's build isolation, only changed files are recompiled, in one build tree, so one at a time.
@@ -239,7 +240,7 @@ soak: $(TEST_READY) ## run random jobs with random faults, observed from outside
 	  $(if $(MPIEXEC),,--mpich $(MPICH)/bin/python) $(ARGS)
 
 wheel: $(WHEEL)/.made ## build a release in dist/: an sdist, and wheels for CPython 3.10 and later, x86-64 and ARM64
-	@rm -rf dist $(WHEEL)/built && mkdir -p dist
+	@rm -rf dist $(WHEEL)/built build/_native.pyi && mkdir -p dist
 	@$(WHEEL)/bin/python setup.py -q sdist -d dist 2>$(WHEEL)/sdist.log || { cat $(WHEEL)/sdist.log; exit 1; }
 	@set -e; export PATH=$(CURDIR)/$(WHEEL)/bin:$(CURDIR)/$(WHEEL)/zig:$$PATH; \
 	  export nanobind_DIR=$$(python -m nanobind --cmake_dir); \
@@ -276,7 +277,7 @@ gpu-check: ## run the checks that need a GPU; builds for it, downloads nothing (
 	@OUT="$(OUT)" $(PYTHON) tests/gpu/check.py
 
 clean: ## remove the environments and everything built
-	rm -rf .venv .venv-* build dist *.egg-info horo_lite/*.so
+	rm -rf .venv .venv-* build dist *.egg-info horo_lite/*.so horo_lite/*.pyi
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find horo_lite tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
@@ -327,7 +328,7 @@ BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d
 	@echo "==> creating .venv-$* with $(or $(PYTHON_$*),$(PYTHON)) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-$*
 	@$(or $(PYTHON_$*),$(PYTHON)) -m venv .venv-$*
-	@.venv-$*/bin/python $(PIP) $(firstword $(BUILD_NEEDS)) -r $<
+	@.venv-$*/bin/python $(PIP) $(SETUP_NEEDS) -r $<
 	@touch $@
 .PRECIOUS: .venv-%/.framework
 
@@ -340,7 +341,7 @@ BUILD_nnabla = $(if $(filter 3.10,$(shell $(PYTHON) -c 'import sys; print("%d.%d
 	@echo "==> creating .venv-clusters with $(PYTHON) and $$(sed '/^#/d' $< | tr '\n' ' ')"
 	@rm -rf .venv-clusters
 	@$(PYTHON) -m venv .venv-clusters
-	@.venv-clusters/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
+	@.venv-clusters/bin/python $(PIP) $(SETUP_NEEDS)
 	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) .venv-clusters/bin/python $(EDITABLE) \
 	  '.[$(MPI)ray,dask,spark,test-frameworks]' $(TORCH) -r $<
 	@touch $@
@@ -371,6 +372,6 @@ $(MPICH)/.test: pyproject.toml | $(VENV)/.test
 	@echo "==> creating $(MPICH), the same with MPICH"
 	@rm -rf $(MPICH)
 	@$(PYTHON) -m venv $(MPICH)
-	@$(MPICH)/bin/python $(PIP) $(firstword $(BUILD_NEEDS))
+	@$(MPICH)/bin/python $(PIP) $(SETUP_NEEDS)
 	@nanobind_DIR=$$($(PY) -m nanobind --cmake_dir) $(ONE_AT_A_TIME) $(MPICH)/bin/python $(EDITABLE) '.[mpich,test]'
 	@touch $@

@@ -3,6 +3,7 @@
 An editable install (`pip install -e`, `setup.py build_ext --inplace`) also gets
 `horo_lite._testing`, which the tests need and wheels do not contain. A wheel's core, built with
 CPython 3.12 or later, uses only the stable ABI, so it works with every CPython from 3.12 on.
+Beside each module is its stub, a .pyi file for type checkers, made from the module's signatures.
 
 Environment variables: csrc/gpu/cuda.cmake reads CUDA_HOME (a toolkit), HORO_LITE_CUDA=0 (build
 without CUDA), HORO_LITE_CUDA_ARCHITECTURES (instead of all: 90, or native) and
@@ -113,6 +114,8 @@ class CMakeBuild(build_ext):
             for built in Path(self.build_lib, "horo_lite").glob("_testing*"):
                 built.unlink()  # for an editable install, which shares the directory
         super().run()
+        for ext in self.extensions:
+            self.write_stub(ext)
 
     def build_extensions(self) -> None:
         # One permanent tree per Python ABI: pip deletes its own build directory, with all object
@@ -169,6 +172,20 @@ class CMakeBuild(build_ext):
             fresh = target.with_name(f".{target.name}.new")
             shutil.copy2(tree / f"{module}{'.abi3.so' if stable else SUFFIX}", fresh)
             fresh.replace(target)
+
+    def write_stub(self, ext: Extension) -> None:
+        """Write the types of a module's names, for type checkers, beside the module."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        target = target.with_name(f"{ext.name.rpartition('.')[2]}.pyi")
+        made = ROOT / "build" / target.name
+        if WHEEL_CPU in ("", HERE):
+            stubgen = Path(nanobind_dir()).with_name("stubgen.py")
+            options = ["-q", "-i", str(target.parents[1]), "-m", ext.name, "-o", str(made)]
+            subprocess.check_call([sys.executable, "-B", str(stubgen), *options])
+        # A module for another processor cannot be imported here. Its stub is the same as that of
+        # the module for this one, which `make wheel` has built before.
+        if made.exists():
+            shutil.copy2(made, target)
 
 
 wheel_tags = {"py_limited_api": "cp312"} if HAS_STABLE_ABI else {}

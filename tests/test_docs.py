@@ -117,7 +117,7 @@ def test_what_a_page_for_developers_names_exists(page: str) -> None:
     files = [*ROOT.glob("*"), *(path for place in places for path in (ROOT / place).rglob("*"))]
     ends = {"/".join(path.parts[i:]) for path in files for i in (-3, -2, -1)}
     ends.add("dist")  # made by `make wheel`
-    kinds = (".py", ".pyi", ".h", ".cpp", ".cu", ".md")
+    kinds = (".py", ".h", ".cpp", ".cu", ".md")
     sources = [path for path in files if path.suffix in kinds and path.parent != ROOT]
     sources += [ROOT / name for name in ("Makefile", "pyproject.toml", "setup.py", ".ci/run")]
     words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))

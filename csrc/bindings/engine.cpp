@@ -23,6 +23,10 @@ using namespace nb::literals;
 namespace horo {
 namespace {
 
+using Describe = Function<std::string()>;
+using Participate = Function<std::pair<double, nb::bytes>(ListOf<int>)>;
+using Explain = Function<std::string(std::string, ListOf<std::string>, ListOf<int>)>;
+
 // Whether every rank raises this error in an operation, at the same point, so that the next operation can follow.
 bool is_raised_by_all(const nb::python_error& error) {
   return error.matches(PyExc_ValueError) || error.matches(error_class("RAISED_ALIKE"));
@@ -79,8 +83,7 @@ struct PyJob {
 };
 
 std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
-                               double weight, nb::callable describe, nb::callable participation,
-                               const Tensors* changes) {
+                               double weight, Describe describe, Participate participation, const Tensors* changes) {
   auto job = std::make_shared<PyJob>();
   job->engine = engine;
   job->job = std::make_shared<Job>();
@@ -106,7 +109,7 @@ std::shared_ptr<PyJob> new_job(const std::shared_ptr<Engine>& engine, const std:
   return job;
 }
 
-std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, nb::callable explain,
+std::shared_ptr<Engine> new_engine(std::unique_ptr<Channel> channel, std::vector<int> ranks, Explain explain,
                                    Engine::DirectWaits direct_waits) {
   auto text = [held = shared(explain)](const std::string& label, const std::vector<std::string>& descriptions,
                                        const std::vector<int>& whose) {
@@ -154,14 +157,14 @@ void bind_engine(nb::module_& m) {
             what.submitted_ns = job.job->submitted_ns;
             job.job->record_as(Recorder::of_process().submit(job.job->entry.name, what));
           },
-          "channel"_a, "kind"_a, "names"_a, "tensors"_a, "Record this operation.")
+          "channel"_a, "kind"_a, "names"_a, "tensors"_a.none(), "Record this operation.")
       .def("value", [](const PyJob& job) { return job.value ? nb::borrow(job.value.get()) : nb::none(); });
 
   nb::class_<Engine>(m, "Engine", "Runs asynchronous operations, matched by name across ranks.")
       .def_static(
           "over",
           [](const std::shared_ptr<EngineGroup>& group, const std::shared_ptr<EngineGroup>& direct,
-             std::vector<int> ranks, nb::callable explain) {
+             std::vector<int> ranks, Explain explain) {
             const auto direct_waits = [direct] { return direct->direct_wait(); };
             return new_engine(group->engine_channel(group), std::move(ranks), explain, direct_waits);
           },
@@ -176,8 +179,8 @@ void bind_engine(nb::module_& m) {
       .def(
           "submit_allreduce",
           [](const std::shared_ptr<Engine>& engine, const std::shared_ptr<EngineGroup>& group, const std::string& name,
-             uint64_t digest, nb::object tensors, const std::string& op, const std::string& wire, double prescale,
-             double scale, double weight, nb::callable describe, nb::callable participation,
+             uint64_t digest, PyTensors tensors, const std::string& op, const std::string& wire, double prescale,
+             double scale, double weight, Describe describe, Participate participation,
              const std::vector<ptrdiff_t>& distances, const Tensors* changes) {
             auto job = new_job(engine, name, digest, weight, describe, participation, changes);
             const Tensors* refs = &nb::cast<Tensors&>(tensors);
@@ -196,8 +199,9 @@ void bind_engine(nb::module_& m) {
           "operation in flight may change.")
       .def(
           "submit_call",
-          [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest, nb::callable function,
-             double weight, nb::callable describe, nb::callable participation, const Tensors* changes) {
+          [](const std::shared_ptr<Engine>& engine, const std::string& name, uint64_t digest,
+             Function<nb::object(ListOf<double>)> function, double weight, Describe describe, Participate participation,
+             const Tensors* changes) {
             auto job = new_job(engine, name, digest, weight, describe, participation, changes);
             std::weak_ptr<PyJob> weak = job;
             job->job->run = [held = shared(function), weak](const std::vector<Entry>& entries) {
@@ -217,7 +221,7 @@ void bind_engine(nb::module_& m) {
           "name"_a, "digest"_a, "function"_a, "weight"_a, "describe"_a, "participation"_a, "changes"_a = nb::none())
       .def(
           "submit_join",
-          [](const std::shared_ptr<Engine>& engine, nb::callable stand_in) {
+          [](const std::shared_ptr<Engine>& engine, Function<nb::object(nb::bytes)> stand_in) {
             auto job = std::make_shared<PyJob>();
             job->engine = engine;
             job->job = std::make_shared<Job>();
@@ -236,7 +240,8 @@ void bind_engine(nb::module_& m) {
             return job;
           },
           "stand_in"_a,
-          "Until all ranks have joined, `stand_in(participation)` submits this rank's part in the others' operations.");
+          "Until all ranks have joined, `stand_in(participation)` submits this rank's part in the others' operations. "
+          "The value then orders the ranks by when they joined.");
 }
 
 }  // namespace horo

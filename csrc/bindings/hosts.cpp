@@ -32,6 +32,10 @@ namespace horo {
 namespace {
 
 using MessageTuple = std::tuple<int, int, uintptr_t, size_t>;
+using Done = Function<bool()>;
+using OnIdle = Function<nb::object()>;
+using Start = Function<Done(std::vector<MessageTuple>, std::vector<MessageTuple>)>;
+using AllGather = Function<Done(uintptr_t, size_t, uintptr_t)>;
 
 std::vector<MessageTuple> tuples(const std::vector<Message>& messages) {
   std::vector<MessageTuple> result;
@@ -62,8 +66,7 @@ class PythonTransfer : public Transfer {
 
 class PythonPointToPoint : public PointToPoint {
  public:
-  PythonPointToPoint(nb::callable start, size_t largest_message)
-      : start_(shared(start)), largest_message_(largest_message) {}
+  PythonPointToPoint(Start start, size_t largest_message) : start_(shared(start)), largest_message_(largest_message) {}
   size_t largest_message() const override { return largest_message_; }
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
@@ -80,7 +83,7 @@ class PythonPointToPoint : public PointToPoint {
 // A Python object with the methods of carrier.py's Carrier.
 class PythonCarrier : public Carrier {
  public:
-  PythonCarrier(nb::callable start, nb::callable allgather) : start_(shared(start)), allgather_(shared(allgather)) {}
+  PythonCarrier(Start start, AllGather allgather) : start_(shared(start)), allgather_(shared(allgather)) {}
   std::unique_ptr<Transfer> start(const std::vector<Message>& receive, const std::vector<Message>& send) override {
     return in_python([&] {
       const nb::object done = nb::handle(start_.get())(tuples(receive), tuples(send));
@@ -169,7 +172,7 @@ struct PyHostsAllreduce {
         hosts(group->shm, std::move(messages), {std::move(ranks), here}, reinterpret_cast<uint8_t*>(memory)) {}
 
   void reduce(HostsAllreduce::Reduce how, const Layout& layout, const std::vector<double>& weights, Factor factor,
-              const std::string& label, nb::callable on_idle) {
+              const std::string& label, OnIdle on_idle) {
     const Shared idle = shared(on_idle);
     const WithoutGil release;
     hosts.on_idle = [&] { in_python([&] { nb::handle(idle.get())(); }); };
@@ -233,7 +236,7 @@ void bind_hosts(nb::module_& m) {
   nb::class_<PointToPoint>(m, "PointToPoint", "Messages between ranks of different hosts.")
       .def_static(
           "calling",
-          [](nb::callable start, std::optional<size_t> largest_message) {
+          [](Start start, std::optional<size_t> largest_message) {
             return std::shared_ptr<PointToPoint>(
                 std::make_shared<PythonPointToPoint>(start, largest_message.value_or(SIZE_MAX)));
           },
@@ -242,7 +245,7 @@ void bind_hosts(nb::module_& m) {
   nb::class_<Carrier, PointToPoint>(m, "Carrier", "Carries bytes between ranks of different hosts.")
       .def_static(
           "made_of",
-          [](nb::callable start, nb::callable allgather) {
+          [](Start start, AllGather allgather) {
             return std::shared_ptr<Carrier>(std::make_shared<PythonCarrier>(start, allgather));
           },
           "start"_a, "allgather"_a);
@@ -322,7 +325,7 @@ void bind_hosts(nb::module_& m) {
       .def(
           "allreduce",
           [](PyHostsAllreduce& self, const Layout& layout, double prescale, double scale, double divisor,
-             const std::vector<double>& weights, const std::string& label, nb::callable on_idle) {
+             const std::vector<double>& weights, const std::string& label, OnIdle on_idle) {
             self.reduce(&HostsAllreduce::allreduce, layout, multiplied(weights, prescale, self.group->shm.size()),
                         {scale, divisor}, label, on_idle);
           },
@@ -330,7 +333,7 @@ void bind_hosts(nb::module_& m) {
       .def(
           "reduce_scatter",
           [](PyHostsAllreduce& self, const Layout& layout, double prescale, double scale, double divisor,
-             const std::vector<double>& weights, const std::string& label, nb::callable on_idle) {
+             const std::vector<double>& weights, const std::string& label, OnIdle on_idle) {
             self.reduce(&HostsAllreduce::reduce_scatter, layout, multiplied(weights, prescale, self.group->shm.size()),
                         {scale, divisor}, label, on_idle);
           },
@@ -384,8 +387,9 @@ void bind_hosts(nb::module_& m) {
           "weights"_a = std::vector<double>())
       .def(
           "reduce_scatter",
-          [](PyHostsGroup& g, nb::list parts, const Tensors& result, const std::string& op, const std::string& wire,
-             double prescale, double scale, double divisor, const std::vector<double>& weights) {
+          [](PyHostsGroup& g, ListOf<PyTensors> parts, const Tensors& result, const std::string& op,
+             const std::string& wire, double prescale, double scale, double divisor,
+             const std::vector<double>& weights) {
             const auto refs = parts_with_result(parts, g.hosts.size(), g.hosts.rank(), result);
             const WithoutGil release;
             const auto multipliers = multiplied(weights, prescale, g.hosts.size());
@@ -403,7 +407,8 @@ void bind_hosts(nb::module_& m) {
           "tensors"_a, "root"_a)
       .def(
           "exchange_on_host",
-          [](PyHostsGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
+          [](PyHostsGroup& g, ListOf<PyTensors> stream, const std::vector<size_t>& stream_bytes,
+             ListOf<WantedTuple> wanted) {
             const auto out = buffers_of(stream);
             const auto parts = wanted_of(wanted);
             const WithoutGil release;
@@ -422,7 +427,7 @@ void bind_hosts(nb::module_& m) {
             const WithoutGil release;
             g.hosts.wait(called);
           },
-          "transfer"_a)
+          "transfer"_a, nb::sig("def wait(self, transfer: Transfer | collections.abc.Callable[[], bool]) -> None"))
       .def(
           "check_peers",
           [](PyHostsGroup& g, const std::string& name, int awaited) { g.hosts.peers().check_one(awaited, name); },

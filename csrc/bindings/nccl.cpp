@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <optional>
 #include <tuple>
 
 #include "bindings/python.h"
@@ -22,7 +23,7 @@ namespace {
 
 using Unlocked = nb::call_guard<WithoutGil>;
 
-std::vector<Buffer> each(nb::list tensors) {
+std::vector<Buffer> each(ListOf<PyTensors> tensors) {
   std::vector<Buffer> buffers;
   for (nb::handle one : tensors) buffers.push_back(only(nb::cast<const Tensors&>(one).buffers()));
   return buffers;
@@ -65,7 +66,7 @@ void bind_nccl(nb::module_& m) {
           [](NcclGroup& group, int color, int rank, int size) {
             const WithoutGil release;
             auto part = group.split(color, rank, size);
-            return part ? unlocked(part.release()) : nullptr;
+            return part ? std::optional(unlocked(part.release())) : std::nullopt;
           },
           "color"_a, "rank"_a, "size"_a)
       .def_prop_ro("rank", &NcclGroup::rank)
@@ -92,7 +93,7 @@ void bind_nccl(nb::module_& m) {
           "tensors"_a, "root"_a, Unlocked())
       .def(
           "allgather",
-          [](NcclGroup& group, const Tensors& send, nb::list receive) {
+          [](NcclGroup& group, const Tensors& send, ListOf<PyTensors> receive) {
             const Buffer own = only(send.buffers());
             const std::vector<Buffer> into = each(receive);
             const WithoutGil release;
@@ -101,7 +102,7 @@ void bind_nccl(nb::module_& m) {
           "send"_a, "receive"_a)
       .def(
           "alltoall",
-          [](NcclGroup& group, nb::list send, nb::list receive) {
+          [](NcclGroup& group, ListOf<PyTensors> send, ListOf<PyTensors> receive) {
             const std::vector<Buffer> from = each(send);
             const std::vector<Buffer> into = each(receive);
             const WithoutGil release;

@@ -15,6 +15,12 @@
 
 namespace horo {
 
+// For signatures, from which the module's stub is made.
+template <class T>
+using ListOf = nanobind::typed<nanobind::list, T>;
+template <class Signature>
+using Function = nanobind::typed<nanobind::callable, Signature>;
+
 // While Python shuts down, it ends a thread that requests the GIL by unwinding its stack, which neither destructors nor
 // nanobind survive. So such a (daemon) thread sleeps until the process has ended, as it does from Python 3.14 on.
 template <class Call>

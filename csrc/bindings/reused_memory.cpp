@@ -43,8 +43,8 @@ class ReusedMemory : public std::enable_shared_from_this<ReusedMemory> {
   explicit ReusedMemory(size_t most_kept) : most_kept_(most_kept) {}
   ~ReusedMemory() { free_down_to(0); }
 
-  nb::list arrays(const std::vector<size_t>& sizes) {
-    nb::list made;
+  ListOf<Array> arrays(const std::vector<size_t>& sizes) {
+    ListOf<Array> made{nb::list()};
     for (size_t n_bytes : sizes) made.append(array(n_bytes));
     const std::lock_guard lock(mutex_);
     if (++n_calls_ % kRemembered == 0) {

@@ -11,7 +11,6 @@
 
 #include "bindings/shm_group.h"
 #include "bindings/stall_detector.h"
-#include "bindings/tensors.h"
 #include "engine/shm_channel.h"
 
 namespace nb = nanobind;
@@ -72,7 +71,7 @@ void PyShmGroup::reduce(const std::string& name, const std::vector<TensorRef>& t
   else reduce_in_place(shm, tensors, op, factor, distances);
 }
 
-std::vector<Buffer> buffers_of(nb::list stream) {
+std::vector<Buffer> buffers_of(ListOf<PyTensors> stream) {
   std::vector<Buffer> buffers;
   for (nb::handle tensors : stream) {
     for (const Buffer& buffer : nb::cast<Tensors&>(tensors).buffers()) buffers.push_back(buffer);
@@ -80,7 +79,7 @@ std::vector<Buffer> buffers_of(nb::list stream) {
   return buffers;
 }
 
-std::vector<Wanted> wanted_of(nb::list wanted) {
+std::vector<Wanted> wanted_of(ListOf<WantedTuple> wanted) {
   std::vector<Wanted> parts;
   for (nb::handle one : wanted) {
     const auto [source, begin, into] = nb::cast<std::tuple<int, size_t, nb::object>>(one);
@@ -146,8 +145,9 @@ void bind_shm_group(nb::module_& m) {
           "Reduce tensors in memory that all ranks share, rank r's at distances[r] bytes from these.")
       .def(
           "reduce_scatter",
-          [](PyShmGroup& g, nb::list parts, const Tensors& result, const std::string& op, const std::string& wire,
-             double prescale, double scale, double divisor, const std::vector<double>& weights) {
+          [](PyShmGroup& g, ListOf<PyTensors> parts, const Tensors& result, const std::string& op,
+             const std::string& wire, double prescale, double scale, double divisor,
+             const std::vector<double>& weights) {
             const auto refs = parts_with_result(parts, g.shm.size(), g.shm.rank(), result);
             const WithoutGil release;
             reduce_scatter(g.shm, refs, op_of(op), wire_of(wire), multiplied(weights, prescale, g.shm.size()),
@@ -158,7 +158,8 @@ void bind_shm_group(nb::module_& m) {
           "Leave the reduction of parts[rank] in `result`; each part has the same sizes on all ranks.")
       .def(
           "exchange",
-          [](PyShmGroup& g, nb::list stream, const std::vector<size_t>& stream_bytes, nb::list wanted) {
+          [](PyShmGroup& g, ListOf<PyTensors> stream, const std::vector<size_t>& stream_bytes,
+             ListOf<WantedTuple> wanted) {
             const auto out = buffers_of(stream);
             const auto parts = wanted_of(wanted);
             const WithoutGil release;

@@ -3,10 +3,12 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/python.h"
+#include "bindings/tensors.h"
 #include "engine/engine_group.h"
 #include "pack/layout.h"
 #include "shm/segment.h"
@@ -34,8 +36,9 @@ struct PyShmGroup : EngineGroup {
 };
 
 // The buffers of a list of Tensors, one after the other.
-std::vector<Buffer> buffers_of(nanobind::list stream);
+std::vector<Buffer> buffers_of(ListOf<PyTensors> stream);
 // From tuples of a rank, a position in its stream, and the Tensors to receive the bytes there.
-std::vector<Wanted> wanted_of(nanobind::list wanted);
+using WantedTuple = std::tuple<int, size_t, PyTensors>;
+std::vector<Wanted> wanted_of(ListOf<WantedTuple> wanted);
 
 }  // namespace horo

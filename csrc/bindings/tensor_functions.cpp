@@ -40,8 +40,8 @@ TensorRef comparable(const Tensors& tensors) {
 
 void bind_tensors(nb::module_& m) {
   nb::class_<Tensors>(m, "Tensors", "Addresses of a list of arrays, which are kept alive by this object.")
-      .def(nb::init<nb::sequence, bool, std::optional<intptr_t>>(), "arrays"_a, "writable"_a = true,
-           "stream"_a = nb::none())
+      .def(nb::init<nb::typed<nb::sequence, nb::object>, bool, std::optional<intptr_t>>(), "arrays"_a,
+           "writable"_a = true, "stream"_a = nb::none())
       .def_prop_ro("device", &Tensors::device)
       .def(
           "rows",

@@ -383,13 +383,14 @@ void Tensors::add_tensor(size_t index, const nb::dlpack::dltensor& tensor, bool 
   add(static_cast<uint8_t*>(tensor.data) + tensor.byte_offset, dtype, dims, strides, type);
 }
 
-std::vector<std::vector<TensorRef>> refs_of(nb::list parts) {
+std::vector<std::vector<TensorRef>> refs_of(ListOf<PyTensors> parts) {
   std::vector<std::vector<TensorRef>> refs;
   for (nb::handle part : parts) refs.push_back(nb::cast<Tensors&>(part).refs());
   return refs;
 }
 
-std::vector<std::vector<TensorRef>> parts_with_result(nb::list parts, int size, int rank, const Tensors& result) {
+std::vector<std::vector<TensorRef>> parts_with_result(ListOf<PyTensors> parts, int size, int rank,
+                                                      const Tensors& result) {
   std::vector<std::vector<TensorRef>> refs = refs_of(parts);
   if (refs.size() != static_cast<size_t>(size)) {
     throw std::invalid_argument("reduce_scatter takes a part for each of " + std::to_string(size) + " ranks, not " +

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/python.h"
 #include "pack/tensor_list.h"
 
 namespace horo {
@@ -48,9 +49,13 @@ class Tensors : public TensorList {
   int (*exchange_)(void* array, nanobind::dlpack::dltensor* tensor) = nullptr;
 };
 
+// As a Python object, in signatures.
+using PyTensors = nanobind::typed<nanobind::object, Tensors>;
+
 // The references of each of a list of Tensors.
-std::vector<std::vector<TensorRef>> refs_of(nanobind::list parts);
+std::vector<std::vector<TensorRef>> refs_of(ListOf<PyTensors> parts);
 // The parts of a reduce-scatter, one for each of `size` ranks; the reduction of `rank`'s is left in `result`.
-std::vector<std::vector<TensorRef>> parts_with_result(nanobind::list parts, int size, int rank, const Tensors& result);
+std::vector<std::vector<TensorRef>> parts_with_result(ListOf<PyTensors> parts, int size, int rank,
+                                                      const Tensors& result);
 
 }  // namespace horo

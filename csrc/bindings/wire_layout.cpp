@@ -27,7 +27,7 @@ void bind_wire_layout(nb::module_& m) {
           "tensors"_a, "op"_a, "wire"_a, "chunk_bytes"_a, "n_shares"_a, nb::keep_alive<1, 2>())
       .def_static(
           "of_parts",
-          [](nb::list parts, const std::string& op, const std::string& wire, size_t chunk_bytes) {
+          [](ListOf<PyTensors> parts, const std::string& op, const std::string& wire, size_t chunk_bytes) {
             return Layout(refs_of(parts), op_of(op), between_hosts(wire_of(wire)), chunk_bytes);
           },
           "parts"_a, "op"_a, "wire"_a, "chunk_bytes"_a, nb::keep_alive<0, 1>(), "Each share is one of the parts.")

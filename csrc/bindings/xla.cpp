@@ -118,6 +118,8 @@ void bind_xla(nb::module_& m) {
         return nb::steal(PyCapsule_New(reinterpret_cast<void*>(&call), nullptr, nullptr));
       },
       "run"_a, "version"_a,
+      nb::sig("def xla_handler(run: collections.abc.Callable[[int, list[memoryview], list[memoryview]], str | None], "
+              "version: tuple[int, int]) -> object | None"),
       "Return a handler for that version of XLA, or None if the version is unknown: it calls `run(call, arguments, "
       "results)` with its attribute `call` and views of memory. The first `copies` arguments have been copied to the "
       "results. `run` returns None or an error message.");

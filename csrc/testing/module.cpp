@@ -92,7 +92,7 @@ NB_MODULE(_testing, m) {
       .def_prop_ro("handle", [](const FakeStream& self) { return reinterpret_cast<uintptr_t>(self.stream); })
       .def(
           "call",
-          [](FakeStream& self, nb::callable function) {
+          [](FakeStream& self, Function<nb::object()> function) {
             auto* head = static_cast<FakeStreamHead*>(self.stream);
             auto* held = new Shared(shared(function));
             head->enqueue(
